@@ -1,6 +1,6 @@
 """An asyncio-native task runtime for GPUs: `await f.remote()` on fractional GPUs.
 
-Only names stand here; each is loaded from its room when it is first used, so that
+Only names stand here; each is loaded from its module when it is first used, so that
 importing `aiogpu` costs little and a worker stays light.
 """
 
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
     from aiogpu.api.actor import get_actor as get_actor
     from aiogpu.api.actor import kill as kill
     from aiogpu.api.actor import typed as typed
-    from aiogpu.api.asking import why as why
+    from aiogpu.api.actor_pool import ActorPool as ActorPool
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
-    from aiogpu.api.completion import as_completed as as_completed
-    from aiogpu.api.completion import wait as wait
-    from aiogpu.api.context import RuntimeContext as RuntimeContext
-    from aiogpu.api.context import get_gpu_ids as get_gpu_ids
-    from aiogpu.api.context import get_runtime_context as get_runtime_context
     from aiogpu.api.decorator import remote as remote
     from aiogpu.api.generator import RemoteGenerator as RemoteGenerator
     from aiogpu.api.handle import Handle as Handle
     from aiogpu.api.lease import Lease as Lease
     from aiogpu.api.lease import lease as lease
     from aiogpu.api.map import Results as Results
-    from aiogpu.api.method_decorator import method as method
+    from aiogpu.api.method import method as method
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
     from aiogpu.api.node import init as init
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
+    from aiogpu.api.node import why as why
     from aiogpu.api.placement import Placement as Placement
     from aiogpu.api.placement import get_placement as get_placement
     from aiogpu.api.placement import placement as placement
-    from aiogpu.api.pool import ActorPool as ActorPool
     from aiogpu.api.put import put as put
+    from aiogpu.api.remote_function import RemoteFunction as RemoteFunction
     from aiogpu.api.run import run as run
+    from aiogpu.api.runtime_context import RuntimeContext as RuntimeContext
+    from aiogpu.api.runtime_context import get_gpu_ids as get_gpu_ids
+    from aiogpu.api.runtime_context import get_runtime_context as get_runtime_context
     from aiogpu.api.session import Session as Session
     from aiogpu.api.stream import Stream as Stream
-    from aiogpu.api.task import RemoteFunction as RemoteFunction
+    from aiogpu.api.wait import as_completed as as_completed
+    from aiogpu.api.wait import wait as wait
     from aiogpu.errors import ActorDiedError as ActorDiedError
     from aiogpu.errors import ActorNameError as ActorNameError
     from aiogpu.errors import AiogpuError as AiogpuError
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus as NodeStatus
     from aiogpu.observe.why import Why as Why
 
-_ROOMS = {
+_MODULES = {
     "api.actor": (
         "ActorHandle",
         "RemoteClass",
@@ -88,31 +88,31 @@ _ROOMS = {
         "kill",
         "typed",
     ),
-    "api.asking": ("why",),
     "api.batch": ("batch",),
     "api.blocking": ("get",),
-    "api.completion": ("as_completed", "wait"),
-    "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
+    "api.wait": ("as_completed", "wait"),
+    "api.runtime_context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.generator": ("RemoteGenerator",),
     "api.handle": ("Handle",),
     "api.lease": ("Lease", "lease"),
     "api.map": ("Results",),
-    "api.method_decorator": ("method",),
+    "api.method": ("method",),
     "api.node": (
         "available_resources",
         "cluster_resources",
         "init",
         "shutdown",
         "status",
+        "why",
     ),
     "api.placement": ("Placement", "get_placement", "placement"),
-    "api.pool": ("ActorPool",),
+    "api.actor_pool": ("ActorPool",),
     "api.put": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),
     "api.stream": ("Stream",),
     "api.decorator": ("remote",),
-    "api.task": ("RemoteFunction",),
+    "api.remote_function": ("RemoteFunction",),
     "observe.status": ("NodeStatus",),
     "observe.why": ("Why",),
     "errors": (
@@ -149,24 +149,24 @@ _ROOMS = {
         "WorkerDiedError",
     ),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_ROOM_OF)  # noqa: PLE0605 - a test holds it against the imports above
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - a test holds it against the imports above
 __version__ = "0.1.0"
 
 if not TYPE_CHECKING:
     # Visible, it would make type checkers accept every misspelt name.
     def __getattr__(name):
-        """Load a public name from its room, or a public room."""
+        """Load a public name from its module, or a public package."""
         from importlib import import_module
 
         if name == "accelerators":
             return import_module("aiogpu.accelerators")
-        room = _ROOM_OF.get(name)
-        if room is None:
-            misnamed = import_module("aiogpu.api.misnamed")
+        module = _MODULE_OF.get(name)
+        if module is None:
+            misnamed = import_module("aiogpu.api.misuse")
             raise misnamed.no_such_name(name, __all__)
-        value = getattr(import_module(f"aiogpu.{room}"), name)
+        value = getattr(import_module(f"aiogpu.{module}"), name)
         globals()[name] = value
         return value
 

@@ -1,6 +1,7 @@
 """Actors: a class whose object lives in a process of its own, and handles to it.
 
-Light on purpose, as `api.task` is: user modules bring this file into every worker.
+Light on purpose, as `api.remote_function` is: user modules bring this file into every
+worker.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from typing import (
     cast,
 )
 
+from aiogpu.api.actor_class import Face, no_method
 from aiogpu.api.actor_options import ActorOptions, check_actor_options
 from aiogpu.api.definition import Definition, Reference
-from aiogpu.api.face import Face, no_method
-from aiogpu.api.generator_method import remote_method
-from aiogpu.api.method import RemoteMethod
+from aiogpu.api.method import RemoteMethod, remote_method
 from aiogpu.api.misuse import EnteredOnLoop, options_of
-from aiogpu.api.resource_options import check_kinds
-from aiogpu.api.task import Decorated
+from aiogpu.api.options import check_kinds
+from aiogpu.api.remote_function import Decorated
 from aiogpu.core.model.units import CPU
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, OptionError
@@ -37,10 +37,10 @@ from aiogpu.worker.context import ActorExit, current, note_exit
 from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_keywords import ActorKeywords
-    from aiogpu.api.late_face import LateFace
+    from aiogpu.api.actor_class import LateFace
+    from aiogpu.api.actor_options import ActorKeywords
+    from aiogpu.api.actor_pool import ActorPool
     from aiogpu.api.method import Link
-    from aiogpu.api.pool import ActorPool
     from aiogpu.runtime.calls import Site
 
 P = ParamSpec("P")
@@ -115,7 +115,7 @@ def revive(actor: int, name: str, home: str, face: Face) -> ActorHandle[Any]:
 
         return ActorHandle(FarLink.to(actor, name, home), face)
     from aiogpu.api.actor_link import ActorLink
-    from aiogpu.api.caller import session_of_caller
+    from aiogpu.api.submission import session_of_caller
 
     link = ActorLink.known(session_of_caller(), actor, name, home)
     return ActorHandle(link, face)
@@ -157,7 +157,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 
             return ActorHandle(FarLink.create(*asked), self._face)
         from aiogpu.api.actor_link import ActorLink
-        from aiogpu.api.caller import session_of_caller
+        from aiogpu.api.submission import session_of_caller
 
         link = ActorLink.create(session_of_caller(), *asked)
         return ActorHandle(link, link.face())
@@ -330,7 +330,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         far, face = find(name, namespace or "")
         return ActorHandle(far, face)
     from aiogpu.api.actor_link import ActorLink
-    from aiogpu.api.caller import session_of_caller
+    from aiogpu.api.submission import session_of_caller
 
     session = session_of_caller("aiogpu.get_actor()")
     link = ActorLink.find(session, name, namespace or "")

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 from weakref import WeakValueDictionary
 
+from aiogpu.api.actor_class import stranger
 from aiogpu.api.blocking import get
 from aiogpu.api.blocking_handle import BlockingHandle
-from aiogpu.api.face import stranger
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError, MisuseError
@@ -31,7 +31,7 @@ from aiogpu.wire.messages import (
 from aiogpu.worker.context import current, note_passed
 
 if TYPE_CHECKING:
-    from aiogpu.api.face import Face
+    from aiogpu.api.actor_class import Face
     from aiogpu.api.several import Several
     from aiogpu.engines.nested import LoopLink
     from aiogpu.runtime.calls import Site

@@ -10,17 +10,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
+from aiogpu.api.actor_class import LateFace, face_in, stranger
 from aiogpu.api.blocking import handle_by
-from aiogpu.api.caller import host_beside_loop, may_use
-from aiogpu.api.face import face_in, stranger
-from aiogpu.api.late_face import LateFace
-from aiogpu.api.near_several import NearSeveral
+from aiogpu.api.submission import host_beside_loop, may_use
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
+    InternalError,
     MisuseError,
     NodeClosedError,
 )
@@ -29,15 +28,59 @@ from aiogpu.runtime.callers.caller import Carrying, Then
 from aiogpu.worker.context import note_passed, passing, take_kept
 
 if TYPE_CHECKING:
-    from aiogpu.api.early import Awaited
-    from aiogpu.api.face import Face
+    from aiogpu.api.actor_class import Face
     from aiogpu.api.handle import Handle
-    from aiogpu.api.session import Session
+    from aiogpu.api.session import Awaited, Session
+    from aiogpu.api.several import Several
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.engines.family import Host
     from aiogpu.runtime.calls import Receiver, Site
 
+
+class NearSeveral(NamedTuple):
+    """A call with several results, in a program's process; see `several.Start`.
+
+    Attributes:
+        link: the tie to the actor.
+        method: what is called.
+        payload: the pickled arguments.
+    """
+
+    link: ActorLink
+    method: str
+    payload: bytes
+
+    def in_program(self, _session: object, several: Several) -> None:
+        """Make it on the program's node."""
+        several.stop, several.ask = self.link.cancel, self.link.why
+        self.link.ask_actor(partial(self._call, several), several.fail)
+
+    def _call(self, several: Several, actor: ActorPort) -> None:
+        if not several.done():
+            several.note(actor.call(self.method, self.payload, several))
+
+    def by_host(self, host: Host, several: Several) -> None:
+        """Make it for a task that shares its program's process."""
+        several.stop, several.ask = host.cancel, host.why
+        self.link.ask_actor(
+            lambda actor: several.note(
+                host.call(actor.id, self.method, self.payload, several)
+            ),
+            several.fail,
+        )
+
+    def on_loop(self, _link: object, _several: object) -> NoReturn:
+        """No worker has such a tie."""
+        raise InternalError(f"{self!r} belongs to a program")
+
+    def in_plain_code(self, _several: object) -> NoReturn:
+        """No worker has such a tie."""
+        raise InternalError(f"{self!r} belongs to a program")
+
+
 _get_running_loop: Final = asyncio._get_running_loop
+
+
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
 

@@ -39,7 +39,7 @@ def check_node(
 
 def check_sender(handle: object) -> None:
     """Raise `MisuseError` if it is not for the code that runs to send a handle."""
-    from aiogpu.api.sessions import session_of
+    from aiogpu.api.session import session_of
 
     loop = asyncio._get_running_loop()
     if loop is None:

@@ -1,7 +1,8 @@
 """Handles without an event loop: what `.remote()` gives in a plain task.
 
 A plain function that runs as a task has no loop, so it waits by `aiogpu.get`. asyncio
-stays out of this file: importing it would cost such a task more than it does.
+stays out of this file: importing it would cost such a task more than it does. Handles
+that have come to a worker are asked for their value when it is wanted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
     from aiogpu.worker.objects import Loan
+
 
 T = TypeVar("T")
 
@@ -266,8 +268,6 @@ class Borrowed:
 
     def on_loop(self, name: str) -> Any:
         """The same handle for the event loop that runs."""
-        from aiogpu.api.borrow_far import borrow_far
-
         return borrow_far(cast("Loan", self.loan), name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
@@ -284,3 +284,22 @@ def abandoned(task_name: str) -> TaskCancelledError:
     return TaskCancelledError(
         f"{task_name} was stopped, since the task that had started it has ended."
     )
+
+
+def borrow_far(loan: Loan, name: str) -> Any:
+    """The kind of handle that fits, of a value that this worker was lent.
+
+    Args:
+        loan: of the value; it lasts as long as the handle.
+        name: of its task.
+    """
+    if is_loop_running():
+        import asyncio
+
+        from aiogpu.api.nested import BorrowedHandle, session_of_task
+
+        link = session_of_task(asyncio.get_running_loop()).link
+        return BorrowedHandle(name, link, loan)
+    handle: BlockingHandle[Any] = BlockingHandle(name, nested.family())
+    handle.owner, handle.shared = Borrowed(loan), loan
+    return handle

@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.inflow import Inflow
+from aiogpu.api.stream_buffer import Inflow
 from aiogpu.engines import nested
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import is_loop_running

@@ -42,10 +42,10 @@ def borrow(identity: int, name: str) -> Any:
         name: of its task.
     """
     if services.loans is not None:
-        from aiogpu.api.borrow_far import borrow_far
+        from aiogpu.api.blocking_handle import borrow_far
 
         return borrow_far(services.loans.loan(identity), name)
-    from aiogpu.api.caller import host_beside_loop, session_of_caller
+    from aiogpu.api.submission import host_beside_loop, session_of_caller
 
     host = host_beside_loop()
     far = session_of_caller().far if host is None else host.far
@@ -83,7 +83,7 @@ class Lender:
 
     async def why(self, name: str, task: int) -> Why:
         """Why that one waits."""
-        from aiogpu.api.sessions import current_session
+        from aiogpu.api.session import current_session
 
         return await current_session().why(name, task)
 
@@ -121,7 +121,7 @@ def put_here(payload: bytes, name: str = "put") -> Any:
         payload: the value pickled.
         name: what the handle is called.
     """
-    from aiogpu.api.caller import host_beside_loop, session_of_caller
+    from aiogpu.api.submission import host_beside_loop, session_of_caller
 
     host = host_beside_loop()
     far = session_of_caller("aiogpu.put()").far if host is None else host.far

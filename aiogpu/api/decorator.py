@@ -1,6 +1,7 @@
 """`@remote`: what it makes of a function, a generator or a class.
 
-Light on purpose, as `api.task` is: user modules bring this file into every worker.
+Light on purpose, as `api.remote_function` is: user modules bring this file into every
+worker.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import (
 
 from aiogpu.api.definition import Definition
 from aiogpu.api.options import TaskOptions, check_options
-from aiogpu.api.task import RemoteFunction, made, merged
+from aiogpu.api.remote_function import RemoteFunction, made, merged
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
     from aiogpu.api.actor import RemoteClass
-    from aiogpu.api.actor_keywords import AnyKeywords
+    from aiogpu.api.actor_options import AnyKeywords
     from aiogpu.api.generator import RemoteGenerator
     from aiogpu.api.keywords import Options
 

@@ -1,6 +1,7 @@
 """`@remote` on generators: what `.remote()` gives is a stream of their items.
 
-Light on purpose, as `api.task` is: user modules bring this file into every worker.
+Light on purpose, as `api.remote_function` is: user modules bring this file into every
+worker.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from aiogpu.api.definition import Definition
 from aiogpu.api.mapper import no_map
 from aiogpu.api.misuse import CalledFirstToIterate
 from aiogpu.api.options import TaskOptions, not_counted
-from aiogpu.api.task import RemoteFunction, merged
+from aiogpu.api.remote_function import RemoteFunction, merged
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments

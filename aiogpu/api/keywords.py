@@ -1,7 +1,7 @@
 """The options of a task as keywords, for type checkers and readers.
 
-Only they read this file: every annotation in it would cost at import, and user
-modules bring the faces into every worker.
+Only they read this file: every annotation in it would cost at import, and user modules
+bring the faces into every worker.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from aiogpu.api.gpu_options import GpuWhere, RetryOom
-from aiogpu.api.options import Lifetime, Strategy
+from aiogpu.api.options import GpuWhere, Lifetime, RetryOom, Strategy
 from aiogpu.api.placement import Placement
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]

@@ -1,38 +1,524 @@
 """What `f.map(...)` gives: results one by one, while a bounded number of calls is out.
 
 A result is *ahead* from its call until the loop takes it, so a slow loop holds back
-what is read and what runs. The window keeps the calls that are ahead; it does not
-know the `Results` that are the user's, so that dropping those stops the work. This
-file imports asyncio, so it is itself imported late.
+what is read and what runs. The window keeps the calls that are ahead; it does not know
+the `Results` that are the user's, so that dropping those stops the work.
+
+With `chunk="auto"` a call shall take about `TARGET` seconds, so that what it costs by
+itself does not count. The first has one item, and as results tell what an item takes,
+those that follow have more. What an item takes is its time in the worker, and on this
+loop for pickling it and unpickling its result: so large items make small chunks. A
+chunk that takes much longer than was expected ends early, and the rest of it is called
+again. This file imports asyncio, so it is itself imported late.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
+from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+)
 
-from aiogpu.api.chunks import CALLS, MOST, SHARE, Packing, check_chunk
+from aiogpu.api.definition import Definition, Parameters
 from aiogpu.api.handle import Handle
 from aiogpu.api.misuse import IteratedOnLoop
 from aiogpu.api.options import LARGEST_COUNT
-from aiogpu.api.window import Window
-from aiogpu.errors import MisuseError, OptionError, TaskError
+from aiogpu.api.remote_function import RemoteFunction
+from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
+from aiogpu.runtime.calls import Function, new_function_id
+from aiogpu.serialization.exceptions import RAISED, Outcome, unpack_failure
+from aiogpu.serialization.serializer import dump_function
+from aiogpu.wire.messages import Failed
+from aiogpu.worker.chunk import Sent
 
 if TYPE_CHECKING:
     from aiogpu.api.mapper import TakesOne
 
+
+TARGET: Final = 0.004
+"""Seconds that a call shall take: a call costs up to 0.1 ms by itself."""
+
+
+LONGEST: Final = 0.05
+"""Seconds after which a call of an automatic size ends early."""
+
+
+MOST: Final = 10_000
+"""Items in a call of an automatic size."""
+
+
+CALLS: Final = 256
+"""Calls ahead where the user names no limit; see `map.DEFAULT_LIMIT`."""
+
+
+SHARE: Final = 16
+"""Calls of an automatic size that a named limit has room for, at least."""
+
+
+FIRST: Final = 1
+"""Items in the first call of an automatic size."""
+
+
+GROWTH: Final = 4
+"""How many times more items than those that were measured the next call may have."""
+
+
+ChunkSize = int | Literal["auto"] | None
+
+
+Start = Callable[[tuple[Any, ...]], Handle[Any]]
+
+
+class Sizes:
+    """How many items the next chunk has.
+
+    Attributes:
+        size: that number.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.size = FIRST
+        self._most = most
+        self._each: float | None = None
+
+    def note(self, count: int, seconds: float) -> None:
+        """So many items took so long."""
+        each = seconds / count
+        if self._each is None or each > self._each:
+            # One that is slower is believed at once: a chunk must not be too long.
+            self._each = each
+        else:
+            self._each += (each - self._each) / 4
+        fitting = int(TARGET / max(self._each, TARGET / MOST))
+        grown = max(self.size, GROWTH * count)
+        self.size = max(1, min(fitting, grown, self._most))
+
+
+class Opened(NamedTuple):
+    """What has come of a call.
+
+    Attributes:
+        values: the results.
+        error: to be raised after them.
+        again: the call of the item after them, if it is tried again.
+        rest: items that are to be called still, after that one.
+    """
+
+    values: list[Any]
+    error: Exception | None = None
+    again: Handle[Any] | None = None
+    rest: tuple[Any, ...] = ()
+
+
+class Packing:
+    """Makes calls of items, and opens what they give.
+
+    Attributes:
+        partial: items that wait for others to go with.
+    """
+
+    def __init__(self, remote: Any, chunk: int | Literal["auto"], most: int) -> None:
+        self.partial: list[Any] = []
+        self._remote = remote
+        self._fixed = None if chunk == "auto" else chunk
+        self._sizes = Sizes(min(MOST, most))
+        self._seconds = 0.0 if self._fixed else LONGEST
+        self._sent: dict[Handle[Any], tuple[tuple[Any, ...], float]] = {}
+        self._again: RemoteFunction[..., Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many items the next chunk has."""
+        return self._fixed or self._sizes.size
+
+    def send(self, items: tuple[Any, ...]) -> Handle[Any]:
+        """Call with some items; raises what `.remote()` raises."""
+        begun = perf_counter()
+        handle: Handle[Any] = self._remote._remote_chunk((self._seconds, *items))
+        self._sent[handle] = items, perf_counter() - begun
+        return handle
+
+    def open(self, handle: Handle[Any]) -> Opened:
+        """Look at a call that has ended; raises its error if all of it has failed."""
+        items, seconds = self._sent.pop(handle, ((), 0.0))
+        begun = perf_counter()
+        result = handle.result()
+        if not items:
+            return Opened([result])  # one that was tried again
+        outcome = Outcome(*result)
+        seconds += outcome.seconds + perf_counter() - begun
+        done = len(outcome.values)
+        self._sizes.note(done or 1, seconds)
+        if outcome.failure is None:
+            return Opened(outcome.values, rest=items[done:])
+        failed = Failed(*outcome.failure)
+        error = unpack_failure(failed, self._remote.__name__)
+        if failed.kind != RAISED or not _is_retried(self._remote, error):
+            return Opened(outcome.values, error)
+        if self._again is None:
+            self._again = _again(self._remote)
+        return Opened(
+            outcome.values,
+            again=self._again.remote(items[done]),
+            rest=items[done + 1 :],
+        )
+
+    def clear(self) -> None:
+        """Forget all items."""
+        self.partial.clear()
+        self._sent.clear()
+
+
+def _is_retried(remote: object, error: Exception) -> bool:
+    """Whether its options want an item tried again after this error."""
+    if not isinstance(remote, RemoteFunction) or not remote._options.max_retries:
+        return False
+    wanted = remote._options.retry_exceptions
+    return wanted if isinstance(wanted, bool) else isinstance(error, wanted)
+
+
+def _again(remote: RemoteFunction[..., Any]) -> RemoteFunction[..., Any]:
+    """What an item is called by that has been tried once already."""
+    options = remote._options
+    left = max(options.max_retries - 1, -1)  # -1 is without end
+    return RemoteFunction(remote._definition, options._replace(max_retries=left))
+
+
+def in_chunks(remote: RemoteFunction[..., Any]) -> RemoteFunction[..., Any]:
+    """The function, with its options, as it is called with chunks.
+
+    Raises:
+        SerializationError: with the path to what cannot be pickled.
+    """
+    base = remote._definition
+    chunked = Definition(base.function)
+    chunked._sent = Function(
+        new_function_id(), dump_function(base.name, Sent(base.sent().payload))
+    )
+    chunked.parameters = Parameters(base.name, None)  # seconds, and any number of items
+    return RemoteFunction(chunked, remote._options)
+
+
+def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | None:
+    """A chunk's size; None if each item is a call of its own.
+
+    Raises:
+        OptionError: it is ill-valued, or there is no room for it.
+    """
+    if chunk is None or chunk == "auto":
+        return chunk
+    if (
+        isinstance(chunk, bool)
+        or not isinstance(chunk, int)
+        or not 1 <= chunk <= LARGEST_COUNT
+    ):
+        raise OptionError(
+            f'chunk={chunk!r} must be a whole number of items, 1 or more, "auto", or '
+            f"None for 1. The most is {LARGEST_COUNT:_}."
+        )
+    if limit is not None and limit < chunk:
+        raise OptionError(
+            f"limit={limit} has no room for a chunk of {chunk}: it counts items, not "
+            f"calls. For 16 calls ahead say limit={16 * chunk}."
+        )
+    return chunk if chunk > 1 else None
+
+
 R = TypeVar("R")
+
+
+SLICE: Final = 4096
+"""Items that are read in one turn of the loop, where they are sent in chunks."""
+
+
+FILL_TIME: Final = 0.005
+"""Seconds that the first item of a chunk waits for an async iterable's others."""
+
+
+_NOTHING: Final = object()
+
+
+class Window(Generic[R]):
+    """The calls that are ahead of the loop, and what is read for more of them.
+
+    Attributes:
+        ahead: calls that were started and whose result was not taken.
+        waiter: set when the asyncio task that waits shall look again.
+        reader: reads an async iterable; a plain one is read as results are taken.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Any], Handle[R]],
+        iterable: Iterable[Any] | AsyncIterable[Any],
+        limit: int | None,
+        is_ordered: bool,
+        packing: Packing | None = None,
+    ) -> None:
+        self.loop = _running_loop()
+        self.limit = limit
+        self.ahead = 0
+        self.is_closed = False
+        self.waiter: asyncio.Future[None] | None = None
+        self.reader: asyncio.Task[None] | None = None
+        self._start = start
+        self._is_ordered = is_ordered
+        self._packing = packing
+        self._is_behind = False
+        self._filling: asyncio.TimerHandle | None = None
+        self._plain: Iterator[Any] | None = None
+        self._async: AsyncIterable[Any] | None = None
+        if isinstance(iterable, AsyncIterable):
+            self._async = iterable
+        else:
+            self._plain = _iterator(iterable)
+        self._error: BaseException | None = None
+        self._room: asyncio.Future[None] | None = None
+        # Whose turn it is: by input all of them, or those that have ended.
+        self._queue: deque[Handle[R]] = deque()
+        self._unended: dict[Handle[R], None] = {}
+
+    @property
+    def is_through(self) -> bool:
+        """Whether no further result will come."""
+        return not self.ahead and self._plain is None and self._async is None
+
+    def take(self) -> Handle[R] | None:
+        """Start what there is room for; gives a handle that has ended, if it may.
+
+        Raises:
+            BaseException: what the iterable or `.remote()` raised.
+        """
+        if self._plain is not None:
+            self._read()
+        elif self._async is not None and self.reader is None:
+            self.reader = self.loop.create_task(self._read_on(self._async))
+        if self._error is not None:
+            raise self._error
+        queue = self._queue
+        if not queue or not queue[0].done():
+            return None
+        if self._packing is None:
+            self.release(1)
+        return queue.popleft()
+
+    def release(self, count: int) -> None:
+        """So many results were taken."""
+        self.ahead -= count
+        if self._room is not None:
+            _set(self._room)
+
+    def open(self, handle: Handle[Any]) -> tuple[list[Any], Exception | None]:
+        """The results of a chunk that was taken, and the error that comes after them.
+
+        They count as ahead until they are released.
+
+        Raises:
+            Exception: what the whole chunk has failed with.
+        """
+        assert self._packing is not None
+        opened = self._packing.open(handle)
+        calls = [] if opened.again is None else [opened.again]
+        rest, size = opened.rest, self._packing.size
+        calls += [
+            self._packing.send(rest[first : first + size])
+            for first in range(0, len(rest), size)
+        ]
+        if self._is_ordered:
+            self._queue.extendleft(reversed(calls))
+        else:
+            for call in calls:
+                self._post(call)
+        return opened.values, opened.error
+
+    async def news(self) -> None:
+        """Wait until `take` may give another answer."""
+        self.waiter = self.loop.create_future()
+        if self._is_behind:
+            self.loop.call_soon(self._wake)
+        if self._is_ordered and self._queue:
+            self._queue[0].add_done_callback(self._wake)
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
+
+    def _wake(self, _: object = None) -> None:
+        if self.waiter is not None:
+            _set(self.waiter)
+
+    @property
+    def _has_room(self) -> bool:
+        packing = self._packing
+        if packing is None:
+            return self.ahead < self.limit  # type: ignore[operator]
+        if packing.partial:
+            return True  # it was there when the first of these was read
+        if self.limit is None:
+            return len(self._queue) + len(self._unended) < CALLS
+        return self.ahead + packing.size <= self.limit
+
+    def _read(self) -> None:
+        assert self._plain is not None
+        self._is_behind = False
+        until = None if self._packing is None else self.ahead + SLICE
+        while self._has_room:
+            item = next(self._plain, _NOTHING)
+            if item is _NOTHING:
+                self._plain = None
+                self._flush()
+                return
+            self._submit(item)
+            if self.ahead == until:
+                self._is_behind = True
+                return
+
+    async def _read_on(self, iterable: AsyncIterable[Any]) -> None:
+        """Read an async iterable while there is room, until the window closes."""
+        try:
+            async for item in iterable:
+                if self.is_closed:
+                    break  # it has caught its CancelledError and goes on
+                self._submit(item)
+                while not self._has_room:
+                    self._room = self.loop.create_future()
+                    await self._room
+            self._flush()
+        except BaseException as error:
+            if self.is_closed:
+                raise
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._async = None
+            self._wake()
+
+    def _submit(self, item: Any) -> None:
+        packing = self._packing
+        if packing is None:
+            handle = self._start(item)
+            self.ahead += 1
+            self._post(handle)
+            return
+        self.ahead += 1
+        packing.partial.append(item)
+        if len(packing.partial) >= packing.size or self.ahead == self.limit:
+            self._flush()
+        elif self._plain is None and self._filling is None:
+            self._filling = self.loop.call_later(FILL_TIME, self._flush_late)
+
+    def _flush(self) -> None:
+        """Send the items that wait for others."""
+        if self._filling is not None:
+            self._filling.cancel()
+            self._filling = None
+        packing = self._packing
+        if packing is not None and packing.partial:
+            items = tuple(packing.partial)
+            packing.partial.clear()
+            self._post(packing.send(items))
+
+    def _flush_late(self) -> None:
+        try:
+            self._flush()
+        except Exception as error:  # noqa: BLE001 - whoever takes results raises it
+            self._error = error
+            self._wake()
+
+    def _post(self, handle: Handle[Any]) -> None:
+        if not self._is_ordered:
+            self._unended[handle] = None
+            handle.add_done_callback(self._note_end)
+        else:
+            if not self._queue:
+                self._wake()
+            self._queue.append(handle)
+
+    def _note_end(self, handle: Handle[R]) -> None:
+        if not self.is_closed:
+            del self._unended[handle]
+            self._queue.append(handle)
+            self._wake()
+
+    def close(self) -> None:
+        """Cancel what is ahead, the newest first: none starts in another's place."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        handles = [*self._queue, *self._unended]
+        self._queue.clear()
+        self._unended.clear()
+        self.ahead = 0
+        self._plain = self._async = self._error = None
+        if self._filling is not None:
+            self._filling.cancel()
+        if self._packing is not None:
+            self._packing.clear()
+        if self.reader is not None:
+            self.reader.cancel()
+        for handle in reversed(handles):
+            # On one that has ended it only says that its error may go unheard.
+            handle.cancel()
+        self._wake()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _iterator(iterable: Iterable[Any]) -> Iterator[Any]:
+    if hasattr(iterable, "__await__"):
+        # A handle has an `__iter__` too, which is not meant for loops.
+        raise MisuseError(
+            f"map() was given {iterable!r}, whose value is still to come; write "
+            f"`await` before it."
+        )
+    try:
+        return iter(iterable)
+    except TypeError as error:
+        raise MisuseError(
+            f"map() was given {iterable!r}, which is neither an iterable nor an async "
+            f"iterable ({error})."
+        ) from error
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        raise NoLoopError(
+            ".map() needs a running event loop, and there is none in this thread. "
+            "Write `async for result in f.map(...)` inside an `async def` that runs by "
+            "aiogpu.run(main())."
+        )
+    return loop
+
 
 DEFAULT_LIMIT: Final = 256
 """Calls ahead where the user names no limit. Enough that every slot of a node with a
 hundred cores has a task and as many wait, few enough to hold in memory; on two cores
 calls that do nothing come no faster with four times as many."""
 
+
 _THROUGH: Final = "have been iterated to their end"
+
+
 _CLOSED: Final = "were closed"
+
+
 _CANCELLED: Final = "ended when the task that awaited them was cancelled"
 
 

@@ -1,6 +1,7 @@
 """`.map(...)`, which all that has a `.remote(...)` has as well.
 
-Light on purpose, as `api.task` is: user modules bring this file into every worker.
+Light on purpose, as `api.remote_function` is: user modules bring this file into every
+worker.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """The methods of an actor's class: what may be called, with what, and how it runs.
 
-Light on purpose, as `api.task` is: user modules bring this file into every worker.
+A generator's call gives a stream. `@method` sets options of a method. Light on purpose,
+as `api.remote_function` is: user modules bring this file into every worker.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from copy import copy
 from typing import (
     TYPE_CHECKING,
     Any,
+    Concatenate,
     Final,
     Generic,
     NoReturn,
@@ -23,10 +26,10 @@ from typing import (
 )
 
 from aiogpu.api.actor_options import MethodOptions, check_method_options
-from aiogpu.api.mapper import Mapper
-from aiogpu.api.misuse import CalledFirst
-from aiogpu.api.options import MAX_BUFFERED, not_counted
-from aiogpu.api.parameters import Parameters, signature_of, without_self
+from aiogpu.api.definition import Parameters, signature_of, without_self
+from aiogpu.api.mapper import Mapper, no_map
+from aiogpu.api.misuse import CalledFirst, CalledFirstToIterate
+from aiogpu.api.options import MAX_BUFFERED, not_buffered, not_counted
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import NO_ARGUMENTS, dump_arguments
@@ -36,10 +39,18 @@ from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.several import Start
+    from aiogpu.api.stream import Stream
+
 
 P = ParamSpec("P")
+
+
 R = TypeVar("R")
+
+
 R_co = TypeVar("R_co", covariant=True)
+
+
 MARK: Final = "__aiogpu_method__"
 
 
@@ -358,3 +369,166 @@ class MethodDescriptor(Protocol[P, R_co]):
     def __get__(self, instance: object, owner: Any) -> TypedMethod[P, R_co]:
         """What the attribute of an object is."""
         ...
+
+
+T = TypeVar("T")
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T]):
+    """A method of an actor that is a generator; iterate what `.remote(...)` gives."""
+
+    __slots__ = ()
+
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+        """Call it; gives the stream of its items at once.
+
+        Raises:
+            MisuseError: it takes other arguments.
+            SerializationError: an argument cannot be pickled.
+            NodeError: the actor's node is closed.
+        """
+        method = self._method
+        payload = method.pack(args, kwargs)
+        stream: Stream[T] = self._link.stream(
+            method.label, method.window, method.name, payload
+        )
+        return stream
+
+    if not TYPE_CHECKING:
+
+        def map(self, *_args: object, **_options: object) -> NoReturn:
+            """Always raises `MisuseError`: a generator gives many results a call."""
+            raise no_map(self.__name__)
+
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: an actor's method is not called directly."""
+            raise MisuseError(
+                f"{self._method.label} is a generator and runs in its actor's process: "
+                f"write `async for item in actor.{self._method.attribute}.remote(...)`."
+            )
+
+
+def remote_method(
+    link: Link, method: Method, groups: tuple[str, ...]
+) -> RemoteMethod[..., Any]:
+    """What a handle has under the name of a method; `groups` are its class's."""
+    kind = GeneratorMethod if method.window else RemoteMethod
+    return kind(link, method, groups)
+
+
+class TypedGenerator(Generic[P, T_co]):
+    """What a type checker sees of a generator method; see `TypedMethod`."""
+
+    __name__: str
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call it here."""
+        raise NotImplementedError
+
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:
+        """Call it in the actor's process."""
+        raise NotImplementedError
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> TypedGenerator[P, T_co]:
+        """Return the same method with other options; see `MethodCallKeywords`."""
+        raise NotImplementedError
+
+
+class GeneratorDescriptor(Protocol[P, T_co]):
+    """A `TypedGenerator`, found on an object."""
+
+    def __get__(self, instance: object, owner: Any) -> TypedGenerator[P, T_co]:
+        """What the attribute of an object is."""
+        ...
+
+
+class MethodKeywords(TypedDict, total=False):
+    """The options of a method, as `@aiogpu.method(...)` takes them.
+
+    Attributes:
+        num_returns: 1.
+        max_buffered: for a generator, how many items it may be ahead of its consumer;
+            64 unless given.
+        concurrency_group: one of those that the class's `concurrency_groups` name.
+    """
+
+    num_returns: int | None
+    max_buffered: int | None
+    concurrency_group: str | None
+
+
+class MethodDecorator(Protocol):
+    """What `@method(...)` with options gives."""
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+    ) -> MethodDescriptor[P, R]: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self,
+        function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]],
+        /,
+    ) -> GeneratorDescriptor[P, R]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], R], /
+    ) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(
+    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(  # type: ignore[overload-overlap]
+    function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]], /
+) -> GeneratorDescriptor[P, R]: ...
+
+
+@overload
+def method(function: Callable[Concatenate[Any, P], R], /) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(**options: Unpack[MethodKeywords]) -> MethodDecorator: ...
+
+
+def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
+    """Give a method options, and type checkers its parameters and result.
+
+    The method itself stays as it is; all public methods of an actor's class can be
+    called, with this or without.
+
+    Args:
+        function: the method.
+        **options: see `MethodKeywords`.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+        MisuseError: it is no function.
+    """
+    checked = MethodOptions(**check_method_options(dict(options)))
+
+    def mark(function: Any) -> Any:
+        if not inspect.isfunction(function):
+            raise MisuseError(
+                f"method() was given {function!r}; write it above a method of a class."
+            )
+        is_generator = inspect.isgeneratorfunction(function)
+        if not is_generator and not inspect.isasyncgenfunction(function):
+            if checked.max_buffered is not None:
+                raise not_buffered(function.__qualname__)
+        elif checked.num_returns != 1:
+            raise not_counted(function.__qualname__, checked.num_returns)
+        setattr(function, MARK, checked)
+        return function
+
+    return mark if function is None else mark(function)

@@ -1,21 +1,25 @@
-"""What Python's own words would not tell: the wrong loop or `with`, a misspelt option.
+"""What Python's own words would not tell: the wrong loop or `with`, a misspelt name.
 
 Each class here is mixed into those that newcomers use in that way. It costs their
-objects nothing, and is hidden from type checkers, which have words of their own. Light
-on purpose, as `api.task` is: user modules bring this file into every worker.
+objects nothing, and is hidden from type checkers, which have words of their own. A name
+that the package does not have is mostly one of Ray's. Light on purpose, as
+`api.remote_function` is: user modules bring this file into every worker.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import wraps
 from inspect import CO_GENERATOR, CO_VARARGS
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NoReturn, ParamSpec, TypeVar
 
 from aiogpu.errors import MisuseError
 
 P = ParamSpec("P")
+
+
 R = TypeVar("R")
 
 
@@ -183,3 +187,38 @@ def refuse(options: dict[str, Any], known: dict[str, Any], what: str) -> None:
 
     misspelt = next(name for name in options if name not in known)
     raise unknown_option(misspelt, known, what)
+
+
+NAMES_OF_RAY: Final = MappingProxyType(
+    {
+        "ObjectRef": "`Handle` is what .remote() gives",
+        "ObjectRefGenerator": "`Stream` is what .remote() of a generator gives",
+        "actor": "`aiogpu.exit_actor()`, and `aiogpu.ActorHandle`",
+        "cancel": "write `handle.cancel()`",
+        "exceptions": "errors are at `aiogpu` itself, as `aiogpu.TaskError`",
+        "is_initialized": "`aiogpu.init(ignore_reinit_error=True)` gives the loop's "
+        "node, should it have one",
+        "nodes": "write `await aiogpu.status()`",
+        "timeline": "run `aiogpu timeline FILE`",
+        "util": "`aiogpu.placement`, `aiogpu.ActorPool` and `aiogpu.accelerators` are "
+        "what it has here",
+    }
+)
+"""Of names that Ray's users look for, what there is."""
+
+
+def no_such_name(name: str, known: Sequence[str]) -> AttributeError:
+    """The error for an attribute that the package has not.
+
+    Args:
+        name: what was asked for.
+        known: the names that there are.
+    """
+    hint = NAMES_OF_RAY.get(name, "")
+    if not hint and not name.startswith("_"):
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+    told = f"module 'aiogpu' has no attribute {name!r}" + (f": {hint}" if hint else "")
+    return AttributeError(told)

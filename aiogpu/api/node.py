@@ -9,18 +9,52 @@ from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiogpu.api.address import default_address, refuse_in_worker
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
-from aiogpu.api.session import Session
-from aiogpu.api.sessions import current_session, session_of, start_session
+from aiogpu.api.session import (
+    Session,
+    current_session,
+    default_address,
+    refuse_in_worker,
+    session_of,
+    start_session,
+)
 from aiogpu.engines.base import NodeOptions, error_inside_task
-from aiogpu.errors import NodeRunningError
+from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
+
+
+async def why(task_id: int) -> Why:
+    """Why a task waits, or what it does instead; `print` tells it in words.
+
+    `handle.why()` says the same where there is a handle. An actor has a number too.
+
+    Args:
+        task_id: the task's number, as `aiogpu.status()` and log lines show it.
+
+    Raises:
+        OptionError: it is no number.
+        NoSuchTaskError: the node has no task of that number, or none any more.
+        NodeError: it was asked inside a task.
+    """
+    if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
+        raise OptionError(
+            f"aiogpu.why({task_id!r}) asks for a task's number, such as 12; "
+            f"aiogpu.status() shows the numbers of those that run and wait."
+        )
+    session = await asked("aiogpu.why()")
+    told = await session._ask().why_task(task_id)
+    if told is None:
+        raise NoSuchTaskError(
+            f"this node has no task {task_id} that waits or runs: it has ended, or "
+            f"never was. aiogpu.status() shows those that there are."
+        )
+    return told
 
 
 class Opening(EnteredOnLoop):

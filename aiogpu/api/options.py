@@ -1,23 +1,26 @@
 """From keywords to a checked request; every mistake is named.
 
-Holds one table of all options with their defaults and checks. asyncio and what is
-heavy stay out: user modules bring this file into every worker.
+Holds one table of all options with their defaults and checks. asyncio and what is heavy
+stay out: user modules bring this file into every worker. Which resource names are kinds
+of devices is said by `accelerators.registry`, and in a worker by the devices that its
+node has too: a vendor that the program has registered is not known there. Both are
+asked only where resources are named, so that a task without any loads neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, get_args
 
-from aiogpu.api.environment_options import check_runtime_env
-from aiogpu.api.gpu_options import check_gpu_memory, check_gpu_where, check_retry_oom
 from aiogpu.api.placement_options import check_bundle, check_placement, within
-from aiogpu.api.resource_options import check_resources, devices_among
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import (
     BY_SHARE,
     CPU,
     GPU,
+    GPU_MEMORY,
     MEMORY,
     UNIT,
     device_quantity,
@@ -25,23 +28,325 @@ from aiogpu.core.model.units import (
     quantity,
 )
 from aiogpu.errors import OptionError
+from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import DeviceSelector, PlacementGroupSpec, TaskSpec
 
+
+MOST_DEVICES: Final = 10**6
+"""Of one kind on a node, as for `num_gpus`."""
+
+
+_OWN_OPTIONS: Final = {
+    CPU: "num_cpus",
+    GPU: "num_gpus",
+    MEMORY: "memory",
+    GPU_MEMORY: "gpu_memory",
+}
+
+
+def check_resources(option: str, value: object) -> dict[str, int]:
+    """Check what a task asks for; gives amounts in parts.
+
+    Raises:
+        OptionError: it is no dict of names to quantities, names CPU or GPU, or asks for
+            a quantity of devices that their vendor does not allow.
+    """
+    amounts = {}
+    for name, amount in _named(option, value):
+        amounts[name] = _amount(f"{option}[{name!r}]", name, amount)
+    return amounts
+
+
+def check_declared(option: str, value: object) -> dict[str, float]:
+    """Check what a node is said to have; gives the numbers as they are.
+
+    Raises:
+        OptionError: also where a number of devices is not whole.
+    """
+    for name, amount in _named(option, value):
+        parts = quantity(f"{option}[{name!r}]", amount)
+        if is_device(name) and (parts % UNIT or parts > MOST_DEVICES * UNIT):
+            raise OptionError(
+                f"init({option}={{{name!r}: {amount!r}}}): a node has a whole number "
+                f"of devices; give an int from 0 to {MOST_DEVICES}, or leave it out to "
+                f"detect them."
+            )
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def is_device(name: str) -> bool:
+    """Whether a resource comes as single devices, with a variable that assigns them."""
+    from aiogpu.accelerators.registry import kinds
+
+    return name in kinds() or name in current.accelerators
+
+
+def devices_among(resources: Mapping[str, int]) -> dict[str, int]:
+    """Those amounts that are numbers of devices."""
+    return {name: parts for name, parts in resources.items() if is_device(name)}
+
+
+def check_kinds(num_gpus: int, gpu_memory: int, resources: Mapping[str, int]) -> None:
+    """Refuse devices of two vendors for one process, which are two runtimes.
+
+    Kinds that a user has registered go with any other.
+
+    Raises:
+        OptionError: names the options that exclude each other.
+    """
+    if not resources:
+        return
+    from aiogpu.accelerators.registry import KNOWN
+
+    asked = ["num_gpus"] if num_gpus else ["gpu_memory"] if gpu_memory else []
+    asked += (
+        f"resources[{entry.kind!r}]" for entry in KNOWN if resources.get(entry.kind)
+    )
+    if len(asked) > 1:
+        raise OptionError(
+            f"{' and '.join(asked)} are asked for in one request: a process has the "
+            f"devices of one vendor, whose runtime takes hold of it. Ask for one of "
+            f"them here, and for the other in a task or actor of its own."
+        )
+
+
+def _amount(option: str, name: str, value: object) -> int:
+    from aiogpu.accelerators.registry import amount, vendor_of
+
+    vendor = vendor_of(name)
+    if vendor is not None:
+        return amount(vendor, value)
+    if name in current.accelerators:
+        return device_quantity(option, value)
+    return quantity(option, value)
+
+
+def _named(option: str, value: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"{option}={value!r} must be a dict of names to quantities, such as "
+            f"{option}={{'license': 1}}."
+        )
+    for name, amount in value.items():
+        if not isinstance(name, str) or not name:
+            raise OptionError(f"{option} has the key {name!r}; names are strings.")
+        if name in _OWN_OPTIONS:
+            raise OptionError(
+                f"{option} names {name!r}; say {_OWN_OPTIONS[name]}={amount!r} instead."
+            )
+        yield name, amount
+
+
+RetryOom = Literal["exclusive"]
+
+
+_CAPABILITY: Final = r"([0-9]{1,3})(?:\.([0-9]{1,3}))?"
+
+
+class GpuWhere(TypedDict, total=False):
+    """Conditions that each GPU must fulfil, all of them.
+
+    Attributes:
+        memory: device memory that it must have at least, in bytes or "40GiB".
+        compute_capability: the least, such as "8.0".
+        name: pattern of the product's name, as shells know them: "*H100*". Capital
+            or small letters are the same.
+    """
+
+    memory: int | str
+    compute_capability: str | float
+    name: str
+
+
+def check_gpu_memory(option: str, value: object) -> int:
+    """Bytes on each GPU, `BY_SHARE` for "share"; raises `OptionError`."""
+    if value is None:
+        return 0
+    if isinstance(value, str) and value == "share":
+        return BY_SHARE
+    try:
+        count = memory_size(option, value)
+    except OptionError as error:
+        raise OptionError(
+            f"{error} Or {option}='share', the part of its memory that num_gpus is of "
+            f"the GPU."
+        ) from None
+    if count == 0:
+        raise OptionError(
+            f"{option}={value!r} asks for nothing; leave it out, or give what each GPU "
+            f'is to have for the task, such as {option}="6GiB".'
+        )
+    return count
+
+
+def check_retry_oom(option: str, value: object) -> bool:
+    """Whether it is tried again alone; raises `OptionError`."""
+    if value is None:
+        return False
+    if isinstance(value, str) and value == "exclusive":
+        return True
+    raise OptionError(
+        f"{option}={value!r} must be None, or 'exclusive': a task that has run out of "
+        f"GPU memory is tried once more, with a GPU of its own."
+    )
+
+
+def check_gpu_where(option: str, value: object) -> DeviceSelector | None:
+    """The conditions of a `GpuWhere`; raises `OptionError`."""
+    if value is None:
+        return None
+    known = GpuWhere.__annotations__
+    if not isinstance(value, Mapping) or not value or not set(value) <= set(known):
+        raise OptionError(
+            f"{option}={value!r} must be a dict with some of the keys 'memory', "
+            f"'compute_capability' and 'name', such as "
+            f"{option}={{'memory': '40GiB', 'name': '*H100*'}}."
+        )
+    where: dict[str, Any] = {}
+    if "memory" in value:
+        where["least_memory"] = memory_size(f"{option}['memory']", value["memory"])
+    if "compute_capability" in value:
+        where["least_capability"] = _capability(option, value["compute_capability"])
+    if "name" in value:
+        where["name"] = _pattern(option, value["name"])
+    from aiogpu.core.model.request import DeviceSelector  # few ask for it
+
+    return DeviceSelector(**where)
+
+
+def _capability(option: str, value: object) -> tuple[int, int]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    text = str(value) if is_number or isinstance(value, str) else ""
+    match = re.fullmatch(_CAPABILITY, text.strip())
+    if match is None:
+        raise OptionError(
+            f"{option}['compute_capability']={value!r} must be a version such as "
+            f'"8.0"; that of each GPU is in `aiogpu gpus`.'
+        )
+    return int(match[1]), int(match[2] or 0)
+
+
+def _pattern(option: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise OptionError(
+            f"{option}['name']={value!r} must be a pattern of the product's name, such "
+            f'as "*H100*".'
+        )
+    return value.lower()
+
+
+NOSET: Final = "AIOGPU_NOSET_"
+"""Before a variable's name: a switch that leaves it to the task."""
+
+
+CUDA: Final = "CUDA_VISIBLE_DEVICES"
+
+
+ORDER: Final = "CUDA_DEVICE_ORDER"
+
+
+HIP: Final = "HIP_VISIBLE_DEVICES"
+
+
+ROCR: Final = "ROCR_VISIBLE_DEVICES"
+
+
+BY_BUS: Final = "PCI_BUS_ID"
+
+
+_ON: Final = ("1", "true", "yes", "on")
+
+
+def check_runtime_env(option: str, value: object) -> dict[str, str]:
+    """Check a `runtime_env`; gives its variables.
+
+    Raises:
+        OptionError: it is no such dict, or sets what says which devices a task has.
+    """
+    if not isinstance(value, Mapping) or set(value) - {"env_vars"}:
+        raise OptionError(
+            f"{option}={value!r} must be a dict with the one key 'env_vars', such as "
+            f"{option}={{'env_vars': {{'A': '1'}}}}."
+        )
+    variables = value.get("env_vars", {})
+    if not isinstance(variables, Mapping) or not all(
+        isinstance(name, str) and isinstance(text, str) and _is_variable(name, text)
+        for name, text in variables.items()
+    ):
+        raise OptionError(
+            f"{option}['env_vars']={variables!r} must be a dict of texts to texts, "
+            f"without '=' in a name, without NUL and without lone surrogates."
+        )
+    if variables:
+        _check_managed(option, variables)
+    return dict(variables)
+
+
+def _check_managed(option: str, variables: Mapping[str, str]) -> None:
+    """Refuse variables that would fight the assignment of devices."""
+    from aiogpu.accelerators.registry import variables as managed
+
+    for name in managed():
+        if name in variables and not _is_left_alone(name, variables):
+            raise OptionError(
+                f"{option}['env_vars'] sets {name}, which aiogpu sets to the devices "
+                f"that the task is given. Leave it out, or add {NOSET}{name}='1' to "
+                f"see to it yourself."
+            )
+    if ROCR in variables and not _is_left_alone(HIP, variables):
+        raise OptionError(
+            f"{option}['env_vars'] sets {ROCR}, and {HIP} counts what that leaves: the "
+            f"task would see other GPUs than it is given. Leave it out, or add "
+            f"{NOSET}{HIP}='1' to see to both yourself."
+        )
+    order = variables.get(ORDER)
+    if order not in (None, BY_BUS) and not _is_left_alone(CUDA, variables):
+        raise OptionError(
+            f"{option}['env_vars'] sets {ORDER}={order!r}, but {CUDA} is set by the "
+            f"order of the bus: the task would see other GPUs than it is given. Leave "
+            f"it out; set it for the whole program, before it starts, and GPUs go by "
+            f"their UUIDs; or add {NOSET}{CUDA}='1' to see to both yourself."
+        )
+
+
+def _is_left_alone(name: str, variables: Mapping[str, str]) -> bool:
+    return variables.get(NOSET + name, "").strip().lower() in _ON
+
+
+def _is_variable(name: str, text: str) -> bool:
+    try:
+        os.fsencode(name + text)
+    except UnicodeEncodeError:
+        return False
+    return bool(name) and "=" not in name and "\0" not in name + text
+
+
 Retried = bool | tuple[type[BaseException], ...]
+
+
 Strategy = Literal["pack", "spread"]
+
+
 Lifetime = Literal["detached"] | None
+
 
 MAX_BUFFERED: Final = 64
 """Items that a generator may be ahead of its consumer, unless its options say."""
 
+
 LARGEST_COUNT: Final = 2**31 - 1
 """The largest count that options take: of calls, items, retries."""
+
+
 LONGEST_TIME: Final = 10**9
 """The longest time that options take, in seconds: 31 years."""
+
+
 MOST_RETURNS: Final = 100_000
 """The most results of one call; each has a handle."""
+
 
 NO_ENTRIES: Final[Mapping[str, Any]] = {}
 """The default of options that are dicts; nobody writes to it."""

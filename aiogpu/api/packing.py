@@ -60,6 +60,6 @@ def packed(outgoing: PickledValue) -> bytes:
     """
     if services.loans is not None:
         return services.loans.pack(outgoing)
-    from aiogpu.api.caller import session_of_caller
+    from aiogpu.api.submission import session_of_caller
 
     return session_of_caller().pack(outgoing)

@@ -272,8 +272,7 @@ def placement(
             node is another process, or not open yet.
         NodeError: it is asked for inside a task.
     """
-    from aiogpu.api.lease import session_for
-    from aiogpu.api.lease_options import placement_site
+    from aiogpu.api.lease import placement_site, session_for
 
     called = CHECKS["name"]("name", name) or NAME
     is_detached = check_lifetime(lifetime, name)
@@ -297,8 +296,7 @@ def get_placement(name: str) -> Placement:
             process is asked, at the await.
         NodeError: the node is not open, or it is asked for inside a task.
     """
-    from aiogpu.api.lease import session_for
-    from aiogpu.api.lease_options import placement_site
+    from aiogpu.api.lease import placement_site, session_for
 
     session = session_for("aiogpu.get_placement()")
     found = session.find_placement(name)

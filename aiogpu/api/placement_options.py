@@ -161,7 +161,7 @@ def _bytes(option: str, value: object) -> int:
 
 
 def _bundle(option: str, value: object) -> Bundle:
-    from aiogpu.api.resource_options import check_resources, devices_among
+    from aiogpu.api.options import check_resources, devices_among
     from aiogpu.core.model.request import Bundle
 
     if not isinstance(value, Mapping):

@@ -1,36 +1,151 @@
-"""A program's tie to a node: opened, asked, closed."""
+"""A program's tie to a node, one for each event loop: opened, asked, closed, inherited.
+
+A `.remote()` without one opens an embedded node with the defaults, which closes with
+its loop. A fork of the program inherits an inert session: it neither works nor harms
+the parent's. Where the engine itself is no process of ours (Ray), a task's process is
+to its engine one program more: each event loop in it has a session, and plain code one
+of its thread's own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
 import os
 import sys
 from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
 from aiogpu.api.belonging import check_node
-from aiogpu.api.early import Awaited, EarlyRequests, retrieve, submit_early
 from aiogpu.api.handle import Handle, Owner, handle_maker
 from aiogpu.api.misuse import EnteredOnLoop
-from aiogpu.api.session_state import SessionState
-from aiogpu.engines.base import ActorsPort, Engine
+from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
+from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
-from aiogpu.worker.context import passing
+from aiogpu.runtime.calls import Receiver
+from aiogpu.worker.context import current, passing
 
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
     from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.engines.family import Host
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.calls import Receiver, Site
+    from aiogpu.runtime.calls import Site
     from aiogpu.serialization.references import PickledValue
 
+
+def default_address() -> str | None:
+    """The address that the variable AIOGPU_ADDRESS supplies, None without."""
+    return os.environ.get("AIOGPU_ADDRESS") or None
+
+
+def refuse_in_worker(what: str) -> None:
+    """Raise `NodeError` where this process is a worker.
+
+    Raises:
+        MisuseError: it is one that imports a module for its task, or whose task does.
+    """
+    if current.worker or current.is_loading:
+        from aiogpu.worker.nested import refuse_to_begin_anew
+
+        refuse_to_begin_anew()
+    if current.worker:
+        raise NodeError(
+            f"{what} cannot be reached inside a task or what it has forked; it is the "
+            f"program's. A task starts others by .remote(); on an inline node it does "
+            f"so in the thread that it runs in."
+        )
+
+
+class SessionState(Enum):
+    """Where a session is."""
+
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    FORKED = "forked"
+    """This process is a fork of the one that opened it."""
+
+
+class Awaited(Receiver, Protocol):
+    """A handle, or the end of a stream at which its items come in.
+
+    Attributes:
+        task_id: the task's number, set when it is started.
+    """
+
+    task_id: int
+
+    def done(self) -> bool:
+        """Whether nobody wants it any more, or it has ended."""
+        ...
+
+
+class Early(NamedTuple):
+    """One request: how it is made, and who is told that it never will be."""
+
+    start: Callable[[Engine], None]
+    fail: Callable[[Exception], None]
+
+
+class EarlyRequests:
+    """Requests in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._kept: list[Early] = []
+
+    def add(
+        self, start: Callable[[Engine], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Keep a request."""
+        self._kept.append(Early(start, fail))
+
+    def start_all(self, engine: Engine) -> None:
+        """Make them; what one of them raises is told to who has asked."""
+        kept, self._kept = self._kept, []
+        for start, fail in kept:
+            try:
+                start(engine)
+            except Exception as error:  # noqa: BLE001 - it is the handle's
+                fail(error)
+
+    def fail_all(self, error: Exception) -> bool:
+        """Tell that none of them will be made; False if there was none."""
+        kept, self._kept = self._kept, []
+        for request in kept:
+            request.fail(error)
+        return bool(kept)
+
+
+def submit_early(
+    site: Site,
+    payload: bytes,
+    handle: Awaited,
+    receiver: Receiver,
+    engine: Engine,
+) -> None:
+    """Start a task whose handle exists, unless nobody wants it any more."""
+    if not handle.done():
+        handle.task_id = engine.submit(site, payload, receiver)
+
+
+def retrieve(opening: asyncio.Task[None]) -> None:
+    """Look at its error, which is told elsewhere, so that asyncio does not."""
+    if not opening.cancelled():
+        opening.exception()
+
+
 _GIVEN_UP: Final = "this node was given up before it was open."
+
 
 FROM_A_THREAD: Final = (
     "In an `async def`, await it. In this thread write `asyncio."
@@ -38,6 +153,7 @@ FROM_A_THREAD: Final = (
     "and `loop` is the event loop of the program."
 )
 """What to write in a thread that has no event loop, beside a program that has one."""
+
 
 sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 """One for each event loop; see `api.sessions`."""
@@ -227,7 +343,7 @@ class Session(EnteredOnLoop):
     def start_opening(self) -> None:
         """Open the engine in the background; calls are kept meanwhile."""
         if "IPython" in sys.modules:
-            from aiogpu.api.ipython import watch
+            from aiogpu.api.run import watch
 
             watch(sessions)
         self._closer = self._close_with_loop()
@@ -369,3 +485,95 @@ def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
     session = sessions.get(loop)
     if session is not None:
         session.check_thread(what)
+
+
+_get_running_loop: Final = asyncio._get_running_loop
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+def start_session(
+    address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
+) -> Session:
+    """Make a session and begin to open it; calls may be made at once."""
+    session = Session(create_engine(address, options, loop), loop)
+    session.start_opening()
+    return session
+
+
+def current_session(what: str = ".remote()") -> Session:
+    """The running loop's session; one is opened if there is none.
+
+    Args:
+        what: who needs it, for the message.
+
+    Raises:
+        NoLoopError: no event loop is running in this thread.
+    """
+    loop = _get_running_loop()
+    session = sessions.get(loop)  # type: ignore[arg-type]
+    if session is not None:
+        return session
+    refuse_in_worker("the node")
+    if loop is not None and loop in shut_down:
+        shut_down.discard(loop)
+        _log.warning(
+            "! %s opens a node with the defaults, since the program's own was shut "
+            "down. Make the call before the end of `async with aiogpu.init(...)`, or "
+            "open another node by aiogpu.init().",
+            what,
+        )
+    if loop is None:
+        for inherited in sessions.values():
+            if inherited.is_forked:
+                raise inherited.unusable()
+        raise no_loop(what)
+    return start_session(default_address(), NodeOptions(), loop)
+
+
+def no_loop(what: str) -> NoLoopError:
+    """The error for what is called where it has no event loop."""
+    if any(session.is_open for session in sessions.values()):
+        return NoLoopError(
+            f"{what} needs the program's event loop, which runs in another thread. "
+            f"{FROM_A_THREAD}"
+        )
+    return NoLoopError(
+        f"{what} needs a running event loop, and there is none in this thread. Call it "
+        f"inside an `async def`: a program runs that by aiogpu.run(main()), a server "
+        f"and a notebook run it on the loop that they have."
+    )
+
+
+def session_of(loop: asyncio.AbstractEventLoop | None) -> Session | None:
+    """The session of that loop, None if it has none."""
+    return sessions.get(loop)  # type: ignore[arg-type]
+
+
+def _disown_all() -> None:
+    for session in sessions.values():
+        session.disown()
+
+
+def _abandon_all() -> None:
+    for session in list(sessions.values()):
+        session.abandon()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+atexit.register(_abandon_all)
+
+
+def session_beside(host: Host, loop: asyncio.AbstractEventLoop) -> Session | None:
+    """The session of a task's code on a loop, if its host has an engine for that."""
+    session = sessions.get(loop)
+    if session is None:
+        engine = host.engine(loop)
+        if engine is None:
+            return None
+        for closed in [one for one in sessions if one.is_closed()]:
+            del sessions[closed]
+        session = Session(engine, loop)
+        session._state = SessionState.OPEN
+    return session

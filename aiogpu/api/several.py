@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aiogpu.api.blocking import handle_for
 from aiogpu.api.blocking_handle import BlockingHandle
-from aiogpu.api.caller import host_beside_loop, session_of_caller
+from aiogpu.api.submission import host_beside_loop, session_of_caller
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError

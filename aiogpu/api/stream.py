@@ -11,8 +11,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.inflow import Inflow
 from aiogpu.api.misuse import EnteredOnLoop
+from aiogpu.api.stream_buffer import Inflow
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:

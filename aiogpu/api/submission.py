@@ -1,4 +1,8 @@
-"""Who takes a call: the running loop's node, or that of the task whose code calls."""
+"""Who takes a call: the running loop's node, or that of the task whose code calls.
+
+On an inline node plain code of a task has no event loop, and may run one of its own;
+the node is the one that its program has opened all the same.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,55 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.api.caller import host_beside_loop, session_of_caller
-from aiogpu.api.session import sessions
-from aiogpu.api.sessions import session_of
+from aiogpu.api.session import Session, current_session, session_of, sessions
+from aiogpu.engines.family import host_of_task
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.stream import Stream
+    from aiogpu.engines.family import Host
     from aiogpu.runtime.calls import Site
+
+
+def session_of_caller(what: str = ".remote()") -> Session:
+    """The session of the program to which the code belongs that asks.
+
+    Args:
+        what: what it calls, for the message.
+
+    Raises:
+        NoLoopError: no event loop is running in this thread.
+        NodeError: this is a task that has no node.
+    """
+    host = host_of_task.get()
+    if host is None:
+        return current_session(what)
+    loop = asyncio._get_running_loop() or host.program
+    session = session_of(loop)
+    if session is None:
+        from aiogpu.api.session import session_beside
+
+        session = session_beside(host, loop) or session_of(host.program)
+    return session or current_session(what)
+
+
+def may_use(session: Session) -> bool:
+    """Whether the code that runs works with a session, which is open, or with none."""
+    own = session_of(asyncio._get_running_loop())
+    is_own = own in (None, session) or host_of_task.get() is not None
+    return session.is_open and is_own
+
+
+def host_beside_loop() -> Host | None:
+    """The host of the task whose code asks, if no loop with a session runs it."""
+    host = host_of_task.get()
+    if host is None:
+        return None
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        return host
+    return None if loop is host.program or host.engine(loop) is not None else host
+
 
 _get_running_loop: Final = asyncio._get_running_loop
 

@@ -20,8 +20,7 @@ from typing import Any, Final
 
 import click
 
-from aiogpu.api.lease import Lease
-from aiogpu.api.lease_options import lease_site
+from aiogpu.api.lease import Lease, lease_site
 from aiogpu.api.node import Opening
 from aiogpu.cli.command import (
     ENDING,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.api.bounds import Bounds, check_bounds
+from aiogpu.api.actor_pool import Bounds, check_bounds
 from aiogpu.errors import OptionError
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api import window
-from aiogpu.api.chunks import CALLS, GROWTH, LONGEST, MOST, TARGET, Sizes
-from aiogpu.api.map import Results
+from aiogpu.api import map as window
+from aiogpu.api.map import CALLS, GROWTH, LONGEST, MOST, TARGET, Results, Sizes
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
 from aiogpu.runtime.calls import Receiver, Site

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.accelerators.registry import variables
-from aiogpu.api.environment_options import check_runtime_env
+from aiogpu.api.options import check_runtime_env
 from aiogpu.errors import OptionError
 
 

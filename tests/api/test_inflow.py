@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from aiogpu.api.inflow import Inflow
 from aiogpu.api.stream import Stream
+from aiogpu.api.stream_buffer import Inflow
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import NOTHING, dump_result

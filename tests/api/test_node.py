@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api import sessions as module
-from aiogpu.api.session import Session
-from aiogpu.api.sessions import session_of
+from aiogpu.api import session as module
+from aiogpu.api.session import Session, session_of
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeRunningError, NodeStartError
 from tests.api.paper_engine import PaperEngine

@@ -14,11 +14,15 @@ import uvloop
 
 import aiogpu
 from aiogpu.api import session as module
-from aiogpu.api import sessions
-from aiogpu.api.address import default_address
-from aiogpu.api.session import Session
-from aiogpu.api.session_state import SessionState
-from aiogpu.api.sessions import current_session, session_of, start_session
+from aiogpu.api import session as sessions
+from aiogpu.api.session import (
+    Session,
+    SessionState,
+    current_session,
+    default_address,
+    session_of,
+    start_session,
+)
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import (
     InfeasibleError,

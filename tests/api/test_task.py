@@ -16,8 +16,8 @@ import pytest
 import aiogpu
 from aiogpu.api.actor import RemoteClass
 from aiogpu.api.definition import Definition, Reference
+from aiogpu.api.remote_function import RemoteFunction
 from aiogpu.api.session import Session
-from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.serializer import load_function
 from tests.api.paper_engine import PaperEngine

@@ -15,7 +15,7 @@ import click
 import pytest
 
 import aiogpu
-from aiogpu.api.sessions import current_session
+from aiogpu.api.session import current_session
 from aiogpu.cli import joining
 from aiogpu.engines.local import LocalEngine
 from tests.engines import tasks

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import pytest
 
-from aiogpu.api import sessions
+from aiogpu.api import session as sessions
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from tests.engines import served as serving

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
-from aiogpu.api.lease_options import placement_site
+from aiogpu.api.lease import placement_site
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
 from aiogpu.core.queue.fair_share import Limits

@@ -381,9 +381,9 @@ async def test_a_chunk_that_takes_too_long_gives_what_it_has(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each item is run once all the same."""
-    monkeypatch.setattr("aiogpu.api.chunks.LONGEST", 1e-9)
-    monkeypatch.setattr("aiogpu.api.chunks.FIRST", 5)
-    monkeypatch.setattr("aiogpu.api.chunks.Sizes.note", lambda *_: None)
+    monkeypatch.setattr("aiogpu.api.map.LONGEST", 1e-9)
+    monkeypatch.setattr("aiogpu.api.map.FIRST", 5)
+    monkeypatch.setattr("aiogpu.api.map.Sizes.note", lambda *_: None)
     async with aiogpu.init(address=address, num_cpus=2):
         for ordered in (True, False):
             found = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.api.lease_options import OPTIONS
+from aiogpu.api.lease import OPTIONS
 from aiogpu.api.node_options import FOREIGN
 from aiogpu.cli.command import NOT_EXECUTABLE, NOT_FOUND, SENT_ON
 from aiogpu.cli.run import FAILED, KILLED_AFTER, NOT_IN_TIME, run

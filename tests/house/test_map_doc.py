@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.api.chunks import CALLS, LONGEST, SHARE, TARGET
-from aiogpu.api.map import DEFAULT_LIMIT
-from aiogpu.api.window import FILL_TIME
+from aiogpu.api.map import CALLS, DEFAULT_LIMIT, FILL_TIME, LONGEST, SHARE, TARGET
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "map.md").read_text()

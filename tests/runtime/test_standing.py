@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.api.lease_options import placement_site
+from aiogpu.api.lease import placement_site
 from aiogpu.core.model.request import PACK, Bundle, PlacementGroupSpec, Request
 from aiogpu.core.model.units import CPU
 from aiogpu.errors import (

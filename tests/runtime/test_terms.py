@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.api.lease_options import placement_site
+from aiogpu.api.lease import placement_site
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of

@@ -24,7 +24,7 @@ def test_a_warning_points_at_the_first_line_that_is_not_ours():
 def test_frames_of_aiogpu_and_cloudpickle_are_passed_over():
     space = {"__name__": "cloudpickle.cloudpickle", "advise": advise}
     exec("def pickled(): advise('slow')", space)
-    inner = {"__name__": "aiogpu.api.task", "pickled": space["pickled"]}
+    inner = {"__name__": "aiogpu.api.remote_function", "pickled": space["pickled"]}
     exec("def remote(): pickled()", inner)
     with pytest.warns(AiogpuWarning) as caught:
         inner["remote"]()

@@ -1,4 +1,4 @@
-"""`wait` and `as_completed` on an event loop; see `api.completion`.
+"""`wait` and `as_completed` on an event loop; see `api.wait`.
 
 Who looks at a handle counts as somebody who wants its result: so the work goes on
 although all who have awaited it were cancelled. Whoever stops looking cancels nothing.
@@ -13,8 +13,8 @@ from collections.abc import Coroutine, Generator
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from aiogpu.api.completion import no_handle, parted
 from aiogpu.api.handle import Handle
+from aiogpu.api.wait import no_handle, parted
 from aiogpu.errors import MisuseError
 
 Parted = tuple[list[Handle[Any]], list[Handle[Any]]]

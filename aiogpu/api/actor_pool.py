@@ -1,34 +1,157 @@
 """`ActorPool`: several actors of one class that are called as if they were one.
 
-Light on purpose, as `api.task` is: user modules bring this file into every worker.
+Light on purpose, as `api.remote_function` is: user modules bring this file into every
+worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    TypeVar,
+)
 
 from aiogpu.api.actor import ActorHandle, RemoteClass
-from aiogpu.api.bounds import check_bounds
-from aiogpu.api.face import no_method
-from aiogpu.api.generator_method import GeneratorMethod
+from aiogpu.api.actor_class import no_method
 from aiogpu.api.mapper import Mapper
+from aiogpu.api.method import GeneratorMethod
 from aiogpu.api.misuse import (
     CalledFirst,
     EnteredOnLoop,
     OptionsWhereDefined,
     options_of,
 )
-from aiogpu.api.task import Decorated
-from aiogpu.errors import MisuseError, NoLoopError
+from aiogpu.api.options import LONGEST_TIME, whole
+from aiogpu.api.remote_function import Decorated
+from aiogpu.errors import InfeasibleError, MisuseError, NoLoopError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.api.crew import Crew
-    from aiogpu.api.face import Face
+    from aiogpu.api.actor_class import Face
     from aiogpu.api.handle import Handle
-    from aiogpu.api.method import RemoteMethod
+    from aiogpu.api.method import Link, RemoteMethod
+    from aiogpu.api.pool_members import Crew
+
+
+USUAL_TARGET: Final = 1
+
+
+USUAL_IDLENESS: Final = 60.0
+
+
+_check_least: Final = whole(0, "a whole number of actors, 0 or more, or None")
+
+
+_check_most: Final = whole(1, "a whole number of actors, 1 or more, or None")
+
+
+_check_target: Final = whole(1, "a whole number of calls, 1 or more, or None")
+
+
+class Bounds(NamedTuple):
+    """How many actors there are.
+
+    Attributes:
+        size: at first.
+        least: when there is nothing to do.
+        most: when there is much.
+        target: unanswered calls that each may have before another actor is made.
+        idle_after: seconds without a call after which one goes.
+    """
+
+    size: int
+    least: int
+    most: int
+    target: int
+    idle_after: float
+
+
+def check_bounds(
+    size: object, min_size: object, max_size: object, target: object, idle_after: object
+) -> Bounds:
+    """Check what `ActorPool` was given; see there.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+    """
+    first = _check_least("size", size)
+    least = _check_least("min_size", min_size)
+    most = _check_most("max_size", max_size)
+    if first is None and least is None:
+        raise OptionError(
+            "ActorPool() was not told how many actors to make; say size=4, or "
+            "min_size=1 and max_size=4."
+        )
+    first = least if first is None else first
+    assert first is not None
+    least = first if least is None else least
+    most = first if most is None else most
+    if not least <= first <= most or not most:
+        raise OptionError(
+            f"of ActorPool(size={size!r}, min_size={min_size!r}, "
+            f"max_size={max_size!r}) size must lie between the others, and max_size be "
+            f"1 or more."
+        )
+    bounds = Bounds(
+        first,
+        least,
+        most,
+        _check_target("target", target) or USUAL_TARGET,
+        USUAL_IDLENESS if idle_after is None else _check_idleness(idle_after),
+    )
+    if least == most and (target is not None or idle_after is not None):
+        option = "target" if target is not None else "idle_after"
+        raise OptionError(
+            f"{option}= says when a pool grows or shrinks, and this one always has "
+            f"{most} actors; give min_size or max_size as well."
+        )
+    return bounds
+
+
+def _check_idleness(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= LONGEST_TIME:
+        raise OptionError(
+            f"idle_after={value!r} must be a number of seconds, 0 or more. The most is "
+            f"{LONGEST_TIME:_}."
+        )
+    return float(value)
+
+
+async def check_room(name: str, links: Sequence[Link]) -> None:
+    """Check that actors can live at once, if all of them ask for the same.
+
+    Args:
+        name: what errors call them.
+        links: to each.
+
+    Raises:
+        InfeasibleError: not even an idle node has room for so many.
+    """
+    from asyncio import gather
+
+    if len(links) < 2:
+        return  # what it asks for was looked at when it was made
+    rooms = await gather(*(link.room() for link in links), return_exceptions=True)
+    kinds = {room for room in rooms if not isinstance(room, BaseException)}
+    if len(kinds) != 1:
+        return  # what is wrong is told by those who wait until each is ready
+    [(most, request)] = kinds
+    if most is not None and most < len(rooms):
+        raise InfeasibleError(
+            f"a pool of {len(rooms)} {name}, each with {request}, can never be ready: "
+            f"this node has room for {most} at once, even when idle. Make it smaller, "
+            f"or ask for less for each."
+        )
+
 
 A = TypeVar("A")
 
@@ -173,7 +296,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
                 "ActorPool() needs a running event loop, and there is none in this "
                 "thread. Make it inside an `async def` that runs by aiogpu.run(main())."
             )
-        from aiogpu.api.crew import Crew
+        from aiogpu.api.pool_members import Crew
 
         self._tie = Tie(Crew(face, make, bounds, loop))
 

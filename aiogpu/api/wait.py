@@ -2,7 +2,8 @@
 
 Both only look. They hand back the handles themselves, whose results nobody unpickles
 before they are asked for, and stop nothing, also when they are themselves cancelled.
-asyncio stays out of this file, for plain tasks; `api.looking` has what a loop needs.
+asyncio stays out of this file, for plain tasks; `api.wait_on_loop` has what a loop
+needs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from aiogpu.errors import MisuseError, NodeError, NoLoopError, OptionError
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
 
+
 T = TypeVar("T")
+
 
 GLANCE: Final = 0.001
 """Seconds that a plain task looks for what has come, where it does not want to wait."""
@@ -96,7 +99,7 @@ def wait(
     if timeout is not None:
         _check_timeout(timeout)
     if is_loop_running():
-        from aiogpu.api.looking import wait_on_loop
+        from aiogpu.api.wait_on_loop import wait_on_loop
 
         return wait_on_loop(found, num_returns, timeout)
     return _wait_here(found, num_returns, timeout)  # type: ignore[return-value]
@@ -118,7 +121,7 @@ def as_completed(handles: Collection[Handle[T]], /) -> Completions[T]:
     """
     found = _checked("as_completed", handles)
     if is_loop_running():
-        from aiogpu.api.looking import CompletionsOnLoop
+        from aiogpu.api.wait_on_loop import CompletionsOnLoop
 
         return CompletionsOnLoop(found)
     return _CompletionsHere(found)  # type: ignore[return-value]
@@ -265,7 +268,7 @@ def _checked(name: str, given: Any) -> list[Any]:
         )
     handles = list(given)
     if is_loop_running():
-        from aiogpu.api.looking import check_on_loop
+        from aiogpu.api.wait_on_loop import check_on_loop
 
         check_on_loop(what, handles)
     else:
@@ -301,7 +304,7 @@ def _check_here(what: str, handles: list[Any]) -> None:
     try:
         family = nested.current_family()
     except NodeError:
-        from aiogpu.api.sessions import no_loop
+        from aiogpu.api.session import no_loop
 
         raise no_loop(what) from None
     for one in handles:

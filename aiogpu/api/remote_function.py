@@ -1,7 +1,7 @@
 """`@remote` on functions: what a module says at import, and `.remote()` does.
 
-Light on purpose: user modules bring this file into every worker, so asyncio and
-the session are imported by the first `.remote()` alone.
+Light on purpose: user modules bring this file into every worker, so asyncio and the
+session are imported by the first `.remote()` alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from aiogpu.api.misuse import CalledFirst
 from aiogpu.api.options import (
     MAX_BUFFERED,
     TaskOptions,
+    check_kinds,
     check_options,
     not_buffered,
 )
-from aiogpu.api.resource_options import check_kinds
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, dump_retried, load_reference
@@ -39,8 +39,13 @@ if TYPE_CHECKING:
     from aiogpu.api.keywords import Options
     from aiogpu.runtime.calls import Site
 
+
 P = ParamSpec("P")
+
+
 R = TypeVar("R")
+
+
 A = TypeVar("A")
 
 
@@ -130,7 +135,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         if self._in_chunks is None:
-            from aiogpu.api.chunks import in_chunks
+            from aiogpu.api.map import in_chunks
 
             self._definition.parameters.check(arguments[:1], {})  # as for one item
             self._in_chunks = in_chunks(self)

@@ -1,8 +1,8 @@
 """The consumer's end of a stream: what has come and was not taken, and how it ends.
 
-Engines know this, and not the `Stream` that is the user's, so that dropping the
-latter stops the producer. What is said may come in any thread; asyncio stays out,
-since plain functions need none.
+Engines know this, and not the `Stream` that is the user's, so that dropping the stream
+stops the producer. Items may come in any thread; asyncio stays out, since plain
+functions need none.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 An actor is lent no more once it has died, and another one takes its number. Where
 actors die before they have answered anything, the next is made later and later. The
-crew does not know the pool that is the user's, so that dropping that one ends it.
-This file imports asyncio, so it is itself imported late.
+crew does not know the pool that is the user's, so that dropping the pool ends it. This
+file imports asyncio, so it is itself imported late.
 """
 
 from __future__ import annotations
@@ -18,26 +18,69 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.actor import ActorHandle, link_of
-from aiogpu.api.bounds import check_room
-from aiogpu.api.member import Member
+from aiogpu.api.actor_pool import check_room
 from aiogpu.errors import ActorDiedError, InfeasibleError, MisuseError, NodeError
 
 if TYPE_CHECKING:
-    from aiogpu.api.bounds import Bounds
-    from aiogpu.api.face import Face
+    from aiogpu.api.actor_class import Face
+    from aiogpu.api.actor_pool import Bounds
     from aiogpu.api.handle import Handle
+    from aiogpu.api.method import Link
+
+
+class Member:
+    """One actor of the crew.
+
+    Attributes:
+        number: its place; the lowest that was free.
+        handle: to it.
+        link: what the handle holds.
+        ended: settled when its process has ended.
+        calls: of the pool's that it has not answered.
+        idle_since: loop time of its last answer, or of its coming to life.
+        is_ready: whether its constructor has returned.
+        has_been_ready: whether it ever has.
+        has_answered: whether it has answered a call.
+        on_answer: told of each call's end.
+    """
+
+    __slots__ = (
+        *("calls", "ended", "handle", "has_answered", "idle_since"),
+        *("has_been_ready", "is_ready", "link", "number", "on_answer"),
+    )
+
+    def __init__(self, number: int, handle: ActorHandle[Any], link: Link) -> None:
+        self.number = number
+        self.handle = handle
+        self.link = link
+        self.ended: Handle[None] = link.ended()
+        self.calls = 0
+        self.idle_since = 0.0
+        self.is_ready = False
+        self.has_been_ready = False
+        self.has_answered = False
+        self.on_answer: Callable[[Handle[Any]], None]
+
 
 _log: Final = logging.getLogger(__name__)
 
+
 LONGEST_PAUSE: Final = 60.0
 """Seconds between two attempts, when none of the actors made lives to answer."""
+
 
 # That of a handle would count as somebody who waits for it.
 _add_done_callback: Final[Callable[[Any, Callable[[Any], object]], None]] = (
     asyncio.Future.add_done_callback
 )
+
+
 _error_of: Final[Callable[[Any], BaseException | None]] = asyncio.Future.exception
+
+
 _calls: Final = attrgetter("calls")
+
+
 _number: Final = attrgetter("number")
 
 
