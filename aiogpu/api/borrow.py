@@ -11,8 +11,8 @@ from aiogpu.runtime.objects.values import Value, known
 from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
+    from aiogpu.engines.base import Far
     from aiogpu.engines.family import Host
-    from aiogpu.engines.far import Far
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 

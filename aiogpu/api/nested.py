@@ -17,8 +17,7 @@ from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.engines.base import Waits
-    from aiogpu.engines.far import Far, ValueLink
+    from aiogpu.engines.base import Far, ValueLink, Waits
     from aiogpu.runtime.calls import Site
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed

@@ -19,7 +19,7 @@ from aiogpu.accelerators.registry import vendors
 from aiogpu.accelerators.visible import VISIBLE, entries
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import GPU
-from aiogpu.engines.detection import detect, in_thread
+from aiogpu.engines.devices import detect, in_thread
 from aiogpu.linux.procfs import origins_of
 from aiogpu.observe.status import OtherProcess
 

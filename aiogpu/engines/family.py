@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from collections.abc import Callable
 
-    from aiogpu.engines.base import Engine, Waits
-    from aiogpu.engines.far import Far
+    from aiogpu.engines.base import Engine, Far, Waits
     from aiogpu.runtime.calls import Receiver, Site
 
 

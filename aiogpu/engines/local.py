@@ -333,7 +333,7 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     from aiogpu.core.model.config import SchedulerConfig
     from aiogpu.core.model.units import CPU, UNIT
     from aiogpu.core.scheduler.scheduler import Scheduler
-    from aiogpu.engines.inventory import take_inventory
+    from aiogpu.engines.devices import take_inventory
     from aiogpu.runtime.devices.binding import Assignment
 
     ledger, vendors = await take_inventory(options)

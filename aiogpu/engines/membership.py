@@ -1,6 +1,9 @@
 """This program's membership in a node of another process: from greeting to parting.
 
-Who waits for an answer is known here by a number, and told what has come for it.
+Who waits for an answer is known here by a number, and told what has come for it. What
+its tasks print is shown as in a program with a node of its own (`Terminal`): a thread
+writes, an answer is told when the lines before it are out, and a terminal that is slow
+slows the tasks.
 """
 
 from __future__ import annotations
@@ -8,24 +11,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.line import Line, connect_to
-from aiogpu.engines.program import join_of, unreachable
-from aiogpu.engines.terminal import Terminal
+from aiogpu.engines.node_connection import Line, connect_to
 from aiogpu.errors import (
     AiogpuError,
     NodeClosedError,
     NodeDiedError,
     NodeError,
+    OptionError,
     ProtocolError,
 )
 from aiogpu.linux.syscalls import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.callers.programs import check_meeting, default_socket
+from aiogpu.runtime.output.console import Console, Source
+from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import (
@@ -38,6 +45,7 @@ from aiogpu.wire.messages import (
     Depart,
     Departed,
     Failed,
+    Join,
     Message,
     Printed,
     Refused,
@@ -52,12 +60,128 @@ if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Ledger
     from aiogpu.runtime.calls import Receiver
 
+
+def join_of(options: NodeOptions) -> Join:
+    """What the node is told of this program, by which its tasks' workers begin."""
+    from aiogpu import __version__
+
+    return Join(
+        release=__version__,
+        name=_name(),
+        executable=sys.executable,
+        flags=tuple(interpreter_flags()),
+        sys_path=tuple(path for path in sys.path if isinstance(path, str)),
+        directory=_directory(),
+        environ=dict(os.environ),
+        preload=tuple(options.preload),
+        shows=options.log_to_driver,
+        only_looks=options.only_looks,
+        weight=_weight(),
+    )
+
+
+def _weight() -> float:
+    """What this program gets where another gets 1, by the variable AIOGPU_WEIGHT.
+
+    Raises:
+        OptionError: it is no number above 0.
+    """
+    given = os.environ.get("AIOGPU_WEIGHT") or "1"
+    try:
+        weight = float(given)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < float("inf"):
+        raise OptionError(
+            f"AIOGPU_WEIGHT={given!r} is no weight; give a number above 0, such as 2 "
+            f"for twice what another program gets, or leave it out."
+        )
+    return weight
+
+
+def _name() -> str:
+    """How people know this program."""
+    script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+    return os.path.basename(script) or os.path.basename(sys.executable) or "python"
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "/"
+
+
+def unreachable(path: str, error: OSError) -> str:
+    """The words for a node that cannot be reached."""
+    return (
+        f"no node can be reached at {path}: {error.strerror or error}. Start one by "
+        f"`aiogpu start --head`, or leave address out for one of the program's own."
+    )
+
+
+PATIENCE: Final = 5.0
+"""Seconds that the last lines get to be written in."""
+
+
+class Terminal:
+    """See above.
+
+    Args:
+        loop: on which messages come.
+        source: the connection; made to wait while the terminal does.
+        take: is given what was held back.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        source: Source,
+        take: Callable[[Message], None],
+    ) -> None:
+        self._console = Console(loop, is_shown=True)
+        self._source = source
+        self._take = take
+        self._number = 0
+
+    def __repr__(self) -> str:
+        return f"<Terminal {self._console.written}/{self._number}>"
+
+    def keeps(self, message: Message) -> bool:
+        """Whether it takes a message: to show it, or to pass it on later."""
+        if type(message) is Printed:
+            console, stream = self._console, message.stream
+            self._number = console.write(
+                stream, message.text, self._source, message.worker
+            )
+            return True
+        if self._number <= self._console.written:
+            return False
+        self._console.after(self._number, partial(self._take, message))
+        return True
+
+    def hold_nothing(self) -> None:
+        """Pass on what was held back, and hold back nothing more."""
+        self._console.hold_nothing()
+
+    async def close(self) -> None:
+        """Wait until all lines are out, or for `PATIENCE` seconds."""
+        self._console.hold_nothing()
+        await self._console.drain(PATIENCE)
+        self._console.close()
+
+
 _log: Final = logging.getLogger(__name__)
+
 
 JOIN_LIMIT: Final = 30.0
 """Seconds in which a node lets a program join."""
+
+
 IMPORT_LIMIT: Final = 60.0
 """Seconds that each module gets which the program wants preloaded."""
+
+
 DEPART_LIMIT: Final = 30.0
 """Seconds in which what a program leaves has stopped, or is left to the node."""
 

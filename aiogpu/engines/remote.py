@@ -1,4 +1,4 @@
-"""A node of another process, which this program has joined.
+"""A node of another process, which this program has joined: tasks, actors, leases.
 
 What is asked of it goes over a Unix socket as a worker's own requests do. Requests are
 checked here against what the node has, so that what it can never give is refused at
@@ -8,33 +8,51 @@ checked here against what the node has, so that what it can never give is refuse
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
-from aiogpu.engines.remote_leases import RemoteLeases
-from aiogpu.engines.remote_link import RemoteLink, Told
-from aiogpu.errors import NodeError
+from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
 from aiogpu.runtime.callers.requests import Terms, load_gang
+from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.serialization.serializer import NOTHING, load_result
 from aiogpu.wire.messages import (
+    AFTER_ALL,
+    AGAIN,
+    AT_ONCE,
     AVAILABLE,
+    ENDED,
+    NUMBERS,
+    READY,
     RESOURCES,
+    ROOM,
     STATUS,
     TIMELINE,
     WHY,
     WHY_TASK,
+    Ask,
     ChildDemand,
     ChildFailed,
     Declare,
+    Discard,
+    Failed,
+    Fetch,
+    Find,
     FindPlacement,
+    Hold,
     Inquire,
+    Make,
+    Release,
+    Stop,
     Submit,
+    TakeLease,
     Withdraw,
 )
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
-    from aiogpu.engines.remote_actors import RemoteActors
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
@@ -42,8 +60,333 @@ if TYPE_CHECKING:
     from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.serialization.references import PickledValue
 
+
+class RemoteLink:
+    """The way to values that have come from elsewhere; see `base.ValueLink`."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """On which they are asked for."""
+        return self._engine.loop
+
+    @property
+    def far(self) -> RemoteEngine:
+        """Whose way it is; see `ValueLink.far`."""
+        return self._engine
+
+    def fetch(self, value: int, receiver: Receiver) -> int:
+        """Ask for a value; gives the question's number."""
+        number = self._engine.expect(receiver)
+        self._engine.send(Fetch(0, number, value))
+        return number
+
+    def discard(self, value: int) -> None:
+        """Nobody wants a value any more: stop whoever makes it."""
+        self._engine.send(Discard(value))
+
+    def cancel(self, task: int) -> None:
+        """Nobody wants an answer any more."""
+        self._engine.cancel(task)
+
+    async def why(self, name: str, task: int) -> Why:
+        """Say why a task waits."""
+        from aiogpu.observe.why import Why
+
+        return await self._engine.why(task) or Why(name, task, "ended")
+
+    def begin_wait(self, task: int) -> None:
+        """Nobody is told of it: a program holds nothing that it could lend."""
+
+    def end_wait(self, task: int) -> None:
+        """See `begin_wait`."""
+
+    def settle(self, task: int) -> None:
+        """See `begin_wait`."""
+
+
+class Told:
+    """Waits for what was asked of the node.
+
+    Attributes:
+        future: has the answer.
+    """
+
+    def __init__(
+        self,
+        future: asyncio.Future[Any],
+        load: Callable[[bytes], Any] | None = None,
+    ) -> None:
+        """Wait.
+
+        Args:
+            future: gets the answer.
+            load: reads it; as what a node says of itself unless given.
+        """
+        self.future = future
+        self._load = load
+
+    def receive(self, payload: bytes) -> None:
+        """It has come."""
+        load = self._load
+        if load is None:
+            # Late: who only runs tasks never needs it.
+            from aiogpu.runtime.callers.status_codec import status_codec
+
+            load = status_codec.load
+        try:
+            answer = load(payload)
+        except ProtocolError as error:
+            self.fail(
+                DeserializationError(
+                    f"what the node says of itself cannot be read: {error}. Use the "
+                    f"same version of aiogpu in the program and the node."
+                )
+            )
+            return
+        if not self.future.done():
+            self.future.set_result(answer)
+
+    def reject(self, failed: Failed) -> None:
+        """The node cannot tell."""
+        self.fail(unpack_failure(failed, "the node"))
+
+    def fail(self, error: Exception) -> None:
+        """It will not come."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class RemoteLeases:
+    """Those that were granted and not given back; others wait as tasks do."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+        self._held: dict[int, LeaseReceiver] = {}
+
+    def __repr__(self) -> str:
+        return f"<RemoteLeases {len(self._held)} held>"
+
+    def take(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        engine = self._engine
+        if site.checked_by is not engine.mark:
+            engine.admit(site)
+        asking = _Asking(self._held, receiver)
+        asking.number = engine.expect(asking)
+        engine.send(TakeLease(asking.number, site.id))
+        return asking.number
+
+    def give_back(self, number: int) -> None:
+        """Give back one that was granted; nothing happens for others."""
+        if self._held.pop(number, None) is not None:
+            self._engine.send(Withdraw(0, number))
+
+    def lose(self, failed: ChildFailed) -> None:
+        """Somebody else has removed what was granted; nothing happens for others."""
+        receiver = self._held.pop(failed.child, None)
+        if receiver is not None:
+            receiver.reject(Failed(*failed))
+
+    def end(self, error: Exception) -> None:
+        """The node has gone, and all leases with it."""
+        held, self._held = list(self._held.values()), {}
+        for receiver in held:
+            receiver.fail(error)
+
+
+class _Asking:
+    """Waits for one lease."""
+
+    def __init__(self, held: dict[int, LeaseReceiver], receiver: LeaseReceiver) -> None:
+        self.number = 0
+        self._held = held
+        self._receiver = receiver
+
+    def receive(self, payload: bytes) -> None:
+        """It is granted."""
+        self._held[self.number] = self._receiver
+        self._receiver.receive(payload)
+
+    def reject(self, failed: Failed) -> None:
+        """It is refused."""
+        self._receiver.reject(failed)
+
+    def fail(self, error: Exception) -> None:
+        """It will not come."""
+        self._receiver.fail(error)
+
+
+class RemoteActor:
+    """One actor, as its calls reach it from here; see `ActorPort`."""
+
+    def __init__(self, engine: RemoteEngine, identity: int, site: Site) -> None:
+        self.id = identity
+        self.site = site
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"<RemoteActor {self.site.spec.name} {self.id}>"
+
+    def pass_on(self) -> None:
+        """A handle to it is being pickled: its id says enough; see `ActorPort`."""
+
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method; gives the call's number."""
+        self._engine.check_open()
+        number = self._engine.expect(receiver)
+        self._engine.send(Ask(0, number, self.id, method, payload))
+        return number
+
+    def await_ready(self, receiver: Receiver) -> None:
+        """Tell it when the constructor has returned, or why it never will."""
+        self.call(READY, NOTHING, receiver)
+
+    def await_end(self, receiver: Receiver) -> None:
+        """Tell it when the actor's process has ended."""
+        self.call(ENDED, NOTHING, receiver)
+
+
+class RemoteActors:
+    """All actors that can be reached; see `ActorsPort`."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    def create(
+        self,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+    ) -> RemoteActor | asyncio.Future[RemoteActor]:
+        """Make an actor, or find the one of that name; see `ActorsPort.create`.
+
+        The node refuses a name that is taken, and the actor's calls tell.
+        """
+        from aiogpu.engines.admission import check_arguments
+
+        engine = self._engine
+        engine.check_open()
+        if site.checked_by is not engine.mark:
+            engine.admit(site)
+        check_arguments(site, payload)
+        if key is not None and get_if_exists:
+            return self._find_or_make(site, payload, key)
+        return self._make(site, payload, key or ("", ""), False)
+
+    def _find_or_make(
+        self, site: Site, payload: bytes, key: tuple[str, str]
+    ) -> asyncio.Future[RemoteActor]:
+        # Not a task: `asyncio.run` cancels all tasks before the program leaves.
+        found, made = self.find(key), self._engine.loop.create_future()
+
+        def take(answer: asyncio.Future[RemoteActor | None]) -> None:
+            if made.done():
+                return  # nobody waits for it any more
+            try:
+                made.set_result(answer.result() or self._make_late(site, payload, key))
+            except Exception as error:  # noqa: BLE001 - it is told to who has asked
+                made.set_exception(error)
+
+        found.add_done_callback(take)
+        self._note_lookup(made)
+        return made
+
+    def _make_late(
+        self, site: Site, payload: bytes, key: tuple[str, str]
+    ) -> RemoteActor:
+        """Make an actor after its name was looked up, and nobody had it."""
+        self._engine.check_open()
+        if site.checked_by is not self._engine.mark:
+            self._engine.admit(site)
+        return self._make(site, payload, key, True)
+
+    def _note_lookup(self, lookup: asyncio.Future[Any]) -> None:
+        """Have this program leave only after it is done."""
+        lookups = self._engine.lookups
+        lookups.add(lookup)
+        lookup.add_done_callback(lookups.discard)
+
+    def _make(
+        self, site: Site, payload: bytes, key: tuple[str, str], get_if_exists: bool
+    ) -> RemoteActor:
+        engine = self._engine
+        namespace, name = key
+        identity = -((engine.client << NUMBERS) + engine.new_number())
+        engine.send(Make(identity, site.id, payload, name, namespace, get_if_exists))
+        return RemoteActor(engine, identity, site)
+
+    def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
+        """The living actor of that name; asks the node."""
+        engine = self._engine
+        engine.check_open()
+        namespace, name = key
+        found: asyncio.Future[RemoteActor | None] = engine.loop.create_future()
+        engine.send(Find(engine.expect(_Sought(engine, found)), name, namespace))
+        self._note_lookup(found)
+        return found
+
+    def held(self, actor: int, name: str = "actor") -> RemoteActor:
+        """An actor of which a handle has come; see `ActorsPort.held`."""
+        self._engine.check_open()
+        self._engine.send(Hold(actor))
+        return RemoteActor(self._engine, actor, site_of(name))
+
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
+        number = self._engine.expect(receiver)
+        self._engine.send(Ask(0, number, actor, ROOM, NOTHING))
+
+    def demand(self, _actor: int, number: int, limit: int) -> None:
+        """Let a call that is a stream yield so many items in all."""
+        self._engine.send(ChildDemand(number, limit))
+
+    def cancel(self, _actor: int, number: int) -> None:
+        """Nobody wants a call's answer any more."""
+        self._engine.cancel(number)
+
+    def release(self, actor: int) -> None:
+        """A handle has gone."""
+        self._engine.send(Release(actor))
+
+    def kill(self, actor: int, no_restart: bool = True) -> None:
+        """End its process at once, and the actor unless it may restart."""
+        self._engine.send(Stop(actor, AT_ONCE if no_restart else AGAIN))
+
+    def terminate(self, actor: int) -> None:
+        """Have it end after what it was sent."""
+        self._engine.send(Stop(actor, AFTER_ALL))
+
+
+class _Sought(Told):
+    """Waits for the actor of a name; None is for nobody."""
+
+    def __init__(
+        self, engine: RemoteEngine, future: asyncio.Future[RemoteActor | None]
+    ) -> None:
+        super().__init__(future, self._read)
+        self._engine = engine
+
+    def _read(self, payload: bytes) -> RemoteActor:
+        identity, of_class, face = load_result(payload)
+        return RemoteActor(self._engine, identity, site_of(of_class, face))
+
+    def reject(self, failed: Failed) -> None:
+        """Nobody has the name, or the node cannot tell."""
+        error = unpack_failure(failed, "the node")
+        if not isinstance(error, ActorNameError):
+            self.fail(error)
+        elif not self.future.done():
+            self.future.set_result(None)
+
+
 DECLARED: Final = 512
 """Sites that the node is taken to know; then all are declared anew. It keeps more."""
+
+
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
 
@@ -81,8 +424,6 @@ class RemoteEngine(Membership):
     def actors(self) -> RemoteActors:
         """The node's actors; see `Engine.actors`."""
         if self._actors is None:
-            from aiogpu.engines.remote_actors import RemoteActors
-
             self._actors = RemoteActors(self)
         return self._actors
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 import aiogpu
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.program import join_of
+from aiogpu.engines.membership import join_of
 from aiogpu.runtime.callers.requests import Terms
 from aiogpu.runtime.calls import Site
 from aiogpu.wire.codec import encode

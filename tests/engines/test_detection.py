@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.accelerators import registry
 from aiogpu.core.model.request import Device
-from aiogpu.engines.detection import detect
+from aiogpu.engines.devices import detect
 from aiogpu.errors import DeviceError
 
 pytestmark = pytest.mark.either_loop

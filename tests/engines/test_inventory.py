@@ -10,8 +10,7 @@ import pytest
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.detection import in_thread
-from aiogpu.engines.inventory import build_ledger
+from aiogpu.engines.devices import build_ledger, in_thread
 from aiogpu.linux.cgroup_hierarchy import usable_cpus
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.engines import line as module
-from aiogpu.engines.line import AT_ONCE, CHUNK, Line
+from aiogpu.engines import node_connection as module
+from aiogpu.engines.node_connection import AT_ONCE, CHUNK, Line
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.connection import CLIENT, greeting

@@ -9,7 +9,7 @@ import pytest
 from aiogpu import accelerators
 from aiogpu.accelerators import types
 from aiogpu.accelerators.registry import KNOWN, vendor_of
-from aiogpu.engines.detection import LIMIT
+from aiogpu.engines.devices import LIMIT
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()

@@ -9,7 +9,7 @@ from tests.house.code_metrics import code_lines, cycles, imports, package_of, si
 
 ALLOWED: Final = {
     "api": 35,
-    "engines": 50,
+    "engines": 44,
 }
 """Modules in cycles by package. Lower a number, or drop it, as soon as it falls."""
 

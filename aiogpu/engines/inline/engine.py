@@ -17,13 +17,13 @@ from typing import Final
 
 from aiogpu.core.model.request import PlacementGroupSpec
 from aiogpu.engines.base import NodeOptions, error_inside_task
+from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import acting_job, running_job
 from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.picture import picture_inline, why_inline
 from aiogpu.engines.inline.residents import Residents
 from aiogpu.engines.inline.runner import Runner
-from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.observe.status import NodeStatus
 from aiogpu.observe.why import Why

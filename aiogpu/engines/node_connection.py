@@ -18,10 +18,16 @@ from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import Message
 
 CHUNK: Final = 1 << 18
+
+
 AT_ONCE: Final = 1 << 14
 """Bytes of what is said in one turn that are sent in the midst of it, so that the node
 begins with them while the program goes on."""
+
+
 FIRST_PAUSE: Final = 1e-3
+
+
 LONGEST_PAUSE: Final = 0.05
 """Seconds until a node is tried again whose queue of connections is full."""
 
