@@ -75,7 +75,7 @@ class Inventory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every GPU has answered."""
+        """True if every GPU has answered."""
         return self.count == self._answered
 
     @property

@@ -262,7 +262,7 @@ def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
 
 
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
-    """What `@remote` makes of a class; see there."""
+    """Return what `@remote` makes of a class; see there."""
     face = Face(cls)
     checked = merged(ActorOptions(), options)
     face.groups(checked)
@@ -270,7 +270,7 @@ def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
 
 
 def link_of(handle: object, asker: str) -> Link:
-    """What an actor's handle holds; raises `MisuseError` if it is none."""
+    """Return what an actor's handle holds; raises `MisuseError` if it is none."""
     if not isinstance(handle, ActorHandle):
         raise MisuseError(
             f"{asker} was given {handle!r}; give it what `.remote()` of an actor's "

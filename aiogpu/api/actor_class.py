@@ -137,7 +137,7 @@ def no_method(face: Face, name: str) -> AttributeError:
 
 
 def face_in(terms: ActorTerms) -> Face:
-    """What handles are made of; it comes pickled from another process's class.
+    """Return what handles are made of; it comes pickled from another process's class.
 
     Raises:
         DeserializationError: what it refers to cannot be imported here.
@@ -172,7 +172,7 @@ class LateFace:
         return {} if face is None else face.methods
 
     def method(self, link: Link, name: str) -> RemoteMethod[..., Any]:
-        """What a handle has under a name, while the class is not known."""
+        """Return what a handle has under a name, while the class is not known."""
         if self._own is not None:
             found = self._own.methods.get(name)
             if found is None:
@@ -183,7 +183,7 @@ class LateFace:
         return LateMethod(cast("ActorLink", link), name, self)
 
     def problem(self, name: str) -> Exception | None:
-        """Why a call that was made before the answer cannot be carried out."""
+        """Return why a call that was made before the answer cannot be carried out."""
         face = self.known
         assert face is not None, self
         method = face.methods.get(name)

@@ -86,7 +86,7 @@ class FarLink:
         return cls(site.spec.name, actor)
 
     def reference(self) -> tuple[int, str, str]:
-        """What a handle is pickled as; whoever gets it counts as a holder."""
+        """Return what a handle is pickled as; whoever gets it counts as a holder."""
         note_passed(self.actor)
         return self.actor, self.name, current.home
 
@@ -143,7 +143,7 @@ class FarLink:
         return self.call(f"{self.name}()", ENDED, NOTHING)
 
     def room(self) -> Any:
-        """How many actors of its kind can live at once."""
+        """Return how many actors of its kind can live at once."""
         return self.call(f"{self.name}()", ROOM, NOTHING)
 
     def kill(self, no_restart: bool) -> None:

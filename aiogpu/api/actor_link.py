@@ -166,7 +166,7 @@ class ActorLink:
         return link
 
     def face(self) -> Face | LateFace:
-        """What handles are made of."""
+        """Return what handles are made of."""
         if self._late is not None:
             return self._late
         assert self.site.actor is not None, self
@@ -223,7 +223,7 @@ class ActorLink:
         return cls.to(session, actors.held(actor, name), actors)
 
     def reference(self) -> tuple[int, str, str]:
-        """What a handle is pickled as; whoever gets it counts as a holder.
+        """Return what a handle is pickled as; whoever gets it counts as a holder.
 
         Raises:
             MisuseError: its node is not open yet, or is not the caller's.
@@ -373,7 +373,7 @@ class ActorLink:
         return self._asked(lambda actor, handle: actor.await_end(handle))
 
     def room(self) -> Handle[Room]:
-        """How many actors of its kind can live at once."""
+        """Return how many actors of its kind can live at once."""
 
         def ask(actor: ActorPort, receiver: Receiver) -> None:
             self._known_actors().tell_room(actor.id, receiver)
@@ -442,7 +442,7 @@ class ActorLink:
             self._actors.cancel(self._actor.id, number)
 
     async def why(self, name: str, number: int) -> Why:
-        """Why a call waits: what its actor does."""
+        """Return why a call waits: what its actor does."""
         if self._actor is None:
             return Why(name, number, "opening")
         found = await self._session.why(self.name, self._actor.id)
@@ -496,5 +496,5 @@ class _Watcher:
         """Nothing."""
 
     async def why(self, name: str, number: int) -> Why:
-        """What the actor does."""
+        """Return what the actor does."""
         return await self._link.why(name, number)

@@ -130,7 +130,7 @@ class ActorOptions(NamedTuple):
     bundle: int = -1
 
     def spec(self, name: str, function: int) -> TaskSpec:
-        """What the core is asked for the whole life of an actor.
+        """Return what the core is asked for the whole life of an actor.
 
         Ending its process is final, so no grace is given: whoever wants an orderly
         end tells the actor, and waits.

@@ -305,7 +305,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         return f"<ActorPool of {crew.name}: {crew!r}>"
 
     def __len__(self) -> int:
-        """How many actors there are, ready or not."""
+        """Return how many actors there are, ready or not."""
         return len(self._tie.crew)
 
     def __bool__(self) -> bool:

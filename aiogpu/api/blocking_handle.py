@@ -112,11 +112,11 @@ class BlockingHandle(NotItsResult, Generic[T]):
         return self.shared
 
     def done(self) -> bool:
-        """Whether the task has ended or was cancelled."""
+        """Return whether the task has ended or was cancelled."""
         return self._state != "pending"
 
     def cancelled(self) -> bool:
-        """Whether `cancel` has stopped it."""
+        """Return whether `cancel` has stopped it."""
         return self._state == "cancelled"
 
     def cancel(self) -> bool:
@@ -198,12 +198,12 @@ class BlockingHandle(NotItsResult, Generic[T]):
         return self._error
 
     def exception(self) -> Exception | None:
-        """Why there is no result, None if there is one."""
+        """Return why there is no result, None if there is one."""
         return self._error
 
     @property
     def has_failed(self) -> bool:
-        """Whether there will be no result."""
+        """True if there will be no result."""
         return self._state in ("failed", "cancelled")
 
     def result(self) -> T:
@@ -239,7 +239,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
 
 
 def share(handle: BlockingHandle[Any]) -> Reference:
-    """What others refer to who are given a handle of plain code."""
+    """Return what others refer to who are given a handle of plain code."""
     shares = shares_of(handle)
     if shares is not None:
         return shares.share(handle)  # type: ignore[no-any-return]

@@ -82,7 +82,7 @@ class Lender:
             self._value.stop()
 
     async def why(self, name: str, task: int) -> Why:
-        """Why that one waits."""
+        """Return why that one waits."""
         from aiogpu.api.session import current_session
 
         return await current_session().why(name, task)

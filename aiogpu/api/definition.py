@@ -84,7 +84,7 @@ def _parameters(name: str, described: list[tuple[str, int, bool]]) -> Parameters
 
 
 def _positions(signature: inspect.Signature) -> tuple[int, float]:
-    """How many arguments by position it takes, at least and at most."""
+    """Return how many arguments by position it takes, at least and at most."""
     least, most = 0, 0.0
     for parameter in signature.parameters.values():
         is_needed = parameter.default is parameter.empty

@@ -88,7 +88,7 @@ class Batch:
             call.batch = self
 
     def items(self) -> list[Any]:
-        """What is still asked for."""
+        """Return what is still asked for."""
         if self.awaited < len(self.calls):
             self.calls = [call for call in self.calls if not call.done()]
         return [call.item for call in self.calls]

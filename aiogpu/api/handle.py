@@ -392,7 +392,7 @@ HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
 
 
 def handle_maker(waits: Waits | None, far: Far | None = None) -> HandleMaker:
-    """What makes the handles that fit an engine.
+    """Return what makes the handles that fit an engine.
 
     Args:
         waits: who is to be told of waits, None for nobody.

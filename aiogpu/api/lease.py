@@ -77,7 +77,7 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
 def placement_site(
     gang: PlacementGroupSpec, priority: int, *, is_detached: bool = False
 ) -> Site:
-    """What the node is asked for a placement."""
+    """Return what the node is asked for a placement."""
     spec = TaskSpec(
         gang.name,
         Shape(gang.request()),
@@ -179,7 +179,7 @@ class Tenure:
         self._session.call_soon(self.give_back)
 
     async def why(self) -> Why:
-        """Why it waits, or that it is held."""
+        """Return why it waits, or that it is held."""
         return await self._session.why(self._name, self.task)
 
 
@@ -303,7 +303,7 @@ class Lease(EnteredOnLoop):
 
     @property
     def is_held(self) -> bool:
-        """Whether it is granted, not given back, and the node has not ended."""
+        """True if it is granted, not given back, and the node has not ended."""
         tenure = self._tenure
         if tenure is None or tenure.is_over or tenure.lost.done():
             return False
@@ -320,7 +320,7 @@ class Lease(EnteredOnLoop):
         return await asyncio.shield(self._tenure.lost)
 
     async def why(self) -> Why:
-        """Why it waits: what it lacks, who holds that, whose turn it is."""
+        """Return why it waits: what it lacks, who holds that, whose turn it is."""
         if self._tenure is None:
             raise MisuseError("this lease was not asked for yet; it is by awaiting it.")
         return await self._tenure.why()

@@ -182,7 +182,7 @@ class Packing:
 
 
 def _is_retried(remote: object, error: Exception) -> bool:
-    """Whether its options want an item tried again after this error."""
+    """Return whether its options want an item tried again after this error."""
     if not isinstance(remote, RemoteFunction) or not remote._options.max_retries:
         return False
     wanted = remote._options.retry_exceptions
@@ -190,7 +190,7 @@ def _is_retried(remote: object, error: Exception) -> bool:
 
 
 def _again(remote: RemoteFunction[..., Any]) -> RemoteFunction[..., Any]:
-    """What an item is called by that has been tried once already."""
+    """Return what an item is called by that has been tried once already."""
     options = remote._options
     left = max(options.max_retries - 1, -1)  # -1 is without end
     return RemoteFunction(remote._definition, options._replace(max_retries=left))
@@ -292,7 +292,7 @@ class Window(Generic[R]):
 
     @property
     def is_through(self) -> bool:
-        """Whether no further result will come."""
+        """True if no further result will come."""
         return not self.ahead and self._plain is None and self._async is None
 
     def take(self) -> Handle[R] | None:
@@ -579,7 +579,7 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
             iter(self)
 
     def __len__(self) -> int:
-        """How many results there are in all, those that were taken included.
+        """Return how many results there are in all, those that were taken included.
 
         Raises:
             TypeError: what is mapped over has no length.

@@ -173,7 +173,7 @@ def methods_of(cls: type) -> dict[str, Method]:
 
 
 def _is_method(attribute: object) -> bool:
-    """Whether it is called on an object of the class it is found in."""
+    """Return whether it is called on an object of the class it is found in."""
     if isinstance(attribute, staticmethod | classmethod):
         return True
     is_bound = hasattr(type(attribute), "__get__")
@@ -367,7 +367,7 @@ class MethodDescriptor(Protocol[P, R_co]):
     """A `TypedMethod`, found on an object."""
 
     def __get__(self, instance: object, owner: Any) -> TypedMethod[P, R_co]:
-        """What the attribute of an object is."""
+        """Return what the attribute of an object is."""
         ...
 
 
@@ -414,7 +414,7 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T])
 def remote_method(
     link: Link, method: Method, groups: tuple[str, ...]
 ) -> RemoteMethod[..., Any]:
-    """What a handle has under the name of a method; `groups` are its class's."""
+    """Return what a handle has under the name of a method; `groups` are its class's."""
     kind = GeneratorMethod if method.window else RemoteMethod
     return kind(link, method, groups)
 
@@ -441,7 +441,7 @@ class GeneratorDescriptor(Protocol[P, T_co]):
     """A `TypedGenerator`, found on an object."""
 
     def __get__(self, instance: object, owner: Any) -> TypedGenerator[P, T_co]:
-        """What the attribute of an object is."""
+        """Return what the attribute of an object is."""
         ...
 
 

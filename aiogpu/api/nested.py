@@ -166,7 +166,7 @@ class BorrowedHandle(ChildHandle[T]):
             self.task_id = self._link.fetch(self._loan.id, self)
 
     def done(self) -> bool:
-        """Whether the value is here; whoever asks has it fetched."""
+        """Return whether the value is here; whoever asks has it fetched."""
         self._fetch()
         return super().done()
 
@@ -202,7 +202,7 @@ class TaskSession:
 
     @property
     def is_current(self) -> bool:
-        """Whether the task that it was made for still runs."""
+        """True if the task that it was made for still runs."""
         return self._link.is_current
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 async def why(task_id: int) -> Why:
-    """Why a task waits, or what it does instead; `print` tells it in words.
+    """Return why a task waits, or what it does instead; `print` tells it in words.
 
     `handle.why()` says the same where there is a handle. An actor has a number too.
 
@@ -201,7 +201,7 @@ async def cluster_resources() -> dict[str, float]:
 
 
 async def available_resources() -> dict[str, float]:
-    """What is free of each resource; 0.0 where nothing is.
+    """Return what is free of each resource; 0.0 where nothing is.
 
     Raises:
         NodeError: it was asked inside a task.

@@ -182,7 +182,7 @@ def check_gpu_memory(option: str, value: object) -> int:
 
 
 def check_retry_oom(option: str, value: object) -> bool:
-    """Whether it is tried again alone; raises `OptionError`."""
+    """Return whether it is tried again alone; raises `OptionError`."""
     if value is None:
         return False
     if isinstance(value, str) and value == "exclusive":
@@ -382,7 +382,7 @@ class TaskOptions(NamedTuple):
     bundle: int = -1
 
     def request(self) -> Request:
-        """What the task asks for.
+        """Return what the task asks for.
 
         Raises:
             OptionError: it says which GPUs, has their memory by its share of them, or
@@ -423,7 +423,7 @@ class TaskOptions(NamedTuple):
         return asking(UNIT if self.num_cpus is None else self.num_cpus)
 
     def spec(self, name: str, function: int) -> TaskSpec:
-        """What the core is asked, for a function of that name and id.
+        """Return what the core is asked, for a function of that name and id.
 
         A task with GPUs, or any vendor's devices, runs in a process of its own unless
         `max_calls` says otherwise: what a runtime took of them it keeps for the
@@ -527,7 +527,7 @@ def _check_grace(option: str, value: object) -> float:
 def whole(
     least: int, allowed: str, none_is: int | None = None
 ) -> Callable[[str, object], int | None]:
-    """What checks a whole number of `least` to `LARGEST_COUNT`.
+    """Return what checks a whole number of `least` to `LARGEST_COUNT`.
 
     `none_is` is what None stands for.
     """

@@ -89,7 +89,7 @@ class Claim:
         self.fail(PlacementRemovedError(f"{self.name} was removed.", self.name))
 
     async def why(self) -> Why:
-        """Why it waits, or that it is held."""
+        """Return why it waits, or that it is held."""
         return await self._session.why(self.name, self.task)
 
 
@@ -123,7 +123,7 @@ class Placement(EnteredOnLoop):
         return found.result()
 
     def gang_of(self) -> PlacementGroupSpec:
-        """What the node is asked for; for `options(placement=...)`."""
+        """Return what the node is asked for; for `options(placement=...)`."""
         return self._gang
 
     @property
@@ -148,7 +148,7 @@ class Placement(EnteredOnLoop):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it holds its bundles."""
+        """True if it holds its bundles."""
         granted = self._own("is_ready").granted
         return granted.done() and self._own("is_ready").lost is None
 
@@ -220,7 +220,7 @@ class Placement(EnteredOnLoop):
         claim.remove()
 
     async def why(self) -> Why:
-        """Why it waits: what it lacks, who holds that, whose turn it is."""
+        """Return why it waits: what it lacks, who holds that, whose turn it is."""
         return await self._own("why()").why()
 
     def _own(self, what: str) -> Claim:
@@ -316,7 +316,7 @@ def get_placement(name: str) -> Placement:
 
 
 def is_known(found: asyncio.Future[PlacementGroupSpec]) -> bool:
-    """Whether a node has told of a placement."""
+    """Return whether a node has told of a placement."""
     return found.done() and found.exception() is None
 
 

@@ -67,7 +67,7 @@ def within(
     asking: Callable[[int], Request],
     cpus: int | None,
 ) -> Request:
-    """What a member of a gang asks for, in one of its bundles.
+    """Return what a member of a gang asks for, in one of its bundles.
 
     Args:
         gang: whose member it is.
@@ -107,7 +107,7 @@ def within(
 
 
 def check_lifetime(lifetime: object, name: str | None) -> bool:
-    """Whether a placement of this name is detached; raises `OptionError`."""
+    """Return whether a placement of this name is detached; raises `OptionError`."""
     if lifetime is None:
         return False
     if lifetime != "detached":
@@ -126,7 +126,7 @@ def check_lifetime(lifetime: object, name: str | None) -> bool:
 def gang_of(
     bundles: object, strategy: object, name: str, key: str
 ) -> PlacementGroupSpec:
-    """What the node is asked for a placement.
+    """Return what the node is asked for a placement.
 
     Raises:
         OptionError: names what is ill-valued, and what is allowed.

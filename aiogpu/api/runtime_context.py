@@ -32,7 +32,7 @@ class RuntimeContext:
     _accelerators: Mapping[str, tuple[int | str, ...]]
 
     def get_assigned_resources(self) -> dict[str, float]:
-        """What the task or actor holds, `{"CPU": 1.0, "GPU": 0.25}`; as Ray's.
+        """Return what the task or actor holds, `{"CPU": 1.0, "GPU": 0.25}`; as Ray's.
 
         An actor that was placed by the usual one CPU, and gave it back, has no "CPU".
         """

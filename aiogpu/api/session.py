@@ -86,7 +86,7 @@ class Awaited(Receiver, Protocol):
     task_id: int
 
     def done(self) -> bool:
-        """Whether nobody wants it any more, or it has ended."""
+        """Return whether nobody wants it any more, or it has ended."""
         ...
 
 
@@ -190,7 +190,7 @@ class Session(EnteredOnLoop):
 
     @property
     def is_open(self) -> bool:
-        """Whether tasks can be started."""
+        """True if tasks can be started."""
         return self._state is SessionState.OPEN
 
     def _as_called(self) -> str:
@@ -307,7 +307,7 @@ class Session(EnteredOnLoop):
             self._engine.cancel(task)
 
     async def why(self, name: str, task: int) -> Why:
-        """Why a task waits; see `Handle.why`."""
+        """Return why a task waits; see `Handle.why`."""
         # Late, so that the zygote's start need not wait for it.
         from aiogpu.observe.why import Why
 
@@ -317,17 +317,17 @@ class Session(EnteredOnLoop):
 
     @property
     def is_closing(self) -> bool:
-        """Whether a shutdown has begun that has not ended."""
+        """True if a shutdown has begun that has not ended."""
         return self._closing is not None and self._state is not SessionState.CLOSED
 
     @property
     def has_lost_its_node(self) -> bool:
-        """Whether that has ended by itself: `init` may open another."""
+        """True if that has ended by itself: `init` may open another."""
         return self._state is SessionState.OPEN and self._engine.has_gone
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that opened the session."""
+        """True if this process is a fork of the one that opened the session."""
         return self._state is SessionState.FORKED
 
     def unusable(self) -> NodeError:
@@ -443,7 +443,7 @@ class Session(EnteredOnLoop):
         return await self._ask().total()
 
     async def available_resources(self) -> dict[str, float]:
-        """What is free of each; 0.0 where nothing is."""
+        """Return what is free of each; 0.0 where nothing is."""
         return await self._ask().available()
 
     def actors(self) -> ActorsPort:

@@ -81,7 +81,7 @@ class Several:
                 handle.task_id = number
 
     def done(self) -> bool:
-        """Whether nobody wants a result any more, or all have come."""
+        """Return whether nobody wants a result any more, or all have come."""
         return all(handle.done() for handle in self.handles)
 
     def cancel(self, _task: int) -> None:
@@ -91,7 +91,7 @@ class Several:
             self.stop(self.task_id)
 
     async def why(self, name: str, _task: int) -> Why:
-        """Why the call waits."""
+        """Return why the call waits."""
         return await self.ask(name, self.task_id)
 
     def receive(self, payload: bytes) -> None:

@@ -71,11 +71,11 @@ class Inflow:
 
     @property
     def is_held(self) -> bool:
-        """Whether the producer waits for its consumer, as far as this end can know."""
+        """True if the producer waits for its consumer, as far as this end can know."""
         return not self.is_over and self.window.holds(len(self.buffer))
 
     def done(self) -> bool:
-        """Whether no further item will come."""
+        """Return whether no further item will come."""
         return self.is_over
 
     def take(self) -> Any:

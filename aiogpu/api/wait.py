@@ -61,7 +61,7 @@ class Completions(Protocol[T]):
         ...
 
     def __len__(self) -> int:
-        """How many handles there are in all, those that were given included."""
+        """Return how many handles there are in all, those that were given included."""
         ...
 
 
@@ -188,7 +188,7 @@ class _CompletionsHere:
         self._look = _Look(handles)
 
     def __len__(self) -> int:
-        """How many handles there are in all, those that were given included."""
+        """Return how many handles there are in all, those that were given included."""
         return self._total
 
     def __bool__(self) -> bool:

@@ -126,7 +126,7 @@ class CompletionsOnLoop:
         self._look = _Look(handles)
 
     def __len__(self) -> int:
-        """How many handles there are in all, those that were given included."""
+        """Return how many handles there are in all, those that were given included."""
         return self._total
 
     def __bool__(self) -> bool:

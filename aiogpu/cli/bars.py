@@ -66,7 +66,7 @@ def share_bar(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
 
 
 def part_bar(part: float, width: int, style: str) -> Iterator[tuple[str, str]]:
-    """How much of something is used."""
+    """Return how much of something is used."""
     full = round(min(max(part, 0.0), 1.0) * width)
     yield (FULL * full, style)
     yield (EMPTY * (width - full), "dim")

@@ -154,7 +154,7 @@ def shape_data(shape: ShapeStatus) -> Data:
 
 
 def reservation_data(kept: ReservationStatus | None) -> Data | None:
-    """What is kept for one that has waited long."""
+    """Return what is kept for one that has waited long."""
     if kept is None:
         return None
     return {
@@ -239,7 +239,7 @@ def placement_data(placement: PlacementStatus) -> Data:
 
 
 def outage_data(outage: OutageStatus) -> Data:
-    """Why no worker can be started."""
+    """Return why no worker can be started."""
     return {
         "reason": outage.reason,
         "failures": outage.failures,

@@ -143,7 +143,7 @@ def lines(box: Box, shares: Shares = NOTHING) -> Iterator[str]:
 
 
 def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str, str]]:
-    """What is known of a device, each fact with its name."""
+    """Return what is known of a device, each fact with its name."""
     device, sample = seen.device, seen.sample
     busy = None if sample is None else sample.utilisation
     capability = device.compute_capability
@@ -167,7 +167,7 @@ def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str,
 
 
 def memory(seen: Seen) -> str:
-    """How much of it is in use, and how much there is."""
+    """Return how much of it is in use, and how much there is."""
     there = amount(seen.device.memory)
     if seen.sample is None or seen.sample.used is None:
         return there
@@ -183,7 +183,7 @@ def near(seen: Seen) -> str:
 
 
 def health(seen: Seen) -> str:
-    """Whether it is well, as far as its driver can tell."""
+    """Return whether it is well, as far as its driver can tell."""
     if seen.sample is None or seen.health is None:
         return "not known: its driver is not asked"
     problem = seen.sample.problem

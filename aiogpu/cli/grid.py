@@ -114,7 +114,7 @@ def _columns_of(table: Table) -> Iterator[tuple[Column, list[str]]]:
 
 
 def wide(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """Return how many columns of a terminal a text takes."""
     return len(text) if text.isascii() else cell_len(text)
 
 

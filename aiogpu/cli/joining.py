@@ -37,7 +37,7 @@ class Node(Protocol):
         ...
 
     async def why(self, task_id: int) -> aiogpu.Why:
-        """Why a task waits, by its number."""
+        """Return why a task waits, by its number."""
         ...
 
 

@@ -57,7 +57,7 @@ class Band(NamedTuple):
 
 
 def escape_counts(scene: Scene, first: int, end: int) -> Counts:
-    """How many steps each point of the rows takes to escape."""
+    """Return how many steps each point of the rows takes to escape."""
     axis = (2.0 * np.arange(scene.size) + 1.0 - scene.size) * (1.6 / scene.size)
     x = np.tile(axis, end - first)
     y = np.repeat(axis[first:end], scene.size)

@@ -57,7 +57,7 @@ class Decoder:
 
 
 def _length(sent: bytes) -> int:
-    """How long the sequence is with which this begins; 0 if more is to come."""
+    """Return how long the sequence is with which this begins; 0 if more is to come."""
     if len(sent) == 1:
         return 0
     if sent[1:2] == b"O":

@@ -20,7 +20,7 @@ class Seconds(click.FloatRange):
     name = "number of seconds"
 
     def get_metavar(self, *_: Any, **__: Any) -> str:
-        """What stands for one in the help."""
+        """Return what stands for one in the help."""
         return "SECONDS"
 
 
@@ -36,7 +36,7 @@ class Whole(click.IntRange):
     name = "whole number"
 
     def get_metavar(self, *_: Any, **__: Any) -> str:
-        """What stands for one in the help."""
+        """Return what stands for one in the help."""
         return "NUMBER"
 
 

@@ -20,7 +20,7 @@ from aiogpu.cli.grid import Line, Table, grid, plain
 
 
 def is_terminal() -> bool:
-    """Whether a person looks at what is printed."""
+    """Return whether a person looks at what is printed."""
     return sys.stdout.isatty()
 
 

@@ -29,7 +29,7 @@ class Shares(NamedTuple):
     note: str = ""
 
     def of(self, kind: str, device: Device) -> DeviceStatus | None:
-        """What the node says of a device; None if it does not have it."""
+        """Return what the node says of a device; None if it does not have it."""
         for one in self.devices:
             is_known = one.uuid is not None and device.uuid is not None
             is_it = one.uuid == device.uuid if is_known else one.id == device.id

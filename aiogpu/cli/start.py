@@ -249,7 +249,7 @@ def tell(ready: Ready) -> None:
 
 
 def told(ready: Ready) -> list[str]:
-    """What somebody who has started a node wants to know."""
+    """Return what somebody who has started a node wants to know."""
     is_usual = ready.socket == default_socket()
     address = "auto" if is_usual else ready.socket
     stop = "aiogpu stop" if is_usual else f"aiogpu stop --socket {ready.socket}"

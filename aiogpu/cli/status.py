@@ -89,5 +89,5 @@ def _show_once(seen: aiogpu.NodeStatus, as_json: bool) -> None:
 
 
 def plain_report(seen: aiogpu.NodeStatus) -> str:
-    """What `print(status)` shows, such that it can do nothing to a terminal."""
+    """Return what `print(status)` shows, such that it can do nothing to a terminal."""
     return str(printable_all(seen))

@@ -203,7 +203,7 @@ def shown_clients(status: aiogpu.NodeStatus) -> list[ClientStatus]:
 
 
 def bounds(limits: Limits) -> Iterator[str]:
-    """What a program may have at most."""
+    """Return what a program may have at most."""
     if limits.max_waiting is not None:
         yield f"{limits.max_waiting} tasks"
     for name, share in limits.max_share.items():
@@ -211,7 +211,7 @@ def bounds(limits: Limits) -> Iterator[str]:
 
 
 def device_state(device: DeviceStatus) -> str:
-    """Whether there is room on a device, in a word."""
+    """Return whether there is room on a device, in a word."""
     if device.aside is not None:
         return "set aside"
     if device.free >= 1 and not device.holders:
@@ -225,7 +225,7 @@ def device_name(device: DeviceStatus) -> str:
 
 
 def memory(device: DeviceStatus) -> str:
-    """How much of a device's memory is in use, as far as it is known."""
+    """Return how much of a device's memory is in use, as far as it is known."""
     there = amount(device.memory)
     if device.used is None:
         return there
@@ -266,7 +266,7 @@ def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterable[str]:
 
 
 def shape_table(shapes: Iterable[ShapeStatus]) -> Table:
-    """What waits, those that ask for the same on one line."""
+    """Return what waits, those that ask for the same on one line."""
     columns = (
         Column("WAIT", is_number=True),
         Column("ASK FOR", least=14),
@@ -290,7 +290,7 @@ def shape_table(shapes: Iterable[ShapeStatus]) -> Table:
 def failure_table(
     failures: Iterable[FailureStatus], status: aiogpu.NodeStatus
 ) -> Table:
-    """What has failed, the latest first."""
+    """Return what has failed, the latest first."""
     programs = Programs(status)
     columns = (
         Column("AGO", is_number=True),

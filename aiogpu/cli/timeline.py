@@ -40,7 +40,7 @@ def lanes(spans: Iterable[Span], gpu: int | str) -> list[list[Span]]:
 
 
 def peak(spans: Iterable[Span], gpu: int | str) -> int:
-    """How many tasks ran on a device at the same time, at most."""
+    """Return how many tasks ran on a device at the same time, at most."""
     # Of an end and a beginning at the same moment, the end comes first.
     changes = sorted(
         change

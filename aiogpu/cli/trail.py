@@ -51,7 +51,7 @@ class Trail:
         return rest.decode("utf-8", "backslashreplace")
 
     def _is_over(self) -> bool:
-        """Whether there is a newer file than the one that is read."""
+        """Return whether there is a newer file than the one that is read."""
         known = self._known()
         return bool(known) and known[0] != self._inode
 

@@ -46,7 +46,7 @@ class Window:
         return limit
 
     def holds(self, buffered: int) -> bool:
-        """Whether the producer has to wait, with so many items not taken yet."""
+        """Return whether the producer has to wait, with so many items not taken yet."""
         return self.taken + buffered >= self.limit
 
 

@@ -141,11 +141,11 @@ That is its environment, its devices by kind, and what limits its use of their m
 
 @dataclass(slots=True, eq=False)
 class Kin:
-    """What ties a task to the one that has started it, and to those it has started.
+    """The ties of a task to its parent, and to the tasks that it has started.
 
     Attributes:
         lane: its place among all; a child goes before what is no child, since
-            somebody holds resources while he waits for it.
+            its parent may hold resources while it waits for the child.
         parent: who has started it, None once it is on its own.
         children: unfinished tasks that end with it.
         waits_for: unfinished tasks for which its code waits.
@@ -161,7 +161,7 @@ class Kin:
 
 @dataclass(slots=True, eq=False)
 class Stop:
-    """How far the stopping of a task has come.
+    """The progress of stopping a task.
 
     Attributes:
         kill_at: when its worker is killed.

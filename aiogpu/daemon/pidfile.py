@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether that very process has not ended."""
+        """True if that very process has not ended."""
         return start_time(self.pid) == self.started
 
 
@@ -64,7 +64,7 @@ def start_time(pid: int) -> int | None:
 
 
 def read_record(path: str) -> Record | None:
-    """What the pidfile says; None if there is none, or nothing of use in it.
+    """Return what the pidfile says; None if there is none, or nothing of use in it.
 
     Raises:
         PermissionError: it is another user's.
@@ -180,7 +180,7 @@ class Claim:
 
 
 def _is_there(path: str, descriptor: int) -> bool:
-    """Whether the open file is still the one of that name."""
+    """Return whether the open file is still the one of that name."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from aiogpu.wire.messages import SERIAL
 
 
 def site_of(name: str, face: object = None) -> Site:
-    """What is known of the class of such an actor.
+    """Return what is known of the class of such an actor.
 
     Args:
         name: how errors call it.

@@ -77,7 +77,7 @@ class Given(Protocol):
     """What this process gives to others."""
 
     def share(self, handle: Any, /) -> Reference:
-        """What others refer to who are given a handle."""
+        """Return what others refer to who are given a handle."""
         ...
 
     def promise(self) -> Reference:
@@ -278,7 +278,7 @@ class Engine(Protocol):
 
     @property
     def has_gone(self) -> bool:
-        """Whether its node has ended by itself, so that another may take its place."""
+        """True if its node has ended by itself, so that another may take its place."""
         ...
 
     @property
@@ -372,7 +372,7 @@ class Engine(Protocol):
         ...
 
     async def available(self) -> dict[str, float]:
-        """What is free of each; 0.0 where nothing is."""
+        """Return what is free of each; 0.0 where nothing is."""
         ...
 
     async def status(self) -> NodeStatus:

@@ -133,7 +133,7 @@ def place_of(pci: str | None, bus: str | Path = BUS) -> tuple[int | None, str]:
 
 
 def _notes(seen: list[Seen], environ: Mapping[str, str]) -> list[str]:
-    """What is to be said of the GPUs that are not shown."""
+    """Return what is to be said of the GPUs that are not shown."""
     shown = [one.device for one in seen if one.kind == GPU]
     text = environ.get(VISIBLE)
     if text is not None and not shown and not entries(text):

@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
     @property
     def is_seen(self) -> bool:
-        """Whether a device was met, not only spoken of."""
+        """True if a device was met, not only spoken of."""
         return any(device != Device(device.id) for device in self.devices)
 
 

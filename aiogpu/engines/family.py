@@ -111,6 +111,6 @@ host_of_task: Final[ContextVar[Host | None]] = ContextVar("host_of_task", defaul
 
 
 def is_loop_running() -> bool:
-    """Whether an event loop runs in this thread; imports nothing to find out."""
+    """Return whether an event loop runs in this thread; imports nothing to find out."""
     asyncio = sys.modules.get("asyncio")
     return asyncio is not None and asyncio._get_running_loop() is not None

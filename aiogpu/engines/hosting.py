@@ -37,7 +37,7 @@ def premises_of(
     object_memory: int,
     limits: Limits | None = None,
 ) -> Premises:
-    """What clients find on a node.
+    """Return what clients find on a node.
 
     Args:
         directory: where the node's own sockets are.
@@ -68,7 +68,7 @@ def premises_of(
 
 
 def pack_capacity(ledger: Ledger, policies: Policies) -> bytes:
-    """What a node has to share out and how it works; see `unpack_capacity`."""
+    """Return what a node has to share out and how it works; see `unpack_capacity`."""
     sets = tuple(
         (one.kind, tuple(map(_device_fields, one.devices)))
         for one in ledger.device_sets.values()

@@ -193,7 +193,7 @@ class LocalEngine:
         return self._open_driver.scheduler.ledger.totals()
 
     async def available(self) -> dict[str, float]:
-        """What is free of each."""
+        """Return what is free of each."""
         return self._open_driver.scheduler.ledger.available()
 
     async def status(self) -> NodeStatus:
@@ -219,7 +219,7 @@ class LocalEngine:
         )
 
     async def why(self, task: int) -> Why | None:
-        """Why a task waits; see `Engine.why`."""
+        """Return why a task waits; see `Engine.why`."""
         from aiogpu.engines.hosting import programs_of
         from aiogpu.observe.why import why
 
@@ -273,7 +273,7 @@ class LocalEngine:
         )
 
     def spans(self) -> list[Span]:
-        """What has run where and when, since it lets other programs join."""
+        """Return what has run where and when, since it lets other programs join."""
         return [] if self._recording is None else self._recording.spans()
 
     async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
@@ -329,7 +329,7 @@ class LocalEngine:
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
-    """What decides, and what tells workers their devices."""
+    """Return what decides, and what tells workers their devices."""
     from aiogpu.core.model.config import SchedulerConfig
     from aiogpu.core.model.units import CPU, UNIT
     from aiogpu.core.scheduler.scheduler import Scheduler

@@ -148,7 +148,7 @@ class Terminal:
         return f"<Terminal {self._console.written}/{self._number}>"
 
     def keeps(self, message: Message) -> bool:
-        """Whether it takes a message: to show it, or to pass it on later."""
+        """Return whether it takes a message: to show it, or to pass it on later."""
         if type(message) is Printed:
             console, stream = self._console, message.stream
             self._number = console.write(
@@ -310,7 +310,7 @@ class Membership:
 
     @property
     def has_gone(self) -> bool:
-        """Whether the node has ended, or has cut this program off."""
+        """True if the node has ended, or has cut this program off."""
         return self._error is not None
 
     def check_open(self) -> None:

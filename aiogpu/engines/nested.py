@@ -72,7 +72,7 @@ def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
 
 
 def describe(site: Site) -> Declare:
-    """What the driver must know of a site.
+    """Return what the driver must know of a site.
 
     Raises:
         MisuseError: a module that a task imports would start that task anew.
@@ -116,7 +116,7 @@ class LoopLink:
 
     @property
     def is_current(self) -> bool:
-        """Whether the task that it was made for still runs."""
+        """True if the task that it was made for still runs."""
         return self._task == current.task != 0
 
     def _read(self) -> None:

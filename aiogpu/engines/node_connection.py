@@ -86,7 +86,7 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether the node is there, as far as is known."""
+        """True if the node is there, as far as is known."""
         return self._socket is not None
 
     async def connect(self, path: str, greeting: bytes, first: Message) -> None:
@@ -179,7 +179,7 @@ class Line:
             self.on_messages(messages)
 
     def _receive(self) -> list[Message] | None:
-        """What has come; None where the node has gone."""
+        """Return what has come; None where the node has gone."""
         assert self._socket is not None, self
         size = max(CHUNK, self._connection.missing)
         try:

@@ -85,7 +85,7 @@ logging.getLogger("ray._private.worker").addFilter(_is_worth_telling)
 
 
 def is_connected() -> bool:
-    """Whether this process has joined a cluster, whoever has had it do so."""
+    """Return whether this process has joined a cluster, whoever has had it do so."""
     return bool(ray.is_initialized())
 
 
@@ -149,7 +149,7 @@ def are_all_private(raylets: Sequence[bytes]) -> bool:
 
 
 def _has_token() -> bool:
-    """Whether Ray finds a token of the user's."""
+    """Return whether Ray finds a token of the user's."""
     is_named = os.environ.get(AUTH_TOKEN) or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(is_named) or (Path.home() / ".ray" / "auth_token").exists()
 
@@ -220,7 +220,7 @@ def function(run: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
 
 def actor(cls: type, options: Mapping[str, Any]) -> Any:
-    """What Ray makes actors of, by `.remote(...)`."""
+    """Return what Ray makes actors of, by `.remote(...)`."""
     return ray.remote(**options)(cls) if options else ray.remote(cls)
 
 
@@ -320,7 +320,7 @@ def unlearn(name: str) -> None:
 
 
 def recall(name: str) -> bytes | None:
-    """What was kept under a name."""
+    """Return what was kept under a name."""
     return internal_kv._internal_kv_get(name, namespace=NAMESPACE)  # type: ignore[no-any-return]
 
 
@@ -350,7 +350,7 @@ def nodes() -> list[Node]:
 
 
 def survey() -> Survey:
-    """What there is, what of it is free, and what waits; needs no dashboard.
+    """Return what there is, what of it is free, and what waits; needs no dashboard.
 
     Raises:
         RayError: the cluster does not answer.
@@ -368,7 +368,7 @@ def is_client() -> bool:
 
 
 def grows() -> bool:
-    """Whether something starts nodes as they are needed."""
+    """Return whether something starts nodes as they are needed."""
     told = internal_kv._internal_kv_get
     if told(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
         return True
@@ -381,5 +381,5 @@ def total() -> dict[str, float]:
 
 
 def available() -> dict[str, float]:
-    """What is free of each; Ray leaves out those of which nothing is."""
+    """Return what is free of each; Ray leaves out those of which nothing is."""
     return dict(ray.available_resources())

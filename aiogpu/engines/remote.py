@@ -498,7 +498,7 @@ class RemoteEngine(Membership):
         return found
 
     async def available(self) -> dict[str, float]:
-        """What is free of each."""
+        """Return what is free of each."""
         found: dict[str, float] = await self._inquire(AVAILABLE)
         return found
 
@@ -508,18 +508,18 @@ class RemoteEngine(Membership):
         return found
 
     async def why(self, task: int) -> Why | None:
-        """Why a task of this program waits; see `Engine.why`."""
+        """Return why a task of this program waits; see `Engine.why`."""
         found: Why | None = await self._inquire(WHY, task)
         return found
 
     async def timeline(self) -> list[Span]:
-        """What has run on the node, where and when; see `observe.recorder`."""
+        """Return what has run on the node, where and when; see `observe.recorder`."""
         from aiogpu.observe.recorder import Span
 
         return [Span(*one) for one in await self._inquire(TIMELINE)]
 
     async def why_task(self, number: int) -> Why | None:
-        """Why a task waits, whosever it is; see `Engine.why_task`."""
+        """Return why a task waits, whosever it is; see `Engine.why_task`."""
         found: Why | None = await self._inquire(WHY_TASK, number)
         return found
 

@@ -82,7 +82,7 @@ class Cgroup:
 
     @property
     def is_populated(self) -> bool:
-        """Whether anybody is in it or below it, zombies not counted."""
+        """True if anybody is in it or below it, zombies not counted."""
         return b"populated 1" in self._read("cgroup.events")
 
     def kill(self) -> None:
@@ -187,7 +187,7 @@ class SlotCgroup:
 
     @property
     def has_others(self) -> bool:
-        """Whether not just the keeper is in it."""
+        """True if not just the keeper is in it."""
         if self._members < 0:
             return False
         return os.pread(self._members, CHUNK, 0) != self._alone
@@ -248,7 +248,7 @@ def fork_into_slot(node: str, slot: int) -> int:
     """
     if node:
         group = Cgroup(node).child(str(slot))
-        # One that was killed once would kill whoever is born in it.
+        # A group that was killed once would kill a process that is born in it.
         group.remove()
         with suppress(OSError):
             group.make()

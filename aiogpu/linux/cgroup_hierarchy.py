@@ -271,7 +271,7 @@ class NodeCgroup:
         then()
 
     async def remove(self) -> None:
-        """End whoever is left and remove it with all below it; does so in `LIMIT`."""
+        """End the processes that are left and remove it with all below, in `LIMIT`."""
         if not self.path:
             return
         node, self.path = Cgroup(self.path), ""

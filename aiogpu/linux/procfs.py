@@ -104,7 +104,7 @@ class MemoryBounds:
         return total * _KIB
 
     def has(self, pid: int) -> bool:
-        """Whether a process is there, waited for or not."""
+        """Return whether a process is there, waited for or not."""
         return os.path.exists(f"{self._proc}/{pid}")
 
     def _children(self, pid: int, threads: int) -> list[int]:
@@ -128,7 +128,7 @@ def room_of(usage: Usage) -> int:
 
 
 def read_bytes(path: str) -> bytes:
-    """What a file has, nothing if it cannot be read."""
+    """Return what a file has, nothing if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
@@ -315,7 +315,7 @@ def message_of(record: bytes) -> str:
 
 
 def names(text: str, pid: int) -> bool:
-    """Whether a line of the log tells of this process's end.
+    """Return whether a line of the log tells of this process's end.
 
     `Out of memory: Killed process 4711 (python) ...`,
     `python[4711]: segfault at 0 ip ...`, `traps: python[4711] ...`.

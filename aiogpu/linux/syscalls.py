@@ -121,7 +121,7 @@ def fork_into(group: int) -> int:
 
 
 def why_not_forked(error: OSError) -> str:
-    """What is told of a fork that the kernel has refused (fork(2))."""
+    """Return what is told of a fork that the kernel has refused (fork(2))."""
     return (
         f"no process can be forked: {error.strerror or error}; what bounds them is "
         f"`ulimit -u`, a cgroup's pids.max, or memory"

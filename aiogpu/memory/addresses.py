@@ -62,7 +62,7 @@ def address_of(buffer: Any) -> int:
 
 
 def is_as_mapped(address: int, size: int) -> bool:
-    """Whether this process has written to no page of a private mapping.
+    """Return whether this process has written to no page of a private mapping.
 
     False as well if the kernel does not tell.
 

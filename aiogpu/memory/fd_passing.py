@@ -57,7 +57,7 @@ class DescriptorSender:
         return len(self._queue)
 
     def send(self, number: int, fd: int) -> bool:
-        """Send a descriptor now, or queue a copy of it; the caller may close his.
+        """Send a descriptor now, or queue a copy of it; the caller may close its own.
 
         Args:
             number: what the peer knows it by, 0 to 2**64 - 1.
@@ -155,7 +155,7 @@ class DescriptorReceiver:
         Waits for the first message if the socket blocks, and for no other. It may give
         nothing: nothing has come, or not yet a whole number; and not all that has come
         if that is much (the socket stays readable). Each descriptor is then the
-        caller's to close; none is inherited by a program that he starts.
+        caller's to close; none is inherited by a program that the caller starts.
 
         Args:
             flags: of recv(2), for the first message, as `socket.MSG_DONTWAIT`.

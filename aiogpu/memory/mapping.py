@@ -90,7 +90,7 @@ class Mappings:
         return [memory[offset : offset + length] for offset, length in spans]
 
     def is_mapped(self, segment: int) -> bool:
-        """Whether a view of it is there."""
+        """Return whether a view of it is there."""
         sight = self._latest.get(segment)
         return segment in self._counts or (sight is not None and sight() is not None)
 
@@ -162,7 +162,7 @@ class Mappings:
 
     def _change(self, segment: int, by: int) -> None:
         self._changes.append((segment, by))
-        # Who holds the lock looks again after he has let go of it.
+        # The holder of the lock looks again after letting go of it.
         while self._changes and self._counting.acquire(blocking=False):
             try:
                 while self._changes:

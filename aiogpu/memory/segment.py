@@ -96,7 +96,7 @@ class Segment:
 
     @staticmethod
     def room_for(lengths: Iterable[int]) -> int:
-        """How many bytes a segment needs for buffers of so many bytes each."""
+        """Return how many bytes a segment needs for buffers of so many bytes each."""
         end = 0
         for length in lengths:
             end = _aligned(end) + length
@@ -158,7 +158,7 @@ class Segment:
 
     @property
     def is_read(self) -> bool:
-        """Whether it can still be seen through a descriptor that `share` gave.
+        """True if it can still be seen through a descriptor that `share` gave.
 
         True as well where this cannot be known.
         """
@@ -231,7 +231,7 @@ def map_readonly(fd: int, size: int) -> mmap.mmap:
     """Map a segment for reading; its pages come as they are touched.
 
     Who writes there all the same, as torch does in place, gets copies of the pages
-    that nobody else sees (MAP_PRIVATE, mmap(2)); read-only ones would kill him.
+    that nobody else sees (MAP_PRIVATE, mmap(2)); read-only ones would kill the process.
 
     Python keeps a copy of the descriptor as long as the mapping lives (from 3.13 on it
     does not); the one given may be closed.

@@ -190,7 +190,7 @@ class Holdings:
         self._workers = [worker for worker in workers if worker.lease is not None]
 
     def of_scalar(self, name: str) -> tuple[Holder, ...]:
-        """Who holds of an undivided resource; who waits for his children, no CPU.
+        """The holders of an undivided resource; a blocked task holds no CPU.
 
         A gang holds what none of its members does.
         """
@@ -392,7 +392,7 @@ class TaskStatus:
 
     @property
     def is_held(self) -> bool:
-        """Whether it has a worker, or is a lease that somebody has."""
+        """True if it has a worker, or is a lease that somebody has."""
         is_leased = self.is_lease and self.state not in _HOLD_NOTHING
         return is_leased or self.worker is not None
 
@@ -552,7 +552,7 @@ class ClientStatus:
 
 
 def name_of(client: int, programs: Mapping[int, Program]) -> str:
-    """What a program is called by."""
+    """Return what a program is called by."""
     program = programs.get(client)
     if program is not None and program.name:
         return program.name
@@ -978,7 +978,7 @@ _STATES: Final = (
 
 
 def summary(status: NodeStatus) -> str:
-    """What there is and what happens, on one line."""
+    """Return what there is and what happens, on one line."""
     resources = ", ".join(
         f"{name} {written(name, free)}/{written(name, total)}"
         for name, free, total in _worth_telling(status)
@@ -998,7 +998,7 @@ def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
 
 
 def _counts(status: NodeStatus) -> str:
-    """How many tasks there are in each state."""
+    """Return how many tasks there are in each state."""
     counts = Counter(task.state for task in status.tasks)
     counts["waiting"] = status.waiting_count
     told = [f"{counts[name]} {name}" for name in _STATES if counts[name]]
@@ -1162,6 +1162,6 @@ def _failures(status: NodeStatus) -> Iterator[str]:
 
 
 def told_failure(failure: FailureStatus) -> str:
-    """What has failed it, "ValueError: no such key"."""
+    """Return what has failed it, "ValueError: no such key"."""
     said = f": {failure.message}" if failure.message else ""
     return f"{failure.error}{said}"

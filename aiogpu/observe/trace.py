@@ -41,7 +41,7 @@ class Rows:
 
 
 def trace_of(spans: Iterable[Span]) -> dict[str, Any]:
-    """What is to be written as JSON."""
+    """Return what is to be written as JSON."""
     devices, workers = Rows(DEVICES), Rows(WORKERS)
     events: list[Event] = []
     for span in sorted(spans, key=lambda span: span.started):

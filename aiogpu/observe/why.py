@@ -516,7 +516,7 @@ def _who(why: Why) -> str:
 
 
 def _standing(why: Why) -> str:
-    """What a task does that does not wait in the queue."""
+    """Return what a task does that does not wait in the queue."""
     request = terms(why.request.items())
     match why.state:
         case "opening" | "delayed":
@@ -604,7 +604,7 @@ def _waiting(why: Why) -> Iterator[str]:
 
 
 def _rivals(why: Why) -> Iterator[str]:
-    """Which other programs' tasks go before it."""
+    """Return which other programs' tasks go before it."""
     if why.rivals:
         rivals = listing(why.rivals, why.rival_count)
         yield f"  tasks of other programs go before it: {rivals}"

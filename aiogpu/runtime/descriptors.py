@@ -38,7 +38,7 @@ NOFILE: Final = resource.RLIMIT_NOFILE
 
 
 def used_descriptors() -> int:
-    """How many descriptors this process has open."""
+    """Return how many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -58,7 +58,7 @@ def values_limit() -> int:
 
 
 def raised(soft: int, hard: int, used: int) -> int:
-    """What a node raises a soft limit to, by the hard one and what is in use."""
+    """Return what a node raises a soft limit to, by the hard one and what is in use."""
     wanted = used + RESERVE + PER_SLOT * SLOTS
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft

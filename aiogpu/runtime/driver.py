@@ -130,7 +130,7 @@ class Supply:
 
     @classmethod
     def of(cls, driver: Driver, task: TaskId, payload: bytes) -> Supply | None:
-        """What a task with this payload waits for; None for nothing."""
+        """Return what a task with this payload waits for; None for nothing."""
         if type(payload) is not Payload or is_complete(payload):
             return None
         return cls(driver, task, payload)
@@ -497,12 +497,12 @@ class Driver:
                 self.submit(site, call.payload, call.receiver)
 
     def call_of(self, task: TaskId) -> Call | None:
-        """What is kept of a task that has not ended."""
+        """Return what is kept of a task that has not ended."""
         self.row.end()
         return self._calls.get(task)
 
     def knows(self, task: int) -> bool:
-        """Whether a task has not ended."""
+        """Return whether a task has not ended."""
         self.row.end()
         return self._calls.get(TaskId(task)) is not None
 
@@ -677,7 +677,7 @@ class Driver:
         tell_callers()
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:
-        """Whether it is still to be seen that a worker has left its devices."""
+        """Return whether it is still to be seen that a worker has left its devices."""
         record = self.scheduler.workers.get(worker)
         lease = None if record is None else record.lease
         # Without a process id it never was: nothing of it can be on a device.

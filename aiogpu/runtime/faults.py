@@ -180,7 +180,7 @@ class Faults:
 
 
 def _brief(name: str, about: dict[str, Any]) -> str:
-    """What it is, and about which task and worker; its `repr` may fill pages."""
+    """Return what it is, and about which task and worker; its `repr` may fill pages."""
     named = {key: about.get(key) for key in ("task", "worker", "tasks")}
     told = ", ".join(f"{k} {v}" for k, v in named.items() if v is not None)
     return f"{name}({told})"

@@ -139,13 +139,13 @@ class PaperWorker:
         return self.began
 
     def know_revoked(self) -> Event:
-        """What is told of the earliest revocation that is not answered."""
+        """Return what is told of the earliest revocation that is not answered."""
         assert self.revoking, f"nothing is taken back from {self.id}"
         began = self.began.id if self.began else None
         return told(Scheduler.revoked, self.id, self.revoking.popleft(), began)
 
     def gone(self, settles: bool) -> Event:
-        """What is told of its end; `settles`: its devices must be seen free."""
+        """Return what is told of its end; `settles`: its devices must be seen free."""
         began = self.began.id if self.began else None
         settles = settles and self.binding is not None
         return told(Scheduler.worker_gone, self.id, began, settles)

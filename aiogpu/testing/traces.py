@@ -35,11 +35,11 @@ class Traces(NamedTuple):
 
     @classmethod
     def take(cls) -> Traces:
-        """What there is now."""
+        """Return what there is now."""
         return cls(_processes(), _descriptors(), _mappings(), _groups())
 
     def since(self, before: Traces) -> list[str]:
-        """What has come since an earlier moment, each in words."""
+        """Return what has come since an earlier moment, each in words."""
         new = [
             f"process {told}"
             for key, told in self.processes.items()

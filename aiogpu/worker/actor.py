@@ -224,5 +224,5 @@ def _bound(methods: Methods, message: Invoke) -> Callable[..., Any]:
 
 
 def is_end(message: Message | None) -> bool:
-    """Whether the actor is to end now, or the driver has gone."""
+    """Return whether the actor is to end now, or the driver has gone."""
     return message is None or type(message) in _ENDS

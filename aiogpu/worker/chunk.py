@@ -124,7 +124,7 @@ class Sent:
 
 
 def method_of(actor: object, name: str) -> Callable[..., Any]:
-    """What an actor is called by; raises what looking it up raises."""
+    """Return what an actor is called by; raises what looking it up raises."""
     method: Callable[..., Any] = getattr(actor, plain_name(name))
     return Chunk(method) if name.endswith(CHUNKED) else method
 

@@ -92,7 +92,7 @@ class Channel:
         self._poll.register(connected, select.POLLIN)
 
     def is_silent(self, seconds: float) -> bool:
-        """Whether nothing comes for so long."""
+        """Return whether nothing comes for so long."""
         return not self._received and not self._poll.poll(seconds * 1000)
 
     def _new_poll(self) -> select.poll:
@@ -106,7 +106,7 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this process is a fork of the worker, and shares its loop's poll."""
+        """True if this process is a fork of the worker, and shares its loop's poll."""
         return self._socket.fileno() < 0
 
     def next(self) -> Message | None:
@@ -195,7 +195,7 @@ class Channel:
                 os.eventfd_read(descriptor)
 
     def waker(self) -> Callable[[], object]:
-        """What ends a `wait` of the main thread, whichever thread calls it.
+        """Return what ends a `wait` of the main thread, whichever thread calls it.
 
         For threads that read: what another has read before it wakes keeps the main
         thread asleep, though it may be for it.
@@ -208,7 +208,7 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message is being sent or read, maybe by the thread that asks."""
+        """True if a message is being sent or read, maybe by the thread that asks."""
         is_held = self._lock.locked() or self._reading.locked()
         return is_held or self._interrupts.is_shielded
 
@@ -260,7 +260,7 @@ class Channel:
 
     @property
     def is_main_thread(self) -> bool:
-        """Whether the thread asks that runs the worker's tasks."""
+        """True if the thread asks that runs the worker's tasks."""
         return get_ident() == self._main
 
     def uncut(self) -> AbstractContextManager[None]:

@@ -66,7 +66,7 @@ class Context:
 
     @property
     def is_loading(self) -> bool:
-        """Whether this thread imports modules, or may, for a task that is to begin."""
+        """True if this thread imports modules, or may, for a task that is to begin."""
         return self.loader == get_ident()
 
 

@@ -154,7 +154,7 @@ class Softening:
         self._is_asked = False
 
     def __call__(self, frame: FrameType) -> bool:
-        """Whether the coroutine is, or is about to be, cancelled by its loop.
+        """Return whether the coroutine is, or is about to be, cancelled by its loop.
 
         It is not if its own code runs, which does not await; and not if other code
         has held the loop since this was asked before.
@@ -170,7 +170,7 @@ class Softening:
 
 
 def _is_of_the_loop(frame: FrameType | None) -> bool:
-    """Whether nobody's code runs but the loop's, from `Coroutines.run` on."""
+    """Return whether nobody's code runs but the loop's, from `Coroutines.run` on."""
     while frame is not None and frame.f_code.co_filename.startswith(_OF_THE_LOOP):
         if frame.f_code is Coroutines.run.__code__:
             return True

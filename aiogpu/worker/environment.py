@@ -53,7 +53,7 @@ def _pin(cpus: tuple[int, ...]) -> None:
 
 
 def is_given(names: Iterable[str]) -> bool:
-    """Whether the assignment has set one of these variables."""
+    """Return whether the assignment has set one of these variables."""
     return not _given.isdisjoint(names)
 
 
@@ -92,7 +92,7 @@ def restore() -> None:
 
 
 def seeds() -> list[Callable[[], object]]:
-    """What seeds the generators anew that libraries have imported by now.
+    """Return what seeds the generators anew that libraries have imported by now.
 
     A fork repeats its parent's numbers. The standard library's `random` sees to
     itself after a fork; numpy's and torch's global generators do not. What torch has

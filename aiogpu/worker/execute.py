@@ -169,7 +169,7 @@ class Executor:
         return failed
 
     def describe(self, task: int, outcome: Raised) -> Failed:
-        """What is to be sent of a failure."""
+        """Return what is to be sent of a failure."""
         kind, error = outcome.kind, outcome.error
         has_devices = any(current.accelerators.values())
         if self._channel.is_closed:
@@ -206,7 +206,7 @@ class Executor:
             self._channel.send(RanOut(task, peak_memory()))
 
     def exit_code(self) -> int:
-        """What a program that ended as the last task did would exit with.
+        """Return what a program that ended as the last task did would exit with.
 
         Prints the traceback of an exception that is no `SystemExit`.
         """
@@ -327,7 +327,7 @@ def _call(
 
 
 def is_coroutine(function: object) -> bool:
-    """Whether a function, or the one that it wraps, is an `async def`."""
+    """Return whether a function, or the one that it wraps, is an `async def`."""
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         function = inner
     code = getattr(function, "__code__", None)

@@ -53,7 +53,7 @@ class Imports:
         self.found: list[tuple[str, int]] = []
 
     def take(self) -> Imported:
-        """What was found; forgotten with this."""
+        """Return what was found; forgotten with this."""
         found, self.found = self.found, []
         return Imported(
             tuple(name for name, _ in found), tuple(cost for _, cost in found)
@@ -97,7 +97,7 @@ class Imports:
 
 
 def is_installed(module: ModuleType) -> bool:
-    """Whether a module belongs to Python or to an installed package."""
+    """Return whether a module belongs to Python or to an installed package."""
     spec = getattr(module, "__spec__", None)
     origin = getattr(spec, "origin", None)
     if not isinstance(origin, str):

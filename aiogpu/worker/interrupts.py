@@ -53,7 +53,7 @@ class Interrupts:
 
     @property
     def is_shielded(self) -> bool:
-        """Whether an interrupt would be put off."""
+        """True if an interrupt would be put off."""
         return self._shield.depth > 0
 
     def spare(self, *own: CodeType) -> None:
@@ -80,7 +80,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._handler)
 
     def is_asked(self, task: int) -> bool:
-        """Whether this task is to stop."""
+        """Return whether this task is to stop."""
         return self._page.asked(self._slot) == task
 
     def begin(self, number: int) -> str:
@@ -97,7 +97,7 @@ class Interrupts:
         return self._page.dropped(self._slot)
 
     def has_heard(self, task: int) -> bool:
-        """Whether the driver was told that this task knows."""
+        """Return whether the driver was told that this task knows."""
         return self._page.heard(self._slot) == task
 
     def hear(self, task: int) -> None:
@@ -175,7 +175,7 @@ class Shield:
 
 
 def imports(frame: FrameType | None) -> bool:
-    """Whether an import is under way. The driver will ask again.
+    """Return whether an import is under way. The driver will ask again.
 
     One that is broken off leaves parts behind, and the module cannot be imported in
     this process any more; but the worker goes on.
@@ -188,7 +188,7 @@ def imports(frame: FrameType | None) -> bool:
 
 
 def _lets_go(frame: FrameType) -> bool:
-    """Whether this library lets go of something. The driver will ask again.
+    """Return whether this library lets go of something. The driver will ask again.
 
     What is raised there is printed and lost, and with it the cancel; and so is that
     something goes, which the driver would wait to hear.

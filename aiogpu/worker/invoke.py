@@ -69,7 +69,7 @@ class Retrying:
     def wants(
         self, site: Define, error: BaseException, *told: type[BaseException]
     ) -> bool:
-        """Whether a failure is one of those that the site names.
+        """Return whether a failure is one of those that the site names.
 
         Args:
             site: what has failed.

@@ -276,7 +276,7 @@ class Loans:
     def _own_views(
         self, own: Segment, spans: list[tuple[int, int]]
     ) -> list[memoryview]:
-        """What this process has put itself; the kernel knows that it is read."""
+        """Return what this process has put itself; the kernel knows that it is read."""
         assert self._mappings is not None, self
         descriptor = own.share()
         try:
@@ -598,7 +598,7 @@ class Shareable(Protocol):
         ...
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """Return whether it was cancelled."""
         ...
 
 

@@ -291,7 +291,7 @@ def _listen(reading: int, count: int, driver: int) -> tuple[list[str], bool]:
 
 
 def _describe(status: int, is_hanging: bool) -> str:
-    """Why the child has not answered."""
+    """Return why the child has not answered."""
     if is_hanging:
         return f"its import did not end within {LIMIT:g} s"
     if os.WIFSIGNALED(status):
@@ -374,7 +374,7 @@ class Files:
 
 
 def _written(path: str) -> int:
-    """When a file was written, in nanoseconds; 0 if there is none."""
+    """Return when a file was written, in nanoseconds; 0 if there is none."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:

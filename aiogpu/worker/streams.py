@@ -56,7 +56,7 @@ class Outflow:
 
     @property
     def is_held(self) -> bool:
-        """Whether the consumer has to take items before the next one is yielded."""
+        """True if the consumer has to take items before the next one is yielded."""
         return self._count >= self.limit
 
     def rise(self, limit: int) -> None:

@@ -59,12 +59,12 @@ class SchedulerConfig(NamedTuple):
     warn_after: float = 5.0
 
     def retry_delay(self, retries: int) -> float:
-        """How long a task waits before it is tried again for the n-th time."""
+        """Return how long a task waits before it is tried again for the n-th time."""
         if retries <= 1:
             return 0.0
         return min(self.retry_after * 2.0 ** min(retries - 2, 30), self.retry_at_last)
 
     def crowded_delay(self, failures: int) -> float:
-        """How long no worker is tried after so many failed starts in a row."""
+        """Return how long no worker is tried after so many failed starts in a row."""
         pause = self.crowded_for * 2.0 ** min(max(failures - 1, 0), 30)
         return min(pause, self.crowded_at_last)

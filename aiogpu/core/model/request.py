@@ -83,7 +83,7 @@ class DeviceSelector:
     name: str = ""
 
     def fits(self, device: Device) -> bool:
-        """Whether a device fulfils them."""
+        """Return whether a device fulfils them."""
         if device.memory < self.least_memory:
             return False
         if self.least_capability > (device.compute_capability or (0, 0)):
@@ -136,7 +136,7 @@ class Bundle(NamedTuple):
         )
 
     def request(self, *, spread: bool = False) -> Request:
-        """What is asked of the ledger for it."""
+        """Return what is asked of the ledger for it."""
         return Request(
             self.scalars,
             self.devices,
@@ -151,7 +151,7 @@ class Bundle(NamedTuple):
         return named_bytes(dict(self.devices).get(GPU, 0), self.gpu_memory)
 
     def could_hold(self, request: Request) -> bool:
-        """Whether a request is no more than this by its amounts."""
+        """Return whether a request is no more than this by its amounts."""
         scalars, devices = dict(self.scalars), dict(self.devices)
         if self.named_bytes and request.gpu_memory > self.named_bytes:
             return False
@@ -185,7 +185,7 @@ class PlacementGroupSpec(NamedTuple):
     bundles: tuple[Bundle, ...]
 
     def request(self) -> Request:
-        """What all bundles together ask for."""
+        """Return what all bundles together ask for."""
         scalars: Counter[str] = Counter()
         devices: Counter[str] = Counter()
         for bundle in self.bundles:

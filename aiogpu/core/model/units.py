@@ -189,7 +189,7 @@ def number(parts: int) -> float:
 
 
 def written(name: str, value: float) -> str:
-    """How much of a resource, as people read it: "0.25", "3.2GiB"."""
+    """Return how much of a resource, as people read it: "0.25", "3.2GiB"."""
     return size(value) if name in _IN_BYTES else f"{value:g}"
 
 

@@ -339,7 +339,7 @@ class Clients:
         return client
 
     def portion_of(self, request: Request) -> DominantShare:
-        """What a request is of the node."""
+        """Return what a request is of the node."""
         portion = self._portions.get(request)
         if portion is None:
             if len(self._portions) >= KNOWN:
@@ -348,7 +348,7 @@ class Clients:
         return portion
 
     def amounts_of(self, request: Request) -> list[tuple[str, int]]:
-        """What a request asks for of each resource, in parts."""
+        """Return what a request asks for of each resource, in parts."""
         return [(name, parts) for name, parts, _ in self.portion_of(request).amounts]
 
     def allows(self, id_: ClientId, request: Request) -> bool:
@@ -385,7 +385,7 @@ class Clients:
                 )
 
     def bars(self, record: TaskRecord) -> bool:
-        """Whether a task must wait since its program holds all that it may."""
+        """Return whether a task must wait since its program holds all that it may."""
         client = self.of(record.client)
         if client.is_behind:
             return True
@@ -397,7 +397,7 @@ class Clients:
         )
 
     def exceeds(self, client: Client) -> bool:
-        """Whether nothing more of a program may begin with a lease that it has.
+        """Return whether nothing more of a program may begin with a lease that it has.
 
         It holds more than it may, since a task took its CPUs again; or it is behind.
         """

@@ -42,7 +42,7 @@ class FifoQueue:
         self._left = 0
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return how many wait."""
         return len(self._swept) + len(self._rest) - self._left
 
     def push(self, record: TaskRecord) -> None:
@@ -114,7 +114,7 @@ class FifoQueue:
                 self._swept, self._rest = self._rest, self._swept
 
     def position(self, record: TaskRecord) -> int:
-        """How many go before a task; those that left may count, far behind."""
+        """Return how many go before a task; those that left may count, far behind."""
         before = 0
         for looked, other in enumerate(chain(self._swept, self._rest)):
             if other is record:
@@ -263,7 +263,7 @@ class Bucket:
             yield from self._lanes[key].near()
 
     def oldest(self) -> float:
-        """When the one that has waited longest was submitted. Costs O(lanes)."""
+        """Return when the one that has waited longest was submitted. Costs O(lanes)."""
         heads = (lane.head() for lane in self._lanes.values())
         return min(head.since for head in heads if head is not None)
 
@@ -451,7 +451,7 @@ class ReadyQueue:
     def is_first(
         self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
     ) -> bool:
-        """Whether nothing of its program goes before this bucket's head.
+        """Return whether nothing of its program goes before this bucket's head.
 
         `concerns` says of a request whether it matters here.
         """

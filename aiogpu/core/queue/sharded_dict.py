@@ -78,12 +78,12 @@ class ShardedDict(Generic[T]):
         self.pop(task)
 
     def get(self, task: TaskId) -> T | None:
-        """What belongs to the id, None without it."""
+        """Return what belongs to the id, None without it."""
         shard = self._shards.get(task >> BITS)
         return None if shard is None else shard.get(task)
 
     def some(self, tasks: Collection[TaskId]) -> list[T | None]:
-        """What belongs to each of these ids, None without it."""
+        """Return what belongs to each of these ids, None without it."""
         found = [*map(self.young.get, tasks)]
         if None not in found:
             return found

@@ -101,7 +101,7 @@ class DeviceOccupancy:
         return capacity * (implied + amount) // UNIT + self.named[index] <= capacity
 
     def has_room(self, index: int, amount: int, memory: int) -> bool:
-        """Whether a device has room for what a request takes of each."""
+        """Return whether a device has room for what a request takes of each."""
         part = min(amount, UNIT)
         return self.free[index] >= part and self.has_memory(index, part, memory)
 

@@ -147,7 +147,7 @@ def _those(devices: DeviceSet, mask: int) -> list[Device]:
 
 
 def _there_are(devices: list[Device], where: DeviceSelector | None = None) -> str:
-    """What there is, by type and memory: "there are: 4 x A100 of 80GiB, 2 x T4".
+    """Return what there is, by type and memory: "there are: 4 x A100 of 80GiB, 2 x T4".
 
     By the product's name, and with the compute capability, where these are asked for.
     """

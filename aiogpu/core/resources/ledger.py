@@ -87,7 +87,7 @@ class Lease:
                 yield kind, share, memory
 
     def part_of(self, kind: str, index: int) -> int:
-        """What it holds of a device."""
+        """Return what it holds of a device."""
         return sum(
             part
             for (name, _), shares in zip(self.request.devices, self.shares, strict=True)
@@ -351,7 +351,7 @@ class Ledger:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether more CPUs are held than there are, after `resume`."""
+        """True if more CPUs are held than there are, after `resume`."""
         return self.free.get(CPU, 0) < 0
 
     def why_infeasible(self, request: Request) -> str | None:
@@ -359,7 +359,7 @@ class Ledger:
         return find_infeasible(self.capacity, self.device_sets, request)
 
     def room_for(self, request: Request, are_lent: bool = False) -> int | None:
-        """How many leases of a request an idle node can have at once.
+        """Return how many leases of a request an idle node can have at once.
 
         Args:
             request: what each of them asks for.
@@ -379,7 +379,7 @@ class Ledger:
         return min(rooms, default=None)
 
     def reserved(self, lease: Lease) -> tuple[tuple[str, int, int], ...]:
-        """What a lease holds of the memory of each of its devices.
+        """Return what a lease holds of the memory of each of its devices.
 
         Returns:
             For each: its kind, its index, and the bytes; 0 where its memory is not
@@ -410,7 +410,7 @@ class Ledger:
         return totals
 
     def available(self) -> dict[str, float]:
-        """What is free now in the user's terms; 0.0 where nothing is.
+        """Return what is free now in the user's terms; 0.0 where nothing is.
 
         Of GPU memory, bytes that nobody has reserved, be it by a share.
         """
@@ -514,7 +514,7 @@ class BundleLedger(Ledger):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no member holds anything of it."""
+        """True if no member holds anything of it."""
         return len(self.leases) == 1
 
     def open(self) -> BundleLedger:
@@ -548,7 +548,7 @@ class BundleLedger(Ledger):
         return lease
 
     def could_ever(self, request: Request) -> bool:
-        """Whether it would do for a request with nobody in it."""
+        """Return whether it would do for a request with nobody in it."""
         known = self._could_ever.get(request)
         if known is None:
             known = self.emptied().take(request) is not None
@@ -556,7 +556,7 @@ class BundleLedger(Ledger):
         return known
 
     def has_devices_for(self, request: Request) -> bool:
-        """Whether enough of its devices are not set aside for a request."""
+        """Return whether enough of its devices are not set aside for a request."""
         for kind, amount in request.devices:
             devices = self.device_sets[kind]
             usable = devices.usable(amount, request) & self.masks[kind]

@@ -64,7 +64,7 @@ class Layout:
         return [self._found[index] for index in range(len(self._order))]
 
     def _may_fit(self) -> bool:
-        """Whether there is enough of everything, however it is divided."""
+        """Return whether there is enough of everything, however it is divided."""
         free = dict(self._ledger.free)
         for kind, devices in self._ledger.device_sets.items():
             free[kind] = sum(devices.free)
@@ -96,7 +96,7 @@ class Layout:
         return False
 
     def _with_used(self) -> dict[str, int]:
-        """What is barred, and the devices of the bundles that have some."""
+        """Return what is barred, and the devices of the bundles that have some."""
         barred = dict(self._barred)
         for lease in self._found.values():
             for kind, mask in masks_of(lease):
@@ -122,7 +122,7 @@ def _ease(bundle: Bundle) -> tuple[bool, int, int]:
 
 
 def _look_of(devices: DeviceSet, at: int) -> tuple[object, ...]:
-    """What of a device matters for who can be on it."""
+    """Return what of a device matters for who can be on it."""
     device, filling = devices.devices[at], devices.filling
     memory = filling.capacity[at], filling.free_memory(at)
     return devices.free[at], device.type, device.parent is None, *memory
@@ -292,7 +292,7 @@ def why_infeasible(ledger: Ledger, request: Request) -> str | None:
 
 
 def _told(part: BundleLedger) -> str:
-    """What a bundle holds, and on which devices."""
+    """Return what a bundle holds, and on which devices."""
     told = [str(part.bundle)]
     for kind, mask in part.masks.items():
         devices = part.device_sets[kind].devices

@@ -49,7 +49,7 @@ class Topology:
         )
 
     def count(self, mask: int) -> int:
-        """How many pairs of a set are linked."""
+        """Return how many pairs of a set are linked."""
         return sum((self._joined[i] & mask).bit_count() for i in indices(mask)) // 2
 
     def best(self, mask: int, wanted: int) -> int:

@@ -134,7 +134,7 @@ class _Rest:
         return known
 
     def _is_allowed(self, id_: ClientId, request: Request) -> bool:
-        """Whether a program may have that beside what those that wait hold."""
+        """Return whether a program may have that beside what those that wait hold."""
         if self._clients is None:
             return True
         most = self._clients.of(id_).most

@@ -52,7 +52,7 @@ def grant(
     now: float,
     effects: list[Effect],
 ) -> None:
-    """Give a lease to whoever has asked for it."""
+    """Give a lease to the program or process group that asked for it."""
     holder = node.workers.stand_in()
     move_task(record, TaskState.RUNNING)
     record.worker, holder.task, holder.lease = holder, record, lease
@@ -290,7 +290,7 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
     """Whether a lease may go on in this shape without asking whose turn it is."""
     ledger, kept, lease = node.ledger, node.reservation, worker.lease
     assert lease is not None, worker
-    # What is kept for this very shape's first is what the lease would give him.
+    # What is kept for this very shape's first task is what the lease would give it.
     if kept is not None and kept.record is not bucket.head() and kept.wants(lease):
         return False
     if node.exclusive.is_wanted:

@@ -5,7 +5,7 @@ of priority and submission. Each task is started before the next is looked at. A
 that does not fit holds up those of its own shape only, as in Ray. Other shapes go past
 it, until it has waited so long that what it needs is kept for it (`reservation`).
 
-Between clients that share a node, the highest priority goes first, whoever has it. Then
+Between clients that share a node, the highest priority goes first. Then
 a client gives way to those that, with one task more, would hold no more than it does,
 by weight and of what the task asks for. Among the rest it is the turn of the one with
 the least virtual time (`fair_share`). So what clients hold differs by one task at most.
@@ -129,7 +129,7 @@ class Candidate:
 
 
 class Round:
-    """Who is still to be looked at, when all that waits is looked at once.
+    """The programs that are still to be looked at in one pass over all that waits.
 
     Attributes:
         left: the programs, by id.
@@ -307,9 +307,9 @@ def _goes_before(record: TaskRecord, other: TaskRecord) -> bool:
 
 
 def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
-    """Whether a program may go on with a lease, or has to give way to another.
+    """Return whether a program may go on with a lease, or has to give way to another.
 
-    The lease counts as given back, and only those count whom that would help.
+    The lease counts as given back, and only programs count that this would help.
     """
     clients, queue, head = node.clients, node.ready, bucket.head()
     assert clients is not None, node
@@ -343,7 +343,7 @@ def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
 def _is_fairest(
     clients: Clients, lease: Lease, head: TaskRecord, rivals: list[TaskRecord]
 ) -> bool:
-    """Whether it is the turn of one that has a lease, and not of others."""
+    """Return whether it is the turn of one that has a lease, and not of others."""
     client, request = clients.of(head.client), lease.request
     now, floor = clients.share_without(client, request)
     shares = []

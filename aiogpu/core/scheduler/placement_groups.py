@@ -69,7 +69,7 @@ def _refuse(
 def _why_misfit(
     node: SchedulerState, known: PlacementGroup, record: TaskRecord
 ) -> str | None:
-    """Why it can never run in its gang, as far as that is known yet."""
+    """Return why it can never run in its gang, as far as that is known yet."""
     if not known.is_open:
         return None
     request = record.spec.shape.request

@@ -182,7 +182,7 @@ def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
 
 
 def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
-    """Whether it would never get what it asks for now."""
+    """Return whether it would never get what it asks for now."""
     request, clients = record.spec.shape.request, node.clients
     if clients is not None and not clients.allows(record.client, request):
         return True
@@ -190,7 +190,7 @@ def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
 
 
 def _may_be_free(node: SchedulerState, request: Request) -> bool:
-    """Whether a device that could serve it is held by nobody without end.
+    """Return whether a device that could serve it is held by nobody without end.
 
     Whichever has served its share could serve it whole.
     """
@@ -215,7 +215,7 @@ def _may_be_free(node: SchedulerState, request: Request) -> bool:
 
 
 def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
-    """Whether those that wait for it hold what it would wait for."""
+    """Return whether those that wait for it hold what it would wait for."""
     if not node.blocked:
         return False
     state, record.state = record.state, TaskState.WAITING
@@ -331,14 +331,14 @@ def _remove(node: SchedulerState, worker: WorkerRecord) -> Lease | None:
 
 
 def _has_another_start(_: SchedulerState, record: TaskRecord) -> bool:
-    """Whether a task whose worker ended before it had begun gets another one."""
+    """Return whether a task whose worker ended before it had begun gets another one."""
     record.starts_failed += 1
     is_wanted = record.state is not TaskState.STOPPING
     return is_wanted and record.starts_failed < STARTS_ALLOWED
 
 
 def _has_another_run(node: SchedulerState, record: TaskRecord) -> bool:
-    """Whether a task that its worker's end has hit is tried again."""
+    """Return whether a task that its worker's end has hit is tried again."""
     is_wanted = record.state is not TaskState.STOPPING
     if record.killed_for is Memory.HOST and record.is_alone:
         return False  # it does not even fit alone
@@ -348,7 +348,7 @@ def _has_another_run(node: SchedulerState, record: TaskRecord) -> bool:
 def _is_given_up(
     node: SchedulerState, record: TaskRecord, has_run: bool, now: float
 ) -> bool:
-    """Whether what should never end has died too often in a row."""
+    """Return whether what should never end has died too often in a row."""
     is_wanted = record.state is not TaskState.STOPPING and record.retries_left != 0
     if not (has_run and record.spec.is_endless and is_wanted):
         return False

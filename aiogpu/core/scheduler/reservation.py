@@ -1,4 +1,4 @@
-"""What is kept for a task that others would go past for ever.
+"""Reserves resources for a task that others would otherwise overtake for ever.
 
 The first of the tasks that do not fit, once it has been first of its kind for
 `reserve_after`, has what it needs kept for it. Tasks that come after it may take only
@@ -59,9 +59,9 @@ def reserve(
 
     Args:
         node: what there is, and who holds it.
-        record: for whom.
+        record: the task.
         now: the time.
-        before: what was kept for him until now.
+        before: what was kept for the task until now.
     """
     request = record.spec.shape.request
     if isinstance(request.gang, PlacementGroupSpec):
@@ -225,7 +225,7 @@ def _choose(
 
 
 def _when_whole(node: SchedulerState, leases: Iterable[Lease]) -> float | None:
-    """When all that is held of a device has ended, None if never."""
+    """Return when all that is held of a device has ended, None if never."""
     moment = 0.0
     for lease in leases:
         hold = _hold(node, lease)
@@ -238,7 +238,7 @@ def _when_whole(node: SchedulerState, leases: Iterable[Lease]) -> float | None:
 def _when_room(
     devices: DeviceSet, index: int, amount: int, request: Request, held: list[Hold]
 ) -> float | None:
-    """When a device has room for a share of it, None if never."""
+    """Return when a device has room for a share of it, None if never."""
     filling, memory = devices.filling.alone(index), devices.demand(request)
     moment = 0.0
     for hold in sorted(held, key=lambda hold: hold.ends):

@@ -90,7 +90,7 @@ def spoil(node: SchedulerState, worker: WorkerRecord, effects: list[Effect]) -> 
 
 
 def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
-    """How many of a worker's tasks it has begun, if that one is the last."""
+    """Return how many of a worker's tasks it has begun, if that one is the last."""
     for number, record in enumerate(inflight, start=1):
         if record.id == began:
             return number

@@ -131,11 +131,11 @@ class Scheduler(SchedulerState):
 
     @property
     def is_closed(self) -> bool:
-        """Whether a closing node has nothing left that runs or is to be told."""
+        """True if a closing node has nothing left that runs or is to be told."""
         return self.is_closing and not len(self.workers) and not self.tasks
 
     def deadline(self) -> float | None:
-        """When to call `wake`, None for never."""
+        """Return when to call `wake`, None for never."""
         return self.timers.earliest
 
     # Tasks

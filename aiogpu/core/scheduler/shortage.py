@@ -95,7 +95,7 @@ def ledger_for(node: Stock, record: TaskRecord) -> Ledger:
 
 
 def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
-    """What a gang is short of: whichever of its bundles has no place."""
+    """Return what a gang is short of: whichever of its bundles has no place."""
     mask = devices.mask_of_type(None)
     free, kept = (
         sum(devices.free[at] for at in indices(those))
@@ -137,7 +137,7 @@ def rival_of(node: Stock, record: TaskRecord) -> Reservation | None:
 
 
 def find_bound(node: SchedulerState) -> int:
-    """How many workers there are, if there may be no more; 0 if there may."""
+    """Return how many workers there are, if there may be no more; 0 if there may."""
     there = len(node.workers)
     return there if there >= node.worker_limit.now else 0
 
@@ -145,7 +145,7 @@ def find_bound(node: SchedulerState) -> int:
 def is_held_endlessly(
     node: SchedulerState, record: TaskRecord, lacks: list[Lack], now: float
 ) -> bool:
-    """Whether a waiting task lacks something that others hold without end."""
+    """Return whether a waiting task lacks something that others hold without end."""
     if not lacks:
         return find_bound(node) > 0 and all(map(runs_endlessly, node.workers))
     sets = ledger_for(node, record).device_sets

@@ -102,7 +102,7 @@ def _look_at(
 
 
 def _holds(worker: WorkerRecord, lack: Lack) -> bool:
-    """Whether a worker holds something of what a task lacks."""
+    """Return whether a worker holds something of what a task lacks."""
     lease = worker.lease
     if lease is None:
         return False

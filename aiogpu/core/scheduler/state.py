@@ -75,7 +75,7 @@ class ExclusiveRetries:
         node.timers.set(now + node.config.alone_within, AlarmKind.ALONE, record.id)
 
     def bars(self, record: TaskRecord) -> bool:
-        """Whether a task must not start now, so that another can run alone."""
+        """Return whether a task must not start now, so that another can run alone."""
         if not self.is_wanted or record is self._current:
             return False
         # Whoever waits for it runs already, and could not end without it.
@@ -147,7 +147,7 @@ class Outage:
 
     @property
     def bars(self) -> bool:
-        """Whether no worker may be forked for this environment now."""
+        """True if no worker may be forked for this environment now."""
         return self.is_paused or self.worker is not None
 
 
@@ -201,14 +201,14 @@ class Restarts:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What others may not take.
+    """Resources that other tasks may not take.
 
     Attributes:
-        record: for whom it is kept.
-        turn: his place; who goes before it may take anything.
+        record: the task that it is kept for.
+        turn: its place; tasks that go before it may take anything.
         barred: devices by kind, as bit masks.
         kept: amounts of undivided resources, in parts.
-        until: when he can begin at the latest, infinite where nobody knows.
+        until: when the task can begin at the latest, infinite where that is unknown.
         planned_at: when this was thought out.
         grace: seconds that a task gets to end after its timeout, unless it has
             its own.
@@ -227,7 +227,7 @@ class Reservation:
     seen: tuple[int, ...] = ()
 
     def wants(self, lease: Lease) -> bool:
-        """Whether a lease holds something of what is kept."""
+        """Return whether a lease holds something of what is kept."""
         if lease.home is not self.part:
             return False
         if any(name in self.kept for name, _ in lease.request.scalars):
@@ -241,7 +241,7 @@ class Reservation:
         )
 
     def lets_pass(self, record: TaskRecord) -> bool:
-        """Whether a task may take what is kept, or takes none of that."""
+        """Return whether a task may take what is kept, or takes none of that."""
         if (record.spec.is_grouped or self.part) and not self._concerns(record):
             return True
         if record.client != self.record.client:
@@ -329,7 +329,7 @@ class SchedulerState:
 
     @property
     def holds_back(self) -> bool:
-        """Whether something free may be kept from some of those that wait."""
+        """True if something free may be kept from some of those that wait."""
         is_for_another = self.reservation is not None or self.exclusive.is_wanted
         return is_for_another or self.worker_limit.refused > 0
 
@@ -373,12 +373,12 @@ class SchedulerState:
         self.most_idle = self.config.idle_workers + self.spares.total
 
     def has_outage(self, record: TaskRecord) -> bool:
-        """Whether no worker may be started for a task's environment now."""
+        """Return whether no worker may be started for a task's environment now."""
         outage = self.outages.get(record.spec.shape.environment)
         return outage is not None and outage.bars and not record.spec.is_lease
 
     def fits(self, record: TaskRecord) -> bool:
-        """Whether a task could take what it asks for now, had it a worker."""
+        """Return whether a task could take what it asks for now, had it a worker."""
         lease = self._take(record)
         if lease is None:
             return False
@@ -503,7 +503,7 @@ def _is_quiet(node: SchedulerState) -> bool:
 
 
 def _uses_memory(worker: WorkerRecord) -> bool:
-    """Whether a worker runs something that will end, or has not ended itself."""
+    """Return whether a worker runs something that will end, or has not ended itself."""
     if worker.state is WorkerState.SETTLING or worker.lease is None:
         return False
     record = worker.task

@@ -54,7 +54,7 @@ class AlarmKind(Enum):
 
 
 class Alarm(NamedTuple):
-    """A moment, and whom it concerns: the id of a task or of a worker."""
+    """A moment, and the id of the task or of the worker that it concerns."""
 
     when: float
     sequence: int

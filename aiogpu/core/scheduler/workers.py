@@ -168,7 +168,7 @@ class Spares:
             self._in_vain.add(environment)
 
     def await_refill(self) -> bool:
-        """Whether nobody has said before that they will be refilled."""
+        """Return whether nobody has said before that they will be refilled."""
         was_awaited, self._is_awaited = self._is_awaited, True
         return not was_awaited
 
@@ -177,11 +177,11 @@ class Spares:
         self._is_awaited = False
 
     def kept(self, environment: Environment) -> int:
-        """How many clean workers of an environment are to be left alone."""
+        """Return how many clean workers of an environment are to be left alone."""
         return self.target if environment in self.wanted else 0
 
     def missing(self, environment: Environment, there: int) -> int:
-        """How many are to be forked where there are so many."""
+        """Return how many are to be forked where there are so many."""
         if environment in self._in_vain or environment not in self.wanted:
             return 0
         return max(self.target - there, 0)
@@ -316,7 +316,7 @@ class Workers:
         return record
 
     def has_bound(self, binding: Binding) -> bool:
-        """Whether an idle worker has that binding."""
+        """Return whether an idle worker has that binding."""
         return binding in self._by_binding
 
     def take_clean(self, environment: Environment) -> WorkerRecord | None:
@@ -344,7 +344,7 @@ class Workers:
         return list(self._unclaimed.pop(environment, {}).values())
 
     def spares(self, environment: Environment) -> int:
-        """How many are clean and without a task, those that start included."""
+        """Return how many are clean and without a task, those that start included."""
         clean = self._clean.get(environment, ())
         return len(clean) + len(self._unclaimed.get(environment, ()))
 

@@ -176,7 +176,7 @@ class ClusterActor:
         calls.watch(number, refs)
 
     def _find_way(self, method: str, returns: int, window: int) -> _Way:
-        """What Ray is called by, which it would make anew each time."""
+        """Return what Ray is called by, which it would make anew each time."""
         mode, _, groups = self.terms
         options: dict[str, Any] = {}
         if mode == THREADED:
@@ -264,7 +264,7 @@ class ClusterActor:
         self._leave()
 
     def knows(self, error: BaseException) -> Failed | None:
-        """Why the constructor never ran, if an argument of it is to blame.
+        """Return why the constructor never ran, if an argument of it is to blame.
 
         Ray tells so in words only, and to whoever calls, without the error itself.
         """

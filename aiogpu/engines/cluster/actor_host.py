@@ -106,7 +106,7 @@ class Stage:
         self._methods = Methods(self._object)
 
     def _stopped(self) -> TaskFailure:
-        """What is told of a call that was cancelled."""
+        """Return what is told of a call that was cancelled."""
         return TaskFailure(0, STOPPED, "", stopped(self._name), "", None)
 
     def __repr__(self) -> str:
@@ -229,7 +229,7 @@ class PlainHost(Stage):
 
 
 def failure(kind: str, error: BaseException) -> TaskFailure:
-    """What is told of a call that has failed, or of what it was given."""
+    """Return what is told of a call that has failed, or of what it was given."""
     if isinstance(error, TaskFailure):
         return error
     if isinstance(error, NeedFailedError):

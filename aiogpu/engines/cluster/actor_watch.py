@@ -60,7 +60,7 @@ class Made:
             actor.begin()
 
     def knows(self, error: BaseException) -> Failed | None:
-        """What its actor knows of an error of Ray's; see `Live.knows`."""
+        """Return what its actor knows of an error of Ray's; see `Live.knows`."""
         actor = self._actor()
         return None if actor is None else actor.knows(error)
 

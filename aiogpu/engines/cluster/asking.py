@@ -23,7 +23,7 @@ PATIENCE: Final = 15.0
 
 
 def begun(call: Callable[[], T]) -> Future[T]:
-    """What a call will give that is made in a thread of its own."""
+    """Return what a call will give that is made in a thread of its own."""
     answer: Future[T] = Future()
     Thread(target=_make, args=(call, answer), name="aiogpu-ask", daemon=True).start()
     return answer
@@ -41,7 +41,7 @@ class OneThread:
         return f"<OneThread {self._thread.name}>"
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """What a call will give, when those before it have been made."""
+        """Return what a call will give, when those before it have been made."""
         answer: Future[T] = Future()
         self._calls.put(partial(_make, call, answer))
         return answer
@@ -65,7 +65,7 @@ def _make(call: Callable[[], T], answer: Future[T]) -> None:
 
 
 async def asked(call: Callable[[], T], seconds: float = PATIENCE) -> T:
-    """What a call gives, while the loop goes on.
+    """Return what a call gives, while the loop goes on.
 
     Raises:
         NodeDiedError: it has given nothing in that time, or failed.

@@ -87,7 +87,7 @@ class Cancels:
                 signal.pthread_kill(main, INTERRUPT)
 
     def take(self) -> list[bytes]:
-        """What has come since the last time."""
+        """Return what has come since the last time."""
         found: list[bytes] = []
         with self._lock:
             while (message := self._received()) is not None:
@@ -117,7 +117,7 @@ class Cancels:
         return b""
 
     def has(self) -> bool:
-        """Whether the call that is to begin was cancelled."""
+        """Return whether the call that is to begin was cancelled."""
         if self._socket is None:
             return False
         with self._lock:
@@ -127,11 +127,11 @@ class Cancels:
         return bool(self._ids) and self._is_running()
 
     def _is_running(self) -> bool:
-        """Whether it is the call that runs here; it is no more."""
+        """Return whether it is the call that runs here; it is no more."""
         return self.forget(bytes.fromhex(ray.task_id()))
 
     def forget(self, call: bytes) -> bool:
-        """Whether a call was cancelled; it is told once."""
+        """Return whether a call was cancelled; it is told once."""
         return self._ids.pop(call, self) is None
 
     @contextmanager

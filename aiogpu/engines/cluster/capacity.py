@@ -27,13 +27,13 @@ OF_GROUPS: Final = "_group_"
 
 
 def amounts(request: Request) -> dict[str, int]:
-    """What is asked for, in parts, without what is 0."""
+    """Return what is asked for, in parts, without what is 0."""
     asked = (*request.scalars, *request.devices)
     return {name: parts for name, parts in asked if parts}
 
 
 def parts_of(amount: float) -> int:
-    """What Ray tells of a resource, in parts."""
+    """Return what Ray tells of a resource, in parts."""
     return round(amount * UNIT)
 
 
@@ -54,7 +54,7 @@ def short_of(there: Mapping[str, float], asked: Mapping[str, int]) -> tuple[str,
 
 
 def fits_one(nodes: Iterable[Node], asked: Mapping[str, int]) -> bool:
-    """Whether a node has all of it, be it in use now."""
+    """Return whether a node has all of it, be it in use now."""
     return any(not short_of(node.total, asked) for node in nodes)
 
 
@@ -76,7 +76,7 @@ def name_of(node: Node) -> str:
 
 
 def lacking(nodes: Sequence[Node], asked: Mapping[str, int]) -> str:
-    """What no node has, in words: "each lacks GPU 4 of 2 at most"."""
+    """Return what no node has, in words: "each lacks GPU 4 of 2 at most"."""
     if not nodes:
         return "it has no nodes"
     found = list(_lacking(nodes, asked))

@@ -74,7 +74,7 @@ def survey_of(seen: Any, nodes: Sequence[Node], grows: bool) -> Survey:
 
 
 def has_types(told: bytes | None) -> bool:
-    """Whether what Ray's autoscaler has told names types of nodes that may come.
+    """Return whether what Ray's autoscaler has told names types of nodes that may come.
 
     It runs beside a cluster without one as well, and mirrors its nodes: then each is of
     a type of its own.

@@ -98,12 +98,12 @@ class RayEngine(Questions):
 
     @property
     def has_actors(self) -> bool:
-        """Whether anybody has asked for its actors."""
+        """True if anybody has asked for its actors."""
         return self._actors is not None
 
     @property
     def has_gone(self) -> bool:
-        """Whether the cluster has gone; see `Engine.has_gone`."""
+        """True if the cluster has gone; see `Engine.has_gone`."""
         return self.lost is not None
 
     @property
@@ -269,7 +269,7 @@ class RayEngine(Questions):
             self.calls.cancelling.cancel(live.refs[0], at_once=True)
 
     async def why(self, task: int) -> Why | None:
-        """Why a task waits; see `Engine.why`."""
+        """Return why a task waits; see `Engine.why`."""
         number = self.calls.of_actor(task)
         return await self.placements.why(number) or await super().why(number)
 

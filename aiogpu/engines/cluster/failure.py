@@ -94,7 +94,7 @@ def _is_stream(receiver: Any) -> bool:
 
 
 def stopped(name: str) -> str:
-    """What is said of a task that was cancelled."""
+    """Return what is said of a task that was cancelled."""
     return f"{name} was cancelled."
 
 

@@ -29,7 +29,7 @@ class Functions:
         return f"<Functions {len(self._sent)}>"
 
     def of(self, site: Site) -> Any:
-        """What Ray knows a site by."""
+        """Return what Ray knows a site by."""
         found = self._sent.get(site.id)
         if found is None:
             work = Work(site, self._overview.kinds())

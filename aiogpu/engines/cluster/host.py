@@ -172,7 +172,7 @@ class ClusterHost:
 
 
 def has_references(payload: bytes) -> bool:
-    """Whether unpickling it makes handles."""
+    """Return whether unpickling it makes handles."""
     kept = kept_in(payload)
     if kept is None:
         return has_handles(payload)

@@ -139,7 +139,7 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def is_due(self) -> bool:
-        """Whether one is raised as soon as the block ends that runs."""
+        """Return whether one is raised as soon as the block ends that runs."""
         return self._is_pending and self._depth == 1 and _is_main()
 
     def take(self) -> bool:

@@ -247,5 +247,5 @@ def task_loop() -> TaskLoop:
 
 
 def has_loop() -> bool:
-    """Whether this thread has one yet."""
+    """Return whether this thread has one yet."""
     return _of_thread.loop is not None

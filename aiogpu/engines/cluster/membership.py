@@ -253,7 +253,7 @@ def _leave_when_joined(joining: Future[None]) -> None:
 
 
 def _for_start(options: NodeOptions) -> dict[str, Any]:
-    """What Ray is told of a node that it starts."""
+    """Return what Ray is told of a node that it starts."""
     told: dict[str, Any] = {}
     if options.num_cpus is not None:
         told["num_cpus"] = _whole("num_cpus", options.num_cpus)

@@ -77,11 +77,11 @@ class Overview:
         return not before <= {node.id for node in self._nodes}
 
     def fits(self, request: Request) -> bool:
-        """Whether a node that was seen has all of it, be it in use now."""
+        """Return whether a node that was seen has all of it, be it in use now."""
         return fits_one(self._nodes, amounts(request))
 
     def lacking(self, request: Request) -> str:
-        """What no node has of it, in words."""
+        """Return what no node has of it, in words."""
         return lacking(self._nodes, amounts(request))
 
     def check_feasible(self, site: Site) -> None:
@@ -93,7 +93,7 @@ class Overview:
         self.check_request(site.spec.name, site.spec.shape.request)
 
     def room_for(self, request: Request) -> int | None:
-        """How many that ask for this could be at once, None for any number."""
+        """Return how many that ask for this could be at once, None for any number."""
         wanted = amounts(request)
         if not wanted:
             return None
@@ -151,7 +151,7 @@ class Overview:
         )
 
     def count_nodes(self) -> float:
-        """How many nodes live; infinity where they come as they are needed."""
+        """Return how many nodes live; infinity where they come as they are needed."""
         return inf if self._looks_again() else len(self._nodes)
 
     def _looks_again(self) -> bool:
@@ -181,18 +181,18 @@ class Overview:
         return told(await asked(ray.total))
 
     async def available(self) -> dict[str, float]:
-        """What is free of each; 0.0 where nothing is."""
+        """Return what is free of each; 0.0 where nothing is."""
         total, free = await asked(_total_and_free)
         return dict.fromkeys(told(total), 0.0) | told(free)
 
     async def status(self, now: float) -> NodeStatus:
-        """What there is, and what this program has running."""
+        """Return what there is, and what this program has running."""
         from aiogpu.engines.cluster.picture import status_of
 
         return status_of(await asked(ray.survey), self._calls, now)
 
     async def why(self, task: int, now: float) -> Why | None:
-        """Why a task of this program waits."""
+        """Return why a task of this program waits."""
         from aiogpu.engines.cluster.waiting import why
 
         if task not in self._calls.live:
@@ -204,7 +204,7 @@ class Overview:
     async def why_placement(
         self, task: int, gang: PlacementGroupSpec, now: float
     ) -> Why | None:
-        """Why a placement of this program waits."""
+        """Return why a placement of this program waits."""
         from aiogpu.engines.cluster.waiting import why_placement
 
         if task not in self._calls.live:

@@ -145,7 +145,7 @@ def made(
 
 
 def kept_in(payload: bytes | None) -> Kept | None:
-    """What a payload is to Ray; None if it is a pickle, which says it all."""
+    """Return what a payload is to Ray; None if it is a pickle, which says it all."""
     source = payload.source if type(payload) is Payload else None
     return source if isinstance(source, Kept) else None
 

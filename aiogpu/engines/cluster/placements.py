@@ -233,7 +233,7 @@ class Placements:
         return {**options, "scheduling_strategy": ray.within(group, within.bundle)}
 
     def is_waiting(self, number: int) -> bool:
-        """Whether one that was asked for here is not granted yet."""
+        """Return whether one that was asked for here is not granted yet."""
         return number in self._engine.calls.live
 
     def awaited_by(self, number: int) -> str | None:
@@ -293,7 +293,7 @@ def new_group(gang: PlacementGroupSpec, *, is_detached: bool) -> Any:
 
 
 def _is_typed(group: Any, within: BundleRef, request: Request) -> bool:
-    """Whether all bundles that it may use were asked for with its type."""
+    """Return whether all bundles that it may use were asked for with its type."""
     bundles = list(group.bundle_specs)
     if within.bundle != ANY:
         bundles = bundles[within.bundle : within.bundle + 1]

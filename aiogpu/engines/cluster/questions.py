@@ -40,17 +40,17 @@ class Questions:
         return await self.overview.total()
 
     async def available(self) -> dict[str, float]:
-        """What is free of each."""
+        """Return what is free of each."""
         self._check_asked("aiogpu.available_resources()")
         return await self.overview.available()
 
     async def status(self) -> NodeStatus:
-        """What there is on the cluster, and what this program has running."""
+        """Return what there is on the cluster, and what this program has running."""
         self._check_asked("aiogpu.status()")
         return await self.overview.status(self.loop.time())
 
     async def why(self, task: int) -> Why | None:
-        """Why a task waits; see `Engine.why`."""
+        """Return why a task waits; see `Engine.why`."""
         self._check_asked("handle.why()")
         return await self.overview.why(task, self.loop.time())
 

@@ -74,7 +74,7 @@ def _is_encrypted() -> bool:
 
 
 async def answers(host: str, port: int, seconds: float) -> str | None:
-    """What keeps a server of Ray's from being there; None if one is."""
+    """Return what keeps a server of Ray's from being there; None if one is."""
     doing = "no answer"
     try:
         async with asyncio.timeout(seconds):

@@ -67,7 +67,7 @@ class Shared:
 
     @property
     def is_promised(self) -> bool:
-        """Whether its task is still to be started."""
+        """True if its task is still to be started."""
         return self.ref is None and self.payload is None and self.failed is None
 
     def when_known(self, call: Callable[[], object]) -> None:
@@ -132,7 +132,7 @@ class Shared:
 
 
 def shared_of(handle: Any, ref_of: Callable[[int, int], Ref | None]) -> Shared:
-    """What others refer to who are given a handle.
+    """Return what others refer to who are given a handle.
 
     Args:
         handle: of a task that was started.
@@ -207,5 +207,5 @@ _kept_by_forks: Final[list[Any]] = []
 
 
 def failure_in(found: Any) -> Failed | None:
-    """Why there is no value, if that is what has come."""
+    """Return why there is no value, if that is what has come."""
     return Failed(*found.fields) if isinstance(found, Broken) else None

@@ -40,7 +40,7 @@ class Inflow:
 
     @property
     def is_held(self) -> bool:
-        """Whether its consumer has to take items before more are taken out of Ray."""
+        """True if its consumer has to take items before more are taken out of Ray."""
         return self._taken >= self._limit - self._window + step_of(self._window)
 
     def begin(self, stop: Callable[[Any], object] | None = None) -> None:
@@ -112,5 +112,5 @@ def step_of(window: int) -> int:
 
 
 def ahead_at_ray(window: int) -> int:
-    """How many items may wait in Ray, beside those that wait here."""
+    """Return how many items may wait in Ray, beside those that wait here."""
     return max(window - step_of(window), 1)

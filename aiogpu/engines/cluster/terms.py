@@ -78,7 +78,7 @@ def check_priority(spec: TaskSpec) -> None:
 
 
 def resources_of(request: Request) -> dict[str, Any]:
-    """What is asked for, as Ray's options name it."""
+    """Return what is asked for, as Ray's options name it."""
     options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
     for name, parts in (*request.scalars, *request.devices):
         if name == CPU:
@@ -171,12 +171,12 @@ def environ_of(site: Site) -> dict[str, str]:
 
 
 def terms_of(terms: ActorTerms) -> Terms:
-    """What others need to know who are given a handle."""
+    """Return what others need to know who are given a handle."""
     return terms.mode, dict(terms.limits), dict(terms.groups)
 
 
 def request_of_actor(site: Site) -> Request:
-    """What must be free for an actor to be placed, as Ray is told."""
+    """Return what must be free for an actor to be placed, as Ray is told."""
     request, terms = site.spec.shape.request, site.actor
     assert terms is not None, site
     others = tuple(one for one in request.scalars if one[0] != CPU)

@@ -64,7 +64,7 @@ class ClusterValues:
         return known(identity)
 
     def share(self, handle: Any) -> Shared:
-        """What others refer to who are given a handle."""
+        """Return what others refer to who are given a handle."""
         calls = self._engine.calls
         shared = shared_of(handle, calls.ref_of)
         self._note(handle, shared)

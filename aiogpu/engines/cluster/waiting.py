@@ -102,20 +102,20 @@ def why_placement(
 
 
 def demand_of(request: Request, survey: Survey) -> int:
-    """How many that ask for the same have no place, of all programs."""
+    """Return how many that ask for the same have no place, of all programs."""
     wanted = amounts(request)
     return sum(count for shape, count in survey.demands if in_parts(shape) == wanted)
 
 
 def in_parts(shape: Mapping[str, float]) -> dict[str, int]:
-    """What Ray says is asked for, in parts."""
+    """Return what Ray says is asked for, in parts."""
     return {name: parts_of(value) for name, value in shape.items() if value}
 
 
 def _shortages(
     request: Request, nodes: Sequence[Node], *, together: bool = False
 ) -> Iterator[Shortage]:
-    """What no node has enough of now; where it is only not together, all of it.
+    """Return what no node has enough of now; where it is only not together, all of it.
 
     Or what all nodes `together` have too little of.
     """
@@ -175,7 +175,7 @@ def _state_of(node: Node, wanted: Mapping[str, int]) -> str:
 
 
 def _growth(survey: Survey, *, is_fitting: bool) -> Iterator[str]:
-    """What is known of nodes that may come."""
+    """Return what is known of nodes that may come."""
     if survey.coming:
         yield f"nodes that come: {listing(survey.coming, len(survey.coming))}"
     elif survey.grows:

@@ -108,7 +108,7 @@ class Work:
         return self._loaded
 
     def wants_retry(self, error: BaseException) -> bool:
-        """Whether the options want it tried again after that."""
+        """Return whether the options want it tried again after that."""
         if not self.retried:
             return False
         asked = Define(0, 0, self.name, {}, b"", self.retried)
@@ -116,7 +116,7 @@ class Work:
 
 
 def runner(work: Work) -> Callable[..., Any]:
-    """What Ray is given to run as a task."""
+    """Return what Ray is given to run as a task."""
 
     def run(head: Any, places: Any = (), returns: int = 0, *values: Any) -> Any:
         from aiogpu.engines.cluster.work import run_task
@@ -267,7 +267,7 @@ def _each(items: Any, host: ClusterHost) -> Iterator[Any]:
 
 
 def returned(value: object) -> Any:
-    """What Ray is to keep of a result, a tuple if there are several."""
+    """Return what Ray is to keep of a result, a tuple if there are several."""
     if type(value) is Results:
         return tuple(map(returned, value))
     result = dump_result(value)
@@ -282,7 +282,7 @@ def let_go_of_passed() -> None:
 
 
 def returned_item(place: int, item: object) -> Any:
-    """What Ray is to keep of an item of a stream.
+    """Return what Ray is to keep of an item of a stream.
 
     Raises:
         SerializationError: it cannot be pickled; says which one it is.

@@ -55,7 +55,7 @@ class CallWaits:
         self._waiting.pop(number, None)
 
     def are_by(self, job: Job) -> bool:
-        """Whether this job's code waits for a call."""
+        """Return whether this job's code waits for a call."""
         return job in self._waiting.values()
 
     def fail(self, actor: Actor, reason: str) -> None:

@@ -30,7 +30,7 @@ class CtrlC:
         self._handler(number, frame)
 
     def is_real(self, error: BaseException) -> bool:
-        """Whether the last block ended by this error, and the user meant it."""
+        """Return whether the last block ended by this error, and the user meant it."""
         return error is self._real
 
     @contextmanager

@@ -167,7 +167,7 @@ class InlineEngine:
         return self._asked("aiogpu.cluster_resources()").ledger.totals()
 
     async def available(self) -> dict[str, float]:
-        """What is free of each."""
+        """Return what is free of each."""
         return self._asked("aiogpu.available_resources()").ledger.available()
 
     async def status(self) -> NodeStatus:
@@ -176,7 +176,7 @@ class InlineEngine:
         return picture_inline(node, node.clock())
 
     async def why(self, task: int) -> Why | None:
-        """Why a task waits; see `Engine.why`."""
+        """Return why a task waits; see `Engine.why`."""
         node = self._asked("handle.why()")
         return why_inline(node, task, node.clock())
 

@@ -155,7 +155,7 @@ class Executor:
         return await self.stepwise(job, begun)
 
     def function(self, site: Site) -> Callable[..., Any]:
-        """What a site stands for; raises whatever unpickling it raises."""
+        """Return what a site stands for; raises whatever unpickling it raises."""
         sent = site.function
         if site.spec.max_calls == 1:
             # Its worker would have run nothing before.
@@ -177,7 +177,7 @@ def _raise_exit() -> None:
 
 
 def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a call is given; handles for a coroutine are its loop's."""
+    """Return what a call is given; handles for a coroutine are its loop's."""
     payload = supplied(job.call.payload)
     if asyncio._get_running_loop() is not None or not (
         has_handles(payload) and job.call.site.is_coroutine

@@ -107,27 +107,27 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether none of its code has run."""
+        """True if none of its code has run."""
         return self.record.state is TaskState.WAITING
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its time is up."""
+        """True if its time is up."""
         return self.due is not None and self.runner.loop.time() >= self.due
 
     @property
     def has_ended(self) -> bool:
-        """Whether its code has stopped, or never ran."""
+        """True if its code has stopped, or never ran."""
         return self.record.state is TaskState.ENDED
 
     @property
     def is_about_to_end(self) -> bool:
-        """Whether its code has stopped, and the loop is to tell of it next."""
+        """True if its code has stopped, and the loop is to tell of it next."""
         return self.main is not None and self.main.done()
 
     @property
     def is_blocked(self) -> bool:
-        """Whether its code waits for a task that it has started."""
+        """True if its code waits for a task that it has started."""
         return any(child.waiters for child in self.brood.values())
 
     @property
@@ -140,7 +140,7 @@ class Job:
         return WorkerId(depth)
 
     def function(self, executor: Executor) -> Callable[..., Any]:
-        """What is called; raises whatever unpickling it raises."""
+        """Return what is called; raises whatever unpickling it raises."""
         return executor.function(self.call.site)
 
     def tell(self, outcome: Outcome) -> None:
@@ -162,7 +162,7 @@ class Job:
                 child.parent = None
 
     def is_retried(self, outcome: Outcome) -> bool:
-        """Whether it is to be tried again after an attempt that ended so."""
+        """Return whether it is to be tried again after an attempt that ended so."""
         answer, original = outcome.answer, outcome.original
         self.error = None
         if type(answer) is not Failed or outcome.is_ctrl_c:
@@ -171,7 +171,7 @@ class Job:
         return (self._names(answer) or is_named) and may_retry(self.record)
 
     def _names(self, failed: Failed) -> bool:
-        """Whether its options name what was raised; that is kept, to be told."""
+        """Return whether its options name what was raised; that is kept, to be told."""
         wanted = self.call.site.retry_exceptions
         if wanted is False or failed.kind != RAISED:
             return False

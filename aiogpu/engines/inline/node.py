@@ -100,7 +100,7 @@ class InlineNode:
         return spec.cancel_grace
 
     def surroundings(self, job: Job, lease: Lease, worker: WorkerId) -> Surroundings:
-        """What a job that has begun finds around it."""
+        """Return what a job that has begun finds around it."""
         site = job.call.site
         bind = self.assignment.bind(lease, site.environ)
         return Surroundings(
@@ -122,7 +122,7 @@ class InlineNode:
             runner.wake()
 
     def refusal(self, call: Call, parent: Job | None) -> AiogpuError | None:
-        """Why a call is not to be served, None if it is.
+        """Return why a call is not to be served, None if it is.
 
         Raises:
             SerializationError: its arguments are too large to be sent.

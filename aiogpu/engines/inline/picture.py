@@ -61,7 +61,7 @@ def _reason(node: InlineNode, job: Job, before: int) -> str:
 
 
 def _may_lack(node: InlineNode, job: Job) -> bool:
-    """Whether it waits for what others hold; others wait for those that run."""
+    """Return whether it waits for what others hold; others wait for those that run."""
     return job.is_urgent or not node.turns.running
 
 

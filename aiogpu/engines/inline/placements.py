@@ -79,7 +79,7 @@ class InlinePlacements:
                 give_back_group(ledger, lease)
 
     def members_of(self, record: TaskRecord) -> int:
-        """How many tasks and actors were given one that have not ended."""
+        """Return how many tasks and actors were given one that have not ended."""
         gang = record.spec.shape.request.gang
         assert gang is not None, record
         actors = {one.actor.id for one in self._residents_in(gang.key)}

@@ -73,17 +73,17 @@ class Resident:
 
     @property
     def is_busy_below(self) -> bool:
-        """Whether code of it waits for the code that runs now to return."""
+        """True if code of it waits for the code that runs now to return."""
         running = self._running
         return running is not None and running.main is None
 
     @property
     def _is_current(self) -> bool:
-        """Whether the actor lives this life, and no other one."""
+        """True if the actor lives this life, and no other one."""
         return self.actor.worker is cast("LiveWorker", self)
 
     def surroundings(self) -> Surroundings:
-        """What its code finds around it, to be put on once more."""
+        """Return what its code finds around it, to be put on once more."""
         assert self.creation.surroundings is not None, self
         return self.creation.surroundings.again()
 

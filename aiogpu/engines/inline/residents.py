@@ -64,7 +64,7 @@ class Residents(Register):
 
     @property
     def are_there(self) -> bool:
-        """Whether there is any that has not ended."""
+        """True if there is any that has not ended."""
         return bool(self._living)
 
     def living(self) -> list[Resident]:

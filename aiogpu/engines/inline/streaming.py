@@ -92,7 +92,7 @@ class PlainItems:
 def begin_stream(
     job: Job, items: Any, host: TaskHost | None
 ) -> Coroutine[Any, Any, None]:
-    """What runs a generator to its end.
+    """Return what runs a generator to its end.
 
     Args:
         job: whose it is; its flow is set.

@@ -86,7 +86,7 @@ class Turns:
                     yield job
 
     def position(self, job: Job) -> int:
-        """How many go before a job; those that left may count, far behind."""
+        """Return how many go before a job; those that left may count, far behind."""
         before = 0
         for other in islice(self, COUNTED):
             if other is job:

@@ -129,7 +129,7 @@ def name_taken(name: str) -> ActorNameError:
 
 
 def not_made(name: str, failed: Failed) -> Failed:
-    """What is told of an actor whose constructor has failed so."""
+    """Return what is told of an actor whose constructor has failed so."""
     return failed._replace(task=0, kind=f"{DIED}:{failed.kind}:{name}")
 
 
@@ -183,7 +183,7 @@ class Lines:
         self._later.pop(known_as, None)
 
     def holds_back(self, caller: int, payload: bytes) -> bool:
-        """Whether a call of that caller's with this payload has to wait."""
+        """Return whether a call of that caller's with this payload has to wait."""
         return caller in self.callers or not is_complete(payload)
 
     def join(self, caller: int, number: CallId, payload: bytes) -> None:
@@ -236,7 +236,7 @@ class Lines:
 
 
 def is_complete(payload: bytes) -> bool:
-    """Whether all arguments are there, and no more than a call carries."""
+    """Return whether all arguments are there, and no more than a call carries."""
     if type(payload) is not Payload:
         return True
     if any(value.is_pending or value.has_failed for value in payload.needs):

@@ -229,7 +229,7 @@ class Actors(Register):
         return actor
 
     def room(self, actor: int) -> tuple[int | None, str]:
-        """How many actors like it can live at once, and what each asks for."""
+        """Return how many actors like it can live at once, and what each asks for."""
         found = self.get(actor)
         if found is None:
             raise self.unknown(actor)
@@ -342,7 +342,7 @@ class Actors(Register):
             found.look_if_idle()
 
     def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
-        """What a worker is told that becomes an actor now."""
+        """Return what a worker is told that becomes an actor now."""
         actor = call.receiver
         assert isinstance(actor, Actor), call
         actor.id = task  # it may be placed before it is submitted for good
@@ -417,7 +417,7 @@ class Actors(Register):
             actor.on_answer(message)  # type: ignore[arg-type]
 
     def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
-        """What is told of a call that has failed."""
+        """Return what is told of a call that has failed."""
         shortages, call = self._driver.shortages, actor.calls.get(failed.task)
         name = f"{actor.name}.{call.method}" if call is not None else actor.name
         if shortages and shortages.concerns(worker, failed):

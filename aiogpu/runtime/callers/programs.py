@@ -152,7 +152,7 @@ def logs_beside(socket: str) -> str:
 
 
 def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
-    """Why a node's files must not lie in a directory; None if they may.
+    """Return why a node's files must not lie in a directory; None if they may.
 
     Args:
         path: of the directory.
@@ -232,7 +232,7 @@ def _refused(path: str, unfit: Unfit) -> NodeError:
 
 
 def kind(found: os.stat_result) -> str:
-    """What a file is, in words."""
+    """Return what a file is, in words."""
     words = {
         stat.S_IFREG: "a regular file",
         stat.S_IFDIR: "a directory",
@@ -501,7 +501,7 @@ class Parting:
         return self._left
 
     def wants(self, program: str) -> bool:
-        """Whether something lives that a program has left which has gone."""
+        """Return whether something lives that a program has left which has gone."""
         return any(one.program == program for one in self.left().values())
 
 

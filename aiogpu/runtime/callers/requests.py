@@ -236,7 +236,7 @@ class Terms(NamedTuple):
 
 
 def _may_be(terms: Terms) -> bool:
-    """Whether the numbers are such as `@remote` lets through."""
+    """Return whether the numbers are such as `@remote` lets through."""
     names = [[name for name, _ in of] for of in (terms.scalars, terms.devices)]
     amounts = [amount for _, amount in (*terms.scalars, *terms.devices)]
     seconds = [each for each in terms[11:13] if each is not None]
@@ -251,7 +251,7 @@ def _may_be(terms: Terms) -> bool:
 
 
 def _may_be_in(terms: Terms, gang: PlacementGroupSpec | BundleRef) -> bool:
-    """Whether it is a gang, and asks for what that is; or a member of one."""
+    """Return whether it is a gang, and asks for what that is; or a member of one."""
     if isinstance(gang, BundleRef):
         return gang.bundle >= ANY and not terms.is_lease
     scalars = [n for each in gang.bundles for _, n in each.scalars]

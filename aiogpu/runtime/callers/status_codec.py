@@ -77,7 +77,7 @@ def load_plain(data: bytes) -> object:
 
 
 def fits(value: object, pattern: Any) -> bool:
-    """Whether a value has a certain shape.
+    """Return whether a value has a certain shape.
 
     Args:
         value: what has come.

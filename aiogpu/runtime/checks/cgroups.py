@@ -53,7 +53,7 @@ def check_cgroup(find: Callable[[], Place] = find_cgroup) -> Iterator[Finding]:
 
 
 def _kill_sleeper(group: Cgroup) -> float | None:
-    """How long it took to end a process by its group; None if it did not end."""
+    """Return how long it took to end a process by its group; None if it did not end."""
     program = "import signal; signal.pause()"
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as sleeper:
         try:

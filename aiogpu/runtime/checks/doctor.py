@@ -22,7 +22,7 @@ from aiogpu.runtime.checks.service import check_service
 
 
 def all_checks(*, with_imports: bool = False) -> list[Check]:
-    """What to try on this machine.
+    """Return what to try on this machine.
 
     Args:
         with_imports: also import the usual libraries, which takes seconds each.

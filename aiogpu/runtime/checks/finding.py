@@ -38,7 +38,7 @@ class Finding:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether aiogpu cannot work on this machine because of it."""
+        """True if aiogpu cannot work on this machine because of it."""
         return self.is_essential and self.level is Level.MISSING
 
 

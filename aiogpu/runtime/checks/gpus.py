@@ -114,7 +114,7 @@ def _device(device: Device, sample: Sample, health: Health) -> Finding:
 
 
 def _visible(environ: Mapping[str, str]) -> Finding:
-    """What a node would share out, said by the rules that it goes by."""
+    """Return what a node would share out, said by the rules that it goes by."""
     text = environ.get(VISIBLE)
     try:
         devices = Nvidia().devices(environ, None)

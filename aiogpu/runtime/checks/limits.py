@@ -142,7 +142,7 @@ def check_processes(proc: Path = PROC, euid: int | None = None) -> Iterator[Find
 
 
 def _process_limits(proc: Path, euid: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """What bounds processes, how many there may be, and how many there are."""
+    """Return what bounds processes, how many there may be, and how many there are."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if euid and soft != resource.RLIM_INFINITY:  # root has none
         yield "ulimit -u", (soft, _threads_of(proc, euid))
@@ -218,7 +218,7 @@ def _limit(file: Path) -> Iterator[tuple[str, int]]:
 def check_oom_score(
     limit: float = 10.0, executable: str = sys.executable
 ) -> Iterator[Finding]:
-    """Whether a worker can offer itself to the kernel before the driver."""
+    """Return whether a worker can offer itself to the kernel before the driver."""
     try:
         before, after = try_out(ADJUST, limit=limit, executable=executable)
         problem = "" if after > before or before == 1000 else "it stays what it was"
@@ -237,7 +237,7 @@ def check_oom_score(
 
 
 def check_kernel_log(path: str = "/dev/kmsg") -> Iterator[Finding]:
-    """Whether what the kernel says of those that it has ended can be read."""
+    """Return whether what the kernel says of those that it has ended can be read."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:

@@ -139,7 +139,7 @@ def check_node(
 def check_kernel(
     limit: float = 20.0, executable: str = sys.executable
 ) -> Iterator[Finding]:
-    """What a keeper stands on: it adopts orphans, and sees the driver's end."""
+    """Return what a keeper stands on: it adopts orphans, and sees the driver's end."""
     try:
         said = try_out(KERNEL, limit=limit, executable=executable)
     except TrialError as error:

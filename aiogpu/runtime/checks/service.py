@@ -49,7 +49,7 @@ def check_service(
     proc: Path = PROC,
     linger: Path = LINGER,
 ) -> Iterator[Finding]:
-    """Whether a node serves this user's programs, and what stands in its way.
+    """Return whether a node serves this user's programs, and what stands in its way.
 
     Args:
         path: of its socket; where `aiogpu start` listens unless given.
@@ -76,7 +76,7 @@ def check_service(
 
 
 def _directory(directory: str) -> Finding | None:
-    """What makes the directory of the socket one that no node may use."""
+    """Return what makes the directory of the socket one that no node may use."""
     try:
         unfit = unfit_directory(directory)
     except OSError:
@@ -93,7 +93,7 @@ def _directory(directory: str) -> Finding | None:
 
 
 def _told(path: str) -> Told:
-    """What the pidfile beside a socket says."""
+    """Return what the pidfile beside a socket says."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         with open(f"{path.removesuffix('.sock')}.pid", "rb") as file:
             said = json.loads(file.read(LONGEST))
@@ -103,7 +103,7 @@ def _told(path: str) -> Told:
 
 
 def _reach(path: str) -> str | None:
-    """Why no node answers at a socket; None if one does."""
+    """Return why no node answers at a socket; None if one does."""
     with socket.socket(socket.AF_UNIX) as caller:
         # Not `settimeout`: without blocking, a full queue of connections is EAGAIN at
         # once, and not only after that time; see unix(7).
@@ -206,7 +206,7 @@ def _limit(proc: Path, pid: int, name: str) -> tuple[int, int]:
 
 
 def _lingers(path: str, linger: Path) -> Iterator[Finding]:
-    """Whether systemd takes the directory away with the user's last login."""
+    """Return whether systemd takes the directory away with the user's last login."""
     if not path.startswith(RUN_USER) or not linger.parent.is_dir():
         return
     with suppress(KeyError):

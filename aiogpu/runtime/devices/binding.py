@@ -122,7 +122,7 @@ MIB: Final = 1 << 20
 
 
 def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
-    """Whether a control daemon runs whose clients workers would be.
+    """Return whether a control daemon runs whose clients workers would be.
 
     Its process may not be visible from a container that has its pipes.
     """
@@ -150,7 +150,7 @@ def _is_pipe(file: Path) -> bool:
 def mps_variables(
     parts: int, limits: Sequence[int], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What tells the server how much of its GPUs a worker may use.
+    """Return what tells the server how much of its GPUs a worker may use.
 
     Args:
         parts: its share of a GPU in parts; `UNIT` or more, or 0, for no such limit.
@@ -279,7 +279,7 @@ class Assignment:
         self._has_mps = mps == AUTO and _has_mps(devices, environ)
 
     def bind(self, lease: Lease, environ: Mapping[str, str]) -> Bind:
-        """What a worker that serves this lease is told before anything else.
+        """Return what a worker that serves this lease is told before anything else.
 
         Args:
             lease: names the devices.

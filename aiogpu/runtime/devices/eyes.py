@@ -91,7 +91,7 @@ class DeviceEyes:
             self.asking = None
 
     def look(self, key: Key) -> Sample:
-        """What is on a device now."""
+        """Return what is on a device now."""
         with self._asking(key[0]):
             sample = self._watches[key[0]].look(self.devices[key])
         if sample.problem is None:
@@ -108,7 +108,7 @@ class DeviceEyes:
         return sample
 
     def check(self, key: Key) -> Health:
-        """Whether a device is well."""
+        """Return whether a device is well."""
         with self._asking(key[0]):
             return self._watches[key[0]].check(self.devices[key])
 

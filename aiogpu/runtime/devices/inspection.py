@@ -106,7 +106,7 @@ def _by_list(
 
 
 def _more(before: Sample, now: Sample) -> int | None:
-    """How many bytes are in use beyond those before; None where unknown."""
+    """Return how many bytes are in use beyond those before; None where unknown."""
     if before.used is None or now.used is None:
         return None
     return now.used - before.used
@@ -264,7 +264,7 @@ class Inspection:
     def _sample_before(
         self, key: Key, begun: Sample | None, pids: Collection[int]
     ) -> Sample:
-        """What was on a device before the worker; never the worker itself."""
+        """Return what was on a device before the worker; never the worker itself."""
         idle = self._idle.get(key, Sample())
         if begun is None or begun.problem is not None:
             return idle

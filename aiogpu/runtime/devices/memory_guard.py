@@ -31,7 +31,7 @@ process limited to half of 10989 MiB). Each process has a context of its own."""
 
 
 def is_outgrown(use: Use, reserved: int) -> bool:
-    """Whether a worker uses more than it was given.
+    """Return whether a worker uses more than it was given.
 
     Args:
         use: what it uses of a device, with all below it.
@@ -43,7 +43,7 @@ def is_outgrown(use: Use, reserved: int) -> bool:
 def outgrowth_told(
     name: str, device: str, use: Use, reserved: int, neighbours: Iterable[str]
 ) -> str:
-    """What is said of it, for people, without a word of what follows.
+    """Return what is said of it, for people, without a word of what follows.
 
     Args:
         name: of the task.

@@ -117,7 +117,7 @@ def neighbours_of(
 
 
 def _may_try_alone(worker: WorkerRecord) -> bool:
-    """Whether `retry_oom` is an option for it, and one that it has not had."""
+    """Return whether `retry_oom` is an option for it, and one that it has not had."""
     spec = worker.task.spec if worker.task else None
     return spec is None or not (spec.is_endless or spec.retries_oom)
 
@@ -231,7 +231,7 @@ class Shortages:
         self._peaks.pop((worker, task), None)
 
     def concerns(self, worker: int, failed: Failed) -> bool:
-        """Whether this answer tells of one."""
+        """Return whether this answer tells of one."""
         return (worker, failed.task) in self._peaks
 
     def forget(self, worker: int) -> None:

@@ -92,7 +92,7 @@ class DeviceHealth:
         return self.reason != before
 
     def _is_content(self, sample: Sample, health: Health) -> bool:
-        """Whether nothing is wrong any more, as far as one look can tell."""
+        """Return whether nothing is wrong any more, as far as one look can tell."""
         if sample.problem is not None:
             return False
         return health.action is not None or not (self._errors or self._action)

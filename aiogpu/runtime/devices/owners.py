@@ -121,7 +121,7 @@ class Owners:
         return None
 
     def _is_elsewhere(self, pid: int, sample: Sample) -> bool:
-        """Whether a process that cannot be seen from here lives all the same.
+        """Return whether a process that cannot be seen from here lives all the same.
 
         The driver lists one that has ended for some moments more; so it must have
         been listed in the round before, and ids of other namespaces must be possible.

@@ -93,7 +93,7 @@ class DeviceThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be given orders."""
+        """True if it can be given orders."""
         return self._thread is not None and self._thread.is_alive()
 
     def name_of(self, key: Key) -> str:

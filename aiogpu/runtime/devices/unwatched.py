@@ -21,7 +21,7 @@ class Unasked:
         """A worker begins, and is on no device."""
 
     def end(self, worker: WorkerId, lease: Lease, pids: Collection[int]) -> bool:
-        """Whether anybody is asked: no."""
+        """Return whether anybody is asked: no."""
         del worker, lease, pids
         return False
 

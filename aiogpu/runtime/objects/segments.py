@@ -135,7 +135,7 @@ def copy_of(descriptor: int) -> mmap.mmap | None:
 
 
 def is_short() -> bool:
-    """Whether few descriptors of this process are left.
+    """Return whether few descriptors of this process are left.
 
     The kernel gives the lowest number that is free, so all below are in use.
     """
@@ -249,7 +249,7 @@ class ObjectMemory:
 
 
 def is_memory(descriptor: int) -> bool:
-    """Whether it is of memory, not of a file on disk, which knows no seals."""
+    """Return whether it is of memory, not of a file on disk, which knows no seals."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -293,7 +293,7 @@ class Lending:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the worker has connected for descriptors."""
+        """True if the worker has connected for descriptors."""
         return self._socket is not None
 
     def lend(self, thing: SharedSegment | Value) -> None:

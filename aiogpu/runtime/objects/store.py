@@ -186,7 +186,7 @@ class Store:
         return shared
 
     def lending(self, caller: Caller) -> Lending:
-        """What a worker was lent."""
+        """Return what a worker was lent."""
         if caller.lending is None:
             caller.lending = Lending(self._loop, caller.id)
         return caller.lending
@@ -241,7 +241,7 @@ class Store:
         return self._shared(contents.segment, content, contents.size)
 
     def _received(self, caller: Caller, segment: int) -> int | mmap.mmap:
-        """What a worker has written; it was sent first."""
+        """Return what a worker has written; it was sent first."""
         if (segment - SEGMENTS) >> OWNER != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
         lending = self.lending(caller)

@@ -110,12 +110,12 @@ class Value:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it will never be there."""
+        """True if it will never be there."""
         return self._failed is not None or self._error is not None
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is still to come."""
+        """True if it is still to come."""
         return self.payload is None and not self.has_failed
 
     def watch(self, call: Callable[[Value], object]) -> None:

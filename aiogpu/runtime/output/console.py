@@ -371,7 +371,7 @@ def _is_same(one: TextIO, other: TextIO) -> bool:
 
 
 def _is_on_disk(file: TextIO) -> bool:
-    """Whether what is written there is on no screen."""
+    """Return whether what is written there is on no screen."""
     try:
         return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):

@@ -109,7 +109,7 @@ class Orders:
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:
-        """Whether a worker could have read all that it was sent."""
+        """Return whether a worker could have read all that it was sent."""
         worker = self._workers.get(worker_id)
         return worker is None or worker.peer is None or not worker.peer.unsent
 

@@ -186,7 +186,7 @@ def find_cause(status: int | None, known: str, findings: Findings) -> str:
 
 
 def tell(cause: str) -> Told:
-    """What is said of a cause."""
+    """Return what is said of a cause."""
     for name, told in _CRASHES.values():
         if name == cause:
             return told
@@ -194,7 +194,7 @@ def tell(cause: str) -> Told:
 
 
 def is_kernels(status: int | None, known: str) -> bool:
-    """Whether the kernel may have something to say of such an end."""
+    """Return whether the kernel may have something to say of such an end."""
     if status is None or not os.WIFSIGNALED(status):
         return False
     number = os.WTERMSIG(status)

@@ -104,7 +104,7 @@ class LiveWorker(Caller):
         )
 
     def introduce(self, site: Site) -> list[Message]:
-        """What the worker must hear before it can run a site; noted as heard."""
+        """Return what the worker must hear before it can run a site; noted as heard."""
         messages: list[Message] = []
         if site.id in self.sites:
             return messages
@@ -216,11 +216,11 @@ class Slots:
         return self._slots.get(index)
 
     def holds(self, slot: Slot) -> bool:
-        """Whether this very slot has not been forgotten."""
+        """Return whether this very slot has not been forgotten."""
         return self._slots.get(slot.index) is slot
 
     def is_busy(self, zygote: Zygote) -> bool:
-        """Whether a worker starts, or has had work, in a slot of this zygote.
+        """Return whether a worker starts, or has had work, in a slot of this zygote.
 
         One that stands ready as a spare does not keep its zygote.
         """
@@ -299,7 +299,7 @@ class Slots:
         return output
 
     def _is_short(self, descriptor: int) -> bool:
-        """Whether too few are left for the connections that are to come.
+        """Return whether too few are left for the connections that are to come.
 
         The kernel gives the lowest number that is free, so all below are in use.
         """
@@ -363,7 +363,7 @@ class Slots:
 
 
 def _no_pipe(directory: str, error: OSError) -> str:
-    """What is told where the pipes of another worker cannot be made."""
+    """Return what is told where the pipes of another worker cannot be made."""
     if error.errno == errno.ENOENT:
         return _removed(directory)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -160,7 +160,7 @@ class Surroundings(NamedTuple):
         learns: bool,
         spill: str = "",
     ) -> Surroundings:
-        """What they are now, with a new control page."""
+        """Return what they are now, with a new control page."""
         try:
             place = os.open(".", os.O_PATH | os.O_CLOEXEC)
         except OSError:

@@ -131,7 +131,7 @@ class Learning:
 
 
 def sees_devices(module: str) -> bool:
-    """Whether importing this module would look for devices."""
+    """Return whether importing this module would look for devices."""
     parts = module.split(".")
     return any(
         ".".join(parts[:count]) in DEVICE_MODULES for count in range(1, len(parts) + 1)
@@ -544,7 +544,7 @@ class Zygotes:
 
     @property
     def are_ready(self) -> bool:
-        """Whether the plain one may be asked to fork, as far as was read."""
+        """True if the plain one may be asked to fork, as far as was read."""
         return self.plain.current.ready is not None
 
     async def ready(self) -> None:

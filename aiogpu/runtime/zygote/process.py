@@ -110,12 +110,12 @@ class Zygote:
 
     @property
     def takes_work(self) -> bool:
-        """Whether another worker may be forked from it."""
+        """True if another worker may be forked from it."""
         return not (self.is_over or self._is_retired or self._is_closing)
 
     @property
     def is_closing(self) -> bool:
-        """Whether it was told to end, or killed by us."""
+        """True if it was told to end, or killed by us."""
         return self._is_closing
 
     def start(self, launched: Launched | None = None) -> None:
