@@ -392,11 +392,11 @@ class ReadyQueue:
 
     def _add(self, record: TaskRecord) -> Bucket:
         shape, id_ = record.spec.shape, record.client
-        groups = self.of_client.get(id_)
-        if groups is None:
-            groups = self.of_client[id_] = {}
+        if id_ not in self.of_client:
+            self.of_client[id_] = {}
             if self.clients is not None:
                 self.clients.note_wish(self.clients.of(id_))
+        groups = self.of_client[id_]
         group = groups.get(shape.request)
         if group is None:
             group = groups[shape.request] = Group(shape.request, id_)

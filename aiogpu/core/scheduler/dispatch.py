@@ -175,7 +175,8 @@ def welcome(
 ) -> None:
     """A forked worker has connected: it begins with its task, or waits for one."""
     node.spares.note_start(worker.environment, True)
-    node.worker_limit.note_change()
+    if node.worker_limit.failures:
+        node.worker_limit.note_change()
     record, lease = worker.task, worker.lease
     if record is not None and lease is not None:
         record.starts_failed = 0

@@ -45,7 +45,8 @@ def place(
     """
     queue, clients = node.ready, node.clients
     node.worker_limit.refused = 0
-    queue.unserved.clear()
+    if queue.unserved:
+        queue.unserved.clear()
     round_ = Round(node, queue, clients)
     if node.reservation is not None and not _is_first(queue, node.reservation.record):
         node.reservation = None
@@ -153,7 +154,8 @@ class Round:
                 first = group.first()
                 assert first is not None, group
                 turns.append((first[0], number, group))
-            heapify(turns)
+            if number:
+                heapify(turns)
             self.left[id_] = one = Candidate(id_, turns)
             if clients is not None:
                 one.client = clients.of(id_)

@@ -318,7 +318,7 @@ def _remove(node: SchedulerState, worker: WorkerRecord) -> Lease | None:
     lease, worker.lease = worker.lease, None
     if lease is not None:
         node.ledger.give_back(lease)
-    if worker.state is not WorkerState.STARTING:
+    if node.worker_limit.failures and worker.state is not WorkerState.STARTING:
         node.worker_limit.note_change()
     if node.outages:
         outage = node.outages.get(worker.environment)

@@ -209,6 +209,8 @@ class Output:
 
     def end_progress(self) -> None:
         """Show as lines what was shown as progress last: nothing replaces it now."""
+        if not self._states:
+            return
         for stream, (label, line, (task, _)) in list(self._states.items()):
             self.show(stream, label, line, task)
 
