@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from aiogpu.client.references import Descriptors
 from aiogpu.errors import NodeError
 from aiogpu.linux.syscalls import peer_credentials, user
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.objects import Descriptors
 from aiogpu.worker.parent_link import Watch
 
 OTHER = 3_000_000_000

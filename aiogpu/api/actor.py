@@ -28,20 +28,24 @@ from aiogpu.api.method import RemoteMethod, remote_method
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import check_kinds
 from aiogpu.api.remote_function import Decorated
+from aiogpu.client.current import (
+    ActorExit,
+    current,
+    is_loop_running,
+    note_exit,
+    services,
+)
 from aiogpu.core.model.units import CPU
-from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
-from aiogpu.worker.context import ActorExit, current, note_exit
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import LateFace
     from aiogpu.api.actor_options import ActorKeywords
     from aiogpu.api.actor_pool import ActorPool
     from aiogpu.api.method import Link
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -110,7 +114,7 @@ def revive(actor: int, name: str, home: str, face: Face) -> ActorHandle[Any]:
         NodeError: the process has no node.
         MisuseError: its node is another.
     """
-    if services.children is not None:
+    if services.client is not None:
         from aiogpu.api.actor_far import FarLink
 
         return ActorHandle(FarLink.to(actor, name, home), face)
@@ -152,7 +156,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         options = self._options
         key = None if options.name is None else (options.namespace or "", options.name)
         asked = site, payload, key, options.get_if_exists
-        if services.children is not None:
+        if services.client is not None:
             from aiogpu.api.actor_far import FarLink
 
             return ActorHandle(FarLink.create(*asked), self._face)
@@ -164,7 +168,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 
     def _prepare(self) -> Site:
         """All that is done once per class: checks, pickling, the request."""
-        from aiogpu.runtime.calls import ActorTerms, Site, new_site_id
+        from aiogpu.client.function_spec import ActorTerms, Site, new_site_id
 
         options, definition, face = self._options, self._definition, self._face
         function = definition.sent()
@@ -322,7 +326,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         NoLoopError: no event loop is running here, and this is no task.
         NodeError: the node is not open.
     """
-    if services.children is not None:
+    if services.client is not None:
         if is_loop_running():
             return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
         from aiogpu.api.actor_far import find

@@ -28,7 +28,7 @@ from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 if TYPE_CHECKING:
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.handle import Handle
-    from aiogpu.runtime.calls import ActorTerms
+    from aiogpu.client.function_spec import ActorTerms
 
 
 def stranger(name: str) -> MisuseError:

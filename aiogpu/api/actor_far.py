@@ -7,15 +7,13 @@ since plain functions need none.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 from aiogpu.api.actor_class import stranger
-from aiogpu.api.blocking import get
-from aiogpu.api.blocking_handle import BlockingHandle
-from aiogpu.engines import nested
-from aiogpu.engines.family import is_loop_running
-from aiogpu.errors import InternalError, MisuseError
+from aiogpu.api.blocking import get, request
+from aiogpu.client.current import current, note_passed
+from aiogpu.errors import InternalError
 from aiogpu.serialization.serializer import NOTHING, load_result
 from aiogpu.wire.messages import (
     AFTER_ALL,
@@ -24,17 +22,14 @@ from aiogpu.wire.messages import (
     ENDED,
     READY,
     ROOM,
-    Hold,
-    Make,
-    Stop,
 )
-from aiogpu.worker.context import current, note_passed
+from aiogpu.worker.nested import task_client
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import Face
     from aiogpu.api.several import Several
-    from aiogpu.engines.nested import LoopLink
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Client
 
 _links: Final[WeakValueDictionary[int, FarLink]] = WeakValueDictionary()
 
@@ -50,7 +45,7 @@ class FarLink:
     def __init__(self, name: str, actor: int) -> None:
         self.name = name
         self.actor = actor
-        self._children = nested.family()
+        self._client = task_client()
         _links[actor] = self
 
     def __repr__(self) -> str:
@@ -64,7 +59,7 @@ class FarLink:
         link = _links.get(actor)
         if link is None:
             link = cls(name, actor)
-            link._children.tell(Hold(actor))
+            link._client.hold(actor)
         return link
 
     @classmethod
@@ -76,13 +71,7 @@ class FarLink:
         get_if_exists: bool,
     ) -> FarLink:
         """Have an actor made, which ends with this process if nobody else has it."""
-        namespace, name = key or ("", "")
-
-        def made(actor: int) -> Make:
-            return Make(actor, site.id, payload, name, namespace, get_if_exists)
-
-        family = nested.family()
-        actor = family.make(made, site.id, partial(nested.describe, site))
+        actor = task_client().make(site, payload, key, get_if_exists)
         return cls(site.spec.name, actor)
 
     def reference(self) -> tuple[int, str, str]:
@@ -97,18 +86,9 @@ class FarLink:
             MisuseError: no task runs any more.
             SerializationError: the arguments are too large to be sent.
         """
-        if is_loop_running():
-            import asyncio
-
-            from aiogpu.api.nested import session_of_task
-
-            session = session_of_task(asyncio.get_running_loop())
-            return session.ask(label, self.actor, method, payload)
-        handle: BlockingHandle[Any] = BlockingHandle(label, self._children)
-        handle.child = self._children.ask(self.actor, method, payload, handle)
-        if not handle.child:
-            raise MisuseError(f"{label}.remote() was called after the task had ended.")
-        return handle
+        client = self._client
+        start = partial(client.call, self.actor, method, payload)
+        return request(client, label, start)
 
     def several(self, method: str, payload: bytes) -> FarSeveral:
         """How to call a method that has several results."""
@@ -121,18 +101,10 @@ class FarLink:
             MisuseError: no task runs any more.
             SerializationError: the arguments are too large to be sent.
         """
-        if is_loop_running():
-            import asyncio
+        from aiogpu.api.blocking_stream import request_stream
 
-            from aiogpu.api.nested import session_of_task
-
-            session = session_of_task(asyncio.get_running_loop())
-            return session.ask_stream(label, size, self.actor, method, payload)
-        from aiogpu.api.blocking_stream import stream_of
-
-        family = self._children
-        ask = partial(family.ask, self.actor, method, payload)
-        return stream_of(label, size, family, ask)
+        start = partial(self._client.call, self.actor, method, payload)
+        return request_stream(self._client, label, size, start)
 
     def ready(self) -> Any:
         """Settled when the constructor has returned."""
@@ -148,14 +120,14 @@ class FarLink:
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""
-        self._children.tell(Stop(self.actor, AT_ONCE if no_restart else AGAIN))
+        self._client.stop(self.actor, AT_ONCE if no_restart else AGAIN)
 
     def terminate(self) -> None:
         """Have it end after what it was sent."""
-        self._children.tell(Stop(self.actor, AFTER_ALL))
+        self._client.stop(self.actor, AFTER_ALL)
 
     def __del__(self) -> None:
-        self._children.drop(self.actor)
+        self._client.drop(self.actor)
 
 
 def find(name: str, namespace: str) -> tuple[FarLink, Face]:
@@ -165,20 +137,18 @@ def find(name: str, namespace: str) -> tuple[FarLink, Face]:
         ActorNameError: no actor has that name.
         DeserializationError: what its class refers to cannot be imported here.
     """
-    family = nested.family()
-    handle: BlockingHandle[tuple[int, str, bytes]] = BlockingHandle(name, family)
-    handle.child = family.find(name, namespace, handle)
-    return _found(*get(cast("Any", handle)))
+    return _found(*get(_ask_for(name, namespace)))
 
 
 async def find_softly(name: str, namespace: str) -> tuple[FarLink, Face]:
     """The same on the event loop that runs; raises as `find` does."""
-    import asyncio
+    return _found(*await _ask_for(name, namespace))
 
-    from aiogpu.api.nested import session_of_task
 
-    session = session_of_task(asyncio.get_running_loop())
-    return _found(*await session.find(name, namespace))
+def _ask_for(name: str, namespace: str) -> Any:
+    client = task_client()
+    start = partial(client.find, name, namespace)
+    return request(client, f"get_actor({name!r})", start)
 
 
 def _found(actor: int, of_class: str, face: bytes) -> tuple[FarLink, Face]:
@@ -186,7 +156,7 @@ def _found(actor: int, of_class: str, face: bytes) -> tuple[FarLink, Face]:
     if link is None:
         link = FarLink(of_class, actor)
     else:
-        nested.family().drop(actor)  # it counts as a holder already
+        task_client().drop(actor)  # it counts as a holder already
     return link, load_result(face)
 
 
@@ -207,17 +177,7 @@ class FarSeveral(NamedTuple):
         """Nobody but a worker has such a tie."""
         raise InternalError(f"{self!r} belongs to a worker")
 
-    def by_host(self, _host: object, _several: object) -> NoReturn:
-        """Nobody but a worker has such a tie."""
-        raise InternalError(f"{self!r} belongs to a worker")
-
-    def on_loop(self, link: LoopLink, several: Several) -> None:
-        """Make it for a task's event loop."""
-        several.stop, several.ask = link.cancel, link.why
-        several.note(link.ask(self.actor, self.method, self.payload, several))
-
-    def in_plain_code(self, several: Several) -> None:
-        """Make it for a plain task."""
-        family = nested.family()
-        several.stop = family.withdraw
-        several.note(family.ask(self.actor, self.method, self.payload, several))
+    def by_client(self, client: Client, several: Several) -> None:
+        """Make it for the task whose code asks."""
+        several.stop, several.ask = client.cancel, client.why
+        several.note(client.call(self.actor, self.method, self.payload, several))

@@ -10,31 +10,30 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.actor_class import LateFace, face_in, stranger
-from aiogpu.api.blocking import handle_by
+from aiogpu.api.blocking import request
 from aiogpu.api.submission import host_beside_loop, may_use
+from aiogpu.client.current import note_passed, passing, take_kept
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
-    InternalError,
     MisuseError,
     NodeClosedError,
 )
 from aiogpu.observe.why import Why
 from aiogpu.runtime.callers.caller import Carrying, Then
-from aiogpu.worker.context import note_passed, passing, take_kept
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import Face
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.api.several import Several
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Client, Host, Receiver
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
-    from aiogpu.engines.family import Host
-    from aiogpu.runtime.calls import Receiver, Site
 
 
 class NearSeveral(NamedTuple):
@@ -59,23 +58,15 @@ class NearSeveral(NamedTuple):
         if not several.done():
             several.note(actor.call(self.method, self.payload, several))
 
-    def by_host(self, host: Host, several: Several) -> None:
-        """Make it for a task that shares its program's process."""
-        several.stop, several.ask = host.cancel, host.why
+    def by_client(self, client: Client, several: Several) -> None:
+        """Make it for a task that runs in its program's process."""
+        several.stop, several.ask = client.cancel, client.why
         self.link.ask_actor(
             lambda actor: several.note(
-                host.call(actor.id, self.method, self.payload, several)
+                client.call(actor.id, self.method, self.payload, several)
             ),
             several.fail,
         )
-
-    def on_loop(self, _link: object, _several: object) -> NoReturn:
-        """No worker has such a tie."""
-        raise InternalError(f"{self!r} belongs to a program")
-
-    def in_plain_code(self, _several: object) -> NoReturn:
-        """No worker has such a tie."""
-        raise InternalError(f"{self!r} belongs to a program")
 
 
 _get_running_loop: Final = asyncio._get_running_loop
@@ -282,7 +273,7 @@ class ActorLink:
             host = self._host(label)
             if host is not None and self._actor is not None:
                 start = partial(host.call, self._actor.id, method, payload)
-                return handle_by(host, label, start)  # type: ignore[no-any-return]
+                return request(host, label, start)  # type: ignore[no-any-return]
         handle = session.new_handle(label, self)
         self._start(method, payload, handle)
         return handle
@@ -310,10 +301,10 @@ class ActorLink:
         self._check(payload)
         host = self._host(label)
         if host is not None and self._actor is not None:
-            from aiogpu.api.blocking_stream import stream_by
+            from aiogpu.api.blocking_stream import request_stream
 
             start = partial(host.call, self._actor.id, method, payload)
-            return stream_by(host, label, size, start)
+            return request_stream(host, label, size, start)
         stream = self._session.new_stream(label, self, size)
         self._start(method, payload, stream.inflow)
         return stream
@@ -387,7 +378,7 @@ class ActorLink:
         if host is None:
             self._session.check_thread(f"Awaiting {name}")
         else:
-            return handle_by(host, name, partial(self._ask_now, ask))  # type: ignore[no-any-return]
+            return request(host, name, partial(self._ask_now, ask))  # type: ignore[no-any-return]
         handle = self._session.new_handle(name, _Watcher(self))
         self._ask(handle, lambda actor: ask(actor, handle))
         return handle

@@ -10,7 +10,7 @@ from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import of_closed_node
 
 if TYPE_CHECKING:
-    from aiogpu.engines.base import Far
+    from aiogpu.client.port import Far
 
 
 def check_loop(handle: object, loop: asyncio.AbstractEventLoop) -> None:

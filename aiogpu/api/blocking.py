@@ -14,55 +14,40 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.api.misuse import refuse
 from aiogpu.api.options import check_seconds
-from aiogpu.engines import nested
-from aiogpu.engines.family import is_loop_running
+from aiogpu.client.current import client_of_task, is_loop_running, passing, services
 from aiogpu.errors import (
     MisuseError,
     TaskTimeoutError,
 )
-from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
-    from aiogpu.engines.family import Family, Host
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Client
 
 T = TypeVar("T")
 
 
-def submit_child(site: Site, payload: bytes) -> Any:
-    """Start a child of the task that runs; gives the kind of handle that fits.
+def submit_in_task(site: Site, payload: bytes) -> Any:
+    """Start a child of the task whose code asks; gives the kind of handle that fits.
 
     Raises:
         MisuseError: no task runs, but what one has left behind.
     """
-    if is_loop_running():
-        import asyncio
-
-        from aiogpu.api.nested import session_of_task
-
-        return session_of_task(asyncio.get_running_loop()).submit(site, payload)
-    handle: BlockingHandle[Any] = BlockingHandle(site.spec.name, nested.family())
-    handle.child = nested.submit(site, payload, handle)
-    return handle
+    client = client_of_task()
+    return request(client, site.spec.name, partial(client.submit, site, payload))
 
 
-def submit_to(host: Host, site: Site, payload: bytes) -> Any:
-    """The same where tasks run in their program's process."""
-    start = partial(host.submit, site, payload)
-    return handle_by(host, site.spec.name, start)
-
-
-def handle_by(host: Host, name: str, start: Callable[[Any], int]) -> Any:
-    """The kind of handle that fits, of what was started for it.
+def request(client: Client, name: str, start: Callable[[Any], int]) -> Any:
+    """The kind of handle that fits, of what a task asks for.
 
     Args:
-        host: of the task whose code asks.
+        client: of the task whose code asks.
         name: what the handle is called.
-        start: is given who waits for the end; gives a number.
+        start: makes the request, given who waits for its end; gives its number.
     """
-    receiver = handle = handle_for(host, name)
-    if passing:
+    receiver = handle = handle_for(client, name)
+    if passing and services.client is None:
         from aiogpu.api.actor_link import carrying
 
         receiver = carrying(handle)
@@ -74,10 +59,10 @@ def handle_by(host: Host, name: str, start: Callable[[Any], int]) -> Any:
     return handle
 
 
-def handle_for(host: Host, name: str, owner: Any = None) -> Any:
-    """The kind of handle that fits, for a host's code.
+def handle_for(client: Client, name: str, owner: Any = None) -> Any:
+    """The kind of handle that fits, for the code of a task.
 
-    `owner` stops the work and is asked about it; None for the host.
+    `owner` stops the work and is asked about it; None for the client.
     """
     if is_loop_running():
         import asyncio
@@ -85,8 +70,8 @@ def handle_for(host: Host, name: str, owner: Any = None) -> Any:
         from aiogpu.api.nested import ChildHandle
 
         loop = asyncio.get_running_loop()
-        return ChildHandle(name, owner or host, loop, host.waits)
-    handle: BlockingHandle[Any] = BlockingHandle(name, host)
+        return ChildHandle(name, owner or client, loop, client.waits)
+    handle: BlockingHandle[Any] = BlockingHandle(name, client)
     handle.owner = owner
     return handle
 
@@ -166,37 +151,37 @@ def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
     pending = [one for one in handles if not one.done()]
     if not pending or any(one.has_failed for one in handles):
         return True
-    family, waiter = nested.current_family(), get_ident()
+    client, waiter = client_of_task(), get_ident()
     for one in pending:
         if hasattr(one.owner, "on_loop"):
-            one.family = family  # it may have come to another task of this process
-        if one.family is not family:
+            one.client = client  # it may have come to another task of this process
+        if one.client is not client:
             raise MisuseError(
                 f"the handle of {one.task_name} belongs to another task; aiogpu.get() "
                 f"waits for what the running task has started."
             )
     numbers = tuple(one.child for one in pending)
-    family.note_wait(waiter, numbers, deadline is None)
+    client.note_wait(waiter, numbers, deadline is None)
     try:
-        return family.wait_until(_Countdown(family, pending).is_over, deadline)
+        return client.wait_until(_Countdown(client, pending).is_over, deadline)
     finally:
         if all(one.done() for one in handles):
-            family.end_wait(waiter)
+            client.end_wait(waiter)
         else:
             # The driver cannot know that nobody waits any more.
-            family.note_wait(waiter, ())
+            client.note_wait(waiter, ())
 
 
 class _Countdown:
     """Whether a wait is over, at no more than one look at each handle."""
 
-    def __init__(self, family: Family, pending: list[BlockingHandle[Any]]) -> None:
-        self._family = family
+    def __init__(self, client: Client, pending: list[BlockingHandle[Any]]) -> None:
+        self._client = client
         self._pending = list(pending)
         self._upsets = -1
 
     def is_over(self) -> bool:
-        pending, upsets = self._pending, self._family.upsets
+        pending, upsets = self._pending, self._client.upsets
         while pending and pending[-1]._state != "pending":
             if pending.pop().has_failed:
                 # Another thread may have found that it cannot be unpickled.

@@ -8,26 +8,22 @@ that have come to a worker are asked for their value when it is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from aiogpu.api.misuse import NotItsResult
-from aiogpu.engines import nested
-from aiogpu.engines.base import error_inside_task
-from aiogpu.engines.family import is_loop_running
+from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.serialization.exceptions import STOPPED, unpack_failure
 from aiogpu.serialization.serializer import load_result
-from aiogpu.wire.messages import Discard, Failed
-from aiogpu.worker.services import services
+from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from aiogpu.api.several import Several
-    from aiogpu.engines.family import Family
+    from aiogpu.client.port import Client, Far
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
-    from aiogpu.worker.objects import Loan
 
 
 T = TypeVar("T")
@@ -42,8 +38,8 @@ class BlockingHandle(NotItsResult, Generic[T]):
         task_name: name of the task.
         part: which of several results of it this is; -1 for all of it.
         child: its number among the children of the task that has started it.
-        family: all of these.
-        owner: stops the work; None for the family itself.
+        client: of that task.
+        owner: stops the work; None for the client itself.
         shared: what others refer to who were given it, None for nobody.
         raw: the value pickled, if it is there.
         on_end: are called with it when it has ended or was cancelled.
@@ -58,7 +54,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
         "_trace",
         "_value",
         "child",
-        "family",
+        "client",
         "on_end",
         "owner",
         "part",
@@ -67,10 +63,10 @@ class BlockingHandle(NotItsResult, Generic[T]):
         "task_name",
     )
 
-    def __init__(self, task_name: str, family: Family) -> None:
+    def __init__(self, task_name: str, client: Client) -> None:
         self.task_name = task_name
         self.child = 0
-        self.family = family
+        self.client = client
         self.owner: Several | Borrowed | None = None
         self.shared: Reference | None = None
         self.part = -1
@@ -126,7 +122,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
         if self.owner is not None:
             self.owner.cancel(self.child)
         else:
-            nested.current_family().withdraw(self.child)
+            client_of_task().withdraw(self.child)
         self._end("cancelled")
         if self.shared is not None:
             self._tell("fail", TaskCancelledError(f"{self.task_name} was cancelled."))
@@ -155,7 +151,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
         """Take what the child's worker says of its failure; called by the engine."""
         if self.shared is not None:
             self._tell("reject", failed)
-        self.family.upsets += 1
+        self.client.upsets += 1
         if failed.kind == STOPPED:
             self._end("cancelled")  # somebody has done so who was given it
             return
@@ -164,7 +160,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by an engine of this process."""
         self._refuse(error)
-        self.family.upsets += 1
+        self.client.upsets += 1
 
     def abandon(self) -> None:
         """Learn that the task has ended first; called by the engine."""
@@ -250,9 +246,7 @@ def share(handle: BlockingHandle[Any]) -> Reference:
 
 def shares_of(handle: BlockingHandle[Any]) -> Any:
     """What keeps values that are given to others; None where all are this process's."""
-    if services.loans is not None:
-        return nested.family().shares
-    far = getattr(handle.family, "far", None)
+    far = handle.client.far
     return None if far is None else far.shares
 
 
@@ -263,20 +257,23 @@ class Borrowed:
         loan: of that value.
     """
 
-    def __init__(self, loan: Reference) -> None:
+    def __init__(self, far: Far, loan: Reference) -> None:
+        self._far = far
         self.loan = loan
 
     def on_loop(self, name: str) -> Any:
         """The same handle for the event loop that runs."""
-        return borrow_far(cast("Loan", self.loan), name)
+        from aiogpu.api.borrow import borrow
+
+        return borrow(self.loan.id, name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value."""
-        handle.child = nested.family().fetch(self.loan.id, handle)
+        handle.child = self._far.link.fetch(self.loan.id, handle)
 
     def cancel(self, _child: int) -> None:
         """Stop whoever makes the value."""
-        nested.family().tell(Discard(self.loan.id))
+        self._far.link.discard(self.loan.id)
 
 
 def abandoned(task_name: str) -> TaskCancelledError:
@@ -284,22 +281,3 @@ def abandoned(task_name: str) -> TaskCancelledError:
     return TaskCancelledError(
         f"{task_name} was stopped, since the task that had started it has ended."
     )
-
-
-def borrow_far(loan: Loan, name: str) -> Any:
-    """The kind of handle that fits, of a value that this worker was lent.
-
-    Args:
-        loan: of the value; it lasts as long as the handle.
-        name: of its task.
-    """
-    if is_loop_running():
-        import asyncio
-
-        from aiogpu.api.nested import BorrowedHandle, session_of_task
-
-        link = session_of_task(asyncio.get_running_loop()).link
-        return BorrowedHandle(name, link, loan)
-    handle: BlockingHandle[Any] = BlockingHandle(name, nested.family())
-    handle.owner, handle.shared = Borrowed(loan), loan
-    return handle

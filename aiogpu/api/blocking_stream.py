@@ -12,16 +12,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiogpu.api.stream_buffer import Inflow
-from aiogpu.engines import nested
-from aiogpu.engines.base import error_inside_task
-from aiogpu.engines.family import is_loop_running
+from aiogpu.client.current import (
+    client_of_task,
+    error_inside_task,
+    is_loop_running,
+    passing,
+    services,
+)
 from aiogpu.errors import MisuseError, TaskCancelledError
-from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
-    from aiogpu.engines.family import Family, Host
-    from aiogpu.runtime.calls import Receiver, Site
-    from aiogpu.worker.nested import Children
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Client, Receiver
 
 T = TypeVar("T")
 _CLOSED: Final = "was closed"
@@ -33,9 +35,9 @@ class BlockingStream(Iterator[T]):
     To type checkers `.remote()` gives a `Stream` everywhere.
     """
 
-    def __init__(self, inflow: Inflow, family: Family) -> None:
+    def __init__(self, inflow: Inflow, client: Client) -> None:
         self._inflow = inflow
-        self._family = family
+        self._client = client
         self._is_through = False
 
     @property
@@ -103,21 +105,21 @@ class BlockingStream(Iterator[T]):
                 f"for`."
             )
         inflow = self._inflow
-        family, waiter = nested.current_family(), get_ident()
-        if family is not self._family:
+        client, waiter = client_of_task(), get_ident()
+        if client is not self._client:
             raise MisuseError(
                 f"the stream of {self.task_name} belongs to another task; iterate it "
                 f"in the one that has called .remote()."
             )
-        family.note_wait(waiter, (inflow.task_id,))
+        client.note_wait(waiter, (inflow.task_id,))
         try:
-            family.wait_until(lambda: bool(inflow.buffer) or inflow.is_over)
+            client.wait_until(lambda: bool(inflow.buffer) or inflow.is_over)
         finally:
             if inflow.is_over:
-                family.end_wait(waiter)
+                client.end_wait(waiter)
             else:
                 # The driver cannot know that nobody waits any more.
-                family.note_wait(waiter, ())
+                client.note_wait(waiter, ())
 
     def __enter__(self) -> BlockingStream[T]:
         return self
@@ -133,7 +135,7 @@ class BlockingStream(Iterator[T]):
     def __del__(self) -> None:
         inflow = self._inflow
         if not inflow.is_over and inflow.close():
-            self._family.withdraw_soon(inflow.task_id)
+            self._client.withdraw_soon(inflow.task_id)
 
     def close(self) -> None:
         """Stop the generator and drop the items that were not taken; idempotent."""
@@ -156,53 +158,27 @@ class BlockingStream(Iterator[T]):
         raise error_inside_task(f"why() of the stream of {self.task_name}")
 
 
-def stream_child(site: Site, payload: bytes) -> Any:
+def stream_in_task(site: Site, payload: bytes) -> Any:
     """Start a child that is a generator; gives the kind of stream that fits.
 
     Raises:
         MisuseError: no task runs, but what one has left behind.
     """
-    if is_loop_running():
-        import asyncio
-
-        from aiogpu.api.nested import session_of_task
-
-        return session_of_task(asyncio.get_running_loop()).stream(site, payload)
-    submit = partial(nested.submit, site, payload)
-    return stream_of(site.spec.name, site.window, nested.family(), submit)
+    client = client_of_task()
+    start = partial(client.submit, site, payload)
+    return request_stream(client, site.spec.name, site.window, start)
 
 
-def stream_of(
-    name: str, size: int, family: Children, start: Callable[[Inflow], int]
-) -> BlockingStream[Any]:
-    """A stream for plain code in a worker.
-
-    Args:
-        name: what it is called.
-        size: how many items it may be ahead.
-        family: what the task has started.
-        start: is given who receives; gives its number there.
-
-    Raises:
-        MisuseError: no task runs any more.
-    """
-    inflow = Inflow(name, _Source(family), size)
-    inflow.task_id = start(inflow)
-    if not inflow.task_id:
-        raise MisuseError(f"{name}.remote() was called after the task had ended.")
-    return BlockingStream(inflow, family)
-
-
-def stream_by(
-    host: Host, name: str, size: int, start: Callable[[Receiver], int]
+def request_stream(
+    client: Client, name: str, size: int, start: Callable[[Receiver], int]
 ) -> Any:
-    """The kind of stream that fits, of what was started for it in this process.
+    """The kind of stream that fits, of what a task asks for.
 
     Args:
-        host: of the task whose code asks.
+        client: of the task whose code asks.
         name: what the stream is called.
         size: how many items it may be ahead.
-        start: is given who waits for the end; gives a number.
+        start: makes the request, given who waits for its end; gives its number.
     """
     stream: Any
     if is_loop_running():
@@ -211,13 +187,13 @@ def stream_by(
         from aiogpu.api.stream import Stream
 
         loop = asyncio.get_running_loop()
-        stream = Stream(name, host, size, loop, host.waits)
+        stream = Stream(name, client, size, loop, client.waits)
         inflow: Inflow = stream.inflow
     else:
-        inflow = Inflow(name, _Source(host), size)
-        stream = BlockingStream(inflow, host)
+        inflow = Inflow(name, _Source(client), size)
+        stream = BlockingStream(inflow, client)
     receiver: Receiver = inflow
-    if passing:
+    if passing and services.client is None:
         from aiogpu.api.actor_link import carrying
 
         receiver = carrying(inflow)
@@ -228,13 +204,13 @@ def stream_by(
 class _Source:
     """Reaches a child from plain code."""
 
-    def __init__(self, family: Family) -> None:
-        self._family = family
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
     def demand(self, task: int, limit: int) -> None:
         """Let it yield so many items in all."""
-        self._family.demand(task, limit)
+        self._client.demand(task, limit)
 
     def cancel(self, task: int) -> None:
         """Stop it."""
-        self._family.withdraw(task)
+        self._client.withdraw(task)

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.api.blocking import handle_for
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
+from aiogpu.client.current import is_loop_running, services
 from aiogpu.errors import TaskCancelledError
 from aiogpu.runtime.objects.values import Value, known
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
-    from aiogpu.engines.base import Far
-    from aiogpu.engines.family import Host
+    from aiogpu.client.port import Client, Far
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
@@ -41,28 +40,77 @@ def borrow(identity: int, name: str) -> Any:
         identity: of the value that it stands for.
         name: of its task.
     """
-    if services.loans is not None:
-        from aiogpu.api.blocking_handle import borrow_far
-
-        return borrow_far(services.loans.loan(identity), name)
-    from aiogpu.api.submission import host_beside_loop, session_of_caller
-
-    host = host_beside_loop()
-    far = session_of_caller().far if host is None else host.far
+    client, far = _caller()
     if far is not None:
-        loan = far.loans.loan(identity)
-        if host is not None:
-            return _beside(host, far, loan, name)
+        return _far_handle(client, far, far.loans.loan(identity), name)
+    value = known(identity)
+    handle = _near_handle(client, value, name)
+    value.watch(lambda settled: settled.tell(handle))
+    return handle
+
+
+def put_here(payload: bytes, name: str = "put") -> Any:
+    """A handle of a value that is there.
+
+    Args:
+        payload: the value pickled.
+        name: what the handle is called.
+    """
+    client, far = _caller("aiogpu.put()")
+    if far is not None:
+        handle = _far_handle(client, far, far.shares.put(payload), name)
+        if isinstance(handle, BlockingHandle):
+            handle.receive(payload)
+        else:
+            handle.settle_with(payload)
+        return handle
+    value = Value(name)
+    value.receive(payload)
+    handle = _near_handle(client, value, name)
+    handle.receive(payload)
+    return handle
+
+
+def _caller(what: str = ".remote()") -> tuple[Client | None, Far | None]:
+    """The client of the task whose code asks, None for a program; and who knows values.
+
+    The latter is None where all values are this process's own.
+    """
+    client: Client | None = services.client
+    if client is None:
+        # Late: a worker has no session.
+        from aiogpu.api.submission import host_beside_loop, session_of_caller
+
+        client = host_beside_loop()
+        if client is None:
+            return None, session_of_caller(what).far
+    return client, client.far
+
+
+def _far_handle(client: Client | None, far: Far, loan: Reference, name: str) -> Any:
+    """The kind of handle that fits, of a value that another process keeps."""
+    if client is None or is_loop_running():
+        import asyncio
+
         from aiogpu.api.nested import BorrowedHandle
 
-        return BorrowedHandle(name, far.link, loan)
-    value = known(identity)
-    if host is None:
+        loop = asyncio.get_running_loop()
+        waits = None if client is None else client.waits
+        return BorrowedHandle(name, far, loan, loop, waits)
+    handle: BlockingHandle[Any] = BlockingHandle(name, client)
+    handle.owner, handle.shared = Borrowed(far, loan), loan
+    return handle
+
+
+def _near_handle(client: Client | None, value: Value, name: str) -> Any:
+    """The kind of handle that fits, of a value of this process."""
+    if client is None:
+        from aiogpu.api.submission import session_of_caller
+
         handle = session_of_caller().new_handle(name, Lender(value))
     else:
-        handle = handle_for(host, name, Lender(value))
+        handle = handle_for(client, name, Lender(value))
     handle.stand_for(value)
-    value.watch(lambda settled: settled.tell(handle))
     return handle
 
 
@@ -86,63 +134,3 @@ class Lender:
         from aiogpu.api.session import current_session
 
         return await current_session().why(name, task)
-
-
-class Beside(Borrowed):
-    """Owns a handle of plain code whose values another process keeps."""
-
-    def __init__(self, far: Far, loan: Reference) -> None:
-        super().__init__(loan)
-        self._far = far
-
-    def on_loop(self, name: str) -> Any:
-        """The same handle for the event loop that runs."""
-        return borrow(self.loan.id, name)
-
-    def fetch(self, handle: BlockingHandle[Any]) -> None:
-        """Ask for the value."""
-        handle.child = self._far.link.fetch(self.loan.id, handle)
-
-    def cancel(self, _child: int) -> None:
-        """Stop whoever makes the value."""
-        self._far.link.discard(self.loan.id)
-
-
-def _beside(host: Host, far: Far, loan: Reference, name: str) -> BlockingHandle[Any]:
-    handle: BlockingHandle[Any] = BlockingHandle(name, host)
-    handle.owner, handle.shared = Beside(far, loan), loan
-    return handle
-
-
-def put_here(payload: bytes, name: str = "put") -> Any:
-    """A handle of a value that is there.
-
-    Args:
-        payload: the value pickled.
-        name: what the handle is called.
-    """
-    from aiogpu.api.submission import host_beside_loop, session_of_caller
-
-    host = host_beside_loop()
-    far = session_of_caller("aiogpu.put()").far if host is None else host.far
-    if far is not None:
-        loan = far.shares.put(payload)
-        borrowed: Any
-        if host is not None:
-            borrowed = _beside(host, far, loan, name)
-            borrowed.receive(payload)
-            return borrowed
-        from aiogpu.api.nested import BorrowedHandle
-
-        borrowed = BorrowedHandle(name, far.link, loan)
-        borrowed.settle_with(payload)
-        return borrowed
-    value = Value(name)
-    value.receive(payload)
-    if host is None:
-        handle = session_of_caller().new_handle(name, Lender(value))
-    else:
-        handle = handle_for(host, name, Lender(value))
-    handle.stand_for(value)
-    handle.receive(payload)
-    return handle

@@ -22,7 +22,7 @@ from aiogpu.serialization.serializer import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.calls import Function
+    from aiogpu.client.function_spec import Function
 
 
 class Parameters:
@@ -156,7 +156,7 @@ class Definition:
             SerializationError: with the path to what cannot be pickled.
         """
         if self._sent is None:
-            from aiogpu.runtime.calls import Function, new_function_id
+            from aiogpu.client.function_spec import Function, new_function_id
 
             reference = self.reference()
             payload = (

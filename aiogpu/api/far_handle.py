@@ -14,7 +14,7 @@ from aiogpu.serialization.exceptions import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.engines.base import Far
+    from aiogpu.client.port import Far
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 

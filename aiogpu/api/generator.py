@@ -14,15 +14,15 @@ from aiogpu.api.mapper import no_map
 from aiogpu.api.misuse import CalledFirstToIterate
 from aiogpu.api.options import TaskOptions, not_counted
 from aiogpu.api.remote_function import RemoteFunction, merged
+from aiogpu.client.current import services
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.keywords import Options
     from aiogpu.api.stream import Stream
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,10 +81,10 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
 
     def _way(self) -> Callable[[Site, bytes], Any]:
 
-        if services.children is not None:
-            from aiogpu.api.blocking_stream import stream_child
+        if services.client is not None:
+            from aiogpu.api.blocking_stream import stream_in_task
 
-            return stream_child
+            return stream_in_task
         from aiogpu.api.submission import stream
 
         return stream

@@ -28,7 +28,7 @@ from aiogpu.errors import (
 from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.engines.base import Far, Waits
+    from aiogpu.client.port import Far, Waits
     from aiogpu.observe.why import Why
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import CHECKS, TaskOptions, check_kinds, unknown_option
 from aiogpu.api.session import check_thread, current_session, session_of
+from aiogpu.client.current import current, error_inside_task, host_of_task
+from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
 from aiogpu.core.model.request import Shape, TaskSpec
-from aiogpu.engines.base import error_inside_task
-from aiogpu.engines.family import host_of_task
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, TaskTimeoutError
-from aiogpu.runtime.calls import Function, Site, new_function_id, new_site_id
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.grant import Grant
-from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.api.options import GpuWhere, Strategy

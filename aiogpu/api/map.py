@@ -36,8 +36,8 @@ from aiogpu.api.handle import Handle
 from aiogpu.api.misuse import IteratedOnLoop
 from aiogpu.api.options import LARGEST_COUNT
 from aiogpu.api.remote_function import RemoteFunction
+from aiogpu.client.function_spec import Function, new_function_id
 from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
-from aiogpu.runtime.calls import Function, new_function_id
 from aiogpu.serialization.exceptions import RAISED, Outcome, unpack_failure
 from aiogpu.serialization.serializer import dump_function
 from aiogpu.wire.messages import Failed

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiogpu.api.blocking_handle import abandoned
 from aiogpu.api.handle import Handle
-from aiogpu.api.stream import Stream
-from aiogpu.engines.nested import LoopLink, family
+from aiogpu.client.current import client_of_task, services
 from aiogpu.serialization.exceptions import STOPPED
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.engines.base import Far, ValueLink, Waits
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.port import Far, Waits
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 
@@ -26,7 +23,6 @@ T = TypeVar("T")
 
 NEVER_ASKED: Final = -1
 """In place of the number of a question."""
-_sessions: Final[dict[asyncio.AbstractEventLoop, TaskSession]] = {}
 
 
 class ChildHandle(Handle[T]):
@@ -43,7 +39,7 @@ class ChildHandle(Handle[T]):
         task_name: str,
         owner: Owner,
         loop: asyncio.AbstractEventLoop,
-        waits: Waits,
+        waits: Waits | None,
     ) -> None:
         super().__init__(task_name, owner, loop)
         self._waits = waits
@@ -55,11 +51,14 @@ class ChildHandle(Handle[T]):
                 return self.result()
             finally:
                 del self  # see `Handle.result`
-        self._waits.begin_wait(self.task_id)
+        waits = self._waits
+        if waits is not None:
+            waits.begin_wait(self.task_id)
         try:
             return (yield from super().__await__())
         finally:
-            self._waits.end_wait(self.task_id)
+            if waits is not None:
+                waits.end_wait(self.task_id)
             del self
 
     def add_done_callback(
@@ -67,24 +66,26 @@ class ChildHandle(Handle[T]):
     ) -> None:
         """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
         super().add_done_callback(fn, context=context)
-        if not self.done():
+        if self._waits is not None and not self.done():
             self._waits.begin_wait(self.task_id)
 
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
         """Undo `add_done_callback`; gives how many there were."""
         removed = super().remove_done_callback(fn)
-        for _ in range(removed):
-            self._waits.end_wait(self.task_id)
+        if self._waits is not None:
+            for _ in range(removed):
+                self._waits.end_wait(self.task_id)
         return removed
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
         if self._loan is None:
-            if services.loans is None:
+            far = None if services.client is None else services.client.far
+            if far is None:
                 return super().share()
             # Somebody wants it from here on, whoever withdraws.
             self._callbacks_added += 1
-            self._loan = family().shares.share(self)
+            self._loan = far.shares.share(self)
         return self._loan
 
     def receive(self, payload: bytes) -> None:
@@ -95,7 +96,8 @@ class ChildHandle(Handle[T]):
                 self._shared.receive(payload)
             self._hand_over(self.receive, payload)
             return
-        self._waits.settle(self.task_id)
+        if self._waits is not None:
+            self._waits.settle(self.task_id)
         super().receive(payload)
 
     def reject(self, failed: Failed) -> None:
@@ -114,7 +116,8 @@ class ChildHandle(Handle[T]):
                 self._shared.fail(error)
             self._hand_over(self.fail, error)
             return
-        self._waits.settle(self.task_id)
+        if self._waits is not None:
+            self._waits.settle(self.task_id)
         super().fail(error)
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -123,7 +126,9 @@ class ChildHandle(Handle[T]):
             return False
         if self._loan is not None and self.part >= 0:
             # Its call may go on for the others.
-            family().shares.drop(self.child, self._loan)
+            far = client_of_task().far
+            assert far is not None, self
+            far.shares.drop(self.child, self._loan)
         return True
 
     def abandon(self) -> None:
@@ -143,18 +148,25 @@ class ChildHandle(Handle[T]):
 class BorrowedHandle(ChildHandle[T]):
     """A handle that has come from elsewhere; asks for its value when it is wanted."""
 
-    __slots__ = ("_link",)
+    __slots__ = ("_far",)
 
-    def __init__(self, task_name: str, link: ValueLink, loan: Reference) -> None:
-        super().__init__(task_name, link, link.loop, link)
-        self._link = link
+    def __init__(
+        self,
+        task_name: str,
+        far: Far,
+        loan: Reference,
+        loop: asyncio.AbstractEventLoop,
+        waits: Waits | None,
+    ) -> None:
+        super().__init__(task_name, far.link, loop, waits)
+        self._far = far
         self._loan: Reference = loan
         self._callbacks_added += 1  # others may want it, whoever withdraws
 
     @property
     def far(self) -> Far | None:
         """Who knows its value; see `Handle.far`."""
-        return self._link.far
+        return self._far
 
     def settle_with(self, payload: bytes) -> None:
         """The value is here already, and need not be asked for."""
@@ -163,7 +175,7 @@ class BorrowedHandle(ChildHandle[T]):
 
     def _fetch(self) -> None:
         if not self.task_id and not super().done():
-            self.task_id = self._link.fetch(self._loan.id, self)
+            self.task_id = self._far.link.fetch(self._loan.id, self)
 
     def done(self) -> bool:
         """Return whether the value is here; whoever asks has it fetched."""
@@ -185,80 +197,5 @@ class BorrowedHandle(ChildHandle[T]):
         """Stop whoever makes the value; False if it was here before."""
         if not super().cancel(msg):
             return False
-        self._link.discard(self._loan.id)
+        self._far.link.discard(self._loan.id)
         return True
-
-
-class TaskSession:
-    """The running loop's tie to the node of which this process is a worker.
-
-    Attributes:
-        link: to the children of the task that runs.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.link = self._link = LoopLink(loop)
-
-    @property
-    def is_current(self) -> bool:
-        """True if the task that it was made for still runs."""
-        return self._link.is_current
-
-    def submit(self, site: Site, payload: bytes) -> Handle[Any]:
-        """Start a child of the running task."""
-        handle: ChildHandle[Any] = ChildHandle(
-            site.spec.name, self._link, self._loop, self._link
-        )
-        handle.task_id = self._link.submit(site, payload, handle)
-        return handle
-
-    def stream(self, site: Site, payload: bytes) -> Stream[Any]:
-        """Start a child that is a generator."""
-        link, loop = self._link, self._loop
-        stream: Stream[Any] = Stream(site.spec.name, link, site.window, loop, link)
-        stream.inflow.task_id = link.submit(site, payload, stream.inflow)
-        return stream
-
-    def ask_stream(
-        self, label: str, size: int, actor: int, method: str, payload: bytes
-    ) -> Stream[Any]:
-        """Call a method of an actor that is a generator."""
-        link, loop = self._link, self._loop
-        stream: Stream[Any] = Stream(label, link, size, loop, link)
-        stream.inflow.task_id = link.ask(actor, method, payload, stream.inflow)
-        return stream
-
-    def ask(self, label: str, actor: int, method: str, payload: bytes) -> Handle[Any]:
-        """Call a method of an actor."""
-        handle: ChildHandle[Any] = ChildHandle(
-            label, self._link, self._loop, self._link
-        )
-        handle.task_id = self._link.ask(actor, method, payload, handle)
-        return handle
-
-    def find(self, name: str, namespace: str) -> Handle[tuple[int, str, bytes]]:
-        """Ask which actor has a name: gives its id, its class and what handles need."""
-        handle: ChildHandle[Any] = ChildHandle(
-            f"get_actor({name!r})", self._link, self._loop, self._link
-        )
-        handle.task_id = self._link.find(name, namespace, handle)
-        return handle
-
-
-def session_of_task(loop: asyncio.AbstractEventLoop) -> TaskSession:
-    """The session of the task that runs on a loop; made when it is first asked for."""
-    session = _sessions.get(loop)
-    if session is None or not session.is_current:
-        for other in [one for one, its in _sessions.items() if not its.is_current]:
-            del _sessions[other]
-        session = _sessions[loop] = TaskSession(loop)
-    return session
-
-
-def put_on_loop(loan: Reference, payload: bytes) -> Handle[Any]:
-    """The handle of a value that this worker has put."""
-    link = session_of_task(asyncio.get_running_loop()).link
-    handle: BorrowedHandle[Any] = BorrowedHandle("put", link, loan)
-    handle.settle_with(payload)
-    return handle

@@ -20,9 +20,9 @@ from aiogpu.api.session import (
     session_of,
     start_session,
 )
-from aiogpu.engines.base import NodeOptions, error_inside_task
+from aiogpu.client.current import current, error_inside_task
+from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError
-from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, get_args
 
 from aiogpu.api.placement_options import check_bundle, check_placement, within
+from aiogpu.client.current import current
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import (
     BY_SHARE,
@@ -28,7 +29,6 @@ from aiogpu.core.model.units import (
     quantity,
 )
 from aiogpu.errors import OptionError
-from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import DeviceSelector, PlacementGroupSpec, TaskSpec

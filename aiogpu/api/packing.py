@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiogpu.client.current import services
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.serializer import HEAVY
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,8 +58,10 @@ def packed(outgoing: PickledValue) -> bytes:
         SerializationError: they are too large.
         NoLoopError: no event loop is running here.
     """
-    if services.loans is not None:
-        return services.loans.pack(outgoing)
+    if services.client is not None:
+        from aiogpu.worker.nested import task_client
+
+        return task_client().loans.pack(outgoing)
     from aiogpu.api.submission import session_of_caller
 
     return session_of_caller().pack(outgoing)

@@ -20,10 +20,10 @@ from aiogpu.errors import AiogpuError, MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:
     from aiogpu.api.session import Session
+    from aiogpu.client.function_spec import Site
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.calls import Site
     from aiogpu.wire.messages import Failed
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]

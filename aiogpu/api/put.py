@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.packing import packed
-from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import HANDLE, PickledValue
 from aiogpu.serialization.serializer import PUT, dump_result
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -67,20 +64,6 @@ def put(value: T) -> Putting[T]:
     payload = dump_result(value, PUT)
     if isinstance(payload, PickledValue):
         payload = packed(payload)
-    if services.loans is None:
-        from aiogpu.api.borrow import put_here
+    from aiogpu.api.borrow import put_here
 
-        return Putting(put_here(payload))
-    from aiogpu.engines.nested import family
-
-    loan = family().shares.put(payload)
-    handle: Any
-    if is_loop_running():
-        from aiogpu.api.nested import put_on_loop
-
-        handle = put_on_loop(loan, payload)
-    else:
-        handle = BlockingHandle("put", family())
-        handle.shared = loan
-        handle.receive(payload)
-    return Putting(handle)
+    return Putting(put_here(payload))

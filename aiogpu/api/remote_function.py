@@ -29,15 +29,15 @@ from aiogpu.api.options import (
     check_options,
     not_buffered,
 )
+from aiogpu.client.current import services
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, dump_retried, load_reference
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
 
 
 P = ParamSpec("P")
@@ -143,7 +143,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
-        from aiogpu.runtime.calls import Site, new_site_id
+        from aiogpu.client.function_spec import Site, new_site_id
 
         options, definition = self._options, self._definition
         function = definition.sent()
@@ -192,10 +192,10 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             from aiogpu.api.several import submit_several
 
             return partial(submit_several, self._returns)
-        if services.children is not None:
-            from aiogpu.api.blocking import submit_child
+        if services.client is not None:
+            from aiogpu.api.blocking import submit_in_task
 
-            return submit_child
+            return submit_in_task
         from aiogpu.api.submission import submit
 
         return submit

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiogpu.client.current import current, method_called
 from aiogpu.worker.chunk import plain_name
-from aiogpu.worker.context import current, method_called
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,19 +26,19 @@ from weakref import WeakSet
 from aiogpu.api.belonging import check_node
 from aiogpu.api.handle import Handle, Owner, handle_maker
 from aiogpu.api.misuse import EnteredOnLoop
+from aiogpu.client.current import current, passing
+from aiogpu.client.port import Receiver
 from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
-from aiogpu.runtime.calls import Receiver
-from aiogpu.worker.context import current, passing
 
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Host
     from aiogpu.core.model.request import PlacementGroupSpec
-    from aiogpu.engines.family import Host
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.calls import Site
     from aiogpu.serialization.references import PickledValue
 
 

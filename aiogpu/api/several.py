@@ -6,28 +6,24 @@ them; when all are cancelled, it is stopped.
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aiogpu.api.blocking import handle_for
 from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.submission import host_beside_loop, session_of_caller
-from aiogpu.engines import nested
-from aiogpu.engines.family import is_loop_running
+from aiogpu.client.current import services
 from aiogpu.errors import InternalError
 from aiogpu.serialization.payload import Payload
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiogpu.api.session import Session
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Client
     from aiogpu.engines.base import Engine
-    from aiogpu.engines.family import Host
-    from aiogpu.engines.nested import LoopLink
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.calls import Site
     from aiogpu.wire.messages import Failed
 
 
@@ -158,20 +154,10 @@ class Submission(NamedTuple):
         if not several.done():
             several.note(engine.submit(self.site, self.payload, several))
 
-    def on_loop(self, link: LoopLink, several: Several) -> None:
-        """Start it for a task's event loop."""
-        several.stop, several.ask = link.cancel, link.why
-        several.note(link.submit(self.site, self.payload, several))
-
-    def in_plain_code(self, several: Several) -> None:
-        """Start it for a plain task in a worker."""
-        several.stop = nested.cancel
-        several.note(nested.submit(self.site, self.payload, several))
-
-    def by_host(self, host: Host, several: Several) -> None:
-        """Start it for a task that shares its program's process."""
-        several.stop, several.ask = host.cancel, host.why
-        several.note(host.submit(self.site, self.payload, several))
+    def by_client(self, client: Client, several: Several) -> None:
+        """Start it for the task whose code asks."""
+        several.stop, several.ask = client.cancel, client.why
+        several.note(client.submit(self.site, self.payload, several))
 
 
 class Start(Protocol):
@@ -181,16 +167,8 @@ class Start(Protocol):
         """Make it on the program's node."""
         ...
 
-    def on_loop(self, link: LoopLink, several: Several) -> None:
-        """Make it for a task's event loop."""
-        ...
-
-    def in_plain_code(self, several: Several) -> None:
-        """Make it for a plain task in a worker."""
-        ...
-
-    def by_host(self, host: Host, several: Several) -> None:
-        """Make it for a task that shares its program's process."""
+    def by_client(self, client: Client, several: Several) -> None:
+        """Make it for the task whose code asks."""
         ...
 
 
@@ -198,11 +176,10 @@ def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
     """Make a call that has several results; gives the kind of handles that fit."""
     several = Several()
     names = [f"{name}[{index}]" for index in range(count)]
-    if services.children is not None:
-        _in_worker(names, start, several)
-    elif (host := host_beside_loop()) is not None:
-        several.begin(tuple(handle_for(host, one, several) for one in names))
-        start.by_host(host, several)
+    client = services.client or host_beside_loop()
+    if client is not None:
+        several.begin(tuple(handle_for(client, one, several) for one in names))
+        start.by_client(client, several)
     else:
         session = session_of_caller()
         several.begin(tuple(session.new_handle(one, several) for one in names))
@@ -214,20 +191,3 @@ def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
         else:
             handle.task_id = several.task_id
     return several.handles
-
-
-def _in_worker(names: list[str], start: Start, several: Several) -> None:
-    if is_loop_running():
-        from aiogpu.api.nested import ChildHandle, session_of_task
-
-        link = session_of_task(asyncio.get_running_loop()).link
-        several.begin(
-            tuple(ChildHandle(name, several, link.loop, link) for name in names)
-        )
-        start.on_loop(link, several)
-        return
-    handles = tuple(BlockingHandle[Any](name, nested.family()) for name in names)
-    for handle in handles:
-        handle.owner = several
-    several.begin(handles)
-    start.in_plain_code(several)

@@ -16,7 +16,7 @@ from aiogpu.api.stream_buffer import Inflow
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
-    from aiogpu.engines.base import Waits
+    from aiogpu.client.port import Waits
     from aiogpu.observe.why import Why
 
 T = TypeVar("T")

@@ -7,17 +7,16 @@ the node is the one that its program has opened all the same.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.session import Session, current_session, session_of, sessions
-from aiogpu.engines.family import host_of_task
+from aiogpu.client.current import host_of_task
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.stream import Stream
-    from aiogpu.engines.family import Host
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Host
 
 
 def session_of_caller(what: str = ".remote()") -> Session:
@@ -67,11 +66,10 @@ def submit(site: Site, payload: bytes) -> Handle[Any]:
     """Start a task on the running loop's node; see `RemoteFunction.remote`."""
     session = sessions.get(_get_running_loop())  # type: ignore[arg-type]
     if session is None:
-        host = host_beside_loop()
-        if host is not None:
-            from aiogpu.api.blocking import submit_to
+        if host_beside_loop() is not None:
+            from aiogpu.api.blocking import submit_in_task
 
-            return submit_to(host, site, payload)  # type: ignore[no-any-return]
+            return submit_in_task(site, payload)  # type: ignore[no-any-return]
         session = session_of_caller()
     return session.submit(site, payload)
 
@@ -80,12 +78,10 @@ def stream(site: Site, payload: bytes) -> Stream[Any]:
     """The same for a generator; see `RemoteGenerator.remote`."""
     session = session_of(_get_running_loop())
     if session is None:
-        host = host_beside_loop()
-        if host is not None:
-            from aiogpu.api.blocking_stream import stream_by
+        if host_beside_loop() is not None:
+            from aiogpu.api.blocking_stream import stream_in_task
 
-            start = partial(host.submit, site, payload)
-            return stream_by(host, site.spec.name, site.window, start)  # type: ignore[no-any-return]
+            return stream_in_task(site, payload)  # type: ignore[no-any-return]
         session = session_of_caller()
     stream = session.new_stream(site.spec.name, session, site.window)
     session.start(site, payload, stream.inflow)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.api.misuse import options_of
 from aiogpu.api.options import LONGEST_TIME
-from aiogpu.engines import nested
-from aiogpu.engines.family import is_loop_running
+from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import MisuseError, NodeError, NoLoopError, OptionError
 
 if TYPE_CHECKING:
@@ -227,16 +226,16 @@ def _block(
     deadline: float | None,
 ) -> None:
     """Wait in plain code until something is so, or time is up."""
-    family, waiter = nested.current_family(), get_ident()
-    family.note_wait(waiter, tuple(one.child for one in handles))
+    client, waiter = client_of_task(), get_ident()
+    client.note_wait(waiter, tuple(one.child for one in handles))
     try:
-        family.wait_until(is_over, deadline)
+        client.wait_until(is_over, deadline)
     finally:
         if all(one.done() for one in handles):
-            family.end_wait(waiter)
+            client.end_wait(waiter)
         else:
             # The driver cannot know that nobody waits any more.
-            family.note_wait(waiter, ())
+            client.note_wait(waiter, ())
 
 
 def parted(handles: list[Any], count: int) -> tuple[list[Any], list[Any]]:
@@ -302,13 +301,13 @@ def _check_here(what: str, handles: list[Any]) -> None:
             # Nobody tells how it ends to whoever does not want its value.
             one.owner.fetch(one)
     try:
-        family = nested.current_family()
+        client = client_of_task()
     except NodeError:
         from aiogpu.api.session import no_loop
 
         raise no_loop(what) from None
     for one in handles:
-        if one.family is not family:
+        if one.client is not client:
             raise MisuseError(
                 f"the handle of {one.task_name} belongs to another task; {what} waits "
                 f"for what the running task has started."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from aiogpu.client.function_spec import ActorTerms, Function, Site
 from aiogpu.core.model.request import Request, Shape, TaskSpec
-from aiogpu.runtime.calls import ActorTerms, Function, Site
 from aiogpu.wire.messages import SERIAL
 
 

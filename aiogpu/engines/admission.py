@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from aiogpu.client.function_spec import Site
+from aiogpu.client.node_client import too_large
 from aiogpu.core.model.text import terms
 from aiogpu.core.model.units import GPU_MEMORY, MEMORY
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.placement_group import why_infeasible
-from aiogpu.errors import InfeasibleError, SerializationError
-from aiogpu.runtime.calls import Site
+from aiogpu.errors import InfeasibleError
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 
 
@@ -46,8 +47,4 @@ def check_arguments(site: Site, payload: bytes) -> None:
 
 def _check_size(what: str, payload: bytes) -> None:
     if len(payload) > LARGEST_PAYLOAD:
-        raise SerializationError(
-            f"{what}: {len(payload)} bytes when pickled; a call carries at most "
-            f"{LARGEST_PAYLOAD}. Pass the path of a file, or split it over several "
-            f"calls."
-        )
+        raise too_large(what, payload)

@@ -5,119 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from aiogpu.errors import NodeError
+from aiogpu.client.port import Far, Waits
 
 if TYPE_CHECKING:
     import asyncio
-    from asyncio import AbstractEventLoop
 
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.runtime.calls import Receiver, Site
-    from aiogpu.serialization.references import PickledValue, Reference
-
-
-class Waits(Protocol):
-    """Hears who waits on an event loop, and for which task."""
-
-    def begin_wait(self, task: int) -> None:
-        """Some code waits for a task now."""
-        ...
-
-    def end_wait(self, task: int) -> None:
-        """It waits no longer, although the task has not ended."""
-        ...
-
-    def settle(self, task: int) -> None:
-        """A task has ended; nobody waits for it any more."""
-        ...
-
-
-class ValueLink(Waits, Protocol):
-    """The way to values that are not this process's own."""
-
-    @property
-    def loop(self) -> AbstractEventLoop:
-        """The event loop."""
-        ...
-
-    @property
-    def far(self) -> Far | None:
-        """Whose way it is, None in a worker."""
-        ...
-
-    def fetch(self, value: int, receiver: Any) -> int:
-        """Ask for a value; gives the question's number."""
-        ...
-
-    def discard(self, value: int) -> None:
-        """Nobody wants a value any more: stop whoever makes it."""
-        ...
-
-    def cancel(self, task: int) -> None:
-        """Nobody wants an answer any more."""
-        ...
-
-    async def why(self, name: str, task: int) -> Why:
-        """Say why a task waits."""
-        ...
-
-
-class Lent(Protocol):
-    """What was lent to this process."""
-
-    def loan(self, identity: int, /) -> Reference:
-        """The value to which a handle is being unpickled."""
-        ...
-
-
-class Given(Protocol):
-    """What this process gives to others."""
-
-    def share(self, handle: Any, /) -> Reference:
-        """Return what others refer to who are given a handle."""
-        ...
-
-    def promise(self) -> Reference:
-        """The same before its task is started."""
-        ...
-
-    def keep(self, promised: Any, handle: Any, /) -> None:
-        """The task of what was promised is started."""
-        ...
-
-    def fail(self, promised: Any, error: BaseException, /) -> None:
-        """The task of what was promised is never started."""
-        ...
-
-    def drop(self, child: int, loan: Any, /) -> None:
-        """One of a child's several results is cancelled; the others may still come."""
-        ...
-
-    def put(self, payload: bytes, /) -> Reference:
-        """Have a value kept."""
-        ...
-
-
-class Far(Protocol):
-    """What a program has to do with values that another process keeps."""
-
-    @property
-    def loans(self) -> Lent:
-        """What was lent to this process."""
-        ...
-
-    @property
-    def shares(self) -> Given:
-        """What it gives to others."""
-        ...
-
-    @property
-    def link(self) -> ValueLink:
-        """The way to values."""
-        ...
+    from aiogpu.serialization.references import PickledValue
 
 
 class NodeOptions(NamedTuple):
@@ -402,14 +301,6 @@ class Engine(Protocol):
     def disown(self) -> None:
         """This process is a fork of the one that has opened it, and must not speak."""
         ...
-
-
-def error_inside_task(what: str) -> NodeError:
-    """The error for what only a program may ask of its node."""
-    return NodeError(
-        f"{what} was called inside a task; only the program that has opened the node "
-        f"can ask it. Inside a task, aiogpu.get_runtime_context() tells what it holds."
-    )
 
 
 CLIENT: Final = "ray://"

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.client.plain_data import Maybe, dump_plain, fits, load_plain
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.joining_options import POLICIES, Policies
 from aiogpu.errors import ProtocolError
 from aiogpu.observe.status import Program
-from aiogpu.runtime.callers.status_codec import Maybe, dump_plain, fits, load_plain
 from aiogpu.wire.messages import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
 from aiogpu.wire.setup import descriptor_path
 

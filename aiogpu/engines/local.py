@@ -18,6 +18,8 @@ from aiogpu.runtime.node import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.core.scheduler.scheduler import Scheduler
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.actors.registry import Actors
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import Store

@@ -12,12 +12,13 @@ import asyncio
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.client.node_client import NodeClient
+from aiogpu.client.references import Loans
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.node_connection import Line, connect_to
 from aiogpu.errors import (
@@ -37,10 +38,7 @@ from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import (
     FIRST_CLIENT,
-    Carried,
-    ChildDone,
     ChildFailed,
-    ChildItems,
     Close,
     Depart,
     Departed,
@@ -54,11 +52,9 @@ from aiogpu.wire.messages import (
     Welcome,
 )
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.objects import Loans, Shares
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Ledger
-    from aiogpu.runtime.calls import Receiver
 
 
 def join_of(options: NodeOptions) -> Join:
@@ -186,23 +182,20 @@ DEPART_LIMIT: Final = 30.0
 """Seconds in which what a program leaves has stopped, or is left to the node."""
 
 
-class Membership:
+class Membership(NodeClient):
     """See above.
 
     Attributes:
         loop: on which it is used.
         home: the node's id, "" before it has let this program in.
-        client: the number that it goes by, its own choice.
-        loans: what was lent to this process.
-        shares: what this process gives to others.
         lookups: names that the node has been asked for and has yet to answer.
     """
 
     def __init__(
         self, path: str, options: NodeOptions, loop: asyncio.AbstractEventLoop
     ) -> None:
+        super().__init__(FIRST_CLIENT + int.from_bytes(os.urandom(3), "little"))
         self.loop = loop
-        self.client = FIRST_CLIENT + int.from_bytes(os.urandom(3), "little")
         self._path = path
         self._options = options
         self._line = Line(loop)
@@ -210,14 +203,10 @@ class Membership:
         self._line.on_lost = self._on_lost
         self._page = ControlPage.open(descriptor := ControlPage.create())
         os.close(descriptor)
-        self.loans = Loans("", "", self._page, Interrupts(self._page), self.client)
-        self.loans.on_over = self._on_over
-        self.loans.press = self._line.press
-        own = self.loans.own
-        self.shares = Shares(self, _nothing, self.new_number, own, self.client)
-        self._receivers: dict[int, Receiver] = {}
+        self._loans = Loans("", "", self._page, Interrupts(self._page), self.client)
+        self._loans.on_over = self._on_over
+        self._loans.press = self._line.press
         self.lookups: set[asyncio.Future[Any]] = set()
-        self._last = 0
         self._ledger: Ledger | None = None
         self._welcome: asyncio.Future[Welcome] = loop.create_future()
         self._departed = loop.create_future()
@@ -254,7 +243,7 @@ class Membership:
             async with asyncio.timeout(limit):
                 await self._line.connect(self._path, greeted, joining)
                 if not self._options.only_looks:
-                    _prepare()
+                    _import_early()
                 await self._move_in(await self._welcome)
         except TimeoutError:
             raise NodeDiedError(
@@ -284,34 +273,31 @@ class Membership:
             self._page.close()
             self._page = ControlPage.open(descriptor)
             os.close(descriptor)
-        self.loans.move_in(passage, welcome.spill, self._page)
+        self._loans.move_in(passage, welcome.spill, self._page)
 
     @property
     def _address(self) -> str:
         """By which `init` joins what runs at the same place."""
         return "auto" if self._path == default_socket() else self._path
 
-    def new_number(self) -> int:
-        """A number for a child, a value or an actor, given to no other."""
-        self._last += 1
-        return self._last
-
-    def expect(self, receiver: Receiver) -> int:
-        """Have the answer of a new child told to a receiver; gives its number."""
-        self._last = number = self._last + 1
-        self._receivers[number] = receiver
-        return number
+    @property
+    def loans(self) -> Loans:
+        """What was lent to this process."""
+        return self._loans
 
     def send(self, message: Message) -> None:
         """Say something to the node; nothing, where it has gone."""
-        if self.loans.unnamed:
-            self.loans.name(message)
+        if self._loans.unnamed:
+            self._loans.name(message)
         self._line.send(message)
 
     @property
     def has_gone(self) -> bool:
         """True if the node has ended, or has cut this program off."""
         return self._error is not None
+
+    def _prepare(self, name: str, has_payload: bool) -> None:
+        self.check_open()
 
     def check_open(self) -> None:
         """Raise `NodeError` where the node has gone, or is being left."""
@@ -321,43 +307,23 @@ class Membership:
             raise NodeClosedError("this node is not open.")
 
     def _on_messages(self, messages: list[Message]) -> None:
-        for message in self.loans.take_in(messages):
-            if self._terminal is None or not self._terminal.keeps(message):
-                self._take(message)
+        for message in self._loans.take_in(messages):
+            if self._terminal is not None and self._terminal.keeps(message):
+                continue
+            if not self.take(message):
+                self._on_other(message)
 
     def _take(self, message: Message) -> None:
-        shares, receivers = self.shares, self._receivers
-        kind = type(message)
-        if kind is ChildDone:
-            if shares.due:
-                shares.pass_on(message)
-            receiver = receivers.pop(message.child, None)  # type: ignore[union-attr]
-            if receiver is not None:
-                receiver.receive(message.payload)  # type: ignore[union-attr, arg-type]
-        elif isinstance(message, ChildFailed):
-            shares.pass_on(message)
-            receiver = receivers.pop(message.child, None)
-            if receiver is not None:
-                receiver.reject(Failed(*message))
-            elif not message.child and not self._welcome.done():
-                # The program may not begin.
-                self._welcome.set_exception(unpack_failure(Failed(*message), "init()"))
-            else:
-                self._on_stray(message)
-        elif isinstance(message, ChildItems):
-            receiver = receivers.get(message.child)
-            if receiver is not None:
-                receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
-        else:
+        if not self.take(message):
             self._on_other(message)
 
-    def _on_stray(self, failed: ChildFailed) -> None:
-        """Something has failed of which nobody waits for the end."""
+    def _take_stray(self, failed: ChildFailed) -> None:
+        if not failed.child and not self._welcome.done():
+            # The program may not begin.
+            self._welcome.set_exception(unpack_failure(Failed(*failed), "init()"))
 
     def _on_other(self, message: Message) -> None:
         match message:
-            case Carried():
-                self._hold_for(message)
             case Welcome():
                 if not self._welcome.done():
                     self._welcome.set_result(message)
@@ -380,17 +346,8 @@ class Membership:
                 if not self._departed.done():
                     self._departed.set_result(None)
 
-    def _hold_for(self, carried: Carried) -> None:
-        """Actors whose handles are in an answer live as long as its handle."""
-        receiver = self._receivers.get(carried.child)
-        receiver = getattr(receiver, "receiver", receiver)
-        for actor in carried.actors:
-            if receiver is None:
-                self.send(Release(actor))
-            else:
-                weakref.finalize(receiver, self._release_soon, actor)
-
-    def _release_soon(self, actor: int) -> None:
+    def drop(self, actor: int) -> None:
+        """The last handle to an actor is gone; called in any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self.send, Release(actor))
 
@@ -406,7 +363,7 @@ class Membership:
         if not self._line.is_open:
             return
         try:
-            returned = self.loans.tell()
+            returned = self._loans.tell()
         except (NodeClosedError, ConnectionResetError):
             return  # it has gone, and the other connection tells of it next
         if returned is not None:
@@ -472,7 +429,7 @@ class Membership:
         await asyncio.wait(either, timeout=limit, return_when=first)
 
     def _move_out(self) -> None:
-        self.loans.close()
+        self._loans.close()
         self._page.close()
 
     def hasten(self) -> None:
@@ -487,7 +444,7 @@ class Membership:
     def disown(self) -> None:
         """This process is a fork of the program: the connection is its parent's."""
         self._line.leave()
-        self.loans.leave()
+        self._loans.leave()
 
 
 def _again(error: NodeError) -> NodeError:
@@ -495,13 +452,9 @@ def _again(error: NodeError) -> NodeError:
     return type(error)(*error.args)
 
 
-def _prepare() -> None:
+def _import_early() -> None:
     """Import what a first call needs, while the node starts a zygote for it."""
     keep_pages()
     import aiogpu.engines.admission
     import aiogpu.engines.hosting
     import aiogpu.serialization.pickler  # noqa: F401
-
-
-def _nothing() -> None:
-    """What has come is read by the loop."""

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from aiogpu.client.spec_codec import load_gang
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
 from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
-from aiogpu.runtime.callers.requests import Terms, load_gang
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.serializer import NOTHING, load_result
+from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
     AT_ONCE,
     AVAILABLE,
     ENDED,
-    NUMBERS,
     READY,
     RESOURCES,
     ROOM,
@@ -32,79 +32,42 @@ from aiogpu.wire.messages import (
     TIMELINE,
     WHY,
     WHY_TASK,
-    Ask,
     ChildDemand,
     ChildFailed,
-    Declare,
-    Discard,
     Failed,
-    Fetch,
-    Find,
     FindPlacement,
-    Hold,
     Inquire,
-    Make,
     Release,
-    Stop,
     Submit,
     TakeLease,
     Withdraw,
 )
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.serialization.references import PickledValue
 
 
 class RemoteLink:
-    """The way to values that have come from elsewhere; see `base.ValueLink`."""
+    """The way to values that have come from elsewhere; see `port.ValueLink`."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """On which they are asked for."""
-        return self._engine.loop
-
-    @property
-    def far(self) -> RemoteEngine:
-        """Whose way it is; see `ValueLink.far`."""
-        return self._engine
-
-    def fetch(self, value: int, receiver: Receiver) -> int:
-        """Ask for a value; gives the question's number."""
-        number = self._engine.expect(receiver)
-        self._engine.send(Fetch(0, number, value))
-        return number
-
-    def discard(self, value: int) -> None:
-        """Nobody wants a value any more: stop whoever makes it."""
-        self._engine.send(Discard(value))
-
-    def cancel(self, task: int) -> None:
-        """Nobody wants an answer any more."""
-        self._engine.cancel(task)
+        self.fetch = engine.fetch
+        self.discard = engine.discard
+        self.cancel = engine.cancel
 
     async def why(self, name: str, task: int) -> Why:
         """Say why a task waits."""
         from aiogpu.observe.why import Why
 
         return await self._engine.why(task) or Why(name, task, "ended")
-
-    def begin_wait(self, task: int) -> None:
-        """Nobody is told of it: a program holds nothing that it could lend."""
-
-    def end_wait(self, task: int) -> None:
-        """See `begin_wait`."""
-
-    def settle(self, task: int) -> None:
-        """See `begin_wait`."""
 
 
 class Told:
@@ -172,8 +135,7 @@ class RemoteLeases:
     def take(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
         engine = self._engine
-        if site.checked_by is not engine.mark:
-            engine.admit(site)
+        engine.know(site)
         asking = _Asking(self._held, receiver)
         asking.number = engine.expect(asking)
         engine.send(TakeLease(asking.number, site.id))
@@ -235,10 +197,7 @@ class RemoteActor:
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method; gives the call's number."""
-        self._engine.check_open()
-        number = self._engine.expect(receiver)
-        self._engine.send(Ask(0, number, self.id, method, payload))
-        return number
+        return self._engine.call(self.id, method, payload, receiver)
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
@@ -266,16 +225,11 @@ class RemoteActors:
 
         The node refuses a name that is taken, and the actor's calls tell.
         """
-        from aiogpu.engines.admission import check_arguments
-
-        engine = self._engine
-        engine.check_open()
-        if site.checked_by is not engine.mark:
-            engine.admit(site)
-        check_arguments(site, payload)
+        self._engine.check_open()
+        self._engine.know(site)
         if key is not None and get_if_exists:
             return self._find_or_make(site, payload, key)
-        return self._make(site, payload, key or ("", ""), False)
+        return self._make(site, payload, key, False)
 
     def _find_or_make(
         self, site: Site, payload: bytes, key: tuple[str, str]
@@ -287,22 +241,14 @@ class RemoteActors:
             if made.done():
                 return  # nobody waits for it any more
             try:
-                made.set_result(answer.result() or self._make_late(site, payload, key))
+                found = answer.result() or self._make(site, payload, key, True)
+                made.set_result(found)
             except Exception as error:  # noqa: BLE001 - it is told to who has asked
                 made.set_exception(error)
 
         found.add_done_callback(take)
         self._note_lookup(made)
         return made
-
-    def _make_late(
-        self, site: Site, payload: bytes, key: tuple[str, str]
-    ) -> RemoteActor:
-        """Make an actor after its name was looked up, and nobody had it."""
-        self._engine.check_open()
-        if site.checked_by is not self._engine.mark:
-            self._engine.admit(site)
-        return self._make(site, payload, key, True)
 
     def _note_lookup(self, lookup: asyncio.Future[Any]) -> None:
         """Have this program leave only after it is done."""
@@ -311,34 +257,33 @@ class RemoteActors:
         lookup.add_done_callback(lookups.discard)
 
     def _make(
-        self, site: Site, payload: bytes, key: tuple[str, str], get_if_exists: bool
+        self,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
     ) -> RemoteActor:
         engine = self._engine
-        namespace, name = key
-        identity = -((engine.client << NUMBERS) + engine.new_number())
-        engine.send(Make(identity, site.id, payload, name, namespace, get_if_exists))
-        return RemoteActor(engine, identity, site)
+        return RemoteActor(engine, engine.make(site, payload, key, get_if_exists), site)
 
     def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
         """The living actor of that name; asks the node."""
         engine = self._engine
-        engine.check_open()
         namespace, name = key
         found: asyncio.Future[RemoteActor | None] = engine.loop.create_future()
-        engine.send(Find(engine.expect(_Sought(engine, found)), name, namespace))
+        engine.find(name, namespace, _Sought(engine, found))
         self._note_lookup(found)
         return found
 
     def held(self, actor: int, name: str = "actor") -> RemoteActor:
         """An actor of which a handle has come; see `ActorsPort.held`."""
         self._engine.check_open()
-        self._engine.send(Hold(actor))
+        self._engine.hold(actor)
         return RemoteActor(self._engine, actor, site_of(name))
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
-        number = self._engine.expect(receiver)
-        self._engine.send(Ask(0, number, actor, ROOM, NOTHING))
+        self._engine.call(actor, ROOM, NOTHING, receiver)
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Let a call that is a stream yield so many items in all."""
@@ -354,11 +299,11 @@ class RemoteActors:
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End its process at once, and the actor unless it may restart."""
-        self._engine.send(Stop(actor, AT_ONCE if no_restart else AGAIN))
+        self._engine.stop(actor, AT_ONCE if no_restart else AGAIN)
 
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
-        self._engine.send(Stop(actor, AFTER_ALL))
+        self._engine.stop(actor, AFTER_ALL)
 
 
 class _Sought(Told):
@@ -383,14 +328,6 @@ class _Sought(Told):
             self.future.set_result(None)
 
 
-DECLARED: Final = 512
-"""Sites that the node is taken to know; then all are declared anew. It keeps more."""
-
-
-UNCHECKED: Final = 1 << 20
-"""Bytes that any call may carry."""
-
-
 class RemoteEngine(Membership):
     """See above."""
 
@@ -401,24 +338,12 @@ class RemoteEngine(Membership):
     ) -> None:
         super().__init__(path, options, loop)
         self.leases = RemoteLeases(self)
-        self._mark = object()
-        self._declared = 0
         self._actors: RemoteActors | None = None
-
-    @property
-    def far(self) -> RemoteEngine:
-        """Who knows values that have come from elsewhere; see `Engine.far`."""
-        return self
 
     @property
     def link(self) -> RemoteLink:
         """The way to them."""
         return RemoteLink(self)
-
-    @property
-    def mark(self) -> object:
-        """Left on sites that the node knows."""
-        return self._mark
 
     @property
     def actors(self) -> RemoteActors:
@@ -429,26 +354,33 @@ class RemoteEngine(Membership):
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
-        return self.loans.pack(outgoing)
+        return self._loans.pack(outgoing)
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
-        """Start a task; see `Engine.submit`."""
-        if site.checked_by is not self._mark:
-            self.admit(site)
-        if len(payload) > UNCHECKED:
-            from aiogpu.engines.admission import check_arguments
+        """Start a task; see `Engine.submit`.
 
-            check_arguments(site, payload)
-        self._last = child = self._last + 1
-        self._receivers[child] = receiver
-        message = Submit(0, child, site.id, payload)
-        if self.loans.unnamed:
-            self.loans.name(message)
+        As `NodeClient.submit` does, in fewer steps: a program submits by thousands, and
+        from one thread.
+        """
+        if site.id not in self._declared:
+            self.declare(site)
+        if len(payload) > LARGEST_PAYLOAD:
+            self._check(site, payload)
+        number = self.new_number()
+        self._receivers[number] = receiver
+        message = Submit(0, number, site.id, payload)
+        if self._loans.unnamed:
+            self._loans.name(message)
         self._line.send(message)
-        return child
+        return number
 
-    def admit(self, site: Site) -> None:
-        """Check what is the same for all calls of a site, and declare it.
+    def know(self, site: Site) -> None:
+        """Have the node know a function; raises as `declare` does."""
+        if site.id not in self._declared:
+            self.declare(site)
+
+    def declare(self, site: Site) -> None:
+        """Check what is the same for all calls of a function, and tell the node of it.
 
         Raises:
             InfeasibleError: the node can never give what it asks for.
@@ -459,12 +391,7 @@ class RemoteEngine(Membership):
         self.check_open()
         assert self._ledger is not None, self
         check_site(site, self._ledger)
-        if self._declared >= DECLARED:
-            self._mark, self._declared = object(), 0
-        site.checked_by = self._mark
-        self._declared += 1
-        terms = Terms.of(site).pack()
-        self.send(Declare(site.id, site.spec.name, terms, site.function.payload))
+        super().declare(site)
 
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
@@ -479,17 +406,9 @@ class RemoteEngine(Membership):
         self.send(FindPlacement(self.expect(Told(found, load_gang)), name))
         return found
 
-    def demand(self, task: int, limit: int) -> None:
-        """Let a stream yield so many items in all; see `Engine.demand`."""
-        if task in self._receivers:
-            self.send(ChildDemand(task, limit))
-
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
-        if self._receivers.pop(task, None) is not None:
-            self.shares.withdraw(task)
-            self.send(Withdraw(0, task))
-        else:
+        if not self.withdraw(task):
             self.leases.give_back(task)
 
     async def total(self) -> dict[str, float]:
@@ -529,11 +448,11 @@ class RemoteEngine(Membership):
         self.send(Inquire(self.expect(told), what, number))
         return await told.future
 
-    def _on_stray(self, failed: ChildFailed) -> None:
-        """It was granted, and is no more."""
-        self.leases.lose(failed)
+    def _take_stray(self, failed: ChildFailed) -> None:
+        super()._take_stray(failed)
+        self.leases.lose(failed)  # it was granted, and is no more
 
     def _end(self, error: NodeError) -> None:
-        self._mark = object()
+        self._declared.clear()
         super()._end(error)
         self.leases.end(error)

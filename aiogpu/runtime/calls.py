@@ -7,11 +7,14 @@ is whoever waits: the driver tells it exactly one thing, once. Light to import.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from aiogpu.client.function_spec import (
+    Site,
+)
+from aiogpu.client.port import ItemReceiver, Receiver
 from aiogpu.errors import (
     AiogpuError,
     DeadlockError,
@@ -20,32 +23,14 @@ from aiogpu.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
-from aiogpu.serialization.serializer import NONE, Retried, dump_whole
 from aiogpu.wire.messages import Run
 
 if TYPE_CHECKING:
-    from aiogpu.core.model.request import Request, TaskSpec
     from aiogpu.runtime.connection import Peer
     from aiogpu.wire.messages import Done, Failed
 
 
 _log: Final = logging.getLogger(__name__)
-
-
-class Receiver(Protocol):
-    """Who waits for a task's end. One of the three is called, at most once."""
-
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result."""
-        ...
-
-    def reject(self, failed: Failed) -> None:
-        """Take what the worker says of its failure in place of a result."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result."""
-        ...
 
 
 class Borrower(Protocol):
@@ -56,14 +41,6 @@ class Borrower(Protocol):
 
     def borrow(self, payload: bytes) -> bytes:
         """The payload that it is sent; what that refers to is lent to it."""
-        ...
-
-
-class ItemReceiver(Receiver, Protocol):
-    """Who waits for a stream: items come first, then one of the three is called."""
-
-    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Take pickled items, in order."""
         ...
 
 
@@ -112,96 +89,6 @@ def tell_fault(receiver: Receiver, fault: Exception) -> None:
         receiver.fail(internal_error("passed on the end of a task", fault))
     except Exception:  # noqa: BLE001 - there is nobody left to be told
         _log.exception("! nobody was told")
-
-
-_NO_WINDOWS: Final[Mapping[str, int]] = {}
-
-
-_site_ids: Final = count(1)
-
-
-_function_ids: Final = count(1)
-
-
-@dataclass(slots=True, eq=False)
-class Function:
-    """A function as workers get it: sent once to each, known by its id."""
-
-    id: int
-    payload: bytes
-
-
-def new_function_id() -> int:
-    """An id for a function; no two functions of this process share one."""
-    return next(_function_ids)
-
-
-class ActorTerms(NamedTuple):
-    """What all actors of a class with its options have in common.
-
-    Attributes:
-        mode: how calls are run; see `wire.acting`.
-        limits: by group, how many calls run at once.
-        groups: by method, its group, where it is not the default one.
-        windows: by method that is a generator, how many items it may be ahead.
-        max_task_retries: how often a call is tried again whose process has died.
-        keeps_cpus: whether it holds its CPUs for as long as it lives.
-        face: what handles to it are made of: the program's own, or pickled by another
-            process; nobody here looks at it.
-    """
-
-    mode: str
-    limits: Mapping[str, int]
-    groups: Mapping[str, str]
-    max_task_retries: int = 0
-    keeps_cpus: bool = False
-    face: object = None
-    windows: Mapping[str, int] = _NO_WINDOWS
-
-    def packed_face(self) -> bytes:
-        """The face as other processes get it."""
-        return self.face if type(self.face) is bytes else dump_whole(self.face)
-
-
-@dataclass(slots=True, eq=False)
-class Site:
-    """A function with its options, as all its calls share it.
-
-    Attributes:
-        id: known to workers by this.
-        function: what is run.
-        spec: what the core is asked for.
-        resources: the request in the user's terms, for the task to ask about.
-        environ: variables of `runtime_env`.
-        is_coroutine: whether it is cancelled by a message first.
-        retry_exceptions: exceptions after which it is tried again, True for all, where
-            it runs in this process.
-        retried: the same for workers; see `wire.retried`.
-        checked_by: who has found last that the request can be met.
-        actor: how its calls are run, if it is a class.
-        window: if it is a generator, how many items it may be ahead; else 0.
-    """
-
-    id: int
-    function: Function
-    spec: TaskSpec
-    resources: Mapping[str, float]
-    environ: Mapping[str, str]
-    is_coroutine: bool
-    retry_exceptions: Retried = False
-    retried: bytes = NONE
-    checked_by: object = None
-    actor: ActorTerms | None = None
-    window: int = 0
-
-    def holding(self, request: Request) -> Site:
-        """The same for a call that holds more than was asked for; its spec stays."""
-        return replace(self, id=new_site_id(), resources=request.as_numbers())
-
-
-def new_site_id() -> int:
-    """An id for a site; no two sites of this process share one."""
-    return next(_site_ids)
 
 
 @dataclass(slots=True, eq=False)

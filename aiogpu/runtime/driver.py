@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
+from aiogpu.client.function_spec import Site
+from aiogpu.client.port import Receiver
 from aiogpu.core import effects
 from aiogpu.core.effects import NOTHING, Effect
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
@@ -27,7 +29,7 @@ from aiogpu.core.scheduler.scheduler import Scheduler, Step
 from aiogpu.runtime.actors.actor import is_complete, oversized
 from aiogpu.runtime.actors.registry import Actors
 from aiogpu.runtime.callers.caller import pass_on_all
-from aiogpu.runtime.calls import EACH, Call, Delay, Receiver, Site, tell_fault
+from aiogpu.runtime.calls import EACH, Call, Delay, tell_fault
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_shortage import Shortages
 from aiogpu.runtime.memory_monitor import MemoryGuard

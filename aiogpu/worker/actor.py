@@ -6,6 +6,13 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from aiogpu.client.current import (
+    current,
+    method_called,
+    passing,
+    services,
+    take_passing,
+)
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import ALL
 from aiogpu.serialization.exceptions import STOPPED, UNSENDABLE, pack_failure
@@ -24,10 +31,9 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.worker.chunk import method_of
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import current, method_called, passing, take_passing
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import task_client
 from aiogpu.worker.stdio import Stdio
 
 if TYPE_CHECKING:
@@ -88,8 +94,8 @@ class Stage:
         del actor
         gc.collect()
         self._stdio.end_lines()
-        if services.children is not None and services.children.shares.due:
-            services.children.hand_over()
+        if services.client is not None and task_client().shares.due:
+            task_client().hand_over()
         self.channel.send(Done(creation.task, NOTHING, 0))
         return True
 
@@ -126,8 +132,8 @@ class Stage:
         """Say what was imported, and what is not needed any more."""
         if self._imports.found:
             self.channel.send(self._imports.take())
-        if services.children is not None:
-            services.children.tell_dropped()
+        if services.client is not None:
+            task_client().tell_dropped()
 
 
 class Methods(dict[str, Callable[..., Any]]):
@@ -175,7 +181,7 @@ class SerialActor:
                 method_called.set(message.method)
                 answer = executor.call(_bound(methods, message), message)
                 self._stage.answer(answer)
-                if services.loans is not None and services.loans.are_used:
+                if services.client is not None and task_client().loans.are_used:
                     # It holds the arguments, of which the driver is to be told.
                     del message
                     self._stage.tell_rest()

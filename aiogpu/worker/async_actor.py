@@ -12,23 +12,24 @@ from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.client.current import (
+    ActorExit,
+    current,
+    has_exited,
+    method_called,
+    passing,
+    services,
+    take_passing,
+)
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result, several
 from aiogpu.wire.messages import Carry, Demand, Done, Drop, Failed, Invoke, Message
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
-from aiogpu.worker.context import (
-    ActorExit,
-    current,
-    has_exited,
-    method_called,
-    passing,
-    take_passing,
-)
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import task_client
 from aiogpu.worker.streams import Outflow, UnsendableError, pour_softly
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ class AsyncActor:
         """Obey until it is to end, then give it time for its `close()`."""
         loop = self._loop
         asyncio.set_event_loop(loop)
-        children = services.children
-        if children is not None:
-            children.loop, children.wake = loop, self._look_soon
-            children.on_drop = self._tell_soon
+        client = None if services.client is None else task_client()
+        if client is not None:
+            client.loop, client.wake = loop, self._look_soon
+            client.on_drop = self._tell_soon
         loop.add_reader(self._channel.fileno(), self._read)
         loop.call_soon(self._obey)
         try:
@@ -78,9 +79,9 @@ class AsyncActor:
         finally:
             self._flush()
             loop.close()
-            if children is not None:
+            if client is not None:
                 # It holds the actor, which is to go now.
-                children.loop = children.wake = children.on_drop = None
+                client.loop = client.wake = client.on_drop = None
 
     async def _close(self) -> None:
         await _end(self._running.values())
@@ -192,8 +193,7 @@ class AsyncActor:
         del self._running[call]
         self._dropped.discard(call)
         self._answer(answer)
-        loans = services.loans
-        if loans is not None and loans.are_used:
+        if services.client is not None and task_client().loans.are_used:
             # Not before this frame, which holds the arguments, has gone.
             self._tell_soon()
 

@@ -17,6 +17,8 @@ import sys
 from functools import partial
 from typing import Final
 
+from aiogpu.client.current import Context, current
+from aiogpu.client.references import Loans
 from aiogpu.linux import syscalls as kernel
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.serializer import (
@@ -28,13 +30,10 @@ from aiogpu.wire.codec import encode_all
 from aiogpu.wire.messages import PRESSING, Bind, Define, Exit, Run
 from aiogpu.wire.setup import Setup, descriptor_path, socket_path
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import Context, current
 from aiogpu.worker.environment import Threads, drop, seeds
 from aiogpu.worker.import_tracker import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
-from aiogpu.worker.objects import Loans
-from aiogpu.worker.services import services
 
 TASKS: Final = 3
 """In each rehearsal: the first of a site by name, of one by value, a known one."""
@@ -149,7 +148,7 @@ class Birth:
             renew()
         current.worker = worker
         self._interrupts.attend(slot)
-        services.loans = self._channel.loans = self._loans
+        self._channel.loans = self._loans
         process = self._worker
         process.begin()
         try:

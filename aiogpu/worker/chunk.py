@@ -12,12 +12,11 @@ from time import perf_counter
 from types import CoroutineType
 from typing import Any, Final
 
+from aiogpu.client.current import current, services
 from aiogpu.serialization.exceptions import RAISED, Outcome, pack_failure
 from aiogpu.serialization.serializer import load_function
-from aiogpu.worker.context import current
 from aiogpu.worker.gpu import poisoned_by
 from aiogpu.worker.invoke import explain_quit, let_go
-from aiogpu.worker.services import services
 
 CHUNKED: Final = "[]"
 """At the end of a method's name: it is called with a chunk."""
@@ -45,7 +44,7 @@ class Chunk:
 
     def __call__(self, seconds: float, *items: Any) -> Any:
         """Call it with each of the items; gives an `Outcome` or a coroutine of one."""
-        function, family = self._function, services.children
+        function, family = self._function, services.client
         values: list[Any] = []
         begun = perf_counter()
         until = begun + seconds if seconds else inf
@@ -60,7 +59,7 @@ class Chunk:
                     return self._await_each(value, rest, values, begun, until)
                 values.append(value)
                 # In a fork that the function has made, the rest is not its to run.
-                if perf_counter() > until or services.children is not family:
+                if perf_counter() > until or services.client is not family:
                     break
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the item's
             failure = _packed(error, family)
@@ -74,15 +73,13 @@ class Chunk:
         begun: float,
         until: float,
     ) -> Outcome:
-        function, family = self._function, services.children
+        function, family = self._function, services.client
         failure = None
         try:
             if first is not None:
                 values.append(await first)
             for item in items:
-                if values and (
-                    perf_counter() > until or services.children is not family
-                ):
+                if values and (perf_counter() > until or services.client is not family):
                     break
                 value = function(item)
                 if type(value) is CoroutineType:
@@ -95,7 +92,7 @@ class Chunk:
 
 def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
     """The error as it travels; raised where it is the whole task's."""
-    if services.children is not family:
+    if services.client is not family:
         raise error
     if any(current.accelerators.values()):
         from aiogpu.worker.gpu import has_run_out

@@ -24,7 +24,7 @@ from aiogpu.wire.messages import Message
 from aiogpu.worker.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from aiogpu.worker.objects import Loans
+    from aiogpu.client.references import Loans
 
 
 CHUNK: Final = 65536

@@ -19,11 +19,12 @@ from os.path import dirname
 from types import FrameType
 from typing import Any, Final
 
+from aiogpu.client.current import services
 from aiogpu.wire.messages import Cancel, Demand
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.invoke import arguments_in
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import task_client
 from aiogpu.worker.streams import Outflow, pour_softly
 
 _OF_THE_LOOP: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
@@ -68,10 +69,10 @@ class Coroutines:
         task = loop.create_task(coroutine)
         self._interrupts.soften = Softening(task, partial(self._cancel, task, task_id))
         loop.add_reader(self._channel.fileno(), self._read, task, task_id)
-        children = services.children
-        if children is not None:
-            children.loop = loop
-            children.wake = partial(self._look_soon, task, task_id)
+        client = None if services.client is None else task_client()
+        if client is not None:
+            client.loop = loop
+            client.wake = partial(self._look_soon, task, task_id)
         try:
             self._heed(task, task_id)
             return loop.run_until_complete(task)
@@ -84,8 +85,8 @@ class Coroutines:
             raise
         finally:
             self._interrupts.soften = None
-            if children is not None:
-                children.loop = children.wake = None
+            if client is not None:
+                client.loop = client.wake = None
             if loop is self._loop and not self._channel.is_closed:
                 loop.remove_reader(self._channel.fileno())
                 self._end_rest()

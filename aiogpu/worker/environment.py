@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from aiogpu.client.current import current
 from aiogpu.wire.messages import Bind
-from aiogpu.worker.context import current
 
 _given: Final[set[str]] = set()
 

@@ -10,6 +10,7 @@ from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.client.current import ActorExit, current, has_exited
 from aiogpu.errors import GpuOutOfMemoryError, TaskError
 from aiogpu.serialization.exceptions import (
     LEFT,
@@ -37,7 +38,6 @@ from aiogpu.wire.messages import (
     Run,
     Spoilt,
 )
-from aiogpu.worker.context import ActorExit, current, has_exited
 from aiogpu.worker.gpu import poisoned_by, tell
 from aiogpu.worker.invoke import Retrying, arguments_in, explain_quit, let_go, packed
 from aiogpu.worker.streams import Holding, Outflow, UnsendableError, pour

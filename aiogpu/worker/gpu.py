@@ -23,8 +23,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+from aiogpu.client.current import current
 from aiogpu.errors import AiogpuError, RemoteTraceback
-from aiogpu.worker.context import current
 
 MODULE: Final = "torch.cuda"
 """Where PyTorch keeps what is to be done when CUDA begins."""

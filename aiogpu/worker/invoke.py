@@ -20,6 +20,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.client.current import current, services
 from aiogpu.errors import NodeClosedError
 from aiogpu.serialization.exceptions import text_of
 from aiogpu.serialization.payload import Payload
@@ -30,8 +31,6 @@ from aiogpu.serialization.serializer import (
     load_retried,
 )
 from aiogpu.wire.messages import Define
-from aiogpu.worker.context import current
-from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.serialization.references import PickledValue
@@ -50,10 +49,12 @@ def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def packed(outgoing: PickledValue) -> bytes:
     """The payload of what this worker sends; see `Loans.pack`."""
-    loans = services.loans
-    if loans is None:
+    if services.client is None:
         raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
-    return loans.pack(outgoing)
+    # Late: code that only asks where it runs needs none of it.
+    from aiogpu.worker.nested import task_client
+
+    return task_client().loans.pack(outgoing)
 
 
 class Retrying:

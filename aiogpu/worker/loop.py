@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from aiogpu.client.current import passing, services, take_passing
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
 from aiogpu.serialization.exceptions import UNSENDABLE, pack_failure
@@ -23,13 +24,11 @@ from aiogpu.wire.messages import (
     Skipped,
 )
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import passing, take_passing
 from aiogpu.worker.environment import Footing, Threads, bind, find, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.import_tracker import Imports
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.nested import Children
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.stdio import Stdio
 
 if TYPE_CHECKING:
@@ -57,21 +56,20 @@ class Worker:
         self._is_foreign = False
         self._executor = Executor(channel, interrupts, threads)
         self.footing = Footing(interrupts.restore)
-        self._children = Children(channel)
+        self._client = TaskClient(channel)
 
     def begin(self) -> None:
         """Take over this process: what user code sees and does is this worker's."""
-        services.children = self._children
+        services.client = self._client
         self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
         self._is_foreign = True
-        services.children = None
-        if services.loans is not None:
-            services.loans.leave()
-            services.loans = None
+        services.client = None
+        if self._channel.loans is not None:
+            self._channel.loans.leave()
         self._channel.close()
         self._stdio.leave()
 
@@ -90,7 +88,7 @@ class Worker:
                 has_run, is_last = self._run(message), message.is_last
                 # It holds the arguments, of which the driver is to be told.
                 del message
-                self._children.tell_dropped()
+                self._client.tell_dropped()
                 if has_run and (is_last or self._executor.is_spoilt):
                     return
             elif type(message) is Define:
@@ -119,15 +117,15 @@ class Worker:
         self._stdio.end_lines()
         if passing:
             self._channel.send(Carry(message.task, take_passing()))
-        if self._children.shares.due:
-            self._children.hand_over()
+        if self._client.shares.due:
+            self._client.hand_over()
         try:
             self._channel.send(answer)
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         if self._imports.found:
             self._channel.send(self._imports.take())
-        self._children.end_task()
+        self._client.end_task()
         self._executor.forget_error()
         restore()
         self.footing.restore()

@@ -1,9 +1,8 @@
-"""The tasks that the running task has started, over the worker's own socket.
+"""The client of the task that runs in this worker, over the worker's own socket.
 
-Whoever waits for one reads the socket himself: the worker has no other thread. What
-comes for the worker meanwhile stays on the channel until the task has ended. Actors to
-which a child's result has handles are held until somebody looks at that result. A
-module that a worker imports must not begin the module's program: each worker would
+Whoever waits for an answer reads the socket himself: the worker has no other thread.
+What comes for the worker meanwhile stays on the channel until the task has ended. A
+module that a worker imports must not start the module's program: each worker would
 start another one, without end (`refuse_to_begin_anew`).
 """
 
@@ -12,202 +11,122 @@ from __future__ import annotations
 import _thread
 import sys
 import time
-from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
-from typing import TYPE_CHECKING, Final
-from weakref import finalize
+from typing import TYPE_CHECKING, Final, NoReturn, Self, cast
 
-from aiogpu.errors import MisuseError, NodeClosedError
-from aiogpu.wire.messages import (
-    NUMBERS,
-    Ask,
-    Carried,
-    Carry,
-    ChildDemand,
-    ChildDone,
-    ChildFailed,
-    ChildItems,
-    Declare,
-    Failed,
-    Fetch,
-    Find,
-    Make,
-    Message,
-    Release,
-    Submit,
-    Sync,
-    Synced,
-    Wait,
-    Withdraw,
+from aiogpu.client.current import (
+    current,
+    error_inside_task,
+    passing,
+    services,
+    take_passing,
 )
-from aiogpu.worker.context import current, passing, take_passing
+from aiogpu.client.node_client import NodeClient
+from aiogpu.client.references import Loans
+from aiogpu.errors import MisuseError, NodeClosedError, NodeError
+from aiogpu.wire.messages import Carry, Message, Release, Sync, Synced, Wait
 from aiogpu.worker.interrupts import IMPORT
-from aiogpu.worker.objects import Loan, Shares
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import ChildReceiver
     from aiogpu.worker.connection import Channel
-    from aiogpu.worker.objects import Receiver
 
 
 SLICE: Final = 0.05
 """Seconds after which a waiting thread sees what another one has read for it."""
 
 
-DECLARED: Final = 512
-"""Sites that a worker takes for declared; then it declares all anew. The driver
-keeps more, so that it never forgets one that the worker still counts on."""
-
-
-class Children:
-    """All children of the task that runs, by numbers of the worker's own.
+class TaskClient(NodeClient):
+    """What the running task has asked of the node; one for the life of the worker.
 
     Attributes:
         loop: the event loop that reads the socket for the task; None without one.
         wake: has that loop look at what another thread has read.
         on_drop: told that there is something to say by `tell_dropped`, in whichever
             thread and maybe amid a send; None where that is said after each task.
-        upsets: how many children have ended without a result so far.
-        shares: their results, as others are given them.
     """
 
     def __init__(self, channel: Channel) -> None:
+        super().__init__()
         self.loop: object = None
         self.wake: Callable[[], object] | None = None
         self.on_drop: Callable[[], object] | None = None
-        self.upsets = 0
+        self.send = channel.send  # type: ignore[method-assign]
+        self.fileno = channel.fileno
         self._channel = channel
-        self._receivers: dict[int, Receiver] = {}
-        self._declared: set[int] = set()
+        self._loops: dict[AbstractEventLoop, LoopWaits] = {}
         self._waits: dict[object, tuple[int, ...]] = {}
         self._main = _thread.get_ident()
         self._is_bound = False
-        self._numbers = count(1)
-        self._submitting = allocate_lock()
         self._has_any = False
         self._dropped: deque[int] = deque()
-        number = self._numbers.__next__
-        self.shares = Shares(channel, self.read, number, self._own)
         self._unwanted: deque[int] = deque()
         self._is_synced = False
 
-    def _own(self, identity: int) -> Loan:
+    @property
+    def link(self) -> Self:
+        """The way to values that another process keeps."""
+        return self
+
+    @property
+    def waits(self) -> LoopWaits:
+        """Who is told of waits on the event loop that runs here."""
+        loop = sys.modules["asyncio"].get_running_loop()
+        waits = self._loops.get(loop)
+        if waits is None or not waits.is_current:
+            for other in [
+                one for one, its in self._loops.items() if not its.is_current
+            ]:
+                del self._loops[other]
+            waits = self._loops[loop] = LoopWaits(self, loop)
+        return waits
+
+    @property
+    def loans(self) -> Loans:
+        """What was lent to this worker."""
         assert self._channel.loans is not None, self
-        return self._channel.loans.own(identity)
+        return self._channel.loans
 
-    def fileno(self) -> int:
-        """Descriptor of the socket, for an event loop to watch."""
-        return self._channel.fileno()
+    def _check(self, site: Site, payload: bytes) -> None:
+        if current.is_loading:
+            refuse_to_begin_anew()
+        super()._check(site, payload)
 
-    def submit(
-        self,
-        site: int,
-        payload: bytes,
-        receiver: Receiver,
-        describe: Callable[[], Declare],
-    ) -> int:
-        """Start a child of the running task.
-
-        Args:
-            site: what is called, by this process's own id.
-            payload: the pickled arguments.
-            receiver: told of its end.
-            describe: says what the site is; asked if the driver may not know.
-
-        Returns:
-            Its number; 0 if no task runs any more.
+    def declare(self, site: Site) -> None:
+        """Tell the node what a function is and asks for.
 
         Raises:
-            MisuseError: what starts it is the import of a module for this task.
+            MisuseError: a module that a task imports would start that task anew.
         """
-        if current.is_loading:
-            _refuse_to_begin_anew()
-        with self._submitting:
-            task = current.task
-            if not task:
-                return 0
+        if site.spec.name == current.name:
+            refuse_to_begin_anew()
+        super().declare(site)
+
+    def _prepare(self, name: str, has_payload: bool) -> None:
+        if not current.task:
+            raise MisuseError(
+                f"{name}.remote() was called after the task had ended, by a thread "
+                f"that it has left behind."
+            )
+        if not self._has_any:
             self._begin()
-            if site not in self._declared:
-                self._declare(describe())
-            child = next(self._numbers)
-            self._receivers[child] = receiver
-            self._send_passed()
-            self._channel.send(Submit(task, child, site, payload))
-        return child
+        if self._unwanted:
+            self._tell_unwanted()
+        self.tell_amid()
+        if has_payload and passing:
+            self.send(Carry(0, take_passing()))
 
     def _begin(self) -> None:
-        if not self._has_any:
-            self._has_any = True
-            self._channel.on_child = self._take
-            if self.on_drop is None:
-                self._channel.on_idle = self.tell_dropped
-            self._channel.admit_guests(True)
-
-    def ask(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method of an actor; gives the call's number among the children.
-
-        Returns:
-            0 if no task runs any more.
-        """
-        with self._submitting:
-            if not current.task:
-                return 0
-            self._begin()
-            child = next(self._numbers)
-            self._receivers[child] = receiver
-            self._send_passed()
-            self._channel.send(Ask(current.task, child, actor, method, payload))
-        return child
-
-    def find(self, name: str, namespace: str, receiver: Receiver) -> int:
-        """Ask which actor has a name; gives the question's number."""
-        with self._submitting:
-            self._begin()
-            child = next(self._numbers)
-            self._receivers[child] = receiver
-            self._channel.send(Find(child, name, namespace))
-        return child
-
-    def make(
-        self, made: Callable[[int], Make], site: int, describe: Callable[[], Declare]
-    ) -> int:
-        """Have an actor made; gives its id.
-
-        Args:
-            made: what is to be said of it, given its id.
-            site: its class, by this process's own id.
-            describe: says what the site is; asked if the driver may not know.
-
-        Raises:
-            MisuseError: what starts it is the import of a module for this task.
-        """
-        if current.is_loading:
-            _refuse_to_begin_anew()
-        with self._submitting:
-            if site not in self._declared:
-                self._declare(describe())
-            actor = -((current.worker << NUMBERS) + next(self._numbers))
-            self._send_passed()
-            self._channel.send(made(actor))
-        return actor
-
-    def fetch(self, value: int, receiver: Receiver) -> int:
-        """Ask for a value; gives the question's number, 0 if no task runs any more."""
-        with self._submitting:
-            if not current.task:
-                return 0
-            self._begin()
-            child = next(self._numbers)
-            self._receivers[child] = receiver
-            self.tell_amid()
-            self._channel.send(Fetch(current.task, child, value))
-        return child
-
-    def tell(self, message: Message) -> None:
-        """Say something that nobody answers."""
-        self._channel.send(message)
+        self._has_any = True
+        self._channel.on_child = self.take
+        if self.on_drop is None:
+            self._channel.on_idle = self.tell_dropped
+        self._channel.admit_guests(True)
 
     def drop(self, actor: int) -> None:
         """The last handle to an actor is gone; said soon, since it may go anywhere."""
@@ -218,7 +137,7 @@ class Children:
     def tell_dropped(self) -> None:
         """Say which handles are gone, and what else was lent and is not needed."""
         while self._dropped:
-            self._channel.send(Release(self._dropped.popleft()))
+            self.send(Release(self._dropped.popleft()))
         if self._channel.loans is not None and self._channel.loans.over:
             self._channel.loans.tell_to(self._channel.send)
 
@@ -236,30 +155,22 @@ class Children:
                 elif self._channel.loans is not None:
                     self._channel.loans.tell_to(self._channel.send)
 
-    def _send_passed(self) -> None:
-        self._tell_unwanted()
+    def demand(self, number: int, limit: int) -> None:
+        """Let a request that is a stream yield so many items in all."""
         self.tell_amid()
-        if passing:
-            self._channel.send(Carry(0, take_passing()))
+        super().demand(number, limit)
 
-    def _declare(self, declaration: Declare) -> None:
-        if len(self._declared) >= DECLARED:
-            self._declared.clear()
-        self._channel.send(declaration)
-        self._declared.add(declaration.site)
+    def cancel(self, task: int) -> None:
+        """Stop a child or a call."""
+        self.withdraw(task)
 
-    def demand(self, child: int, limit: int) -> None:
-        """Let a child that is a stream yield so many items in all."""
-        self.tell_amid()
-        if child in self._receivers:
-            self._channel.send(ChildDemand(child, limit))
+    async def why(self, name: str, task: int) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
 
-    def withdraw(self, child: int) -> None:
-        """Nobody wants a child's result any more: stop it."""
-        if self._receivers.pop(child, None) is not None:
-            self.upsets += 1
-            self.shares.withdraw(child)
-            self._channel.send(Withdraw(current.task, child))
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {name}")
 
     def withdraw_soon(self, child: int) -> None:
         """The same where the collector runs, which may be amid a send."""
@@ -295,7 +206,7 @@ class Children:
             )
         else:
             children = waits[0] if waits else ()
-        self._channel.send(Wait(current.task, children, len(bound)))
+        self.send(Wait(current.task, children, len(bound)))
 
     def end_wait(self, waiter: object) -> None:
         """All that it waited for has ended, which the driver knows by itself."""
@@ -346,13 +257,13 @@ class Children:
         self._is_synced = False
         # Where the driver has gone, the next send says so.
         with suppress(NodeClosedError):
-            self._channel.send(Sync())
+            self.send(Sync())
             self.wait_until(lambda: self._is_synced)
         self.shares.forget(due)
 
     def end_task(self) -> None:
         """The task has ended, and what it had started ends with it."""
-        with self._submitting:
+        with self._requesting:
             current.task = 0
             self._waits.clear()
             if not self._has_any:
@@ -362,59 +273,87 @@ class Children:
             left, self._receivers = self._receivers, {}
         for receiver in left.values():
             self.upsets += 1
-            receiver.abandon()
+            cast("ChildReceiver", receiver).abandon()
 
-    def _take(self, message: Message) -> bool:
-        if self.shares.due:
-            self.shares.pass_on(message)
-        if type(message) is ChildItems:
-            receiver = self._receivers.get(message.child)
-            if receiver is not None:
-                receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
-            return True
-        if type(message) is ChildDone:
-            receiver = self._receivers.pop(message.child, None)
-            if receiver is not None:
-                receiver.receive(message.payload)
-            return True
-        if type(message) is ChildFailed:
-            receiver = self._receivers.pop(message.child, None)
-            if receiver is not None:
-                receiver.reject(Failed(*message))
-                self.upsets += 1
-            return True
-        if type(message) is Carried:
-            hold_for(self._receivers.get(message.child), message.actors, self.drop)
-            return True
+    def take(self, message: Message) -> bool:
+        """Tell the receiver of an answer; False if the message is none of a task's."""
         if type(message) is Synced:
             self._is_synced = True
             return True
-        return False
+        return super().take(message)
 
 
-def _refuse_to_begin_anew() -> None:
-    # Late: a program that is written as it should be hardly comes here.
+class LoopWaits:
+    """Which children the code on one event loop waits for; see `client.port.Waits`.
 
-    refuse_to_begin_anew()
-
-
-def hold_for(
-    receiver: object, actors: Iterable[int], drop: Callable[[int], object]
-) -> None:
-    """Have actors live as long as the handle whose result they are in.
-
-    Whoever unpickles that holds them himself, from then on.
-
-    Args:
-        receiver: the handle; None if nobody wants the result any more.
-        actors: their ids; each counts as held by this process.
-        drop: says that it holds one no more, from wherever objects are dropped.
+    The task waits as long as any of its code does. The driver is told once in a turn of
+    the loop.
     """
-    for actor in actors:
-        if receiver is None:
-            drop(actor)
-        else:
-            finalize(receiver, drop, actor).atexit = False
+
+    def __init__(self, client: TaskClient, loop: AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+        self._waits: dict[int, int] = {}
+        self._is_told = True
+        self._has_told = False
+        self._task = current.task
+        if client.loop is not loop:
+            # A loop of the user's own, in a plain function or a thread.
+            loop.add_reader(client.fileno(), self._read)
+
+    @property
+    def is_current(self) -> bool:
+        """True if the task that it was made for still runs."""
+        return self._task == current.task != 0
+
+    def _read(self) -> None:
+        if self.is_current:
+            with suppress(NodeClosedError):
+                self._client.read()
+                return
+        # It would be called again and again, for what is not this loop's to read.
+        self._loop.remove_reader(self._client.fileno())
+
+    def begin_wait(self, child: int) -> None:
+        """Some code waits for a child now."""
+        self._waits[child] = self._waits.get(child, 0) + 1
+        if self._waits[child] == 1:
+            self._tell_soon()
+
+    def end_wait(self, child: int) -> None:
+        """It waits no longer, although the child has not ended."""
+        if child in self._waits:
+            self._waits[child] -= 1
+            if not self._waits[child]:
+                del self._waits[child]
+                self._tell_soon()
+
+    def settle(self, child: int) -> None:
+        """A child has ended; nobody waits for it any more."""
+        self._waits.pop(child, None)
+
+    def _tell_soon(self) -> None:
+        if self._is_told:
+            self._is_told = False
+            self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._is_told = True
+        # What has ended within the turn was not waited for, as the driver sees it.
+        if self.is_current and (self._waits or self._has_told):
+            self._client.note_wait(self, tuple(self._waits))
+            self._has_told = bool(self._waits)
+
+
+def task_client() -> TaskClient:
+    """The client of the task that this worker runs.
+
+    Raises:
+        NodeError: this process is no worker.
+    """
+    if services.client is None:
+        raise NodeError("no task of aiogpu runs in this process, or in this thread.")
+    return cast("TaskClient", services.client)
 
 
 def refuse_to_begin_anew() -> None:

@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Final
 
+from aiogpu.client.current import current
 from aiogpu.linux import syscalls as kernel
 from aiogpu.wire.messages import LeftOut, Message, Ready, Unfit
 from aiogpu.wire.setup import Setup
-from aiogpu.worker.context import current
 from aiogpu.worker.keeper import end_children
 from aiogpu.worker.parent_link import watched_over
 

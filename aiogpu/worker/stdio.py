@@ -15,9 +15,9 @@ import time
 from _thread import RLock
 from typing import TYPE_CHECKING, Final, cast
 
+from aiogpu.client.current import current
 from aiogpu.wire.messages import Log, visible
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -13,11 +13,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from aiogpu.client.current import passing, take_passing
 from aiogpu.errors import NodeClosedError, SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result
 from aiogpu.wire.messages import Carry, Demand, Items
-from aiogpu.worker.context import passing, take_passing
 from aiogpu.worker.invoke import packed
 from aiogpu.worker.nested import SLICE
 

@@ -7,6 +7,15 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from aiogpu.client.current import (
+    ActorExit,
+    current,
+    has_exited,
+    method_called,
+    passing,
+    services,
+    take_passing,
+)
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result, several
@@ -21,17 +30,9 @@ from aiogpu.wire.messages import (
     Invoke,
 )
 from aiogpu.worker.actor import Methods, dropped, is_end
-from aiogpu.worker.context import (
-    ActorExit,
-    current,
-    has_exited,
-    method_called,
-    passing,
-    take_passing,
-)
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import task_client
 from aiogpu.worker.streams import ThreadHolding, UnsendableError, pour
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class ThreadedActor:
 
     def play(self) -> None:
         """Obey until it is to end and all calls have ended."""
-        if services.children is not None:
+        if services.client is not None:
             # A method that waits for its task reads what may be for this thread.
-            services.children.wake = self._channel.waker()
+            task_client().wake = self._channel.waker()
         is_over = False
         while not is_over:
             self._channel.wait(None)
@@ -101,7 +102,7 @@ class ThreadedActor:
         if self._stage.executor.has_left:
             return  # the driver is told of all calls at once
         self._stage.answer(self._outcome(held.pop()))
-        if services.loans is not None and services.loans.are_used:
+        if services.client is not None and task_client().loans.are_used:
             # Not before the frame that held the arguments has gone.
             self._stage.tell_rest()
 

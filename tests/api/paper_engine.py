@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
+from aiogpu.client.port import Receiver
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.why import Why
-from aiogpu.runtime.calls import Function, Receiver, Site, new_function_id, new_site_id
 
 
 def site(name: str = "train") -> Site:

@@ -8,7 +8,7 @@ from collections import deque
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.serializer import dump_result
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message, Submit, Wait
-from aiogpu.worker.nested import Children
+from aiogpu.worker.nested import TaskClient
 
 
 class PaperChannel:
@@ -65,8 +65,8 @@ class PaperChannel:
         return [one.child for one in self.sent if isinstance(one, Submit)]
 
 
-def paper_children(channel: PaperChannel) -> Children:
-    return Children(channel)  # type: ignore[arg-type]
+def paper_children(channel: PaperChannel) -> TaskClient:
+    return TaskClient(channel)  # type: ignore[arg-type]
 
 
 def done(child: int, value: object = None) -> ChildDone:

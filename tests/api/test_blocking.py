@@ -10,7 +10,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.blocking_handle import BlockingHandle
-from aiogpu.engines import nested
+from aiogpu.client.current import Context, current, services
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -21,9 +21,7 @@ from aiogpu.errors import (
     TaskTimeoutError,
 )
 from aiogpu.wire.messages import ChildDone, Declare, Submit, Withdraw
-from aiogpu.worker.context import Context, current
-from aiogpu.worker.nested import Children
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import task_client
 from tests.api.paper_family import PaperChannel, done, failed, paper_children
 
 
@@ -31,13 +29,13 @@ from tests.api.paper_family import PaperChannel, done, failed, paper_children
 def channel() -> Iterator[PaperChannel]:
     """That of a worker which runs task 3."""
     before = {name: getattr(current, name) for name in Context.__slots__}
-    family = services.children
+    family = services.client
     channel = PaperChannel()
-    current.task, services.children = 3, paper_children(channel)
+    current.task, services.client = 3, paper_children(channel)
     yield channel
     for name, value in before.items():
         setattr(current, name, value)
-    services.children = family
+    services.client = family
     channel.close()
 
 
@@ -192,8 +190,7 @@ def test_what_is_left_when_the_task_ends(channel: PaperChannel) -> None:
     handles = start(2)
     channel.put(done(1, "in time"))
     assert aiogpu.get(handles[0]) == "in time"
-    family: Children = nested.family()
-    family.end_task()
+    task_client().end_task()
     with pytest.raises(TaskCancelledError, match="since the task that had started it"):
         aiogpu.get(handles[1])
     assert aiogpu.get(handles[0]) == "in time"
@@ -203,14 +200,13 @@ def test_what_is_left_when_the_task_ends(channel: PaperChannel) -> None:
 
 def test_a_process_without_a_task() -> None:
     with pytest.raises(NodeError, match="no task of aiogpu"):
-        nested.family()
+        task_client()
 
 
 def test_arguments_that_are_too_large(
     channel: PaperChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.engines.nested.LARGEST_PAYLOAD", 1000)
-    monkeypatch.setattr("aiogpu.engines.admission.LARGEST_PAYLOAD", 2000)
+    monkeypatch.setattr("aiogpu.client.node_client.LARGEST_PAYLOAD", 2000)
 
     @aiogpu.remote
     def child(_data: bytes) -> object: ...

@@ -14,8 +14,9 @@ import aiogpu
 from aiogpu.api import map as window
 from aiogpu.api.map import CALLS, GROWTH, LONGEST, MOST, TARGET, Results, Sizes
 from aiogpu.api.session import Session
+from aiogpu.client.function_spec import Site
+from aiogpu.client.port import Receiver
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
-from aiogpu.runtime.calls import Receiver, Site
 from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, Outcome, pack_failure
 from aiogpu.serialization.serializer import dump_result, load_arguments
 from tests.api.paper_engine import PaperEngine

@@ -14,11 +14,10 @@ import pytest
 import aiogpu
 from aiogpu.api.handle import Handle
 from aiogpu.api.nested import ChildHandle
+from aiogpu.client.current import Context, current, services
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
-from aiogpu.worker.context import Context, current
-from aiogpu.worker.services import services
 from tests.api.paper_family import PaperChannel, done, failed, paper_children
 
 UNREADABLE = b"garbage"
@@ -331,13 +330,13 @@ class TestInPlainTasks:
     def channel(self) -> Iterator[PaperChannel]:
         """That of a worker which runs task 3."""
         before = {name: getattr(current, name) for name in Context.__slots__}
-        family = services.children
+        family = services.client
         channel = PaperChannel()
-        current.task, services.children = 3, paper_children(channel)
+        current.task, services.client = 3, paper_children(channel)
         yield channel
         for name, value in before.items():
             setattr(current, name, value)
-        services.children = family
+        services.client = family
         channel.close()
 
     def start(self, count: int) -> list[Any]:
@@ -424,7 +423,7 @@ class TestInPlainTasks:
             aiogpu.as_completed([a, 5])  # type: ignore[list-item]
         with pytest.raises(MisuseError, match="no event loop runs"):
             aiter(aiogpu.as_completed([a]))
-        services.children = paper_children(channel)
+        services.client = paper_children(channel)
         with pytest.raises(MisuseError, match="child belongs to another task"):
             aiogpu.wait([b])
 
@@ -440,14 +439,14 @@ class TestInCoroutinesOfTasks:
     @pytest.fixture
     async def channel(self) -> Any:
         before = {name: getattr(current, name) for name in Context.__slots__}
-        family = services.children
+        family = services.client
         channel = PaperChannel()
-        current.task, services.children = 3, paper_children(channel)
+        current.task, services.client = 3, paper_children(channel)
         yield channel
         asyncio.get_running_loop().remove_reader(channel.fileno())
         for name, value in before.items():
             setattr(current, name, value)
-        services.children = family
+        services.client = family
         channel.close()
 
     async def test_it_waits_only_while_it_does(self, channel: PaperChannel) -> None:

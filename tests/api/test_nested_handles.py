@@ -11,11 +11,10 @@ import pytest
 
 import aiogpu
 from aiogpu.api.nested import ChildHandle
+from aiogpu.client.current import Context, current, services
 from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.messages import Withdraw
-from aiogpu.worker.context import Context, current
-from aiogpu.worker.nested import Children
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import TaskClient
 from tests.api.paper_family import PaperChannel, done, failed, paper_children
 
 
@@ -23,14 +22,14 @@ from tests.api.paper_family import PaperChannel, done, failed, paper_children
 async def channel() -> AsyncIterator[PaperChannel]:
     """That of a worker which runs task 3, on a loop of the task's own."""
     before = {name: getattr(current, name) for name in Context.__slots__}
-    family = services.children
+    family = services.client
     channel = PaperChannel()
-    current.task, services.children = 3, paper_children(channel)
+    current.task, services.client = 3, paper_children(channel)
     yield channel
     asyncio.get_running_loop().remove_reader(channel.fileno())
     for name, value in before.items():
         setattr(current, name, value)
-    services.children = family
+    services.client = family
     channel.close()
 
 
@@ -142,9 +141,9 @@ async def test_another_thread_may_read_the_answer(channel: PaperChannel) -> None
     assert threads == [threading.get_ident()] * 2
 
 
-def family() -> Children:
-    assert services.children is not None
-    return services.children
+def family() -> TaskClient:
+    assert services.client is not None
+    return services.client
 
 
 async def test_what_is_left_when_the_task_ends(channel: PaperChannel) -> None:

@@ -11,9 +11,9 @@ import aiogpu
 from aiogpu.accelerators import registry
 from aiogpu.api.node_options import check_declared
 from aiogpu.api.options import TaskOptions, check_options
+from aiogpu.client.current import current
 from aiogpu.core.model.request import TaskSpec
 from aiogpu.errors import OptionError
-from aiogpu.worker.context import current
 from tests.accelerators.test_vendors import Fpga
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import aiogpu
-from aiogpu.worker.context import Context, current
+from aiogpu.client.current import Context, current
 
 KINDS = ("GPU", "neuron_cores", "TPU", "HPU", "NPU")
 

@@ -23,6 +23,7 @@ from aiogpu.api.session import (
     session_of,
     start_session,
 )
+from aiogpu.client.current import current
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import (
     InfeasibleError,
@@ -32,7 +33,6 @@ from aiogpu.errors import (
     NoLoopError,
 )
 from aiogpu.serialization.serializer import dump_result
-from aiogpu.worker.context import current
 from tests.api.paper_engine import PaperEngine, site
 
 LOOPS = [

@@ -36,10 +36,10 @@ class Here:
 
 
 @asynccontextmanager
-async def node_here(directory: Path) -> AsyncIterator[Here]:
+async def node_here(directory: Path, learns: bool = True) -> AsyncIterator[Here]:
     """A node of this process; its socket is in that directory."""
     engine = LocalEngine(
-        NodeOptions(num_cpus=2, num_gpus=1, log_to_driver=False),
+        NodeOptions(num_cpus=2, num_gpus=1, log_to_driver=False, learns=learns),
         asyncio.get_running_loop(),
     )
     await engine.open()

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import aiogpu
+from aiogpu.client.function_spec import Site
+from aiogpu.client.spec_codec import Terms
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import join_of
-from aiogpu.runtime.callers.requests import Terms
-from aiogpu.runtime.calls import Site
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection, greeting
 from aiogpu.wire.messages import FIRST_CLIENT, Declare, Join, Message, Welcome

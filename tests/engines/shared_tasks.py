@@ -11,7 +11,7 @@ from typing import Final
 import aiogpu
 from aiogpu.memory.addresses import address_of
 from aiogpu.serialization.references import PickledValue
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import task_client
 from tests.gate import pass_gate
 
 B: Final = ord("b")
@@ -46,8 +46,7 @@ def try_to_change(view: memoryview) -> None:
 def write_in_vain(size: int, times: int) -> None:
     """Write what would be sent, and do not send it, as where that is interrupted."""
     for _ in range(times):
-        assert services.loans is not None
-        services.loans.pack(PickledValue(b"", [memoryview(bytes(size))]))
+        task_client().loans.pack(PickledValue(b"", [memoryview(bytes(size))]))
 
 
 @aiogpu.remote(max_retries=0)

@@ -2,13 +2,13 @@
 
 import pytest
 
+from aiogpu.client.function_spec import Function, Site
 from aiogpu.core.model.request import Device, DeviceSelector, Request, Shape, TaskSpec
 from aiogpu.core.model.units import TYPE_PREFIX, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.admission import check_site
 from aiogpu.errors import InfeasibleError
-from aiogpu.runtime.calls import Function, Site
 
 GIB = 1 << 30
 CARDS = [Device(number, "A100", memory=80 * GIB) for number in range(2)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.engines.family import host_of_task
+from aiogpu.client.current import host_of_task
 from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.serializer import dump_arguments
 from tests.engines.tripwire import Tripwire

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.runtime.calls import Call, Function, Site, new_function_id, new_site_id
+from aiogpu.runtime.calls import Call
 
 
 def function() -> Function:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.function_spec import ActorTerms
 from aiogpu.errors import ActorDiedError, NodeClosedError
 from aiogpu.runtime.actors.actor import Actor, ActorState
-from aiogpu.runtime.calls import ActorTerms
 from aiogpu.serialization.exceptions import LEFT, RAISED
 from aiogpu.wire.messages import (
     ASYNC,

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from aiogpu.client.function_spec import ActorTerms
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actors.actor import Actor, ActorState
-from aiogpu.runtime.calls import ActorTerms
 from aiogpu.serialization.exceptions import RAISED
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, Done, Failed, Invoke
 from tests.drawing import examples

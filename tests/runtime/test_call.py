@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiogpu.runtime.calls import new_function_id, new_site_id
+from aiogpu.client.function_spec import new_function_id, new_site_id
 from tests.runtime import sites
 
 

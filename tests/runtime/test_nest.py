@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.function_spec import Site
+from aiogpu.client.port import Receiver
+from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
-from aiogpu.runtime.callers.requests import Nest, Terms
-from aiogpu.runtime.calls import Receiver, Site
+from aiogpu.runtime.callers.requests import Nest
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire.messages import (
     ChildDone,

@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.plain_data import Maybe, dump_plain, fits, load_plain, plain
+from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.callers.requests import Terms
-from aiogpu.runtime.callers.status_codec import (
-    Maybe,
-    dump_plain,
-    fits,
-    load_plain,
-    plain,
-)
 from aiogpu.wire.codec import pack
 from tests.runtime import sites
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.runtime.calls import Call, Site
+from aiogpu.client.function_spec import Site
+from aiogpu.runtime.calls import Call
 from aiogpu.runtime.driver import Row
 from tests.runtime import sites
 

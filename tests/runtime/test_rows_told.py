@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.units import CPU, UNIT
 from aiogpu.core.queue.fair_share import Limits
@@ -18,7 +19,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.callers.caller import Child, Client
-from aiogpu.runtime.callers.requests import Nest, Terms
+from aiogpu.runtime.callers.requests import Nest
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.workers.replies import Burst
 from aiogpu.serialization.payload import Contents, Payload

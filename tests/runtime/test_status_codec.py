@@ -7,13 +7,14 @@ from dataclasses import fields
 
 import pytest
 
+from aiogpu.client.plain_data import dump_plain
+from aiogpu.client.spec_codec import dump_gang, load_gang
 from aiogpu.core.model.request import SPREAD, Bundle, Device, PlacementGroupSpec
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.hosting import pack_capacity, unpack_capacity
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.callers.requests import dump_gang, load_gang
-from aiogpu.runtime.callers.status_codec import dump_plain, status_codec
+from aiogpu.runtime.callers.status_codec import status_codec
 
 KNOWN = {one.__name__ for one in status_codec.classes}
 PLAIN = {"Mapping", "None"}

@@ -13,10 +13,11 @@ from aiogpu.api.lease import placement_site
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
+from aiogpu.client.function_spec import ActorTerms, Site, new_site_id
+from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.request import BundleRef
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.callers.requests import Terms, new_function
-from aiogpu.runtime.calls import ActorTerms, Site, new_site_id
+from aiogpu.runtime.callers.requests import new_function
 from aiogpu.serialization.serializer import dump_retried, load_result
 from aiogpu.wire.codec import unpack
 from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL

@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import aiogpu
+from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import MOST, DescriptorReceiver
-from aiogpu.runtime.callers.requests import Terms
 from aiogpu.serialization.payload import unpack
 from aiogpu.wire.codec import from_fields
 from aiogpu.wire.connection import (

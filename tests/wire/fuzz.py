@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
-from aiogpu.runtime.callers.requests import Terms
+from aiogpu.client.spec_codec import Terms
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import HEARS, SAYS, greeting

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from aiogpu.client.current import Context, current, services
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import Context, current
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.services import services
 from tests.worker.driver_end import DriverEnd
 
 
@@ -59,8 +58,8 @@ def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
 def context() -> Iterator[Context]:
     """The context of this process, as it was before afterwards."""
     before = {name: getattr(current, name) for name in Context.__slots__}
-    family = services.children
+    family = services.client
     yield current
     for name, value in before.items():
         setattr(current, name, value)
-    services.children = family
+    services.client = family

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiogpu.errors import NodeClosedError
+from aiogpu.client.current import Context, services
+from aiogpu.client.function_spec import Function, Site
+from aiogpu.client.spec_codec import Terms
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.errors import MisuseError, NodeClosedError
 from aiogpu.wire.messages import (
     Cancel,
     ChildDone,
@@ -22,9 +26,7 @@ from aiogpu.wire.messages import (
     Withdraw,
 )
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import Context
-from aiogpu.worker.nested import Children
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import TaskClient
 from tests.worker.driver_end import DriverEnd
 
 FAILED = ("raised", "KeyError", "1", "trace", b"pickle")
@@ -46,48 +48,56 @@ class PaperReceiver:
         self.told.append("abandoned")
 
 
-def describe(site: int = 7) -> Declare:
-    return Declare(site, "train", b"terms", b"function")
+def site(number: int = 7) -> Site:
+    spec = TaskSpec("train", Shape(Request()))
+    return Site(number, Function(1, b"function"), spec, {}, {}, False)
+
+
+TRAIN = site()
+
+
+def declared(number: int = 7) -> Declare:
+    return Declare(number, "train", Terms.of(site(number)).pack(), b"function")
 
 
 @pytest.fixture
-def children(channel: Channel, context: Context) -> Iterator[Children]:
+def children(channel: Channel, context: Context) -> Iterator[TaskClient]:
     """Those of task 3."""
     context.task = 3
-    children = services.children = Children(channel)
+    children = services.client = TaskClient(channel)
     yield children
     children.end_task()
 
 
-def test_a_site_is_declared_once(children: Children, driver: DriverEnd) -> None:
+def test_a_site_is_declared_once(children: TaskClient, driver: DriverEnd) -> None:
     receiver = PaperReceiver()
     for number in (1, 2):
-        assert children.submit(7, b"args", receiver, describe) == number
-    assert children.submit(8, b"", receiver, lambda: describe(8)) == 3
+        assert children.submit(TRAIN, b"args", receiver) == number
+    assert children.submit(site(8), b"", receiver) == 3
     assert [driver.next() for _ in range(5)] == [
-        describe(),
+        declared(),
         Submit(3, 1, 7, b"args"),
         Submit(3, 2, 7, b"args"),
-        describe(8),
+        declared(8),
         Submit(3, 3, 8, b""),
     ]
 
 
 def test_sites_are_declared_anew_when_there_are_many(
-    children: Children, driver: DriverEnd, monkeypatch: pytest.MonkeyPatch
+    children: TaskClient, driver: DriverEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.worker.nested.DECLARED", 2)
-    for site in (1, 2, 1, 3, 1):
-        children.submit(site, b"", PaperReceiver(), lambda s=site: describe(s))  # type: ignore[misc]
+    monkeypatch.setattr("aiogpu.client.node_client.DECLARED", 2)
+    for number in (1, 2, 1, 3, 1):
+        children.submit(site(number), b"", PaperReceiver())
     said = [driver.next() for _ in range(9)]
-    declared = [one.site for one in said if isinstance(one, Declare)]
-    assert declared == [1, 2, 3, 1], "all were forgotten with the third"
+    numbers = [one.site for one in said if isinstance(one, Declare)]
+    assert numbers == [1, 2, 3, 1], "all were forgotten with the third"
 
 
-def test_each_is_told_once(children: Children, driver: DriverEnd) -> None:
+def test_each_is_told_once(children: TaskClient, driver: DriverEnd) -> None:
     one, two = PaperReceiver(), PaperReceiver()
     for receiver in (one, two):
-        children.submit(7, b"", receiver, describe)
+        children.submit(TRAIN, b"", receiver)
     driver.send(ChildDone(1, b"result"), ChildFailed(2, *FAILED), ChildDone(1, b"x"))
     assert children.wait_until(lambda: bool(one.told and two.told))
     assert one.told == [b"result"]
@@ -95,10 +105,12 @@ def test_each_is_told_once(children: Children, driver: DriverEnd) -> None:
     assert children.upsets == 1
 
 
-def test_a_withdrawn_child_tells_nothing(children: Children, driver: DriverEnd) -> None:
+def test_a_withdrawn_child_tells_nothing(
+    children: TaskClient, driver: DriverEnd
+) -> None:
     receiver, other = PaperReceiver(), PaperReceiver()
-    children.submit(7, b"", receiver, describe)
-    children.submit(7, b"", other, describe)
+    children.submit(TRAIN, b"", receiver)
+    children.submit(TRAIN, b"", other)
     children.withdraw(1)
     children.withdraw(1)
     driver.send(ChildFailed(1, *FAILED), ChildDone(2, b""))
@@ -110,7 +122,7 @@ def test_a_withdrawn_child_tells_nothing(children: Children, driver: DriverEnd) 
     assert said[-1] == Withdraw(3, 1)
 
 
-def test_a_wait_may_be_limited(children: Children) -> None:
+def test_a_wait_may_be_limited(children: TaskClient) -> None:
     before = time.monotonic()
     assert not children.wait_until(lambda: False, before + 0.01)
     assert time.monotonic() - before >= 0.01
@@ -119,7 +131,7 @@ def test_a_wait_may_be_limited(children: Children) -> None:
 
 
 def test_a_wait_of_the_main_thread_may_be_bound(
-    children: Children, driver: DriverEnd
+    children: TaskClient, driver: DriverEnd
 ) -> None:
     """Its children are named first, whichever thread says what all wait for."""
     main = threading.get_ident()
@@ -140,7 +152,7 @@ def test_a_wait_of_the_main_thread_may_be_bound(
     ]
 
 
-def test_waits_add_up(children: Children, driver: DriverEnd) -> None:
+def test_waits_add_up(children: TaskClient, driver: DriverEnd) -> None:
     children.note_wait("a", (1, 2))
     children.note_wait("b", (2, 3))
     children.note_wait("a", (1,))
@@ -157,58 +169,61 @@ def test_waits_add_up(children: Children, driver: DriverEnd) -> None:
 
 
 def test_what_is_not_for_children_stays(
-    children: Children, channel: Channel, driver: DriverEnd
+    children: TaskClient, channel: Channel, driver: DriverEnd
 ) -> None:
     receiver = PaperReceiver()
-    children.submit(7, b"", receiver, describe)
+    children.submit(TRAIN, b"", receiver)
     driver.send(Cancel(3), ChildDone(1, b""), Exit())
     assert children.wait_until(lambda: bool(receiver.told))
     assert [channel.next(), channel.next()] == [Cancel(3), Exit()]
 
 
 def test_a_driver_that_goes_ends_the_wait(
-    children: Children, driver: DriverEnd
+    children: TaskClient, driver: DriverEnd
 ) -> None:
-    children.submit(7, b"", PaperReceiver(), describe)
+    children.submit(TRAIN, b"", PaperReceiver())
     driver.hang_up()
     with pytest.raises(NodeClosedError, match="the node has gone"):
         children.wait_until(lambda: False)
 
 
 def test_the_end_of_the_task_ends_all(
-    children: Children, channel: Channel, driver: DriverEnd, context: Context
+    children: TaskClient, channel: Channel, driver: DriverEnd, context: Context
 ) -> None:
     receiver = PaperReceiver()
-    children.submit(7, b"", receiver, describe)
+    children.submit(TRAIN, b"", receiver)
     children.note_wait("a", (1,))
     children.end_task()
     assert context.task == 0
     assert receiver.told == ["abandoned"]
-    assert children.submit(7, b"", receiver, describe) == 0, "no task runs"
+    with pytest.raises(MisuseError, match=r"train\.remote\(\) was called after"):
+        children.submit(TRAIN, b"", receiver)
     driver.send(ChildDone(1, b"late"), Exit())
     children.read()
     assert receiver.told == ["abandoned"], "guests read nothing any more"
     assert channel.next() == Exit()
     assert receiver.told == ["abandoned"]
     context.task = 4
-    assert children.submit(7, b"", receiver, describe) == 2
+    assert children.submit(TRAIN, b"", receiver) == 2
     children.note_wait("b", (2,))
     said = [driver.next() for _ in range(5)]
     assert said[-2:] == [Submit(4, 2, 7, b""), Wait(4, (2,))]
 
 
-def test_a_task_without_children_ends_too(children: Children, context: Context) -> None:
+def test_a_task_without_children_ends_too(
+    children: TaskClient, context: Context
+) -> None:
     children.end_task()
     assert context.task == 0
 
 
-def test_threads_wait_at_the_same_time(children: Children, driver: DriverEnd) -> None:
+def test_threads_wait_at_the_same_time(children: TaskClient, driver: DriverEnd) -> None:
     receivers = [PaperReceiver() for _ in range(8)]
     numbers: list[int] = []
 
     def wait(receiver: PaperReceiver) -> None:
         for count in range(1, 21):
-            numbers.append(children.submit(7, b"", receiver, describe))
+            numbers.append(children.submit(TRAIN, b"", receiver))
             assert children.wait_until(lambda: len(receiver.told) == count)  # noqa: B023
 
     def answer() -> None:
@@ -230,10 +245,10 @@ def test_threads_wait_at_the_same_time(children: Children, driver: DriverEnd) ->
 
 
 def test_the_tasks_loop_is_woken_by_other_readers(
-    children: Children, driver: DriverEnd
+    children: TaskClient, driver: DriverEnd
 ) -> None:
     woken: list[bool] = []
-    children.submit(7, b"", PaperReceiver(), describe)
+    children.submit(TRAIN, b"", PaperReceiver())
     children.wake = lambda: woken.append(True)
     driver.send(Cancel(3))
     children.wait_until(lambda: bool(woken))
@@ -244,16 +259,16 @@ def test_the_tasks_loop_is_woken_by_other_readers(
 
 
 def test_a_dropped_actor_is_told_amid_the_task_by_its_own_thread_alone(
-    children: Children, driver: DriverEnd
+    children: TaskClient, driver: DriverEnd
 ) -> None:
     """Another one's words might overtake a result that has a handle to it."""
     children.drop(11)
     thread = threading.Thread(
-        target=children.submit, args=(7, b"1", PaperReceiver(), describe)
+        target=children.submit, args=(TRAIN, b"1", PaperReceiver())
     )
     thread.start()
     thread.join()
     assert [type(driver.next()) for _ in range(2)] == [Declare, Submit]
-    children.submit(7, b"2", PaperReceiver(), describe)
+    children.submit(TRAIN, b"2", PaperReceiver())
     assert driver.next() == Release(11)
     assert type(driver.next()) is Submit

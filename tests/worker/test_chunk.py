@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.current import current, services
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import Outcome, unpack_failure
 from aiogpu.serialization.serializer import (
@@ -20,8 +21,6 @@ from aiogpu.serialization.serializer import (
 from aiogpu.wire.messages import Failed
 from aiogpu.worker import chunk
 from aiogpu.worker.chunk import CHUNKED, Chunk, Sent, method_of
-from aiogpu.worker.context import current
-from aiogpu.worker.services import services
 
 
 def double(number: int) -> int:
@@ -157,14 +156,14 @@ def test_the_rest_is_not_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of a worker has no children of its own: see `Worker._leave`."""
 
     def leave(number: int) -> int:
-        monkeypatch.setattr(services, "children", None)
+        monkeypatch.setattr(services, "client", None)
         if number < 0:
             raise ValueError(number)
         return number
 
-    monkeypatch.setattr(services, "children", object())
+    monkeypatch.setattr(services, "client", object())
     assert run(leave, 0, 1, 2, 3).values == [1]
-    monkeypatch.setattr(services, "children", object())
+    monkeypatch.setattr(services, "client", object())
     with pytest.raises(ValueError, match="-1"):
         Chunk(leave)(0, -1)
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from aiogpu.client.current import Context
 from aiogpu.wire.messages import Bind
 from aiogpu.worker import environment as environ
-from aiogpu.worker.context import Context
 
 
 @pytest.fixture(autouse=True)

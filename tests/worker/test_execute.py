@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.current import Context, current
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
@@ -27,7 +28,6 @@ from aiogpu.serialization.serializer import (
 )
 from aiogpu.wire.messages import Define, Done, Failed, RanOut, Run
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import Context, current
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.current import Context
 from aiogpu.wire.messages import Bind
 from aiogpu.worker import environment as environ
-from aiogpu.worker.context import Context
 from aiogpu.worker.gpu import Watching, leave_with, limit_torch
 from aiogpu.worker.import_tracker import Imports
 

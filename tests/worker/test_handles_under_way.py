@@ -6,15 +6,26 @@ import gc
 import threading
 from itertools import count
 
-from aiogpu.wire.messages import Declare, Make
+from aiogpu.client.current import Context, note_passed, take_kept, take_passing
+from aiogpu.client.function_spec import Function, Site
+from aiogpu.client.node_client import NodeClient, hold_for
+from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import Context, note_passed, take_kept, take_passing
-from aiogpu.worker.nested import Children, hold_for
+from aiogpu.worker.nested import TaskClient
 from tests.worker.driver_end import DriverEnd
 
+MODEL = Site(1, Function(1, b""), TaskSpec("Model", Shape(Request())), {}, {}, False)
 
-def make(actor: int) -> Make:
-    return Make(actor, 1, b"", "", "", False)
+
+class Dropping(NodeClient):
+    """Notes which actors it holds no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[int] = []
+
+    def drop(self, actor: int) -> None:
+        self.dropped.append(actor)
 
 
 def test_what_another_thread_sends_takes_none_along() -> None:
@@ -35,19 +46,19 @@ def test_what_another_thread_sends_takes_none_along() -> None:
 def test_a_result_holds_until_its_handle_is_gone() -> None:
     class Handle: ...
 
-    dropped: list[int] = []
+    client = Dropping()
     handle = Handle()
-    hold_for(handle, (5, 6), dropped.append)
-    assert not dropped
+    hold_for(handle, (5, 6), client)
+    assert not client.dropped
     del handle
     gc.collect()
-    assert sorted(dropped) == [5, 6]
+    assert sorted(client.dropped) == [5, 6]
 
 
 def test_what_nobody_wants_is_let_go_at_once() -> None:
-    dropped: list[int] = []
-    hold_for(None, (5,), dropped.append)
-    assert dropped == [5]
+    client = Dropping()
+    hold_for(None, (5,), client)
+    assert client.dropped == [5]
 
 
 def test_no_actor_has_the_number_of_another_workers(
@@ -57,7 +68,8 @@ def test_no_actor_has_the_number_of_another_workers(
     made = set()
     for worker, started in ((7, 1 << 20), (8, 0)):
         context.worker = worker
-        children = Children(channel)
-        children._numbers = count(started + 1)
-        made.add(children.make(make, 1, lambda: Declare(1, "Model", b"", b"")))
+        context.task = 3
+        client = TaskClient(channel)
+        client.new_number = count(started + 1).__next__
+        made.add(client.make(MODEL, b""))
     assert len(made) == 2

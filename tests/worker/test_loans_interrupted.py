@@ -14,6 +14,8 @@ from typing import ParamSpec, TypeVar
 
 import pytest
 
+from aiogpu.client.current import Context
+from aiogpu.client.references import Loan, Loans
 from aiogpu.errors import SerializationError
 from aiogpu.memory import fd_passing as passing
 from aiogpu.memory.control_page import ControlPage
@@ -24,9 +26,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.wire import codec as frames
 from aiogpu.wire.messages import Done, Items, Returned
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import Context
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.objects import Loan, Loans
 from tests.worker.driver_end import DriverEnd
 
 P = ParamSpec("P")

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from aiogpu.client.current import Context
 from aiogpu.wire.messages import Log, Message
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import Context
 from aiogpu.worker.stdio import BURST, LONGEST, LineSender, Stdio
 from tests.program import run
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.current import note_passed, services
 from aiogpu.serialization.exceptions import STOPPED, pack_failure
 from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.wire.messages import (
@@ -25,10 +26,8 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.worker.actor import Stage
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.context import note_passed
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.nested import Children
-from aiogpu.worker.services import services
+from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.streams import Outflow
 from aiogpu.worker.threaded_actor import ThreadedActor
 from tests.worker.driver_end import DriverEnd
@@ -49,15 +48,15 @@ class Echo:
 
 
 @pytest.fixture
-def children(channel: Channel) -> Iterator[Children]:
-    services.children = Children(channel)
+def children(channel: Channel) -> Iterator[TaskClient]:
+    services.client = TaskClient(channel)
     channel.admit_guests(True)
-    yield services.children
-    services.children = None
+    yield services.client
+    services.client = None
 
 
 def test_what_a_method_has_read_for_others_is_begun(
-    driver: DriverEnd, channel: Channel, children: Children
+    driver: DriverEnd, channel: Channel, children: TaskClient
 ) -> None:
     """The kernel lets a thread sleep on whose bytes another reads before it wakes."""
     is_asleep, has_read = threading.Event(), threading.Event()
@@ -102,8 +101,8 @@ class Given:
         return int, (5,)
 
     def __del__(self) -> None:
-        assert services.children is not None
-        services.children.drop(5)
+        assert services.client is not None
+        services.client.drop(5)
         self._stage.tell_rest()
 
 
@@ -116,7 +115,7 @@ class Giver:
 
 
 def test_a_result_holds_its_handles_before_anybody_says_that_they_are_gone(
-    driver: DriverEnd, channel: Channel, children: Children
+    driver: DriverEnd, channel: Channel, children: TaskClient
 ) -> None:
     quiet: Any = Quiet()
     stage = Stage(channel, quiet, quiet, quiet, quiet, quiet)
@@ -134,7 +133,7 @@ class Counter:
 
 
 def test_a_stream_that_its_actors_end_stops_is_no_failure_of_its_own(
-    driver: DriverEnd, channel: Channel, children: Children
+    driver: DriverEnd, channel: Channel, children: TaskClient
 ) -> None:
     def flow_of(call: int, message: Invoke) -> Outflow:
         return Outflow(channel, call, message.limit, 0)

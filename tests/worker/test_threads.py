@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from aiogpu.client.current import Context
 from aiogpu.wire.messages import Bind
 from aiogpu.worker import environment as environ
 from aiogpu.worker import environment as threads_module
-from aiogpu.worker.context import Context
 from aiogpu.worker.environment import Threads
 
 OWN = "OMP_NUM_THREADS"

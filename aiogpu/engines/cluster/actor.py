@@ -30,12 +30,13 @@ from aiogpu.serialization.references import attach
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.actor_host import Place
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.payload import Terms
     from aiogpu.engines.cluster.shared import Shared
-    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.wire.messages import Failed
 
 _Way = tuple[bytes, Callable[..., Any]]

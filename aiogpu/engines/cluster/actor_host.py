@@ -13,6 +13,13 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from aiogpu.client.current import (
+    ActorExit,
+    current,
+    has_exited,
+    host_of_task,
+    method_called,
+)
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.cancels import Cancels
 from aiogpu.engines.cluster.failure import TaskFailure, packed, stopped
@@ -29,16 +36,14 @@ from aiogpu.engines.cluster.work import (
     search_path,
     take_place,
 )
-from aiogpu.engines.family import host_of_task
 from aiogpu.runtime.actors.actor import not_made
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.serializer import load_arguments, load_function, several
 from aiogpu.wire.messages import DEFAULT_GROUP
 from aiogpu.worker.actor import Methods
-from aiogpu.worker.context import ActorExit, current, has_exited, method_called
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
 
 Place = tuple[str, int]
 """The node and the process of an actor."""

@@ -15,8 +15,8 @@ from aiogpu.runtime.actors.actor import ActorEnd, died
 from aiogpu.serialization.serializer import dump_whole
 
 if TYPE_CHECKING:
+    from aiogpu.client.port import Receiver
     from aiogpu.engines.cluster.actor import ClusterActor
-    from aiogpu.runtime.calls import Receiver
     from aiogpu.wire.messages import Failed
 
 NONE: Final = dump_whole(None)

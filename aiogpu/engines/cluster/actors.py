@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from aiogpu.client.function_spec import Site
 from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines import ray
 from aiogpu.engines.acquaintance import site_of
@@ -22,16 +23,15 @@ from aiogpu.engines.cluster.terms import options_of_actor, request_of_actor, ter
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actors.actor import name_taken
 from aiogpu.runtime.callers.leases import removed
-from aiogpu.runtime.calls import Site
 from aiogpu.serialization.exceptions import pack_told
 from aiogpu.serialization.serializer import dump_whole, load_result
 from aiogpu.wire.messages import ASYNC
 
 if TYPE_CHECKING:
+    from aiogpu.client.port import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.payload import Terms
-    from aiogpu.runtime.calls import Receiver
     from aiogpu.wire.messages import Failed
 
 _sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()

@@ -20,10 +20,10 @@ from aiogpu.engines.cluster.shared import arrived, failure_in
 from aiogpu.serialization.payload import Contents, Payload
 
 if TYPE_CHECKING:
+    from aiogpu.client.port import Receiver
     from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.shared import Shared
     from aiogpu.engines.ray import Ref
-    from aiogpu.runtime.calls import Receiver
     from aiogpu.wire.messages import Failed
 
 _numbers: Final = count(1)

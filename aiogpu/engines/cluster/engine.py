@@ -33,11 +33,12 @@ from aiogpu.runtime.calls import Call
 from aiogpu.serialization.exceptions import RAISED
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.serialization.references import PickledValue
     from aiogpu.wire.messages import Failed
 

@@ -9,9 +9,9 @@ from aiogpu.engines.cluster.terms import options_of_task
 from aiogpu.engines.cluster.work import Work, runner, streamer
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
     from aiogpu.engines.cluster.overview import Overview
     from aiogpu.engines.cluster.placements import Placements
-    from aiogpu.runtime.calls import Site
 
 SITES: Final = 1024
 """Functions that are kept ready; beyond, Ray is told of the oldest anew."""

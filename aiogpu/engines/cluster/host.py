@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from aiogpu.engines.base import error_inside_task
+from aiogpu.client.current import error_inside_task
 from aiogpu.engines.cluster.interrupts import interrupts
 from aiogpu.engines.cluster.loops import TaskLoop, has_loop, task_loop
 from aiogpu.engines.cluster.payload import kept_in
@@ -19,9 +19,10 @@ from aiogpu.serialization.payload import has_handles
 from aiogpu.worker.execute import is_coroutine
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.values import ClusterValues
-    from aiogpu.runtime.calls import Receiver, Site
 
 _engines: Final[dict[asyncio.AbstractEventLoop, RayEngine]] = {}
 

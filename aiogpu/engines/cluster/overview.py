@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as NotYetError
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.client.current import is_loop_running
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.asking import PATIENCE, asked, begun
 from aiogpu.engines.cluster.capacity import (
@@ -26,16 +27,15 @@ from aiogpu.engines.cluster.capacity import (
     told,
 )
 from aiogpu.engines.cluster.work import kinds_here
-from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
     from aiogpu.core.model.request import PlacementGroupSpec, Request
     from aiogpu.engines.cluster.calls import Calls
     from aiogpu.engines.cluster.census import Node
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.calls import Site
 
 AT_ONCE: Final = 1.0
 """Seconds for which `.remote()` in a plain task waits to learn what nodes there are."""

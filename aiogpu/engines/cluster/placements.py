@@ -36,8 +36,9 @@ from aiogpu.observe.why import Why
 from aiogpu.runtime.callers.leases import removed
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.engines.cluster.engine import RayEngine
-    from aiogpu.runtime.calls import Receiver, Site
 
 KNOWN: Final = 1024
 """Groups that were found by their names and are remembered."""

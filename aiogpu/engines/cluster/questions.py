@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from aiogpu.engines.base import error_inside_task
+from aiogpu.client.current import error_inside_task
 from aiogpu.errors import NodeClosedError, NodeDiedError
 
 if TYPE_CHECKING:

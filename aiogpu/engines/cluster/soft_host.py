@@ -16,6 +16,7 @@ from inspect import iscoroutinefunction, signature
 from types import CoroutineType
 from typing import Any, Final, NoReturn
 
+from aiogpu.client.current import ActorExit, host_of_task
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.actor_host import (
     Blueprint,
@@ -29,11 +30,9 @@ from aiogpu.engines.cluster.failure import TaskFailure
 from aiogpu.engines.cluster.spoken import understood
 from aiogpu.engines.cluster.turns import Turns
 from aiogpu.engines.cluster.work import returned_item
-from aiogpu.engines.family import host_of_task
 from aiogpu.runtime.actors.actor import died
 from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_told
 from aiogpu.wire.messages import DEFAULT_GROUP
-from aiogpu.worker.context import ActorExit
 
 CLOSE_LIMIT: Final = 5.0
 """Seconds for an object's `close()` when its last handle has gone, and for calls to

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from aiogpu.engines.cluster.shared import arrived
 
 if TYPE_CHECKING:
+    from aiogpu.client.port import ItemReceiver
     from aiogpu.engines.cluster.calls import Calls, Live
-    from aiogpu.runtime.calls import ItemReceiver
 
 
 class Inflow:

@@ -18,9 +18,9 @@ from aiogpu.errors import DeviceError, OptionError
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import ActorTerms, Site
     from aiogpu.core.model.request import Bundle, Request, TaskSpec
     from aiogpu.engines.cluster.payload import Terms
-    from aiogpu.runtime.calls import ActorTerms, Site
 
 NAMESPACE: Final = "aiogpu"
 """In which names of actors are that were given without a namespace."""

@@ -14,6 +14,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.accelerators.listed import is_left_alone
+from aiogpu.client.current import current, host_of_task, passing, take_kept
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import TaskFailure, packed, stopped
 from aiogpu.engines.cluster.host import ClusterHost
@@ -21,7 +22,6 @@ from aiogpu.engines.cluster.interrupts import interrupts
 from aiogpu.engines.cluster.payload import Broken, Stored, stored
 from aiogpu.engines.cluster.shared import arrived
 from aiogpu.engines.cluster.values import packed_here
-from aiogpu.engines.family import host_of_task
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.payload import Payload
@@ -34,12 +34,11 @@ from aiogpu.serialization.serializer import (
     several,
 )
 from aiogpu.wire.messages import Define
-from aiogpu.worker.context import current, passing, take_kept
 from aiogpu.worker.invoke import Retrying
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
     from aiogpu.engines.cluster.loops import TaskLoop
-    from aiogpu.runtime.calls import Site
 
 HIDDEN: Final = {
     "GPU": "CUDA_VISIBLE_DEVICES",

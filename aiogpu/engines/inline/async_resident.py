@@ -15,6 +15,7 @@ from functools import partial
 from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
+from aiogpu.client.current import method_called
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.engines.inline.invocation import Invocation
 from aiogpu.engines.inline.job import acting_job
@@ -24,7 +25,6 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.actors.actor import Actor, ActorState
 from aiogpu.runtime.actors.registry import LEAVE_LIMIT
 from aiogpu.wire.messages import Invoke, Leave, Message
-from aiogpu.worker.context import method_called
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.residents import Residents

@@ -15,8 +15,11 @@ from importlib import import_module
 from itertools import count
 from typing import Final
 
+from aiogpu.client.current import error_inside_task
+from aiogpu.client.function_spec import Site
+from aiogpu.client.port import Receiver
 from aiogpu.core.model.request import PlacementGroupSpec
-from aiogpu.engines.base import NodeOptions, error_inside_task
+from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import acting_job, running_job
@@ -28,7 +31,6 @@ from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.observe.status import NodeStatus
 from aiogpu.observe.why import Why
 from aiogpu.runtime.callers.leases import LeaseReceiver
-from aiogpu.runtime.calls import Receiver, Site
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.objects.segments import ObjectMemory
 from aiogpu.runtime.objects.store import Store

@@ -14,6 +14,8 @@ from functools import partial
 from types import CoroutineType, coroutine
 from typing import Any
 
+from aiogpu.client.current import ActorExit, current, has_exited, take_kept
+from aiogpu.client.function_spec import Site
 from aiogpu.engines.inline.ctrl_c import CtrlC
 from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job
@@ -23,7 +25,6 @@ from aiogpu.engines.inline.shortage import with_shortage
 from aiogpu.engines.inline.silence import silence
 from aiogpu.engines.inline.streaming import begin_stream
 from aiogpu.engines.inline.supplies import supplied
-from aiogpu.runtime.calls import Site
 from aiogpu.serialization.exceptions import LEFT, RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue
@@ -34,7 +35,6 @@ from aiogpu.serialization.serializer import (
     several,
 )
 from aiogpu.wire.messages import Done
-from aiogpu.worker.context import ActorExit, current, has_exited, take_kept
 from aiogpu.worker.streams import UnsendableError
 
 AnyCoroutine = Coroutine[Any, Any, Any]

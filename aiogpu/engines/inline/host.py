@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
+from aiogpu.client.current import error_inside_task
 from aiogpu.core.model.ids import TaskId
-from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.supplies import needed_by
 from aiogpu.errors import MisuseError, NodeError
@@ -21,9 +21,10 @@ from aiogpu.runtime.actors.registry import FIRST_CALL
 from aiogpu.wire.messages import ASYNC
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
-    from aiogpu.runtime.calls import Receiver, Site
 
 
 class TaskHost:

@@ -27,10 +27,10 @@ from aiogpu.runtime.callers.leases import LeaseReceiver, StandingPlacements
 from aiogpu.wire.grant import MARK, Grant
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
     from aiogpu.core.resources.ledger import Lease
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.observe.status import Holdings
-    from aiogpu.runtime.calls import Site
 
 FIRST_HOLDER = 1 << 24
 """Ids of those who hold leases begin here; what stands for workers is below."""

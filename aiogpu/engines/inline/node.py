@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from aiogpu.client.function_spec import Site
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, WorkerRecord
@@ -23,7 +24,7 @@ from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.engines.inline.turns import Turns
 from aiogpu.errors import AiogpuError, NodeClosedError
 from aiogpu.runtime.actors.registry import FIRST_CALL
-from aiogpu.runtime.calls import Call, Site
+from aiogpu.runtime.calls import Call
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.serialization.references import PickledValue
 

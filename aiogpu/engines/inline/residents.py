@@ -29,11 +29,12 @@ from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire.messages import ASYNC, THREADED
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.core.resources.ledger import Lease
     from aiogpu.engines.base import Room
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
-    from aiogpu.runtime.calls import Receiver, Site
 
 FIRST_WORKER: Final = 1000
 """Number of the first of them in `status()`: tasks never lie as deep as that."""

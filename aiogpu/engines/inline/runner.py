@@ -16,6 +16,8 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final
 
+from aiogpu.client.function_spec import Site
+from aiogpu.client.port import Receiver
 from aiogpu.core.records import TaskState, WorkerRecord, WorkerState, move_task
 from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job, acting_job
@@ -23,7 +25,7 @@ from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.offspring import Offspring
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.supplies import Expected, expect, expected
-from aiogpu.runtime.calls import Call, Receiver, Site
+from aiogpu.runtime.calls import Call
 
 _log: Final = logging.getLogger(__name__)
 

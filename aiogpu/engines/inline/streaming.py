@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.client.current import take_kept
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result
-from aiogpu.worker.context import take_kept
 from aiogpu.worker.streams import Outflow, pour_softly
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from aiogpu.worker.context import Context, current
+from aiogpu.client.current import Context, current
 
 
 class Surroundings:

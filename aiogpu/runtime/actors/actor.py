@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from aiogpu.client.function_spec import Site
+from aiogpu.client.port import Receiver
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import (
     ActorDiedError,
@@ -23,15 +25,7 @@ from aiogpu.errors import (
     NodeClosedError,
     SerializationError,
 )
-from aiogpu.runtime.calls import (
-    EACH,
-    Borrower,
-    Delay,
-    Receiver,
-    Site,
-    internal_error,
-    tell_safely,
-)
+from aiogpu.runtime.calls import EACH, Borrower, Delay, internal_error, tell_safely
 from aiogpu.runtime.objects.values import Value
 from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload

@@ -44,9 +44,10 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
+    from aiogpu.client.port import Receiver
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.objects.segments import Lending
     from aiogpu.runtime.objects.values import Value

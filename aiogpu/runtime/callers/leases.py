@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from aiogpu.client.port import Receiver
 from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import PlacementGroupSpec
@@ -31,13 +32,13 @@ from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import InfeasibleError, PlacementNameError, PlacementRemovedError
 from aiogpu.linux.cgroup_hierarchy import PROC
-from aiogpu.runtime.calls import Call, Receiver
+from aiogpu.runtime.calls import Call
 from aiogpu.wire.grant import MARK, Grant
 
 if TYPE_CHECKING:
+    from aiogpu.client.function_spec import Site
     from aiogpu.core.effects import Effect, Granted
     from aiogpu.core.model.request import TaskSpec
-    from aiogpu.runtime.calls import Site
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.devices.eyes import Key
     from aiogpu.runtime.devices.release import Clearance

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from aiogpu.client.function_spec import Site
+from aiogpu.client.spec_codec import dump_gang
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
@@ -37,9 +39,9 @@ from aiogpu.errors import (
 )
 from aiogpu.linux.syscalls import user
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
-from aiogpu.runtime.callers.requests import Far, Nest, dump_gang
+from aiogpu.runtime.callers.requests import Far, Nest
 from aiogpu.runtime.callers.status_codec import status_codec
-from aiogpu.runtime.calls import Site, internal_error
+from aiogpu.runtime.calls import internal_error
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store

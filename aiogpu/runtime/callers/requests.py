@@ -12,26 +12,21 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.model.ids import OWN, PROGRAM, ClientId, TaskId
-from aiogpu.core.model.request import (
-    ANY,
-    MOST_BUNDLES,
-    STRATEGIES,
-    Bundle,
-    BundleRef,
-    DeviceSelector,
-    PlacementGroupSpec,
-    Request,
-    Shape,
-    TaskSpec,
+from aiogpu.client.function_spec import (
+    Function,
+    Site,
+    new_function_id,
 )
-from aiogpu.core.model.units import GPU, UNIT
+from aiogpu.client.port import Receiver
+from aiogpu.client.spec_codec import (
+    Terms,
+)
+from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
@@ -49,18 +44,7 @@ from aiogpu.runtime.callers.caller import (
     check_claims,
     count_fresh,
 )
-from aiogpu.runtime.callers.status_codec import Maybe, dump_plain, fits, load_plain
-from aiogpu.runtime.calls import (
-    ActorTerms,
-    Call,
-    Function,
-    Receiver,
-    Site,
-    internal_error,
-    new_function_id,
-    new_site_id,
-    tell_safely,
-)
+from aiogpu.runtime.calls import Call, internal_error, tell_safely
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.exchange import KINDS, Exchange
 from aiogpu.runtime.objects.store import Store
@@ -92,249 +76,6 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from aiogpu.runtime.actors.wait_graph import WaitGraph
     from aiogpu.runtime.callers.caller import Client
-
-
-_AMOUNTS: Final = [(str, int)]
-
-
-_SECONDS: Final = int | float | None
-
-
-_WHERE: Final = Maybe((int, (int, int), str))
-
-
-_ACTING: Final = Maybe(
-    (str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS),
-)
-
-
-_GANG: Final = Maybe((str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None, int)]))
-
-
-_FIELDS: Final = (
-    *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
-    *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
-    *(bool, _GANG),
-)
-
-
-class Terms(NamedTuple):
-    """The fields of a site and its spec; see `TaskSpec` and `Site`."""
-
-    name: str
-    scalars: tuple[tuple[str, int], ...]
-    devices: tuple[tuple[str, int], ...]
-    accelerator_type: str | None
-    spread: bool
-    where: tuple[Any, ...] | None
-    gpu_memory: int
-    environment: tuple[tuple[str, str], ...]
-    max_calls: int
-    max_retries: int
-    priority: int
-    timeout: float | None
-    cancel_grace: float | None
-    is_detached: bool
-    is_coroutine: bool
-    retried: bytes
-    is_endless: bool = False
-    retries_oom: bool = False
-    acting: tuple[Any, ...] | None = None
-    window: int = 0
-    is_lease: bool = False
-    gang: tuple[Any, ...] | None = None
-
-    @classmethod
-    def of(cls, site: Site) -> Terms:
-        """The terms of a site."""
-        spec, request = site.spec, site.spec.shape.request
-        return cls(
-            name=spec.name,
-            scalars=request.scalars,
-            devices=request.devices,
-            accelerator_type=request.accelerator_type,
-            spread=request.spread,
-            where=None if request.where is None else astuple(request.where),
-            gpu_memory=request.gpu_memory,
-            environment=spec.shape.environment,
-            max_calls=spec.max_calls,
-            max_retries=spec.max_retries,
-            priority=spec.priority,
-            timeout=spec.timeout,
-            cancel_grace=spec.cancel_grace,
-            is_detached=spec.is_detached,
-            is_coroutine=site.is_coroutine,
-            retried=site.retried,
-            is_endless=spec.is_endless,
-            retries_oom=spec.retries_oom,
-            acting=None if site.actor is None else _acting(site.actor),
-            window=site.window,
-            is_lease=spec.is_lease,
-            gang=None if request.gang is None else _gang(request.gang),
-        )
-
-    def pack(self) -> bytes:
-        """The terms as bytes."""
-        return dump_plain(tuple(self))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Terms:
-        """The terms that `pack` has made.
-
-        Raises:
-            ProtocolError: these are none.
-        """
-        fields: Any = load_plain(data)
-        if not fits(fields, _FIELDS):
-            raise ProtocolError("what a site asks for is not said as it must be")
-        terms = cls(*fields)
-        if not _may_be(terms):
-            raise ProtocolError("a site asks for what nobody can ask for")
-        return terms
-
-    def of_program(self, program: str) -> Terms:
-        """The same for the workers of that program alone."""
-        others = (pair for pair in self.environment if pair[0] != PROGRAM)
-        return self._replace(environment=tuple(sorted((*others, (PROGRAM, program)))))
-
-    def site(self, function: Function) -> Site:
-        """A site of this process with these terms."""
-        request = Request(
-            self.scalars,
-            self.devices,
-            self.accelerator_type,
-            self.spread,
-            None if self.where is None else DeviceSelector(*self.where),
-            self.gpu_memory,
-            None if self.gang is None else _gang_of(self.gang),
-        )
-        spec = TaskSpec(
-            name=self.name,
-            shape=Shape(request, self.environment),
-            function=function.id,
-            max_calls=self.max_calls,
-            max_retries=self.max_retries,
-            priority=self.priority,
-            timeout=self.timeout,
-            cancel_grace=self.cancel_grace,
-            is_detached=self.is_detached,
-            is_endless=self.is_endless,
-            retries_oom=self.retries_oom,
-            is_lease=self.is_lease,
-        )
-        return Site(
-            id=new_site_id(),
-            function=function,
-            spec=spec,
-            resources=request.as_numbers(),
-            environ=dict(self.environment),
-            is_coroutine=self.is_coroutine,
-            retried=self.retried,
-            actor=None if self.acting is None else _actor_terms(self.acting),
-            window=self.window,
-        )
-
-
-def _may_be(terms: Terms) -> bool:
-    """Return whether the numbers are such as `@remote` lets through."""
-    names = [[name for name, _ in of] for of in (terms.scalars, terms.devices)]
-    amounts = [amount for _, amount in (*terms.scalars, *terms.devices)]
-    seconds = [each for each in terms[11:13] if each is not None]
-    return (
-        all(given == sorted(set(given)) for given in names)
-        and min((terms.max_calls, terms.window, *amounts)) >= 0
-        and min(terms.gpu_memory, terms.max_retries) >= -1
-        and all(0 <= each < float("inf") for each in seconds)
-        and (not terms.is_lease or (terms.is_endless and terms.acting is None))
-        and (terms.gang is None or _may_be_in(terms, _gang_of(terms.gang)))
-    )
-
-
-def _may_be_in(terms: Terms, gang: PlacementGroupSpec | BundleRef) -> bool:
-    """Return whether it is a gang, and asks for what that is; or a member of one."""
-    if isinstance(gang, BundleRef):
-        return gang.bundle >= ANY and not terms.is_lease
-    scalars = [n for each in gang.bundles for _, n in each.scalars]
-    shares = [n for each in gang.bundles for _, n in each.devices]
-    asked = gang.request()
-    return (
-        terms.is_lease
-        and len(gang.bundles) <= MOST_BUNDLES
-        and not any(n > UNIT and n % UNIT for n in shares)
-        and gang.strategy in STRATEGIES
-        and (asked.scalars, asked.devices) == (terms.scalars, terms.devices)
-        and min((*scalars, *shares, 1)) >= 0
-        and all(map(_holds_something, gang.bundles))
-    )
-
-
-def _holds_something(bundle: Bundle) -> bool:
-    """Whether it has of all that it names; memory alone is of one GPU, and no share."""
-    amounts = [n for _, n in (*bundle.scalars, *bundle.devices)]
-    if bundle.gpu_memory <= 0:
-        return bundle.gpu_memory == 0 and min(amounts, default=0) > 0
-    others = [n for kind, n in (*bundle.scalars, *bundle.devices) if kind != GPU]
-    return GPU in dict(bundle.devices) and min(others, default=1) > 0
-
-
-def _gang(gang: PlacementGroupSpec | BundleRef) -> tuple[Any, ...]:
-    """A gang, or which bundle of one, as plain values."""
-    if isinstance(gang, BundleRef):
-        return gang.key, gang.name, gang.bundle, "", ()
-    return gang.key, gang.name, ANY, gang.strategy, tuple(map(tuple, gang.bundles))
-
-
-def _gang_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
-    key, name, bundle, strategy, bundles = told
-    if not bundles:
-        return BundleRef(key, name, bundle)
-    return PlacementGroupSpec(
-        key, name, strategy, tuple(Bundle(*each) for each in bundles)
-    )
-
-
-def dump_gang(gang: PlacementGroupSpec) -> bytes:
-    """A gang as bytes, without pickle."""
-    return dump_plain(_gang(gang))
-
-
-def load_gang(data: bytes) -> PlacementGroupSpec:
-    """Undo `dump_gang`.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    told: Any = load_plain(data)
-    gang = _gang_of(told) if fits(told, _GANG) and told is not None else None
-    if not isinstance(gang, PlacementGroupSpec):
-        raise ProtocolError("what was told of a placement is not said as it must be")
-    return gang
-
-
-def _acting(terms: ActorTerms) -> tuple[Any, ...]:
-    """An actor's terms as what can be hashed."""
-    return (
-        terms.mode,
-        tuple(terms.limits.items()),
-        tuple(terms.groups.items()),
-        terms.max_task_retries,
-        terms.keeps_cpus,
-        terms.packed_face(),
-        tuple(terms.windows.items()),
-    )
-
-
-def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
-    mode, limits, groups, retries, keeps_cpus, face, windows = acting
-    return ActorTerms(
-        mode,
-        dict(limits),
-        dict(groups),
-        retries,
-        keeps_cpus,
-        face,
-        dict(windows),
-    )
 
 
 def new_function(payload: bytes) -> Function:

@@ -25,8 +25,8 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from aiogpu.client.port import Receiver
     from aiogpu.runtime.callers.caller import Caller
-    from aiogpu.runtime.calls import Receiver
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import Store
 

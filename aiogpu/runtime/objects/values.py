@@ -19,7 +19,7 @@ from aiogpu.runtime.calls import tell_fault
 from aiogpu.serialization.payload import Payload
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.calls import Receiver
+    from aiogpu.client.port import Receiver
     from aiogpu.wire.messages import Failed
 
 

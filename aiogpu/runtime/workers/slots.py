@@ -35,7 +35,7 @@ from aiogpu.wire.messages import Close, Define, Forget, Message
 from aiogpu.wire.setup import output_path
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.calls import Site
+    from aiogpu.client.function_spec import Site
 
 
 SITES_KEPT: Final = 1024

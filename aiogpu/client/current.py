@@ -1,7 +1,9 @@
-"""What user code may ask about where it runs.
+"""What runs here and who serves it: the worker's facts, its task's, and their client.
 
-One value per process, since a worker runs one task at a time; its threads and
-coroutines see the same.
+One value per process, since a worker runs one task at a time; the threads and
+coroutines of that task see the same. Where tasks share their program's process, a
+context variable tells whose code it is (`host_of_task`). Light to import: asyncio stays
+out, since plain functions need none.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ import sys
 from _thread import get_ident
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.errors import NodeError
+
+if TYPE_CHECKING:
+    from aiogpu.client.port import Client, Host
 
 
 class ActorExit(BaseException):
@@ -100,8 +107,11 @@ def has_exited() -> bool:
 method_called: Final = ContextVar("aiogpu_method", default="")
 """What an actor's running call names as its method, with what `worker.chunk` adds."""
 
+
 passing: dict[int, list[int]] = {}
 """By thread, actors to which it has pickled handles that it has not sent yet."""
+
+
 kept: dict[int, list[object]] = {}
 """By thread, what keeps these actors alive, in a program."""
 
@@ -133,3 +143,50 @@ def take_passing() -> tuple[int, ...]:
 
 current = Context()
 """The context of this process."""
+
+
+class Services:
+    """What a worker offers to the code that runs in it.
+
+    Attributes:
+        client: of the running task; None in a process that is no worker.
+    """
+
+    __slots__ = ("client",)
+
+    def __init__(self) -> None:
+        self.client: Client | None = None
+
+
+services = Services()
+"""The services of this process."""
+
+
+host_of_task: Final[ContextVar[Host | None]] = ContextVar("host_of_task", default=None)
+"""The host of the task whose code asks; None in programs and in workers."""
+
+
+def is_loop_running() -> bool:
+    """Return whether an event loop runs in this thread; imports nothing to find out."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None
+
+
+def client_of_task() -> Client:
+    """The client of the task whose code asks, wherever that task runs.
+
+    Raises:
+        NodeError: it is no code of a task.
+    """
+    client = host_of_task.get() or services.client
+    if client is None:
+        raise NodeError("no task of aiogpu runs in this process, or in this thread.")
+    return client
+
+
+def error_inside_task(what: str) -> NodeError:
+    """The error for what only a program may ask of its node."""
+    return NodeError(
+        f"{what} was called inside a task; only the program that has opened the node "
+        f"can ask it. Inside a task, aiogpu.get_runtime_context() tells what it holds."
+    )

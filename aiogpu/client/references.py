@@ -17,10 +17,11 @@ import socket
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
+from aiogpu.client.current import current
 from aiogpu.errors import NodeClosedError, TaskCancelledError
 from aiogpu.linux.syscalls import check_server
 from aiogpu.memory.segment import spill_directory
@@ -28,7 +29,6 @@ from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import Contents, Payload, is_parcel, part_of, unpack
 from aiogpu.serialization.references import APART, PickledValue
 from aiogpu.wire.messages import (
-    NUMBERS,
     OWNER,
     SEGMENTS,
     WARM,
@@ -42,7 +42,6 @@ from aiogpu.wire.messages import (
     Returned,
     Share,
 )
-from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.memory.control_page import ControlPage
@@ -50,8 +49,18 @@ if TYPE_CHECKING:
     from aiogpu.memory.mapping import Mappings, SegmentSpans
     from aiogpu.memory.segment import Segment
     from aiogpu.memory.segment_pool import SegmentPool
-    from aiogpu.wire.messages import Failed
-    from aiogpu.worker.interrupts import Interrupts
+
+
+class Uncut(Protocol):
+    """What keeps an interrupt from cutting in two what is done with shared memory."""
+
+    def if_open(self) -> AbstractContextManager[None]:
+        """Nothing interrupts this thread within, as far as anything could."""
+        ...
+
+    def catch_up(self) -> None:
+        """Raise the interrupt that came meanwhile, if one did."""
+        ...
 
 
 class Loan:
@@ -119,7 +128,7 @@ class Loans:
         path: str,
         spill: str,
         page: ControlPage,
-        interrupts: Interrupts,
+        interrupts: Uncut,
         owner: int = 0,
     ) -> None:
         """Prepare.
@@ -545,32 +554,28 @@ OWN_FRAMES: Final = "/aiogpu/"
 """Marks frames that a user's traceback leaves out."""
 
 
-class Sending(Protocol):
-    """Says things to the node."""
+class Conversation(Protocol):
+    """This process's conversation with its node; see `client.node_client`."""
 
     def send(self, message: Message) -> None:
-        """Say one."""
+        """Say something to the node."""
         ...
 
-
-class Receiver(Protocol):
-    """Who waits for a child. One of the three is called, at most once."""
-
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result."""
+    def read(self) -> None:
+        """Take in what has come."""
         ...
 
-    def reject(self, failed: Failed) -> None:
-        """Take why there is none."""
+    def new_id(self) -> int:
+        """An id for a value that no other process uses."""
         ...
 
-    def abandon(self) -> None:
-        """Learn that the task has ended first, and the child with it."""
+    def own(self, identity: int) -> Loan:
+        """A value that this process has just put, as one that was lent to it."""
         ...
 
 
 class Shareable(Protocol):
-    """The handle of a child, as it is given to others; see `engines.family`."""
+    """The handle of a child, as it is given to others; see `Shares`."""
 
     @property
     def task_name(self) -> str:
@@ -623,43 +628,19 @@ class Shares:
         due: what was shared before its answer came, by child.
     """
 
-    def __init__(
-        self,
-        channel: Sending,
-        read: Callable[[], object],
-        new_number: Callable[[], int],
-        own: Callable[[int], Loan],
-        owner: int = 0,
-    ) -> None:
-        """Prepare.
-
-        Args:
-            channel: says it to the node.
-            read: takes in what has come.
-            new_number: gives one that was not given before.
-            own: counts a value of this process as lent to it; see `Loans.own`.
-            owner: id of the client whose process this is; 0 in a worker.
-        """
+    def __init__(self, client: Conversation) -> None:
         self.due: dict[int, list[_Due]] = {}
-        self._owned = own
-        self._owner = owner
-        self._channel = channel
-        self._read = read
-        self._new_number = new_number
-
-    def _new_id(self) -> int:
-        owner = self._owner or current.worker
-        return -((owner << NUMBERS) + self._new_number())
+        self._client = client
 
     def put(self, payload: bytes) -> Loan:
         """Have a value kept; this process holds it."""
-        return self._lent(Put(self._new_id(), payload))
+        return self._lent(Put(self._client.new_id(), payload))
 
     def share(self, handle: Shareable) -> Loan:
         """What others refer to who are given a handle of a child; see `Family`."""
         if _is_due(handle):
             return self._share_due(handle)
-        identity = self._new_id()
+        identity = self._client.new_id()
         if handle.raw is not None:
             return self._lent(Put(identity, handle.raw))
         error = handle.error
@@ -675,28 +656,28 @@ class Shares:
         read here, and `pass_on` sends it back as the value. The handle itself may learn
         of it later, in a turn of its loop.
         """
-        loan = self._owned(self._new_id())
+        loan = self._client.own(self._client.new_id())
         due = _Due(loan, handle.part, handle.task_name)
         self.due.setdefault(handle.child, []).append(due)
-        self._read()
+        self._client.read()
         if due in self.due.get(handle.child, ()):
-            self._channel.send(Share(loan.id, handle.child, handle.part))
+            self._client.send(Share(loan.id, handle.child, handle.part))
         return loan
 
     def promise(self) -> Loan:
         """What others refer to before its task is started; said by `keep` or `fail`."""
-        return self._owned(self._new_id())
+        return self._client.own(self._client.new_id())
 
     def keep(self, loan: Loan, handle: Shareable) -> None:
         """The task of what was promised is started: its result is that value."""
-        self._channel.send(Share(loan.id, handle.child, handle.part))
+        self._client.send(Share(loan.id, handle.child, handle.part))
         due = self.due.setdefault(handle.child, [])
         due.append(_Due(loan, handle.part, handle.task_name))
 
     def fail(self, loan: Loan, error: BaseException) -> None:
         """What was shared, or promised, will never be there."""
         failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-        self._channel.send(PutFailed(loan.id, *failed.why))
+        self._client.send(PutFailed(loan.id, *failed.why))
 
     def withdraw(self, child: int) -> None:
         """A child is cancelled: nobody else will say so of its result."""
@@ -725,8 +706,8 @@ class Shares:
                 self.due[child] = left
 
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
-        loan = self._owned(message.value)
-        self._channel.send(message)
+        loan = self._client.own(message.value)
+        self._client.send(message)
         return loan
 
     def pass_on(self, message: Message) -> None:
@@ -738,10 +719,10 @@ class Shares:
             return
         for due in self.due.pop(message.child, ()):
             if isinstance(message, ChildFailed):
-                self._channel.send(PutFailed(due.loan.id, *message[1:]))
+                self._client.send(PutFailed(due.loan.id, *message[1:]))
             else:
                 payload = part_of(message.payload, due.part)
-                self._channel.send(Put(due.loan.id, payload))
+                self._client.send(Put(due.loan.id, payload))
 
 
 def _is_due(handle: Shareable) -> bool:

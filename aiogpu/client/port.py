@@ -1,0 +1,228 @@
+"""What code asks of the node that serves it, whichever node that is.
+
+`Receiver` is told how a request ends. The protocols below it are slices of the client:
+tasks, waits, and values that another process keeps. Light to import.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from collections.abc import Callable
+
+    from aiogpu.client.function_spec import Site
+    from aiogpu.observe.why import Why
+    from aiogpu.serialization.references import Reference
+    from aiogpu.wire.messages import Failed
+
+
+class Receiver(Protocol):
+    """Who waits for a task's end. One of the three is called, at most once."""
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result."""
+        ...
+
+    def reject(self, failed: Failed) -> None:
+        """Take what the worker says of its failure in place of a result."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Take the error in place of a result."""
+        ...
+
+
+class ChildReceiver(Receiver, Protocol):
+    """Who waits for a child of a task, and may outlive the task."""
+
+    def abandon(self) -> None:
+        """Learn that the task has ended first, and the child with it."""
+        ...
+
+
+class ItemReceiver(Receiver, Protocol):
+    """Who waits for a stream: items come first, then one of the three is called."""
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Take pickled items, in order."""
+        ...
+
+
+class Waits(Protocol):
+    """Hears who waits on an event loop, and for which task."""
+
+    def begin_wait(self, task: int) -> None:
+        """Some code waits for a task now."""
+        ...
+
+    def end_wait(self, task: int) -> None:
+        """It waits no longer, although the task has not ended."""
+        ...
+
+    def settle(self, task: int) -> None:
+        """A task has ended; nobody waits for it any more."""
+        ...
+
+
+class ValueLink(Protocol):
+    """The way to values that are not this process's own."""
+
+    def fetch(self, value: int, receiver: Any) -> int:
+        """Ask for a value; gives the question's number."""
+        ...
+
+    def discard(self, value: int) -> None:
+        """Nobody wants a value any more: stop whoever makes it."""
+        ...
+
+    def cancel(self, task: int) -> None:
+        """Nobody wants an answer any more."""
+        ...
+
+    async def why(self, name: str, task: int) -> Why:
+        """Say why a task waits."""
+        ...
+
+
+class Lent(Protocol):
+    """What was lent to this process."""
+
+    def loan(self, identity: int, /) -> Reference:
+        """The value to which a handle is being unpickled."""
+        ...
+
+
+class Given(Protocol):
+    """What this process gives to others."""
+
+    def share(self, handle: Any, /) -> Reference:
+        """Return what others refer to who are given a handle."""
+        ...
+
+    def promise(self) -> Reference:
+        """The same before its task is started."""
+        ...
+
+    def keep(self, promised: Any, handle: Any, /) -> None:
+        """The task of what was promised is started."""
+        ...
+
+    def fail(self, promised: Any, error: BaseException, /) -> None:
+        """The task of what was promised is never started."""
+        ...
+
+    def drop(self, child: int, loan: Any, /) -> None:
+        """One of a child's several results is cancelled; the others may still come."""
+        ...
+
+    def put(self, payload: bytes, /) -> Reference:
+        """Have a value kept."""
+        ...
+
+
+class Far(Protocol):
+    """What a program has to do with values that another process keeps."""
+
+    @property
+    def loans(self) -> Lent:
+        """What was lent to this process."""
+        ...
+
+    @property
+    def shares(self) -> Given:
+        """What it gives to others."""
+        ...
+
+    @property
+    def link(self) -> ValueLink:
+        """The way to values."""
+        ...
+
+
+class Client(Protocol):
+    """The node of a task, as the task's own code sees it.
+
+    Attributes:
+        upsets: how many of the task's requests have ended without a result so far.
+    """
+
+    upsets: int
+
+    @property
+    def waits(self) -> Waits:
+        """Who is told of waits on the event loop that runs here."""
+        ...
+
+    @property
+    def far(self) -> Far | None:
+        """Who knows values that are not this process's; None where all are."""
+        ...
+
+    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+        """Start a child of the task; gives its number."""
+        ...
+
+    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; gives the call's number."""
+        ...
+
+    def demand(self, number: int, limit: int, /) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        ...
+
+    def withdraw(self, number: int, /) -> object:
+        """Nobody wants a child's result any more: stop it."""
+        ...
+
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs, which may be amid anything."""
+        ...
+
+    def note_wait(
+        self, waiter: object, children: tuple[int, ...], is_bound: bool = False
+    ) -> None:
+        """A thread or loop of the task waits for these, or for none any more.
+
+        Args:
+            waiter: the thread's number, or the loop.
+            children: numbers of what it waits for.
+            is_bound: whether it does nothing else before all of them have ended or
+                one has failed, however long that takes.
+        """
+        ...
+
+    def end_wait(self, waiter: object) -> None:
+        """All that it waited for has ended."""
+        ...
+
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: float | None = None
+    ) -> bool:
+        """Wait until something is done; False if time is up before."""
+        ...
+
+    def cancel(self, task: int) -> None:
+        """Stop a child or a call."""
+        ...
+
+    async def why(self, name: str, task: int) -> NoReturn:
+        """Refuse: only the program asks why a task waits."""
+        ...
+
+
+class Host(Client, Protocol):
+    """The client of a task that runs in its program's process, or in one of Ray's."""
+
+    @property
+    def program(self) -> AbstractEventLoop:
+        """The loop of the program that has opened the node."""
+        ...
+
+    def engine(self, loop: AbstractEventLoop | None) -> Any:
+        """The engine that takes the calls of code on a loop, or of plain code.
+
+        None where the program's own engine takes them all.
+        """
+        ...
