@@ -146,7 +146,7 @@ def _results(
 def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
     """Until all have ended or one has failed; False if time is up before."""
     for one in handles:
-        if not one.child and isinstance(one.owner, Borrowed):
+        if isinstance(one.owner, Borrowed):
             one.owner.fetch(one)
     pending = [one for one in handles if not one.done()]
     if not pending or any(one.has_failed for one in handles):

@@ -268,8 +268,9 @@ class Borrowed:
         return borrow(self.loan.id, name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
-        """Ask for the value."""
-        handle.child = self._far.link.fetch(self.loan.id, handle)
+        """Ask for the value, unless it is there or was asked for."""
+        if not handle.child and not handle.done():
+            handle.child = self._far.link.fetch(self.loan.id, handle)
 
     def cancel(self, _child: int) -> None:
         """Stop whoever makes the value."""

@@ -297,7 +297,7 @@ def _check_here(what: str, handles: list[Any]) -> None:
                     f"{one.task_name} belongs to one: call it there."
                 )
             raise no_handle(what, one)
-        if not one.child and isinstance(one.owner, Borrowed):
+        if isinstance(one.owner, Borrowed):
             # Nobody tells how it ends to whoever does not want its value.
             one.owner.fetch(one)
     try:
