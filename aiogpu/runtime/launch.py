@@ -19,7 +19,7 @@ from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.process import fitting, start_interpreter
 from aiogpu.runtime.program import Program, program_of
 from aiogpu.runtime.surroundings import Surroundings
-from aiogpu.wire.setup import Setup, socket_path
+from aiogpu.wire.messages import Setup, socket_path
 
 BACKLOG: Final = 64
 PER_ZYGOTE: Final = 6

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeStartError
-from aiogpu.wire.setup import LOG_LEVEL
+from aiogpu.wire.messages import LOG_LEVEL
 
 if TYPE_CHECKING:
     import asyncio

@@ -20,8 +20,7 @@ from aiogpu.runtime.descriptors import RESERVE, soft_limit
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.slot import Slot
 from aiogpu.runtime.zygote import Zygote
-from aiogpu.wire.messages import Close
-from aiogpu.wire.setup import output_path
+from aiogpu.wire.messages import Close, output_path
 
 _log: Final = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.paths import remove_directory
 from aiogpu.runtime.unasked import Unasked
-from aiogpu.wire.setup import descriptor_path
+from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler

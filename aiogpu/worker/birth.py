@@ -13,8 +13,7 @@ from typing import Final
 
 from aiogpu.linux import syscalls as kernel
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.wire.messages import PRESSING
-from aiogpu.wire.setup import Setup, descriptor_path, socket_path
+from aiogpu.wire.messages import PRESSING, Setup, descriptor_path, socket_path
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import seeds

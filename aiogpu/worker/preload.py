@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from aiogpu.wire.messages import LeftOut, Message, Ready, Unfit
-from aiogpu.wire.setup import Setup
+from aiogpu.wire.messages import LeftOut, Message, Ready, Setup, Unfit
 from aiogpu.worker.context import current
 from aiogpu.worker.fitness import GUARDS, unfit_to_fork
 from aiogpu.worker.keeper import end_children

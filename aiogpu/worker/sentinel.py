@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import end_node
-from aiogpu.wire.setup import Setup
+from aiogpu.wire.messages import Setup
 from aiogpu.worker.keeper import remove_directory
 
 

@@ -31,8 +31,8 @@ from aiogpu.wire.messages import (
     Inquire,
     Put,
     Refused,
+    descriptor_path,
 )
-from aiogpu.wire.setup import descriptor_path
 from tests.engines import value_tasks
 from tests.engines.node_here import Here, node_here
 from tests.engines.raw_client import RawClient, Service

@@ -15,6 +15,7 @@ import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -24,7 +25,7 @@ from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import MOST, DescriptorReceiver
 from aiogpu.runtime.terms import Terms
 from aiogpu.serialization.payload import unpack
-from aiogpu.wire.codec import from_fields
+from aiogpu.wire.codec import from_fields, unpack_as
 from aiogpu.wire.connection import (
     CLIENT,
     HEARS,
@@ -35,8 +36,7 @@ from aiogpu.wire.connection import (
     Connection,
     ConnectionState,
 )
-from aiogpu.wire.grant import Grant
-from aiogpu.wire.messages import TAGS, Hello
+from aiogpu.wire.messages import TAGS, Bind, Hello
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 NODE: Final = "node"
@@ -49,7 +49,7 @@ LATER: Final = 0x80
 LOADERS: Final[dict[str, Callable[[bytes], object]]] = {
     "parcel": unpack,
     "terms": Terms.unpack,
-    "grant": Grant.unpack,
+    "grant": partial(unpack_as, Bind),
 }
 TARGETS: Final = (NODE, *ROLES, *LOADERS, DESCRIPTORS)
 

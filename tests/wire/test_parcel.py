@@ -85,14 +85,10 @@ def test_what_is_ill_formed_is_refused(body):
 
 
 def test_what_is_too_large_to_pack_is_told(monkeypatch):
-    class Narrow:
-        def __init__(self, **_options):
-            pass
+    def refuse(fields):
+        raise ValueError("bytes object is too large")
 
-        def pack(self, fields):
-            raise ValueError("bytes object is too large")
-
-    monkeypatch.setattr(frames.msgpack, "Packer", Narrow)
+    monkeypatch.setattr(frames, "_pack", refuse)
     with pytest.raises(SerializationError, match="too large for a frame"):
         pack(FULL)
 

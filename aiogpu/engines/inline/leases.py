@@ -25,7 +25,7 @@ from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.leases import LeaseReceiver
 from aiogpu.runtime.standing import StandingPlacements
-from aiogpu.wire.grant import MARK, Grant
+from aiogpu.wire.messages import LEASE_MARK
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Lease
@@ -131,11 +131,14 @@ class InlineLeases:
             self.placements.open(lease.parts[0].key)
             self._node.wake()
             return
+        # msgpack comes with it, which a node in this process does not need otherwise.
+        from aiogpu.wire.codec import pack
+
         bind = self._node.assignment.bind(lease, {})
         mark = f"inline-{tenant.receiver.pid}.{record.id}"
-        environ = {**bind.environ, MARK: mark}
-        grant = Grant(environ, bind.accelerators, bind.gpu_memory)
-        tenant.receiver.receive(grant.pack())
+        environ = {**bind.environ, LEASE_MARK: mark}
+        granted = bind._replace(environ=environ, cpus=())
+        tenant.receiver.receive(pack(granted))
 
     def give_back(self, task: int) -> bool:
         """Give a lease up, or back; False if it is none."""
