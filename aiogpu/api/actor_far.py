@@ -16,7 +16,7 @@ from aiogpu.api.face import stranger
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError, MisuseError
-from aiogpu.serialization.serializer import NOTHING, load_result
+from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
@@ -136,15 +136,15 @@ class FarLink:
 
     def ready(self) -> Any:
         """Settled when the constructor has returned."""
-        return self.call(f"{self.name}()", READY, NOTHING)
+        return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
 
     def ended(self) -> Any:
         """Settled when the actor's process has ended."""
-        return self.call(f"{self.name}()", ENDED, NOTHING)
+        return self.call(f"{self.name}()", ENDED, NONE_PAYLOAD)
 
     def room(self) -> Any:
         """How many actors of its kind can live at once."""
-        return self.call(f"{self.name}()", ROOM, NOTHING)
+        return self.call(f"{self.name}()", ROOM, NONE_PAYLOAD)
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""

@@ -21,7 +21,7 @@ from aiogpu.api.parameters import Parameters
 from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import OptionError
 from aiogpu.runtime.call import Function, new_function_id
-from aiogpu.serialization.exceptions import RAISED, Outcome, unpack_failure
+from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.serialization.serializer import dump_function
 from aiogpu.wire.messages import Failed
 from aiogpu.worker.chunk import Sent
@@ -121,7 +121,7 @@ class Packing:
         result = handle.result()
         if not items:
             return Opened([result])  # one that was tried again
-        outcome = Outcome(*result)
+        outcome = ChunkOutcome(*result)
         seconds += outcome.seconds + perf_counter() - begun
         done = len(outcome.values)
         self._sizes.note(done or 1, seconds)

@@ -12,10 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.serialization.serializer import (
-    HEAVY,
+    WARNED_FROM,
     dump_function,
     dump_reference,
-    is_sent_by_value,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Definition:
                 else dump_reference(*reference)
             )
             self._sent = Function(new_function_id(), payload)
-            if len(payload) > HEAVY:
+            if len(payload) > WARNED_FROM:
                 from aiogpu.serialization.large_arguments import advise_on_function
 
                 advise_on_function(self.name, self.function, len(payload))
@@ -80,6 +79,9 @@ class Definition:
 
     def reference(self) -> Reference | None:
         """The name under which workers can import the function, None without one."""
+        # cloudpickle comes with it, which defining a function does not need.
+        from aiogpu.serialization.pickler import is_sent_by_value
+
         reference = Reference(
             getattr(self.function, "__module__", None) or "__main__",
             getattr(self.function, "__qualname__", self.name),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiogpu.serialization.payload import Payload
-from aiogpu.serialization.serializer import HEAVY
+from aiogpu.serialization.serializer import WARNED_FROM
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def packed_call(
     """
     payload = packed(outgoing)
     size = len(outgoing.stream) + sum(one.nbytes for one in outgoing.buffers)
-    if size >= HEAVY and not (type(payload) is Payload and payload.is_shown):
+    if size >= WARNED_FROM and not (type(payload) is Payload and payload.is_shown):
         global _repeats  # noqa: PLW0603 - most programs never need it
         if _repeats is None:
             from aiogpu.serialization.large_arguments import RepeatedArguments
 
             _repeats = RepeatedArguments()
-        _repeats.note(name, args, kwargs, size)
+        _repeats.note(name, args, kwargs)
     return payload
 
 

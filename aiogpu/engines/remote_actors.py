@@ -9,7 +9,7 @@ from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.remote_link import Told
 from aiogpu.errors import ActorNameError
 from aiogpu.serialization.exceptions import unpack_failure
-from aiogpu.serialization.serializer import NOTHING, load_result
+from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
@@ -56,11 +56,11 @@ class RemoteActor:
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
-        self.call(READY, NOTHING, receiver)
+        self.call(READY, NONE_PAYLOAD, receiver)
 
     def await_end(self, receiver: Receiver) -> None:
         """Tell it when the actor's process has ended."""
-        self.call(ENDED, NOTHING, receiver)
+        self.call(ENDED, NONE_PAYLOAD, receiver)
 
 
 class RemoteActors:
@@ -129,7 +129,7 @@ class RemoteActors:
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
         number = self._engine.expect(receiver)
-        self._engine.send(Ask(0, number, actor, ROOM, NOTHING))
+        self._engine.send(Ask(0, number, actor, ROOM, NONE_PAYLOAD))
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Let a call that is a stream yield so many items in all."""

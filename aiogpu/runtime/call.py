@@ -21,7 +21,7 @@ from aiogpu.runtime.receiver import ItemReceiver as ItemReceiver  # noqa: PLC041
 from aiogpu.runtime.receiver import Receiver as Receiver  # noqa: PLC0414
 from aiogpu.runtime.receiver import pass_on as pass_on  # noqa: PLC0414
 from aiogpu.runtime.receiver import tell_safely
-from aiogpu.serialization.serializer import NONE, Retried, dump_whole
+from aiogpu.serialization.serializer import RETRY_NONE, Retried, dump_whole
 from aiogpu.wire.messages import Run
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Site:
     environ: Mapping[str, str]
     is_coroutine: bool
     retry_exceptions: Retried = False
-    retried: bytes = NONE
+    retried: bytes = RETRY_NONE
     checked_by: object = None
     actor: ActorTerms | None = None
     window: int = 0

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import pass_on
-from aiogpu.serialization.exceptions import pack_told
-from aiogpu.serialization.payload import part_of
+from aiogpu.serialization.exceptions import pack_own_error
+from aiogpu.serialization.payload import result_part
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, ChildFailed, ChildItems, Failed, Message
 
@@ -38,7 +38,7 @@ class Child:
         """Pass on the result."""
         for value, part in self.values or ():
             try:
-                value.receive(part_of(payload, part))
+                value.receive(result_part(payload, part))
             except IndexError:
                 value.fail(ProtocolError(f"a result has no part {part}"))
         caller, number = self.caller, self.number
@@ -67,7 +67,7 @@ class Child:
 
     def fail(self, error: Exception) -> None:
         """Pass on an error of aiogpu's own."""
-        self.reject(pack_told(error))
+        self.reject(pack_own_error(error))
 
     def _send(self, message: Message) -> None:
         caller = self.caller

@@ -36,7 +36,7 @@ from aiogpu.runtime.store import Store
 from aiogpu.runtime.strangers import WITHIN, Strangers
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygotes import Zygotes
-from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.messages import (
@@ -293,7 +293,7 @@ class Clients:
             if not client.only_looks:
                 await self._zygotes.joined(client.program)
         except Exception as error:  # noqa: BLE001 - it is told to who has asked
-            peer.send_one(ChildFailed(0, *pack_told(error).why))
+            peer.send_one(ChildFailed(0, *pack_own_error(error).why))
             return
         page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
         peer.send_one(

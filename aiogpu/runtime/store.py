@@ -27,8 +27,8 @@ from aiogpu.runtime.lending import Lending
 from aiogpu.runtime.object_memory import ObjectMemory, is_memory
 from aiogpu.runtime.segment import SharedSegment, copy_of, discard, is_short
 from aiogpu.runtime.values import Value, find, known
-from aiogpu.serialization.payload import Contents, Payload, is_parcel, unpack
-from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
+from aiogpu.serialization.references import SHARED_FROM, PickledValue
 from aiogpu.wire.messages import OWNER, SEGMENTS, Recycle
 from aiogpu.wire.messages import WARM as WARM_OF_WORKER
 
@@ -105,7 +105,7 @@ class Store:
             shown = self._shown(outgoing)
             if shown is not None:
                 segment = self._mapped[shown.segment]
-                contents = contents.placed(*shown)
+                contents = contents.in_segment(*shown)
             else:
                 segment, contents = self._write(outgoing, contents)
         parcel = Payload.of(contents, (segment, *outgoing.references), self, values)
@@ -116,20 +116,20 @@ class Store:
         """Raise `MisuseError` for a value that went with another node."""
         payload = value.payload
         if type(payload) is Payload and payload.source not in (None, self):
-            from aiogpu.serialization.references import of_closed_node
+            from aiogpu.serialization.references import closed_node_error
 
-            raise of_closed_node(value.name)
+            raise closed_node_error(value.name)
 
     def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
         """Where it lies already, if it is what somebody has written to a segment."""
-        if len(outgoing.stream) >= APART:
+        if len(outgoing.stream) >= SHARED_FROM:
             return None
         return self._mappings.shown(outgoing.buffers)
 
     def _write(
         self, outgoing: PickledValue, contents: Contents
     ) -> tuple[SharedSegment | None, Contents]:
-        buffers, stream = outgoing.laid_out()
+        buffers, stream = outgoing.split()
         try:
             shared, spans = self._written(buffers)
         except OSError:
@@ -137,7 +137,7 @@ class Store:
             whole = tuple(map(bytes, outgoing.buffers))
             return None, contents._replace(buffers=whole)
         contents = contents._replace(stream=stream)
-        return shared, contents.placed(shared.id, shared.size, spans)
+        return shared, contents.in_segment(shared.id, shared.size, spans)
 
     def _written(
         self, buffers: list[memoryview]
@@ -196,7 +196,7 @@ class Store:
         Raises:
             ProtocolError: it refers to what is not there.
         """
-        if not is_parcel(payload):
+        if not is_compound(payload):
             return payload
         if depth > DEEPEST:
             raise ProtocolError(f"a parcel within {depth} others")

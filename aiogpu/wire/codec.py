@@ -30,7 +30,7 @@ LARGEST_PAYLOAD: Final = LIMIT - 4096
 LARGE: Final = 1 << 20
 """Bytes from which on a payload or a frame is large."""
 
-DEEPEST: Final = 16
+MAX_DEPTH: Final = 16
 """Objects within objects that `RecordCodec` reads: each takes some kB of C's stack."""
 
 _Fields = TypeVar("_Fields", bound=tuple[Any, ...])
@@ -235,13 +235,13 @@ def unpack_as(kind: type[_Fields], body: bytes | memoryview) -> _Fields:
 
 
 class RecordCodec:
-    """Packs plain values and objects of certain classes, which travel by their fields.
+    """Packs plain values, and objects of certain classes by their fields.
 
     Each class is a dataclass or NamedTuple whose constructor takes its fields in order.
-    Only these classes can come out of `load`, so it runs nobody's code, unlike pickle.
+    `load` makes objects of these classes only; unlike pickle, it runs no foreign code.
 
     Attributes:
-        classes: those; each is known by its place.
+        classes: the classes, each identified by its place.
     """
 
     def __init__(self, *classes: type[Any]) -> None:
@@ -249,16 +249,15 @@ class RecordCodec:
         self._numbers = {one: number for number, one in enumerate(classes)}
 
     def dump(self, value: object) -> bytes:
-        """The value as bytes; sequences become tuples.
+        """Return the value as bytes; sequences become tuples.
 
         Raises:
             SerializationError: it is too large, or contains an object of another class.
         """
         try:
-            body: bytes = self._packer().pack(value)
+            return self._pack(value)
         except (ValueError, TypeError, OverflowError) as error:
             raise SerializationError(f"a value cannot be packed: {error}") from None
-        return body
 
     def load(self, data: bytes) -> Any:
         """Undo `dump`.
@@ -271,8 +270,9 @@ class RecordCodec:
         except (ValueError, TypeError, IndexError) as error:
             raise ProtocolError(f"what was packed cannot be read: {error}") from None
 
-    def _packer(self) -> msgpack.Packer:
-        return msgpack.Packer(unicode_errors=_SURROGATES, default=self._pack_object)
+    def _pack(self, value: object) -> bytes:
+        packer = msgpack.Packer(unicode_errors=_SURROGATES, default=self._pack_object)
+        return packer.pack(value)  # type: ignore[no-any-return]
 
     def _pack_object(self, value: object) -> msgpack.ExtType:
         number = self._numbers.get(type(value))
@@ -280,11 +280,11 @@ class RecordCodec:
             raise TypeError(f"a {type(value).__name__} has no plain form")
         names = self.classes[number].__match_args__
         fields = tuple([getattr(value, name) for name in names])
-        return msgpack.ExtType(number, self._packer().pack(fields))
+        return msgpack.ExtType(number, self._pack(fields))
 
     def _unpack(self, data: bytes, depth: int) -> Any:
-        if depth > DEEPEST:
-            raise ValueError(f"objects within objects, more than {DEEPEST} deep")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"objects within objects, more than {MAX_DEPTH} deep")
         return msgpack.unpackb(
             data,
             use_list=False,
@@ -302,7 +302,7 @@ class FrameReader:
 
     Attributes:
         limit: the longest frame that is accepted, without its header.
-        is_single: whether what follows the first frame is left for later.
+        is_single: whether to read one frame only, and leave the rest for later.
     """
 
     def __init__(self, limit: int = LIMIT, is_single: bool = False) -> None:
@@ -313,20 +313,20 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """How many bytes at least must come before another message is whole."""
+        """How many more bytes the next message needs at least."""
         return self._wanted - len(self._rest)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take in bytes; give all messages that are complete now.
+        """Take in bytes; return all messages that are complete now.
 
         Raises:
-            ProtocolError: a frame is too long or holds no message. The reader is
-                of no use afterwards.
+            ProtocolError: a frame is too long or holds no message. The reader cannot
+                be used any more.
         """
         if not self._rest:
             size = len(data)
             if HEADER <= size <= self.limit:
-                # Nearly always a chunk is exactly one frame.
+                # Nearly always the data is exactly one frame.
                 (length,) = _unpack_length(data)
                 if length == size - HEADER:
                     return [decode(data[HEADER:])]

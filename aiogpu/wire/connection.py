@@ -59,33 +59,27 @@ class ConnectionState(Enum):
     CLOSED = "closed"
     """The peer broke the rules or the stream ended; nothing is read any more."""
 
-    __hash__ = object.__hash__
-
 
 class Connection:
-    """One end of a connection. Bytes in, messages out, and the reverse.
+    """One end of a connection: bytes in, messages out.
 
     Attributes:
         state: where it is.
         peer: the greeting of the other end, once it came; None where this end greets.
     """
 
-    def __init__(self, accepted: frozenset[type[Message]] | None = None) -> None:
-        is_new = accepted is None
-        self.state = ConnectionState.GREETING if is_new else ConnectionState.OPEN
+    def __init__(self, role: str | None = None) -> None:
+        """Make an end.
+
+        Args:
+            role: the role of an end that connects, which sends `greeting(...)` first;
+                None for the driver's end, which waits for the greeting.
+        """
+        is_driver = role is None
+        self.state = ConnectionState.GREETING if is_driver else ConnectionState.OPEN
         self.peer: Hello | None = None
-        self._accepted = accepted or frozenset({Hello})
-        self._reader = FrameReader(GREETING_LIMIT if is_new else LIMIT, is_new)
-
-    @classmethod
-    def accepting(cls) -> Connection:
-        """Make the driver's end, which waits for the greeting."""
-        return cls()
-
-    @classmethod
-    def connecting(cls, role: str) -> Connection:
-        """Make the end that connects, in this role; send `greeting(...)` first."""
-        return cls(HEARS[role])
+        self._accepted = frozenset({Hello}) if role is None else HEARS[role]
+        self._reader = FrameReader(GREETING_LIMIT if is_driver else LIMIT, is_driver)
 
     def __repr__(self) -> str:
         who = f"{self.peer.role} {self.peer.id}" if self.peer else "unknown"

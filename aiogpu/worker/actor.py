@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import ALL
 from aiogpu.serialization.exceptions import STOPPED, UNSENDABLE, pack_failure
-from aiogpu.serialization.serializer import NOTHING
+from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
     ASYNC,
     SERIAL,
@@ -95,7 +95,7 @@ class Stage:
         self._stdio.end_lines()
         if current.children is not None and current.children.shares.due:
             current.children.hand_over()
-        self.channel.send(Done(creation.task, NOTHING, 0))
+        self.channel.send(Done(creation.task, NONE_PAYLOAD, 0))
         return True
 
     def answer(self, answer: Done | Failed) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from aiogpu.memory.segment import spill_directory
-from aiogpu.serialization.payload import Contents, Payload, is_parcel, unpack
-from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
+from aiogpu.serialization.references import SHARED_FROM, PickledValue
 from aiogpu.wire.messages import OWNER, SEGMENTS, WARM, ChildItems, Recycle, Returned
 from aiogpu.worker.context import current
 from aiogpu.worker.descriptors import Descriptors
@@ -87,7 +87,7 @@ class Loans:
         for index, message in enumerate(messages):
             payload = getattr(message, "payload", None)
             if payload is not None:
-                if is_parcel(payload):
+                if is_compound(payload):
                     taken = message._replace(payload=self.borrow(payload))  # type: ignore[call-arg]
                     messages[index] = taken
             elif type(message) is ChildItems:
@@ -102,7 +102,7 @@ class Loans:
 
     def take_payload(self, payload: bytes) -> bytes:
         """A payload that has come; a loan, if it refers to something."""
-        return self.borrow(payload) if is_parcel(payload) else payload
+        return self.borrow(payload) if is_compound(payload) else payload
 
     def borrow(self, payload: bytes) -> Payload:
         """Take in a parcel: what it names was lent to this process, once more."""
@@ -247,7 +247,7 @@ class Loans:
         if outgoing.is_large:
             shown = self._shown(outgoing)
             if shown is not None:
-                contents = contents.placed(*shown)
+                contents = contents.in_segment(*shown)
                 hold = self._mapped[shown.segment]
             else:
                 hold, contents = self._write(outgoing, contents)
@@ -258,7 +258,7 @@ class Loans:
 
     def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
         """Where it lies already, if it is what somebody has written to a segment."""
-        if self._mappings is None or len(outgoing.stream) >= APART:
+        if self._mappings is None or len(outgoing.stream) >= SHARED_FROM:
             return None
         shown = self._mappings.shown(outgoing.buffers)
         # Of what this process has put itself, the driver may know nothing any more.
@@ -267,7 +267,7 @@ class Loans:
     def _write(
         self, outgoing: PickledValue, contents: Contents
     ) -> tuple[Written | None, Contents]:
-        buffers, stream = outgoing.laid_out()
+        buffers, stream = outgoing.split()
         try:
             written, size, spans = self._written(buffers)
         except OSError:
@@ -275,7 +275,7 @@ class Loans:
             whole = tuple(map(bytes, outgoing.buffers))
             return None, contents._replace(buffers=whole)
         contents = contents._replace(stream=stream)
-        return written, contents.placed(written.id, size, spans)
+        return written, contents.in_segment(written.id, size, spans)
 
     def _written(
         self, buffers: list[memoryview]

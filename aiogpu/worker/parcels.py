@@ -22,7 +22,7 @@ def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     finally:
         current.loader = 0
         if type(payload) is Payload:
-            payload.let_go()
+            payload.release()
 
 
 def packed(outgoing: PickledValue) -> bytes:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from aiogpu.serialization.exceptions import text_of
-from aiogpu.serialization.serializer import Retried, is_one_of, load_retried
+from aiogpu.serialization.exceptions import safe_text
+from aiogpu.serialization.serializer import Retried, is_retried, load_retried
 from aiogpu.wire.messages import Define
 
 
@@ -37,7 +37,7 @@ class Retrying:
             wanted = self._wanted.get(retried)
             if wanted is None:
                 wanted = self._wanted[retried] = load_retried(retried)
-            if isinstance(wanted, bool) or is_one_of(wanted, error):
+            if isinstance(wanted, bool) or is_retried(wanted, error):
                 return bool(wanted)
             return any(issubclass(kind, wanted) for kind in told)
         except BaseException as odd:  # noqa: BLE001 - foreign code may raise anything
@@ -45,6 +45,6 @@ class Retrying:
             sys.stderr.write(
                 f"aiogpu: {site.name} is not tried again, whatever it raises: its "
                 f"retry_exceptions cannot be asked: {type(odd).__name__}: "
-                f"{text_of(odd)}\n"
+                f"{safe_text(odd)}\n"
             )
             return False

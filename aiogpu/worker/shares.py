@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from aiogpu.errors import TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
-from aiogpu.serialization.payload import part_of
+from aiogpu.serialization.payload import result_part
 from aiogpu.wire.messages import (
     NUMBERS,
     ChildDone,
@@ -228,7 +228,7 @@ class Shares:
             if isinstance(message, ChildFailed):
                 self._channel.send(PutFailed(due.loan.id, *message[1:]))
             else:
-                payload = part_of(message.payload, due.part)
+                payload = result_part(message.payload, due.part)
                 self._channel.send(Put(due.loan.id, payload))
 
 

@@ -37,7 +37,7 @@ class Watch:
         self.is_over = False
         self.is_asked = False
         self._path = path
-        self._connection = Connection.connecting(role)
+        self._connection = Connection(role)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         check_server(self._socket, path)

@@ -8,7 +8,7 @@ import pytest
 
 from aiogpu.runtime.object_memory import PART
 from aiogpu.runtime.store import WARM
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.references import SHARED_FROM
 from aiogpu.wire.messages import WARM as WARM_OF_WORKERS
 from tests.house.programs import printed_by
 
@@ -35,8 +35,8 @@ def test_a_program_prints_what_stands_below_it(program, output, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        f"From {APART // 1024} KiB of buffers on",
-        f"below {APART // 1024} KiB lie in your program's memory",
+        f"From {SHARED_FROM // 1024} KiB of buffers on",
+        f"below {SHARED_FROM // 1024} KiB lie in your program's memory",
         f"{PART:.0%}".replace("%", " % of the memory that is there"),
         f"up to {WARM >> 30} GiB by your program",
         f"and {WARM_OF_WORKERS >> 20} MiB by each worker",

@@ -152,9 +152,7 @@ def _shape(told: str) -> str:
 
 def _converse(case: Case) -> Iterator[str]:
     is_node = case.target == NODE
-    connection = (
-        Connection.accepting() if is_node else Connection.connecting(case.target)
-    )
+    connection = Connection() if is_node else Connection(case.target)
     for chunk in case.chunks:
         was_open = connection.state is not ConnectionState.CLOSED
         try:

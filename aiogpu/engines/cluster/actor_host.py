@@ -32,7 +32,7 @@ from aiogpu.engines.cluster.work import (
 from aiogpu.engines.family import host_of_task
 from aiogpu.runtime.actor_end import not_made
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
-from aiogpu.serialization.serializer import load_arguments, load_function, several
+from aiogpu.serialization.serializer import load_arguments, load_function, split_results
 from aiogpu.wire.messages import DEFAULT_GROUP
 from aiogpu.worker.actor import Methods
 from aiogpu.worker.context import ActorExit, current, has_exited, method_called
@@ -145,7 +145,7 @@ class Stage:
     def _returned(self, value: Any, payload: bytes) -> Any:
         kind = RAISED
         try:
-            found = several(value, payload)
+            found = split_results(value, payload)
             kind = UNSENDABLE
             return returned(found)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's

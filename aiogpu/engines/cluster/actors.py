@@ -23,7 +23,7 @@ from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor_end import name_taken
 from aiogpu.runtime.call import Site
 from aiogpu.runtime.placements import removed
-from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.serializer import dump_whole, load_result
 from aiogpu.wire.messages import ASYNC
 
@@ -205,4 +205,4 @@ def identity_of(handle: Any) -> int:
 
 
 def _death(name: str, error: Exception) -> Failed:
-    return pack_told(died_of(name, error))
+    return pack_own_error(died_of(name, error))

@@ -31,7 +31,7 @@ from aiogpu.engines.cluster.turns import Turns
 from aiogpu.engines.cluster.work import returned_item
 from aiogpu.engines.family import host_of_task
 from aiogpu.runtime.actor_end import died
-from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_told
+from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_own_error
 from aiogpu.wire.messages import DEFAULT_GROUP
 from aiogpu.worker.context import ActorExit
 
@@ -117,7 +117,7 @@ class SoftHost(Stage):
     async def _exit(self) -> NoReturn:
         """A call ends the actor: others are cancelled, and told so."""
         error = died(self._name, "a call ended it by exit_actor().")
-        self._ended = TaskFailure(*pack_told(error))
+        self._ended = TaskFailure(*pack_own_error(error))
         for visit in list(self._running):
             visit.cancel()
         with suppress(TimeoutError):
