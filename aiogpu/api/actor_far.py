@@ -21,9 +21,9 @@ from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
     AT_ONCE,
+    CAPACITY,
     ENDED,
     READY,
-    ROOM,
     Hold,
     Make,
     Stop,
@@ -144,7 +144,7 @@ class FarLink:
 
     def room(self) -> Any:
         """How many actors of its kind can live at once."""
-        return self.call(f"{self.name}()", ROOM, NONE_PAYLOAD)
+        return self.call(f"{self.name}()", CAPACITY, NONE_PAYLOAD)
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""

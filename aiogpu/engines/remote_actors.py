@@ -14,10 +14,10 @@ from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
     AT_ONCE,
+    CAPACITY,
     ENDED,
-    NUMBERS,
+    NUMBER_BITS,
     READY,
-    ROOM,
     Ask,
     ChildDemand,
     Find,
@@ -107,7 +107,7 @@ class RemoteActors:
     ) -> RemoteActor:
         engine = self._engine
         namespace, name = key
-        identity = -((engine.client << NUMBERS) + engine.new_number())
+        identity = -((engine.client << NUMBER_BITS) + engine.new_number())
         engine.send(Make(identity, site.id, payload, name, namespace, get_if_exists))
         return RemoteActor(engine, identity, site)
 
@@ -129,7 +129,7 @@ class RemoteActors:
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
         number = self._engine.expect(receiver)
-        self._engine.send(Ask(0, number, actor, ROOM, NONE_PAYLOAD))
+        self._engine.send(Ask(0, number, actor, CAPACITY, NONE_PAYLOAD))
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Let a call that is a stream yield so many items in all."""

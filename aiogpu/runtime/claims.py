@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.messages import (
-    NUMBERS,
+    NUMBER_BITS,
     Ask,
     Fetch,
     Find,
@@ -71,7 +71,7 @@ def _count(client: Client, number: int) -> None:
 
 def _number(client: Client, identity: int) -> int:
     """By which a client knows what it has given an id."""
-    number = -identity - (client.id << NUMBERS)
-    if not 0 < number < 1 << NUMBERS:
+    number = -identity - (client.id << NUMBER_BITS)
+    if not 0 < number < 1 << NUMBER_BITS:
         raise ProtocolError(f"the id {identity}, which is not one of its own")
     return number

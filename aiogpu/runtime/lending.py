@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 from aiogpu.runtime.segment import SharedSegment, discard, kept
-from aiogpu.wire.messages import NUMBERS
+from aiogpu.wire.messages import NUMBER_BITS
 
 if TYPE_CHECKING:
     import mmap
@@ -185,7 +185,8 @@ class Lending:
         return [
             thing
             for identity, thing in things.items()
-            if -identity >> NUMBERS == owner and not isinstance(thing, SharedSegment)
+            if -identity >> NUMBER_BITS == owner
+            and not isinstance(thing, SharedSegment)
         ]
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ from aiogpu.runtime.segment import SharedSegment, copy_of, discard, is_short
 from aiogpu.runtime.values import Value, find, known
 from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
 from aiogpu.serialization.references import SHARED_FROM, PickledValue
-from aiogpu.wire.messages import OWNER, SEGMENTS, Recycle
-from aiogpu.wire.messages import WARM as WARM_OF_WORKER
+from aiogpu.wire.messages import FIRST_SEGMENT, OWNER_BITS, Recycle
+from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.control_page import ControlPage
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DEEPEST: Final = 4
 """Parcels in which one may lie: of several results each is one, of these none has any.
 What is within is copied at each level."""
-WARM: Final = 1 << 30
+WARM_BYTES: Final = 1 << 30
 """Bytes of segments that stand ready to be written again."""
 
 
@@ -58,7 +58,9 @@ class Store:
         self.catch_up: Callable[[], object] = _nothing
         self.memory = memory
         self._loop = loop
-        self._warm = SegmentPool(SEGMENTS + 1, WARM, lambda: memory.directory)
+        self._warm = SegmentPool(
+            FIRST_SEGMENT + 1, WARM_BYTES, lambda: memory.directory
+        )
         self._mappings = Mappings(self._on_unmapped)
         self._mapped: dict[int, SharedSegment] = {}
         self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
@@ -228,7 +230,7 @@ class Store:
 
     def _received(self, caller: Caller, segment: int) -> int | mmap.mmap:
         """What a worker has written; it was sent first."""
-        if (segment - SEGMENTS) >> OWNER != caller.id:
+        if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
         lending = self.lending(caller)
         self.memory.use_warm(lending.warm.pop(segment, 0))
@@ -309,7 +311,7 @@ class Store:
 
     def _close_original(self, identity: int) -> None:
         """Have the writer close a segment of which this process has a copy."""
-        owner = (identity - SEGMENTS) >> OWNER
+        owner = (identity - FIRST_SEGMENT) >> OWNER_BITS
         writer = self.caller(owner) if owner else None
         if not owner:
             self._warm.discard(identity)
@@ -343,7 +345,7 @@ class Store:
     def _reclaim(self, identity: int, counted: int) -> None:
         """Nobody reads it: its writer may write it again."""
         self.memory.give_back(counted)
-        owner = (identity - SEGMENTS) >> OWNER
+        owner = (identity - FIRST_SEGMENT) >> OWNER_BITS
         if not owner:
             with suppress(KeyError):  # the store was closed
                 self._warm.give_back(identity)

@@ -216,7 +216,7 @@ def _constructor_failure(failed: Failed, kind_and_name: str) -> Exception:
 
 
 def _may_be_raised(kind: type) -> bool:
-    """Whether it is an `Exception`, and nothing else that a loop reacts to.
+    """Return True for an `Exception` that is nothing else that a loop reacts to.
 
     A class may derive from `Exception` and, say, from `CancelledError` as well.
     """

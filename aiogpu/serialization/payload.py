@@ -16,7 +16,7 @@ MARK: Final = b"\x01"
 
 
 class Contents(NamedTuple):
-    """What a compound payload says; reading it checks the types of the fields.
+    """The fields of a compound payload; their types are checked when it is read.
 
     Attributes:
         stream: the pickle; empty if it is the first span of the segment.
@@ -126,14 +126,14 @@ def result_part(payload: bytes, part: int) -> bytes:
 
 
 def has_handles(payload: bytes) -> bool:
-    """Whether unpickling it makes handles."""
+    """Return True if unpickling it makes handles."""
     return type(payload) is Payload and (
         bool(payload.contents.values) or any(map(has_handles, payload.parts))
     )
 
 
 def is_compound(payload: bytes) -> bool:
-    """Whether a payload is more than a pickle."""
+    """Return True if a payload is more than a pickle."""
     return payload[:1] == MARK
 
 

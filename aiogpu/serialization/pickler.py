@@ -153,7 +153,7 @@ def measure(value: object) -> int:
 
 
 def is_sent_by_value(module: str) -> bool:
-    """Whether the user asked cloudpickle to send what that module defines."""
+    """Return True if the user asked cloudpickle to send what that module defines."""
     names = cloudpickle.list_registry_pickle_by_value()
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 

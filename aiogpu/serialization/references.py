@@ -1,4 +1,4 @@
-"""What is pickled but is no payload yet: a pickle, its buffers, and references.
+"""Pickled values that are no payloads yet: a pickle, its buffers, and references.
 
 References stand for values and actors, which are not part of the pickle. The sender
 knows whether there is shared memory, and by which ids the receiver knows the values; so
@@ -32,7 +32,7 @@ STREAM_SHARED_FROM: Final = 1 << 16
 
 
 class Reference(Protocol):
-    """What a handle in a pickle stands for.
+    """The value or actor that a handle in a pickle stands for.
 
     Attributes:
         id: by which the receiver asks for it.
@@ -64,18 +64,18 @@ class PickledValue(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the pickle alone is the payload."""
+        """True if the pickle alone is the payload."""
         return len(self.stream) < SHARED_FROM and not any(self[1:])
 
     @property
     def is_large(self) -> bool:
-        """Whether it goes into shared memory: it has buffers, or a long pickle."""
+        """True if it goes into shared memory: it has buffers, or a long pickle."""
         return bool(self.buffers) or len(self.stream) >= SHARED_FROM
 
     def split(self) -> tuple[list[memoryview], bytes]:
-        """What goes into shared memory, and what of the pickle does not: all or none.
+        """Return the buffers for shared memory, and the rest of the pickle.
 
-        A long pickle goes there, before the buffers.
+        A long pickle goes there as a whole, before the other buffers.
         """
         shared_from = STREAM_SHARED_FROM if self.buffers else SHARED_FROM
         if len(self.stream) >= shared_from:

@@ -45,7 +45,7 @@ _KINDS: Final = frozenset("biufc")
 
 
 def are_numbers(values: Iterable[object]) -> bool:
-    """Whether all are scalars or arrays of numbers, and none is of a subclass."""
+    """Return True if all are scalars or arrays of numbers, and none of a subclass."""
     for value in values:
         kind = type(value)
         # By its name first: numpy may be a lazy module, which a look at it would load.
@@ -171,7 +171,7 @@ def dump_result(
 
     Args:
         value: the result.
-        wording: how errors call it: what it is, its name in paths, what to do.
+        wording: words for errors: the value, its name in paths, what to do.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
@@ -242,11 +242,11 @@ def load_result(payload: bytes) -> Any:
     """Undo `dump_result`.
 
     Raises:
-        DeserializationError: whatever unpickling raised is its cause, or is named
-            in its text where it must not travel.
+        DeserializationError: its cause is what unpickling raised; its text alone
+            names what may not be raised here.
     """
     try:
-        # By far the commonest; a call costs as much as unpickling what is small.
+        # By far the commonest: a call costs as much as unpickling a small value.
         return pickle.loads(payload) if type(payload) is bytes else load(payload)
     except Exception as error:
         raise DeserializationError(_unreadable(error)) from error
@@ -256,7 +256,7 @@ def load_result(payload: bytes) -> Any:
 
 
 def dump_function(name: str, function: object) -> bytes:
-    """Pickle a function by cloudpickle.
+    """Pickle a function by value, with cloudpickle.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
@@ -267,7 +267,7 @@ def dump_function(name: str, function: object) -> bytes:
             f"Create it inside the task, or put {name} into a module, which workers "
             f"import."
         )
-    return _dump_whole(f"the function {name}", name, function, advice)
+    return _dump_named(f"the function {name}", name, function, advice)
 
 
 def dump_reference(module: str, qualname: str) -> bytes:
@@ -305,7 +305,7 @@ def _dump(value: object) -> PickledValue:
     return PickledValue(stream, buffers, references=tuple(references))
 
 
-def _dump_whole(what: str, name: str, value: object, advice: str = _ADVICE) -> bytes:
+def _dump_named(what: str, name: str, value: object, advice: str = _ADVICE) -> bytes:
     try:
         return dump_whole(value)
     except (Exception, SystemExit) as error:
@@ -355,7 +355,7 @@ def dump_retried(retried: Retried) -> bytes:
     """
     if isinstance(retried, bool):
         return RETRY_ALL if retried else RETRY_NONE
-    return _dump_whole("the option retry_exceptions", "retry_exceptions", retried)
+    return _dump_named("the option retry_exceptions", "retry_exceptions", retried)
 
 
 def load_retried(data: bytes) -> Retried:
@@ -367,7 +367,7 @@ def load_retried(data: bytes) -> Retried:
 
 
 def is_retried(retried: Retried, error: BaseException) -> bool:
-    """Whether a task that raised this is retried.
+    """Return True if a task that raised this is retried.
 
     Raises what a metaclass of the user's may raise.
     """

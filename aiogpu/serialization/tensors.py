@@ -99,7 +99,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether elements, type, shape and strides describe the tensor completely."""
+    """Return True if elements, type, shape and strides describe the tensor fully."""
     torch: Any = import_module("torch")
     return not (
         tensor.layout is not torch.strided

@@ -46,7 +46,7 @@ or of its keys and its values."""
 
 
 def _types(hint: Any) -> frozenset[type]:
-    """The types that msgpack reads for a value of this annotation."""
+    """Return the types that msgpack reads for a value of this annotation."""
     parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return frozenset(get_origin(part) or part for part in parts)
 
@@ -58,7 +58,7 @@ def _item_types(hint: Any) -> list[frozenset[type]]:
 
 @cache
 def _layout(kind: Any) -> tuple[Any, frozenset[tuple[type, ...]], _Items]:
-    """The kind, all combinations of field types that it accepts, and its items."""
+    """Return the kind, the combinations of field types that it accepts, its items."""
     hints: dict[str, Any] = kind.__annotations__
     items = [
         (place, name, _item_types(hint))
@@ -313,7 +313,7 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """How many more bytes the next message needs at least."""
+        """Return the least number of further bytes that complete a message."""
         return self._wanted - len(self._rest)
 
     def feed(self, data: bytes) -> list[Message]:

@@ -33,21 +33,21 @@ CLIENT: Final = "client"
 GREETING_LIMIT: Final = 1024
 """Bytes of the longest frame from a peer that has not sent its greeting."""
 
-SAYS: Final[dict[str, frozenset[type[Message]]]] = {
+FROM_PEER: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset(get_args(FromZygote)),
     KEEPER: frozenset(get_args(FromKeeper)),
     WORKER: frozenset(get_args(FromWorker)),
     CLIENT: frozenset(get_args(FromClient)),
 }
-"""What a peer of each role may send to the driver after its greeting."""
+"""The messages that a peer of each role may send to the driver after its greeting."""
 
-HEARS: Final[dict[str, frozenset[type[Message]]]] = {
+TO_PEER: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset(get_args(ToZygote)),
     KEEPER: frozenset(get_args(ToKeeper)),
     WORKER: frozenset(get_args(ToWorker)),
     CLIENT: frozenset(get_args(ToClient)),
 }
-"""What the driver may send to a peer of each role."""
+"""The messages that the driver may send to a peer of each role."""
 
 
 class ConnectionState(Enum):
@@ -78,7 +78,7 @@ class Connection:
         is_driver = role is None
         self.state = ConnectionState.GREETING if is_driver else ConnectionState.OPEN
         self.peer: Hello | None = None
-        self._accepted = frozenset({Hello}) if role is None else HEARS[role]
+        self._accepted = frozenset({Hello}) if role is None else TO_PEER[role]
         self._reader = FrameReader(GREETING_LIMIT if is_driver else LIMIT, is_driver)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Connection:
 
     @property
     def missing(self) -> int:
-        """How many more bytes the next message needs at least."""
+        """Return the least number of further bytes that complete a message."""
         return self._reader.missing
 
     def receive(self, data: bytes) -> list[Message]:
@@ -118,10 +118,10 @@ class Connection:
                 f"the peer speaks protocol {hello.version}, this end {VERSION}; use "
                 f"the same version of aiogpu on both"
             )
-        if hello.role not in SAYS:
+        if hello.role not in FROM_PEER:
             raise ProtocolError(f"a peer calls itself {hello.role[:40]!r}")
         self.peer = hello
-        self._accepted = SAYS[hello.role]
+        self._accepted = FROM_PEER[hello.role]
         self._reader.limit, self._reader.is_single = LIMIT, False
         self.state = ConnectionState.OPEN
 

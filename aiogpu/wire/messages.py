@@ -55,7 +55,7 @@ LOG_LEVEL: Final = "aiogpu_log_level"
 
 
 class Setup(NamedTuple):
-    """What a zygote is given at its start; no message, and inherited by all forks.
+    """The configuration of a zygote and its forks, given at its start; no message.
 
     Passed as plain values: `aiogpu` can be imported only once `sys_path` is set.
 
@@ -497,7 +497,7 @@ READY: Final = " ready"
 ENDED: Final = " ended"
 """Pseudo-method: returns once the actor's process has ended."""
 
-ROOM: Final = " room"
+CAPACITY: Final = " capacity"
 """Pseudo-method: returns how many actors of its kind can live at once."""
 
 
@@ -564,17 +564,17 @@ class Stop(NamedTuple):
 
 # Values and shared memory
 
-SEGMENTS: Final = 1 << 60
+FIRST_SEGMENT: Final = 1 << 60
 """Ids of segments begin here; those of values are below."""
 
-WARM: Final = 1 << 28
+WARM_BYTES: Final = 1 << 28
 """Bytes of segments that one worker keeps mapped for reuse."""
 
-NUMBERS: Final = 32
+NUMBER_BITS: Final = 32
 """Bits of the id of a value or actor below those of the process that chose it. An id
 that a worker or client chose is below zero."""
 
-OWNER: Final = 36
+OWNER_BITS: Final = 36
 """Bits of a segment's id below those of its owner: a worker's id, or 0."""
 
 
@@ -590,14 +590,14 @@ class Recycle(NamedTuple):
 class Returned(NamedTuple):
     """Worker to driver: these things, received so often, are not used any more.
 
-    See `PRESSING` for none.
+    See `READ_DESCRIPTORS` for none.
     """
 
     things: tuple[int, ...]
     counts: tuple[int, ...]
 
 
-PRESSING: Final = Returned((), ())
+READ_DESCRIPTORS: Final = Returned((), ())
 """Read the descriptors that I have sent: there is no room for more, and they are for
 one message, which cannot be sent before all of them."""
 
@@ -738,7 +738,7 @@ END_OF_CLIENTS: Final = FIRST_CLIENT + (1 << 24)
 
 
 class Join(NamedTuple):
-    """Client to node: what the workers of its tasks start with.
+    """Client to node: it joins; its tasks' workers start with these settings.
 
     `release`: its version of aiogpu. `executable`, `flags`, `sys_path`, `directory`
     and `environ` are those of its process. `preload`: modules for its zygote. `shows`:

@@ -13,7 +13,7 @@ from typing import Final
 
 from aiogpu.linux import syscalls as kernel
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.wire.messages import PRESSING, Setup, descriptor_path, socket_path
+from aiogpu.wire.messages import READ_DESCRIPTORS, Setup, descriptor_path, socket_path
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import seeds
@@ -43,7 +43,7 @@ class Birth:
         self._loans = Loans(
             descriptor_path(setup.directory), setup.spill, page, self._interrupts
         )
-        self._loans.press = partial(self._channel.send, PRESSING)
+        self._loans.press = partial(self._channel.send, READ_DESCRIPTORS)
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
         self._worker.footing.find()
         self._seeds = seeds()

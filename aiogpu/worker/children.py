@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.messages import (
-    NUMBERS,
+    NUMBER_BITS,
     Ask,
     Carried,
     Carry,
@@ -175,7 +175,7 @@ class Children:
         with self._submitting:
             if site not in self._declared:
                 self._declare(describe())
-            actor = -((current.worker << NUMBERS) + next(self._numbers))
+            actor = -((current.worker << NUMBER_BITS) + next(self._numbers))
             self._send_passed()
             self._channel.send(made(actor))
         return actor

@@ -18,7 +18,14 @@ from weakref import WeakValueDictionary
 from aiogpu.memory.segment import spill_directory
 from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
 from aiogpu.serialization.references import SHARED_FROM, PickledValue
-from aiogpu.wire.messages import OWNER, SEGMENTS, WARM, ChildItems, Recycle, Returned
+from aiogpu.wire.messages import (
+    FIRST_SEGMENT,
+    OWNER_BITS,
+    WARM_BYTES,
+    ChildItems,
+    Recycle,
+    Returned,
+)
 from aiogpu.worker.context import current
 from aiogpu.worker.descriptors import Descriptors
 from aiogpu.worker.loan import Loan, Written
@@ -304,8 +311,8 @@ class Loans:
             from aiogpu.memory.segment_pool import SegmentPool
 
             owner = self._owner or current.worker
-            first = SEGMENTS + (owner << OWNER) + 1
-            self._warm = SegmentPool(first, WARM, self._directory)
+            first = FIRST_SEGMENT + (owner << OWNER_BITS) + 1
+            self._warm = SegmentPool(first, WARM_BYTES, self._directory)
         return self._warm
 
     def _directory(self) -> str:

@@ -9,7 +9,7 @@ from aiogpu.errors import TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import result_part
 from aiogpu.wire.messages import (
-    NUMBERS,
+    NUMBER_BITS,
     ChildDone,
     ChildFailed,
     Message,
@@ -132,7 +132,7 @@ class Shares:
 
     def _new_id(self) -> int:
         owner = self._owner or current.worker
-        return -((owner << NUMBERS) + self._new_number())
+        return -((owner << NUMBER_BITS) + self._new_number())
 
     def put(self, payload: bytes) -> Loan:
         """Have a value kept; this process holds it."""

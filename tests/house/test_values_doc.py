@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from aiogpu.runtime.object_memory import PART
-from aiogpu.runtime.store import WARM
+from aiogpu.runtime.store import WARM_BYTES
 from aiogpu.serialization.references import SHARED_FROM
-from aiogpu.wire.messages import WARM as WARM_OF_WORKERS
+from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKERS
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "values.md").read_text()
@@ -38,7 +38,7 @@ def test_a_program_prints_what_stands_below_it(program, output, tmp_path):
         f"From {SHARED_FROM // 1024} KiB of buffers on",
         f"below {SHARED_FROM // 1024} KiB lie in your program's memory",
         f"{PART:.0%}".replace("%", " % of the memory that is there"),
-        f"up to {WARM >> 30} GiB by your program",
+        f"up to {WARM_BYTES >> 30} GiB by your program",
         f"and {WARM_OF_WORKERS >> 20} MiB by each worker",
     ],
 )

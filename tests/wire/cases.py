@@ -28,9 +28,9 @@ from aiogpu.serialization.payload import unpack
 from aiogpu.wire.codec import from_fields, unpack_as
 from aiogpu.wire.connection import (
     CLIENT,
-    HEARS,
+    FROM_PEER,
     KEEPER,
-    SAYS,
+    TO_PEER,
     WORKER,
     ZYGOTE,
     Connection,
@@ -67,7 +67,13 @@ levels, and from 1.2.4 on for no more than 10,000 of them."""
 MOST_AHEAD: Final = 11_000
 _ROOTS: Final = tuple(
     os.path.dirname(aiogpu.__file__) + part
-    for part in ("/wire/", "/memory/passing", "/runtime/plain", "/runtime/terms")
+    for part in (
+        "/wire/",
+        "/serialization/payload",
+        "/memory/fd_passing",
+        "/runtime/plain",
+        "/runtime/terms",
+    )
 )
 
 
@@ -164,7 +170,7 @@ def _converse(case: Case) -> Iterator[str]:
             continue
         assert was_open or not found, "it is closed"
         role = connection.peer.role if connection.peer else ""
-        may = SAYS.get(role, frozenset()) if is_node else HEARS[case.target]
+        may = FROM_PEER.get(role, frozenset()) if is_node else TO_PEER[case.target]
         for message in found:
             kind = type(message)
             assert kind in may or (kind is Hello and message is connection.peer)

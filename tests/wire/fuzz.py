@@ -26,7 +26,7 @@ from aiogpu.runtime.terms import Terms
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
 from aiogpu.wire.codec import pack as pack_fields
-from aiogpu.wire.connection import HEARS, SAYS, greeting
+from aiogpu.wire.connection import FROM_PEER, TO_PEER, greeting
 from aiogpu.wire.messages import TAGS, Bind
 from tests.runtime import sites
 from tests.wire.cases import (
@@ -59,8 +59,8 @@ def valid() -> list[Case]:
     """Conversations without a fault, and what else is read."""
     found = []
     for role in ROLES:
-        said = sorted(SAYS[role], key=TAGS.__getitem__)
-        heard = sorted(HEARS[role], key=TAGS.__getitem__)
+        said = sorted(FROM_PEER[role], key=TAGS.__getitem__)
+        heard = sorted(TO_PEER[role], key=TAGS.__getitem__)
         says = greeting(role, 1 << 26, 4711) + b"".join(
             encode(example(k)) for k in said
         )

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import HEADER, LIMIT, FrameReader, encode
 from aiogpu.wire.connection import (
-    HEARS,
+    FROM_PEER,
     KEEPER,
-    SAYS,
+    TO_PEER,
     WORKER,
     ZYGOTE,
     Connection,
@@ -178,7 +178,7 @@ def test_any_messages_arrive_whatever_the_cuts(messages, cuts):
 @steady
 @given(st.sampled_from(ROLES), st.data())
 def test_a_connection_gives_what_its_peer_may_say(role, data):
-    kinds = sorted(SAYS[role], key=TAGS.__getitem__)
+    kinds = sorted(FROM_PEER[role], key=TAGS.__getitem__)
     said = data.draw(st.lists(st.one_of(*map(messages_of, kinds)), max_size=5))
     stream = greeting(role, 3, 4) + b"".join(map(encode, said))
     cut = data.draw(st.integers(0, len(stream)))
@@ -461,7 +461,7 @@ def test_only_a_greeting_may_come_first(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_peer_says_only_what_its_role_may(role, kind):
     data = encode(example(kind))
-    if kind in SAYS[role]:
+    if kind in FROM_PEER[role]:
         assert same(greeted(role).receive(data), [example(kind)])
     else:
         assert refuses(greeted(role), data)
@@ -471,7 +471,7 @@ def test_a_peer_says_only_what_its_role_may(role, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_driver_says_only_what_a_role_hears(role, kind):
     data = encode(example(kind))
-    if kind in HEARS[role]:
+    if kind in TO_PEER[role]:
         assert same(Connection(role).receive(data), [example(kind)])
     else:
         assert refuses(Connection(role), data)

@@ -6,9 +6,9 @@ from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import HEADER, encode
 from aiogpu.wire.connection import (
     CLIENT,
-    HEARS,
+    FROM_PEER,
     KEEPER,
-    SAYS,
+    TO_PEER,
     WORKER,
     ZYGOTE,
     Connection,
@@ -28,8 +28,8 @@ from aiogpu.wire.messages import (
 
 
 def test_every_message_is_said_by_one_side_to_one_kind_of_peer():
-    assert set(SAYS) == set(HEARS) == {ZYGOTE, KEEPER, WORKER, CLIENT}
-    said, heard = (frozenset().union(*table.values()) for table in (SAYS, HEARS))
+    assert set(FROM_PEER) == set(TO_PEER) == {ZYGOTE, KEEPER, WORKER, CLIENT}
+    said, heard = (frozenset().union(*table.values()) for table in (FROM_PEER, TO_PEER))
     assert said | heard | {Hello} == set(TAGS)
     assert not said & heard
     assert Hello not in said | heard
