@@ -14,15 +14,8 @@ from aiogpu.api.actor_class import stranger
 from aiogpu.api.blocking import get, request
 from aiogpu.client.current import current, note_passed
 from aiogpu.errors import InternalError
-from aiogpu.serialization.serializer import NOTHING, load_result
-from aiogpu.wire.messages import (
-    AFTER_ALL,
-    AGAIN,
-    AT_ONCE,
-    ENDED,
-    READY,
-    ROOM,
-)
+from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
+from aiogpu.wire.messages import AFTER_ALL, AGAIN, AT_ONCE, CAPACITY, ENDED, READY
 from aiogpu.worker.nested import task_client
 
 if TYPE_CHECKING:
@@ -108,15 +101,15 @@ class FarLink:
 
     def ready(self) -> Any:
         """Settled when the constructor has returned."""
-        return self.call(f"{self.name}()", READY, NOTHING)
+        return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
 
     def ended(self) -> Any:
         """Settled when the actor's process has ended."""
-        return self.call(f"{self.name}()", ENDED, NOTHING)
+        return self.call(f"{self.name}()", ENDED, NONE_PAYLOAD)
 
     def room(self) -> Any:
         """Return how many actors of its kind can live at once."""
-        return self.call(f"{self.name}()", ROOM, NOTHING)
+        return self.call(f"{self.name}()", CAPACITY, NONE_PAYLOAD)
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.api.handle import Handle
 from aiogpu.errors import MisuseError
-from aiogpu.serialization.references import of_closed_node
+from aiogpu.serialization.references import closed_node_error
 
 if TYPE_CHECKING:
     from aiogpu.client.port import Far
@@ -34,7 +34,7 @@ def check_node(
     """
     check_loop(handle, loop)
     if isinstance(handle, Handle) and handle.far is not far:
-        raise of_closed_node(handle.task_name)
+        raise closed_node_error(handle.task_name)
 
 
 def check_sender(handle: object) -> None:

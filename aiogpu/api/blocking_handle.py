@@ -97,9 +97,9 @@ class BlockingHandle(NotItsResult, Generic[T]):
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
         from aiogpu.api.borrow import borrow
-        from aiogpu.serialization.references import refer
+        from aiogpu.serialization.references import add_handle
 
-        return borrow, (refer(self.task_name, self.share), self.task_name)
+        return borrow, (add_handle(self.task_name, self.share), self.task_name)
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""

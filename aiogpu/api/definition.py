@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.serializer import (
-    HEAVY,
+    WARNED_FROM,
     dump_function,
     dump_reference,
-    is_sent_by_value,
 )
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ class Definition:
                 else dump_reference(*reference)
             )
             self._sent = Function(new_function_id(), payload)
-            if len(payload) > HEAVY:
+            if len(payload) > WARNED_FROM:
                 from aiogpu.serialization.large_arguments import advise_on_function
 
                 advise_on_function(self.name, self.function, len(payload))
@@ -173,6 +172,9 @@ class Definition:
 
     def reference(self) -> Reference | None:
         """The name under which workers can import the function, None without one."""
+        # cloudpickle comes with it, which defining a function does not need.
+        from aiogpu.serialization.pickler import is_sent_by_value
+
         reference = Reference(
             getattr(self.function, "__module__", None) or "__main__",
             getattr(self.function, "__qualname__", self.name),

@@ -179,10 +179,10 @@ class Handle(NotItsResult, asyncio.Future[T]):
         # Late: only a handle within something that is sent comes here.
         from aiogpu.api.belonging import check_sender
         from aiogpu.api.borrow import borrow
-        from aiogpu.serialization.references import refer
+        from aiogpu.serialization.references import add_handle
 
         check_sender(self)
-        return borrow, (refer(self.task_name, self.share), self.task_name)
+        return borrow, (add_handle(self.task_name, self.share), self.task_name)
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""

@@ -23,7 +23,7 @@ from aiogpu.client.function_spec import Function, Site, new_function_id, new_sit
 from aiogpu.core.model.request import Shape, TaskSpec
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, TaskTimeoutError
 from aiogpu.serialization.exceptions import unpack_failure
-from aiogpu.wire.grant import Grant
+from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
     from aiogpu.api.options import GpuWhere, Strategy
@@ -126,7 +126,7 @@ class Tenure:
         self.task = 0
         self.is_over = False
         loop = asyncio.get_running_loop()
-        self.granted: asyncio.Future[Grant] = loop.create_future()
+        self.granted: asyncio.Future[Bind] = loop.create_future()
         self.lost: asyncio.Future[Exception] = loop.create_future()
         self._session = session
         self._name = name
@@ -142,8 +142,11 @@ class Tenure:
 
     def receive(self, payload: bytes) -> None:
         """It is granted."""
+        # msgpack comes with it, which a program without leases may not need.
+        from aiogpu.wire.codec import unpack_as
+
         if not self.granted.done():
-            self.granted.set_result(Grant.unpack(payload))
+            self.granted.set_result(unpack_as(Bind, payload))
 
     def reject(self, failed: Failed) -> None:
         """It is refused, by a node that is another process."""
@@ -265,7 +268,7 @@ class Lease(EnteredOnLoop):
         self._end()
 
     @property
-    def _grant(self) -> Grant:
+    def _grant(self) -> Bind:
         tenure = self._tenure
         if tenure is None or not tenure.granted.done():
             raise MisuseError(

@@ -38,7 +38,7 @@ from aiogpu.api.options import LARGEST_COUNT
 from aiogpu.api.remote_function import RemoteFunction
 from aiogpu.client.function_spec import Function, new_function_id
 from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
-from aiogpu.serialization.exceptions import RAISED, Outcome, unpack_failure
+from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.serialization.serializer import dump_function
 from aiogpu.wire.messages import Failed
 from aiogpu.worker.chunk import Sent
@@ -157,7 +157,7 @@ class Packing:
         result = handle.result()
         if not items:
             return Opened([result])  # one that was tried again
-        outcome = Outcome(*result)
+        outcome = ChunkOutcome(*result)
         seconds += outcome.seconds + perf_counter() - begun
         done = len(outcome.values)
         self._sizes.note(done or 1, seconds)

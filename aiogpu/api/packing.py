@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.client.current import services
 from aiogpu.serialization.payload import Payload
-from aiogpu.serialization.serializer import HEAVY
+from aiogpu.serialization.serializer import WARNED_FROM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,13 +39,13 @@ def packed_call(
     """
     payload = packed(outgoing)
     size = len(outgoing.stream) + sum(one.nbytes for one in outgoing.buffers)
-    if size >= HEAVY and not (type(payload) is Payload and payload.is_shown):
+    if size >= WARNED_FROM and not (type(payload) is Payload and payload.is_shown):
         global _repeats  # noqa: PLW0603 - most programs never need it
         if _repeats is None:
             from aiogpu.serialization.large_arguments import RepeatedArguments
 
             _repeats = RepeatedArguments()
-        _repeats.note(name, args, kwargs, size)
+        _repeats.note(name, args, kwargs)
     return payload
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from aiogpu.api.packing import packed
 from aiogpu.errors import MisuseError
-from aiogpu.serialization.references import HANDLE, PickledValue
+from aiogpu.serialization.references import HANDLE_MARK, PickledValue
 from aiogpu.serialization.serializer import PUT, dump_result
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def put(value: T) -> Putting[T]:
         ObjectMemoryError: there is no room for it.
         NoLoopError: no event loop is running here, and this is no task.
     """
-    if hasattr(type(value), HANDLE):
+    if hasattr(type(value), HANDLE_MARK):
         raise MisuseError(
             f"aiogpu.put() was given {value!r}, which is a handle already: pass it to "
             f"tasks as it is, or put what it gives: `aiogpu.put(await handle)`."

@@ -34,7 +34,7 @@ from aiogpu.cli.joining import address_option, check_there
 from aiogpu.cli.quantities import Number, Seconds, size_or_share
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, OptionError, TaskTimeoutError
-from aiogpu.wire.grant import MARK
+from aiogpu.wire.messages import LEASE_MARK
 
 FAILED: Final = 125
 NOT_IN_TIME: Final = 124
@@ -218,8 +218,8 @@ async def _tell_why(lease: Lease, asking: asyncio.Task[Any]) -> None:
 def _environ(lease: Lease) -> dict[str, str]:
     """The command's variables; a lease within a lease is marked as both."""
     environ = {**os.environ, **lease.environ}
-    if outer := os.environ.get(MARK):
-        environ[MARK] = f"{outer},{lease.environ[MARK]}"
+    if outer := os.environ.get(LEASE_MARK):
+        environ[LEASE_MARK] = f"{outer},{lease.environ[LEASE_MARK]}"
     return environ
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aiogpu.serialization.serializer import NONE, Retried, dump_whole
+from aiogpu.serialization.serializer import RETRY_NONE, Retried, dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Request, TaskSpec
@@ -92,7 +92,7 @@ class Site:
     environ: Mapping[str, str]
     is_coroutine: bool
     retry_exceptions: Retried = False
-    retried: bytes = NONE
+    retried: bytes = RETRY_NONE
     checked_by: object = None
     actor: ActorTerms | None = None
     window: int = 0

@@ -18,7 +18,7 @@ from aiogpu.client.references import Loan, Loans, Shares
 from aiogpu.errors import SerializationError
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
-    NUMBERS,
+    NUMBER_BITS,
     Ask,
     Carried,
     ChildDemand,
@@ -113,7 +113,7 @@ class NodeClient:
 
     def new_id(self) -> int:
         """An id for a value or an actor that no other process uses."""
-        return -(((self.client or current.worker) << NUMBERS) + self.new_number())
+        return -(((self.client or current.worker) << NUMBER_BITS) + self.new_number())
 
     def expect(self, receiver: Receiver) -> int:
         """Have the answer of a new request told to a receiver; gives its number."""

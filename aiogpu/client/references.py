@@ -26,12 +26,18 @@ from aiogpu.errors import NodeClosedError, TaskCancelledError
 from aiogpu.linux.syscalls import check_server
 from aiogpu.memory.segment import spill_directory
 from aiogpu.serialization.exceptions import RAISED, pack_failure
-from aiogpu.serialization.payload import Contents, Payload, is_parcel, part_of, unpack
-from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.serialization.payload import (
+    Contents,
+    Payload,
+    is_compound,
+    result_part,
+    unpack,
+)
+from aiogpu.serialization.references import SHARED_FROM, PickledValue
 from aiogpu.wire.messages import (
-    OWNER,
-    SEGMENTS,
-    WARM,
+    FIRST_SEGMENT,
+    OWNER_BITS,
+    WARM_BYTES,
     ChildDone,
     ChildFailed,
     ChildItems,
@@ -162,7 +168,7 @@ class Loans:
         for index, message in enumerate(messages):
             payload = getattr(message, "payload", None)
             if payload is not None:
-                if is_parcel(payload):
+                if is_compound(payload):
                     taken = message._replace(payload=self.borrow(payload))  # type: ignore[call-arg]
                     messages[index] = taken
             elif type(message) is ChildItems:
@@ -177,7 +183,7 @@ class Loans:
 
     def take_payload(self, payload: bytes) -> bytes:
         """A payload that has come; a loan, if it refers to something."""
-        return self.borrow(payload) if is_parcel(payload) else payload
+        return self.borrow(payload) if is_compound(payload) else payload
 
     def borrow(self, payload: bytes) -> Payload:
         """Take in a parcel: what it names was lent to this process, once more."""
@@ -322,7 +328,7 @@ class Loans:
         if outgoing.is_large:
             shown = self._shown(outgoing)
             if shown is not None:
-                contents = contents.placed(*shown)
+                contents = contents.in_segment(*shown)
                 hold = self._mapped[shown.segment]
             else:
                 hold, contents = self._write(outgoing, contents)
@@ -333,7 +339,7 @@ class Loans:
 
     def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
         """Where it lies already, if it is what somebody has written to a segment."""
-        if self._mappings is None or len(outgoing.stream) >= APART:
+        if self._mappings is None or len(outgoing.stream) >= SHARED_FROM:
             return None
         shown = self._mappings.shown(outgoing.buffers)
         # Of what this process has put itself, the driver may know nothing any more.
@@ -342,7 +348,7 @@ class Loans:
     def _write(
         self, outgoing: PickledValue, contents: Contents
     ) -> tuple[Written | None, Contents]:
-        buffers, stream = outgoing.laid_out()
+        buffers, stream = outgoing.split()
         try:
             written, size, spans = self._written(buffers)
         except OSError:
@@ -350,7 +356,7 @@ class Loans:
             whole = tuple(map(bytes, outgoing.buffers))
             return None, contents._replace(buffers=whole)
         contents = contents._replace(stream=stream)
-        return written, contents.placed(written.id, size, spans)
+        return written, contents.in_segment(written.id, size, spans)
 
     def _written(
         self, buffers: list[memoryview]
@@ -379,8 +385,8 @@ class Loans:
             from aiogpu.memory.segment_pool import SegmentPool
 
             owner = self._owner or current.worker
-            first = SEGMENTS + (owner << OWNER) + 1
-            self._warm = SegmentPool(first, WARM, self._directory)
+            first = FIRST_SEGMENT + (owner << OWNER_BITS) + 1
+            self._warm = SegmentPool(first, WARM_BYTES, self._directory)
         return self._warm
 
     def _directory(self) -> str:
@@ -721,7 +727,7 @@ class Shares:
             if isinstance(message, ChildFailed):
                 self._client.send(PutFailed(due.loan.id, *message[1:]))
             else:
-                payload = part_of(message.payload, due.part)
+                payload = result_part(message.payload, due.part)
                 self._client.send(Put(due.loan.id, payload))
 
 

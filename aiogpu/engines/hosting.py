@@ -13,8 +13,15 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.joining_options import POLICIES, Policies
 from aiogpu.errors import ProtocolError
 from aiogpu.observe.status import Program
-from aiogpu.wire.messages import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
-from aiogpu.wire.setup import descriptor_path
+from aiogpu.wire.messages import (
+    AVAILABLE,
+    RESOURCES,
+    STATUS,
+    TIMELINE,
+    WHY,
+    WHY_TASK,
+    descriptor_path,
+)
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits

@@ -73,7 +73,7 @@ class Line:
         self.on_messages: Callable[[list[Message]], None]
         self.on_lost: Callable[[Exception | None], None]
         self._loop = loop
-        self._connection = Connection.connecting(CLIENT)
+        self._connection = Connection(CLIENT)
         self._socket: socket.socket | None = None
         self._unsent: list[bytes] = []
         self._size = 0

@@ -17,17 +17,17 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
 from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
 from aiogpu.serialization.exceptions import unpack_failure
-from aiogpu.serialization.serializer import NOTHING, load_result
+from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
     AT_ONCE,
     AVAILABLE,
+    CAPACITY,
     ENDED,
     READY,
     RESOURCES,
-    ROOM,
     STATUS,
     TIMELINE,
     WHY,
@@ -201,11 +201,11 @@ class RemoteActor:
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
-        self.call(READY, NOTHING, receiver)
+        self.call(READY, NONE_PAYLOAD, receiver)
 
     def await_end(self, receiver: Receiver) -> None:
         """Tell it when the actor's process has ended."""
-        self.call(ENDED, NOTHING, receiver)
+        self.call(ENDED, NONE_PAYLOAD, receiver)
 
 
 class RemoteActors:
@@ -283,7 +283,7 @@ class RemoteActors:
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
-        self._engine.call(actor, ROOM, NOTHING, receiver)
+        self._engine.call(actor, CAPACITY, NONE_PAYLOAD, receiver)
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Let a call that is a stream yield so many items in all."""

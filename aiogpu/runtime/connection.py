@@ -61,7 +61,7 @@ class Peer(asyncio.Protocol):
         self.on_slow: Callable[[bool], object] = bool  # nobody minds
         self._greeted = greeted
         self._on_heard = on_heard
-        self._connection = Connection.accepting()
+        self._connection = Connection()
         self._transport: asyncio.Transport | None = None
         self._descriptor = -1
         self._posted: list[Message | bytes] = []

@@ -17,7 +17,7 @@ from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
 from aiogpu.runtime.callers.caller import Child
 from aiogpu.runtime.calls import internal_error, tell_safely
-from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.wire.messages import (
     Ask,
     Fetch,
@@ -119,7 +119,7 @@ class Faults:
             self._end_worker(effect.worker, fault)
             return
         worker.unlearn(call.site)
-        call.answer = pack_told(fault)._replace(task=effect.task)
+        call.answer = pack_own_error(fault)._replace(task=effect.task)
         self._feed(Scheduler.finish, effect.task, effect.worker)
 
     def _not_sent_ahead(self, effect: effects.Ahead, fault: Exception) -> None:

@@ -27,7 +27,7 @@ from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.devices.unwatched import Unasked
 from aiogpu.runtime.node_directory import remove_directory
 from aiogpu.runtime.zygote.launch import Ground
-from aiogpu.wire.setup import descriptor_path
+from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler

@@ -1,9 +1,9 @@
 """Finds what in an object cannot be pickled; warns at the user's own line.
 
-The parts of an object are those that pickling itself would take: what `__getstate__`
+The parts of an object are those that pickling itself would visit: what `__getstate__`
 leaves out is none of them. The search starts only after pickling has failed. It goes
-from the outside in: of an object that fails, into the first part that fails too, until
-no part does.
+inwards: from an object that fails into the first part that fails too, until no part
+does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from aiogpu.errors import AiogpuWarning
 
 _OURS: Final = frozenset({"aiogpu", "cloudpickle"})
 
+MAX_DEPTH: Final = 32
+
+MAX_PARTS: Final = 1000
+"""Parts of one object that are tried."""
+
 
 def advise(text: str) -> None:
     """Warn by `AiogpuWarning` at the innermost line that is not aiogpu's own.
@@ -33,15 +38,10 @@ def advise(text: str) -> None:
     """
     level = 1
     frame: FrameType | None = sys._getframe()
-    while frame is not None and _is_ours(frame):
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame = frame.f_back
         level += 1
     warnings.warn(text, AiogpuWarning, stacklevel=level)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] in _OURS
 
 
 _HOLDERS: Final[tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...]] = (
@@ -51,16 +51,16 @@ _HOLDERS: Final[tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...]] = (
     (_lru_cache_wrapper, ("__wrapped__",)),
     (partial, ("func", "args", "keywords", "__dict__")),
 )
-"""Types that hide their parts from `__reduce_ex__`, or name them worse."""
+"""Types whose parts `__reduce_ex__` hides, or does not name as well."""
 
 _MADE_ANEW: Final = frozenset(
     {"__dict__", "__weakref__", "_abc_impl", "__annotate_func__"}
 )
-"""What of a class is not pickled, nor are its slots: unpickling makes it again."""
+"""Attributes of a class that are not pickled, like its slots: unpickling makes them."""
 
 
 def parts(value: object) -> Iterator[tuple[str, object]]:
-    """What pickling an object would go on to pickle, each with its step.
+    """Return what pickling an object would go on to pickle, each with its step.
 
     Returns:
         Pairs such as `(".__closure__.db", db)`.
@@ -102,7 +102,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """The globals that the code uses, also within its lambdas and comprehensions."""
+    """Yield the globals that code uses, also within its lambdas and comprehensions."""
     from dis import get_instructions
 
     for instruction in get_instructions(code):
@@ -127,7 +127,13 @@ def _parts_of_instance(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(reduced, str):
         return  # it is pickled by that name
     make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-    yield from _parts_of_state(state)
+    # By default `__getstate__` gives the attributes and, if there are any, the slots.
+    both = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    for names in both:
+        if isinstance(names, dict):
+            yield from ((f".{name}", item) for name, item in names.items())
+        elif names is not None:
+            yield ".__getstate__()", names
     for index, item in enumerate(items or ()):
         yield f"[{index}]", item
     for key, item in pairs or ():
@@ -137,26 +143,43 @@ def _parts_of_instance(value: object) -> Iterator[tuple[str, object]]:
         yield ".__class__" if is_own_class else f".__reduce__()[{index}]", arg
 
 
-def _parts_of_state(state: object) -> Iterator[tuple[str, object]]:
-    """The parts of what `__getstate__` gives: by default attributes and slots."""
-    both = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    for names in both:
-        if isinstance(names, dict):
-            yield from ((f".{name}", item) for name, item in names.items())
-        elif names is not None:
-            yield ".__getstate__()", names
+def walk(
+    path: str, value: object, is_wanted: Callable[[str, object], bool]
+) -> tuple[str, object]:
+    """Go from an object into its first wanted part, and on from there.
+
+    Args:
+        path: the object's name.
+        value: the object.
+        is_wanted: is given a part's step and the part.
+
+    Returns:
+        The path to the innermost wanted part, and that part.
+    """
+    trail = [value]
+    for _ in range(MAX_DEPTH):
+        found = next((pair for pair in _new_parts(trail) if is_wanted(*pair)), None)
+        if found is None:
+            break
+        path += found[0]
+        trail.append(found[1])
+    return path, trail[-1]
 
 
-DEEPEST: Final = 32
-
-WIDEST: Final = 1000
-"""Parts of one object that are tried."""
+def _new_parts(trail: list[object]) -> Iterator[tuple[str, object]]:
+    """Yield the parts of the last object that are not on the trail themselves."""
+    try:
+        for step, part in islice(parts(trail[-1]), MAX_PARTS):
+            if all(part is not passed for passed in trail):
+                yield step, part
+    except (Exception, SystemExit):  # noqa: BLE001 - the object's reducer has failed
+        return
 
 
 def find_unpicklable(
     roots: Mapping[str, object], dumps: Callable[[object], object]
 ) -> str:
-    """The path to the innermost part that cannot be pickled.
+    """Return the path to the innermost part that cannot be pickled.
 
     Args:
         roots: objects by the name that the path begins with.
@@ -165,43 +188,16 @@ def find_unpicklable(
     Returns:
         Such as `f.__closure__.db.socket (a socket)`.
     """
+
+    def fails(_step: str, value: object) -> bool:
+        try:
+            dumps(value)
+        except (Exception, SystemExit):  # noqa: BLE001 - a reducer may raise anything
+            return True
+        return False
+
     for name, value in roots.items():
-        if _fails(value, dumps):
-            path, culprit = _descend(name, value, dumps)
+        if fails(name, value):
+            path, culprit = walk(name, value, fails)
             return f"{path} (a {type(culprit).__name__})"
     return next(iter(roots), "it")
-
-
-def _descend(
-    path: str, value: object, dumps: Callable[[object], object]
-) -> tuple[str, object]:
-    trail = [value]
-    for _ in range(DEEPEST):
-        found = _failing_part(trail, dumps)
-        if found is None:
-            break
-        step, part = found
-        path += step
-        trail.append(part)
-    return path, trail[-1]
-
-
-def _failing_part(
-    trail: list[object], dumps: Callable[[object], object]
-) -> tuple[str, object] | None:
-    try:
-        for step, part in islice(parts(trail[-1]), WIDEST):
-            is_new = all(part is not passed for passed in trail)
-            if is_new and _fails(part, dumps):
-                return step, part
-    except (Exception, SystemExit):  # noqa: BLE001 - it will not be reduced: the culprit
-        return None
-    return None
-
-
-def _fails(value: object, dumps: Callable[[object], object]) -> bool:
-    try:
-        dumps(value)
-    except (Exception, SystemExit):  # noqa: BLE001 - a reducer may raise anything
-        return True
-    return False

@@ -1,9 +1,9 @@
 """Exceptions on their way from a worker to the program.
 
-An exception travels as a pickle where it can, and as text always. On arrival it is the
-user's own exception with the worker's traceback as its cause. It is a `TaskError` where
-its kind must not travel: `StopIteration` and all that is not an `Exception` would upset
-the program's loop.
+An exception is sent as a pickle where possible, and as text always. On arrival it is
+the user's own exception, with the worker's traceback as its cause. It is a `TaskError`
+where its class may not be raised in the program: `StopIteration`, and all that is not
+an `Exception`, would upset the program's loop.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
     """Pickle an exception.
 
     Returns:
-        The payload and "". None if it cannot be pickled, and why not, with the path to
-        the part of it that cannot: its text at least travels.
+        The payload and "". If it cannot be pickled, None and why not, with the path to
+        the part of it that cannot: at least its text is sent.
     """
     # cloudpickle comes with it, which plain values do not need.
     from aiogpu.serialization import pickler
@@ -37,14 +37,14 @@ def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
         return pickler.dump_exception(error), ""
     except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
         try:
-            path = _unpicklable_path({"error": error})
+            path = unpicklable_path({"error": error})
         except BaseException:  # noqa: BLE001 - the same
             path = "error"
         return None, f"{path}: {describe(second)}"
 
 
-def text_of(error: BaseException) -> str:
-    """An exception's text, also when asking for it raises."""
+def safe_text(error: BaseException) -> str:
+    """Return an exception's text, also when asking for it raises."""
     try:
         return str(error)
     except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
@@ -52,20 +52,22 @@ def text_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The type and the text of an exception, on one line where the text is."""
-    text = text_of(error)
+    """Return an exception's type and text, on one line if the text is."""
+    text = safe_text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _unpicklable_path(roots: Mapping[str, object]) -> str:
+def unpicklable_path(roots: Mapping[str, object]) -> str:
+    """Return the path to what cannot be pickled; see `find_unpicklable`."""
+    # Only a failure pays for the imports.
     from aiogpu.serialization.diagnostics import find_unpicklable
     from aiogpu.serialization.pickler import measure
 
     return find_unpicklable(roots, measure)
 
 
-class Outcome(NamedTuple):
-    """See above.
+class ChunkOutcome(NamedTuple):
+    """The results of a function that one task called with several items.
 
     Attributes:
         values: the results so far.
@@ -77,20 +79,18 @@ class Outcome(NamedTuple):
     seconds: float
     failure: tuple[Any, ...] | None
 
-    def before_culprit(self, dump: Callable[[object], object]) -> Outcome:
-        """The same up to the first value that cannot be pickled; that one has failed.
+    def before_unpicklable(self, dump: Callable[[object], object]) -> ChunkOutcome:
+        """Return what is before the first unpicklable value, which counts as failed.
 
         Args:
             dump: raises for such a value.
         """
-        # Only a failure pays for the import.
-
         for number, value in enumerate(self.values):
             try:
                 dump(value)
-            except Exception as error:  # noqa: BLE001 - it travels
+            except Exception as error:  # noqa: BLE001 - it is sent
                 failed = pack_failure(0, UNSENDABLE, error, "")
-                return Outcome(self.values[:number], self.seconds, tuple(failed))
+                return ChunkOutcome(self.values[:number], self.seconds, tuple(failed))
         return self
 
 
@@ -110,16 +110,17 @@ UNSENDABLE: Final = "unsendable"
 """The result could not be pickled."""
 
 DIED: Final = "died"
-"""The constructor of an actor has failed: the kind of that and the actor's name follow,
-each after a colon. Its exception is the cause of what is told."""
+"""The constructor of an actor has failed: the kind of that failure and the actor's name
+follow, each after a colon. Its exception becomes the cause."""
 
-TOLD: Final = "told"
-"""The node says so itself: an error of aiogpu's own, with its cause."""
+CAUSED: Final = "caused"
+"""An error of the node's own, with its cause: bytes of the first pickle follow after a
+colon."""
 
 _NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
 
 _OURS: Final = "aiogpu."
-"""Begins the names of errors whose text says all that is to be said."""
+"""Begins the names of errors whose text needs no explanation."""
 
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
@@ -135,9 +136,8 @@ def pack_failure(task: int, kind: str, error: BaseException, skip: str) -> Faile
         skip: frames whose file name contains this are left out.
     """
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    travels = kind == RAISED and _may_travel(type(error))
-    message, payload = text_of(error), None
-    if travels:
+    message, payload = safe_text(error), None
+    if kind == RAISED and _may_be_raised(type(error)):
         payload, why_not = dump_exception(error)
         if why_not:
             message += f" (it cannot be pickled: {why_not})"
@@ -145,8 +145,8 @@ def pack_failure(task: int, kind: str, error: BaseException, skip: str) -> Faile
     return Failed(task, kind, name.removeprefix("builtins."), message, text, payload)
 
 
-def pack_told(error: Exception) -> Failed:
-    """Describe an error that no code of the user's has raised, with its cause."""
+def pack_own_error(error: Exception) -> Failed:
+    """Describe an error that aiogpu raises itself, with its cause."""
     failed = pack_failure(0, RAISED, error, "")
     if failed.payload is None or error.__cause__ is None:
         return failed
@@ -154,87 +154,77 @@ def pack_told(error: Exception) -> Failed:
     if cause.payload is None:
         return failed
     return failed._replace(
-        kind=f"{TOLD}:{len(failed.payload)}", payload=failed.payload + cause.payload
+        kind=f"{CAUSED}:{len(failed.payload)}", payload=failed.payload + cause.payload
     )
 
 
 def unpack_failure(failed: Failed, task_name: str) -> Exception:
-    """The exception that the task's owner is to see.
+    """Make the exception that the task's owner gets.
 
     Args:
         failed: what the worker sent.
         task_name: the task's name, for messages.
     """
-    kind, _, whose = failed.kind.partition(":")
+    kind, _, rest = failed.kind.partition(":")
     if kind == DIED:
-        return _death(failed, *whose.partition(":")[::2])
-    if kind == TOLD and failed.payload is not None:
-        return _told(failed.payload, int(whose))
-    advice = ""
+        return _constructor_failure(failed, rest)
+    if kind == CAUSED and failed.payload is not None:
+        size = int(rest)
+        raised: Exception = pickle.loads(failed.payload[:size])
+        raised.__cause__ = pickle.loads(failed.payload[size:])
+        return raised
+    why_not = ""
     if failed.payload is not None:
         try:
             error = pickle.loads(failed.payload)
         except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
             error = None
-            advice = _advice(second)
-        if _may_travel(type(error)):
+            why_not = f" (unpickling it raises {describe(second).rstrip('.')})"
+        if _may_be_raised(type(error)):
             return _with_trace(error, failed)
-    revived: Exception
     what = (
         f"{failed.type_name}: {failed.message}" if failed.message else failed.type_name
     )
-    if failed.kind == UNREADABLE:
-        revived = DeserializationError(
+    if kind == UNREADABLE:
+        raised = DeserializationError(
             f"{task_name} could not start: the worker cannot load its function or "
             f"arguments: {what}"
         )
-    elif failed.kind == UNSENDABLE:
-        has_room = failed.type_name != _NO_ROOM
-        unsendable = SerializationError if has_room else ObjectMemoryError
+    elif kind == UNSENDABLE:
+        has_no_room = failed.type_name == _NO_ROOM
         is_ours = failed.type_name.startswith(_OURS)
         told = failed.message if is_ours else f"its result cannot be pickled: {what}."
-        revived = unsendable(f"{task_name} ran, but {told}")
+        raised = (ObjectMemoryError if has_no_room else SerializationError)(
+            f"{task_name} ran, but {told}"
+        )
     else:
-        revived = TaskError(
+        raised = TaskError(
             f"{task_name} failed with an exception that cannot be raised here: {what}"
-            f"{advice}",
+            f"{why_not}",
             failed.type_name,
             failed.traceback,
         )
-    return _with_trace(revived, failed)
+    return _with_trace(raised, failed)
 
 
-def _advice(error: BaseException) -> str:
-    """Why an exception could not be unpickled."""
-    told = text_of(error).rstrip(".")
-    what = type(error).__name__
-    return f" (unpickling it raises {what}{': ' if told else ''}{told})"
-
-
-def _death(failed: Failed, kind: str, name: str) -> Exception:
+def _constructor_failure(failed: Failed, kind_and_name: str) -> Exception:
+    kind, _, name = kind_and_name.partition(":")
     what = f"its constructor raised {failed.type_name}: {failed.message}"
     died = ActorDiedError(f"{name} is dead: {what}", name)
     died.__cause__ = unpack_failure(failed._replace(kind=kind), name)
     return died
 
 
-def _told(payload: bytes, size: int) -> Exception:
-    error: Exception = pickle.loads(payload[:size])
-    error.__cause__ = pickle.loads(payload[size:])
-    return error
-
-
-def _may_travel(kind: type) -> bool:
-    """Whether it is an `Exception`, and nothing else that a loop reacts to.
+def _may_be_raised(kind: type) -> bool:
+    """Return True for an `Exception` that is nothing else that a loop reacts to.
 
     A class may derive from `Exception` and, say, from `CancelledError` as well.
     """
-    if not issubclass(kind, Exception) or issubclass(
-        kind, StopIteration | StopAsyncIteration
-    ):
+    if issubclass(kind, StopIteration | StopAsyncIteration):
         return False
     others = {base for base in kind.__mro__ if not issubclass(base, Exception)}
-    return {base for base in others if issubclass(base, BaseException)} <= _HARMLESS
+    other_errors = {base for base in others if issubclass(base, BaseException)}
+    return issubclass(kind, Exception) and other_errors <= _HARMLESS
 
 
 def _with_trace(error: Exception, failed: Failed) -> Exception:
@@ -244,7 +234,7 @@ def _with_trace(error: Exception, failed: Failed) -> Exception:
 
 
 def _traceback_text(error: BaseException, skip: str) -> str:
-    """The formatted traceback from the first frame that is the user's own."""
+    """Format the traceback from the first frame that is the user's own."""
     from traceback import TracebackException
 
     try:

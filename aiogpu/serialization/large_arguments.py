@@ -1,123 +1,109 @@
-"""Advice about large arguments: what makes one large, and which is sent again."""
+"""Advice about large arguments: what makes one large, and which is sent repeatedly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from pickle import PickleBuffer
 from typing import Any, Final
 from weakref import ref
 
-from aiogpu.serialization.diagnostics import DEEPEST, WIDEST, advise, parts
+from aiogpu.serialization.diagnostics import advise, parts, walk
 from aiogpu.serialization.pickler import measure
-from aiogpu.serialization.serializer import HEAVY
+from aiogpu.serialization.serializer import WARNED_FROM, label_arguments
 
-MOST: Final = 0.6
+DOMINANT: Final = 0.6
 """Share of the whole; a little above a half, since a part alone is pickled worse."""
 
-LEAST: Final = 4096
-"""Bytes below which nothing is sought: what goes by name only has heavy parts."""
+MIN_SIZE: Final = 4096
+"""Bytes below which no part is sought: what is pickled by name only has heavy parts."""
 
 
-def heaviest(roots: Mapping[str, object]) -> tuple[str, int]:
-    """The path to the innermost part that is most of what holds it.
+def find_heaviest(name: str, value: object) -> tuple[str, int]:
+    """Return the path to the innermost part that is most of what holds it.
 
-    Walks from the largest root inwards, as long as one part stands out. Each step
-    pickles what lies within once, without keeping it; so it takes a few times as long
-    as pickling did.
+    Goes inwards as long as one part stands out. Each step pickles what lies within
+    once, without keeping it; so it takes a few times as long as pickling did.
 
     Args:
-        roots: objects by the name that the path begins with.
+        name: the object's name, with which the path begins.
+        value: the object.
 
     Returns:
         A path such as `f.__closure__.table`, and the bytes that this part takes when
-        pickled; `("it", 0)` without roots.
+        pickled.
     """
-    sizes = {name: weigh(value) for name, value in roots.items()}
-    path = max(sizes, key=sizes.__getitem__, default="it")
-    size = sizes.get(path, 0)
-    trail = [roots.get(path)]
-    for _ in range(DEEPEST):
-        found = _heavy_part(trail, size) if size > LEAST else None
-        if found is None:
-            break
-        step, part, size = found
-        path += step
-        trail.append(part)
+    size = pickled_size(value)
+
+    def is_dominant(step: str, part: object) -> bool:
+        nonlocal size
+        # What only its reducer knows has no name that a reader could look up.
+        hidden = (".__reduce__", ".__getstate__", ".__class__")
+        if size <= MIN_SIZE or step.startswith(hidden):
+            return False
+        found = pickled_size(part)
+        if found <= DOMINANT * size:
+            return False
+        size = found
+        return True
+
+    path, _ = walk(name, value, is_dominant)
     return path, size
 
 
-def weigh(value: object) -> int:
-    """Bytes that an object takes when pickled; 0 if it cannot be."""
+def pickled_size(value: object) -> int:
+    """Return the bytes that an object takes when pickled; 0 if it cannot be."""
     try:
         return measure(value)
     except Exception:  # noqa: BLE001 - a reducer of the user's may raise anything
         return 0
 
 
-def as_text(size: int) -> str:
-    """A size for people: `12.5 MiB`."""
+def format_size(size: int) -> str:
+    """Return a size for people: `12.5 MiB`."""
     return f"{size / (1 << 20):.1f} MiB"
 
 
 def advise_on_function(name: str, function: object, size: int) -> None:
-    """Warn of a function or class that takes much with it, and name what.
+    """Warn of a function or class that is large when pickled, and say why it is.
 
     Args:
         name: its name.
         function: the function or class.
-        size: bytes that it takes when pickled.
+        size: bytes that it takes when pickled, more than `WARNED_FROM`.
 
     Raises:
         AiogpuWarning: the filters make errors of warnings.
     """
-    if size <= HEAVY:
-        return
-    path, part = heaviest({name: function})
-    much = f", of which {as_text(part)} are {path}" if path != name else ""
+    path, part = find_heaviest(name, function)
+    much = f", of which {format_size(part)} are {path}" if path != name else ""
     advise(
-        f"{name} is {as_text(size)} when pickled{much}; every worker that runs it gets "
-        f"a copy. Put what is large once, `handle = await aiogpu.put(x)`, and pass the "
-        f"handle as an argument."
+        f"{name} is {format_size(size)} when pickled{much}; every worker that runs it "
+        f"gets a copy. Put what is large once, `handle = await aiogpu.put(x)`, and "
+        f"pass the handle as an argument."
     )
 
 
-def _heavy_part(trail: list[object], whole: int) -> tuple[str, object, int] | None:
-    try:
-        for step, part in islice(parts(trail[-1]), WIDEST):
-            # What only its reducer knows has no name that a reader could look up.
-            if step.startswith((".__reduce__", ".__getstate__", ".__class__")):
-                continue
-            if any(part is passed for passed in trail):
-                continue
-            size = weigh(part)
-            if size > MOST * whole:
-                return step, part, size
-    except Exception:  # noqa: BLE001 - an object that will not be reduced has no parts
-        return None
-    return None
-
-
-OFTEN: Final = 8
-"""Calls with the same object after which it is told."""
+REPEATS: Final = 8
+"""Calls with the same object after which a warning is due."""
 
 REMEMBERED: Final = 256
-"""Objects, and warnings given, that are kept in mind; the oldest are forgotten."""
+"""Objects, and warnings given, that are remembered; the oldest are forgotten."""
 
-MOST_ITEMS: Final = 64
+MAX_ITEMS: Final = 64
 """Arguments of one call that are looked at."""
 
-_LIGHT: Final = frozenset({int, float, complex, bool, type(None)})
+_SMALL: Final = frozenset({int, float, complex, bool, type(None)})
 _SAMPLE: Final = 64
-_DEEPEST: Final = 3
+_MAX_DEPTH: Final = 3
 
 
 class RepeatedArguments:
-    """The large arguments of late, and how often each was passed.
+    """The latest large arguments, and how often each was passed.
 
-    No object is kept alive. One is known again by a weak reference; a list, a
-    dictionary, bytes and their like, which allow none, by identity and samples of what
-    they hold: a new one often takes the address of one that is gone.
+    No object is kept alive. One is recognised by a weak reference. A list, a
+    dictionary, bytes and the like, which allow none, are recognised by identity and
+    samples of their contents: a new object often has the address of a deleted one.
     """
 
     def __init__(self) -> None:
@@ -125,55 +111,48 @@ class RepeatedArguments:
         self._told: dict[tuple[str, str], None] = {}
 
     def note(
-        self,
-        function: str,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        size: int,
+        self, function: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        """One call, by value; warns at the eighth with the same object, and once.
+        """Note a call with large arguments; warns once, at the eighth with the same.
 
         Args:
             function: the function's name.
             args: positional arguments.
             kwargs: arguments by name.
-            size: bytes that the call's arguments took when pickled.
 
         Raises:
             AiogpuWarning: the filters make errors of warnings.
         """
-        if size < HEAVY:
-            return
-        for label, value in islice(_labelled(args, kwargs), MOST_ITEMS):
-            if type(value) in _LIGHT or (function, label) in self._told:
+        for label, value in islice(label_arguments(args, kwargs), MAX_ITEMS):
+            if type(value) in _SMALL or (function, label) in self._told:
                 continue
-            if self._count(function, label, value) == OFTEN:
+            if self._count(function, label, value) == REPEATS:
                 self._tell(function, label, value)
 
     def _count(self, function: str, label: str, value: object) -> int:
         key = function, label, id(value)
-        mark = _mark(value)
-        # What was just used goes to the end, so that the first is the oldest.
+        fingerprint = _fingerprint(value)
+        # The latest goes to the end, so that the first is the oldest.
         before, count = self._seen.pop(key, (None, 0))
-        count = count + 1 if before == mark else 1
-        self._seen[key] = mark, count
+        count = count + 1 if before == fingerprint else 1
+        self._seen[key] = fingerprint, count
         _forget_oldest(self._seen)
         return count
 
     def _tell(self, function: str, label: str, value: object) -> None:
-        size = weigh(value)
-        if size < HEAVY:
+        size = pickled_size(value)
+        if size < WARNED_FROM:
             return
         self._told[function, label] = None
         _forget_oldest(self._told)
         advise(
-            f"{label} of {function} was the same {type(value).__name__} in {OFTEN} "
-            f"calls, and its {as_text(size)} were copied for each. Put it once, "
+            f"{label} of {function} was the same {type(value).__name__} in {REPEATS} "
+            f"calls, and its {format_size(size)} were copied for each. Put it once, "
             f"`handle = await aiogpu.put(x)`, and pass the handle in its place."
         )
 
 
-class _Living:
+class _IdentityRef:
     """A weak reference that is equal to another of the same living object only.
 
     Plain ones compare what they refer to: arrays would compare their elements.
@@ -186,56 +165,44 @@ class _Living:
         self._ref = ref(value)
 
     def __eq__(self, other: object) -> bool:
-        # Of one object there is one reference, for as long as it lives.
-        return isinstance(other, _Living) and self._ref is other._ref
+        # An object has one plain reference for as long as it lives.
+        return isinstance(other, _IdentityRef) and self._ref is other._ref
 
 
-def _labelled(
-    args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Iterator[tuple[str, object]]:
-    return chain(
-        ((f"args[{index}]", value) for index, value in enumerate(args)),
-        ((f"kwargs[{name!r}]", value) for name, value in kwargs.items()),
-    )
+def _fingerprint(value: object, depth: int = 0) -> object:
+    """Tell an object from another at the same address, without holding it.
 
-
-def _mark(value: object, depth: int = 0) -> object:
-    """What tells an object from another at the same address, without holding it.
-
-    Nor is one the same whose memory has changed: a buffer that is filled anew for
-    each call is not to be put once.
+    Nor does one match whose memory has changed: a buffer that is filled anew for each
+    call cannot be put once.
     """
     kind = type(value)
-    if kind in _LIGHT:
+    if kind in _SMALL:
         return hash(value)
-    content = _content(value)
+    content = _sample_content(value)
     try:
-        return _Living(value), content
+        return _IdentityRef(value), content
     except TypeError:
         if content is not None:
             return kind, content
-    if depth == _DEEPEST:
+    if depth == _MAX_DEPTH:
         return kind, id(value)
-    return kind, [_mark(part, depth + 1) for part in _sample_of_parts(value)]
+    return kind, [_fingerprint(part, depth + 1) for part in _sample_parts(value)]
 
 
-def _content(value: object) -> object:
-    """The size of a buffer or text, and hashes of its ends and its middle."""
-    if isinstance(value, str):
-        return len(value), *(hash(value[part]) for part in _samples(len(value)))
+def _sample_content(value: Any) -> object:
+    """The size of a buffer or text, and copies of its ends and its middle."""
+    copied: type[str | bytes] = str
     try:
-        flat = PickleBuffer(value).raw()  # type: ignore[arg-type]
+        if not isinstance(value, str):
+            value, copied = PickleBuffer(value).raw(), bytes
     except (TypeError, BufferError):
         return None
-    return flat.nbytes, *(hash(bytes(flat[part])) for part in _samples(flat.nbytes))
+    middle = len(value) // 2
+    samples = slice(_SAMPLE), slice(middle, middle + _SAMPLE), slice(-_SAMPLE, None)
+    return len(value), *(copied(value[sample]) for sample in samples)
 
 
-def _samples(size: int) -> tuple[slice, slice, slice]:
-    middle = size // 2
-    return slice(_SAMPLE), slice(middle, middle + _SAMPLE), slice(-_SAMPLE, None)
-
-
-def _sample_of_parts(value: object) -> Iterable[object]:
+def _sample_parts(value: object) -> Iterable[object]:
     if isinstance(value, list | tuple):
         ends = (value[0], value[len(value) // 2], value[-1]) if value else ()
         return len(value), *ends

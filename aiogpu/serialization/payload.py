@@ -1,32 +1,31 @@
-"""Payloads: a pickle, or a pickle and what it refers to.
+"""Payloads: a pickle, or a compound payload of a pickle and what it refers to.
 
-A plain payload is the pickle itself. Another one holds, beside it, the places of its
-large buffers, the values that are its arguments, and the values to which it holds
-handles. In a process it is an object that keeps alive what it refers to.
+A plain payload is the pickle itself. A compound one also has the places of its large
+buffers, the values that are its arguments, and the ids of the values to which it holds
+handles. In a process that may open it, it is an object that keeps these alive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 from aiogpu.errors import ProtocolError
 
 MARK: Final = b"\x01"
-"""The first byte of a parcel; a pickle begins with 0x80 (`pickletools.opcodes`)."""
+"""The first byte of a compound payload; a pickle begins with 0x80
+(`pickletools.opcodes`)."""
 
 
 class Contents(NamedTuple):
-    """What a parcel says.
+    """The fields of a compound payload; their types are checked when it is read.
 
     Attributes:
         stream: the pickle; empty if it is the first span of the segment.
         segment: id of the shared memory that has its buffers, 0 for none.
         size: bytes of that segment.
         spans: where in the segment they are: offset, length, offset, length, ...
-        buffers: the same, where they travel in the parcel.
+        buffers: the buffers that are in the payload itself.
         needs: ids of the values that are arguments.
-        places: where among the arguments these are: index, or name.
+        places: their places among the arguments: index, or name.
         parts: the payloads of these values; or of several results.
         values: ids of the values to which the pickle holds handles.
         returns: how many results the call shall have, 0 for the usual one.
@@ -43,13 +42,13 @@ class Contents(NamedTuple):
     values: tuple[int, ...] = ()
     returns: int = 0
 
-    def placed(
+    def in_segment(
         self, segment: int, size: int, spans: Iterable[tuple[int, int]]
-    ) -> Contents:
-        """The same with its buffers in a segment.
+    ) -> Self:
+        """Return the same contents with the buffers in a segment.
 
         Args:
-            segment: id of it.
+            segment: its id.
             size: its bytes.
             spans: offset and length of each buffer.
         """
@@ -58,23 +57,23 @@ class Contents(NamedTuple):
 
 
 class Source(Protocol):
-    """Who has the shared memory that a parcel refers to."""
+    """Has the shared memory that a compound payload refers to."""
 
     def views(self, contents: Contents) -> list[memoryview]:
-        """Its spans, mapped and read-only."""
+        """Return its spans, mapped and read-only."""
         ...
 
 
 class Payload(bytes):
-    """A parcel in a process that may open it.
+    """A compound payload in a process that may open it.
 
     Attributes:
         contents: what it says.
-        parts: the payloads in it, parcels themselves or plain.
+        parts: the payloads in it, compound or plain.
         holds: what it keeps alive.
-        source: who has its segment.
+        source: has its segment.
         needs: the values that are arguments, in a process that has them.
-        is_shown: its buffers lay in shared memory before, and were not copied.
+        is_shown: its buffers were in shared memory before, and were not copied.
     """
 
     is_shown = False
@@ -92,23 +91,23 @@ class Payload(bytes):
         source: Source | None = None,
         needs: tuple[Any, ...] = (),
         encoded: bytes | None = None,
-    ) -> Payload:
-        """A parcel with these contents; `encoded` if they are packed already."""
-        parcel = cls(pack(contents) if encoded is None else encoded)
-        parcel.contents, parcel.holds = contents, holds
-        parcel.parts, parcel.source, parcel.needs = contents.parts, source, needs
-        return parcel
+    ) -> Self:
+        """Make the payload with these contents, which `encoded` has packed if given."""
+        payload = cls(pack(contents) if encoded is None else encoded)
+        payload.contents, payload.holds = contents, holds
+        payload.parts, payload.source, payload.needs = contents.parts, source, needs
+        return payload
 
     def __repr__(self) -> str:
-        return f"<Parcel of {len(self)} bytes, segment {self.contents.segment}>"
+        return f"<Payload of {len(self)} bytes, segment {self.contents.segment}>"
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keep nothing alive any more: it was opened, or sent."""
         self.parts = self.holds = self.needs = ()
         self.source = None
 
     def open(self) -> tuple[bytes | memoryview, Sequence[bytes | memoryview]]:
-        """Its pickle, and the buffers that were left out of that."""
+        """Return its pickle, and the buffers that were left out of that."""
         contents = self.contents
         buffers: Sequence[bytes | memoryview] = contents.buffers
         if contents.segment:
@@ -119,62 +118,49 @@ class Payload(bytes):
         return buffers[0], buffers[1:]
 
 
-def part_of(payload: bytes, part: int) -> bytes:
-    """One of several results; the payload itself if `part` is below zero."""
+def result_part(payload: bytes, part: int) -> bytes:
+    """Return one of several results; the payload itself if `part` is below zero."""
     if part < 0 or type(payload) is not Payload:
         return payload
     return payload.parts[part]
 
 
 def has_handles(payload: bytes) -> bool:
-    """Whether unpickling it makes handles."""
+    """Return True if unpickling it makes handles."""
     return type(payload) is Payload and (
         bool(payload.contents.values) or any(map(has_handles, payload.parts))
     )
 
 
-def is_parcel(payload: bytes) -> bool:
-    """Whether a payload is a parcel, not a pickle."""
+def is_compound(payload: bytes) -> bool:
+    """Return True if a payload is more than a pickle."""
     return payload[:1] == MARK
 
 
 def pack(contents: Contents) -> bytes:
-    """The bytes of a parcel.
+    """Return the bytes of a compound payload.
 
     Raises:
-        SerializationError: what it carries is too large for a frame.
+        SerializationError: it is too large for a frame.
     """
-    # Late, so that the zygote's start need not wait for msgpack.
-    from aiogpu.wire import codec as frames
+    # msgpack comes with it: the zygote's start need not wait for it, and a process
+    # that only looks at payloads does not need it.
+    from aiogpu.wire import codec
 
-    # msgpack comes with it, which who only looks at payloads does not need.
-
-    return MARK + frames.pack(contents)
-
-
-_TYPES: Final = (bytes, int, int, tuple, tuple, tuple, tuple, tuple, tuple, int)
-_ITEMS: Final[tuple[tuple[type, ...] | None, ...]] = (
-    *(None, None, None),
-    *((int,), (bytes,), (int,), (int, str), (bytes,), (int,)),
-    None,
-)
+    return MARK + codec.pack(contents)
 
 
 def unpack(payload: bytes) -> Contents:
-    """What a parcel says.
+    """Undo `pack`.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is no compound payload.
     """
-    from aiogpu.wire import codec as frames
+    from aiogpu.wire import codec
 
-    fields = frames.unpack(memoryview(payload)[1:]) if is_parcel(payload) else None
-    if type(fields) is not tuple or tuple(map(type, fields)) != _TYPES:
-        raise ProtocolError("a payload is no parcel")
-    for field, kinds in zip(fields, _ITEMS, strict=True):
-        if kinds and any(type(item) not in kinds for item in field):
-            raise ProtocolError("a parcel lists what it may not")
-    contents = Contents(*fields)
+    if not is_compound(payload):
+        raise ProtocolError("a payload is a pickle, not a compound one")
+    contents = codec.unpack_as(Contents, memoryview(payload)[1:])
     if len(contents.spans) % 2 or len(contents.needs) != len(contents.places):
-        raise ProtocolError("a parcel says half of something")
+        raise ProtocolError("a payload lists what does not come in pairs")
     return contents

@@ -1,14 +1,14 @@
-"""What is pickled but not a payload yet: a pickle, its buffers, and references.
+"""Pickled values that are no payloads yet: a pickle, its buffers, and references.
 
-References stand in for values and actors, which do not travel in the pickle. The sender
-knows whether there is shared memory, and by which ids the other side will know the
-values; so the sender makes the payload.
+References stand for values and actors, which are not part of the pickle. The sender
+knows whether there is shared memory, and by which ids the receiver knows the values; so
+the sender makes the payload.
 """
 
 from __future__ import annotations
 
 from _thread import _local
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -17,38 +17,40 @@ from aiogpu.errors import MisuseError
 if TYPE_CHECKING:
     from pickle import PickleBuffer
 
+PROTOCOL: Final = 5
+"""The version of pickle's format; it is the first with buffers beside the stream."""
 
-HANDLE: Final = "__aiogpu_handle__"
-"""What the classes of handles have, so that nobody here needs to import them."""
+HANDLE_MARK: Final = "__aiogpu_handle__"
+"""Attribute of the classes of handles, so that nothing here needs to import them."""
 
-APART: Final = 1 << 18
+SHARED_FROM: Final = 1 << 18
 """Bytes of buffers, or of a pickle, from which on they go into shared memory: below
 it, copying them through a socket costs less than passing and mapping a descriptor."""
 
-ALONG: Final = 1 << 16
-"""Bytes of a pickle from which on it goes along, where its buffers do."""
+STREAM_SHARED_FROM: Final = 1 << 16
+"""The same for the pickle of a value whose buffers go there anyway."""
 
 
 class Reference(Protocol):
-    """What a handle in a pickle stands for.
+    """The value or actor that a handle in a pickle stands for.
 
     Attributes:
-        id: by which the other side asks for it.
+        id: by which the receiver asks for it.
     """
 
     id: int
 
 
 class PickledValue(NamedTuple):
-    """See above.
+    """A pickle and what belongs to it.
 
     Attributes:
         stream: the pickle.
-        buffers: what was left out of it, flat.
-        handles: those that are arguments by themselves.
-        places: where among the arguments they are: index, or name.
+        buffers: flat views of what was left out of it.
+        handles: the handles that are arguments by themselves.
+        places: their places among the arguments: index, or name.
         references: what the handles in the pickle stand for.
-        parts: of several results each.
+        parts: the results, each pickled, of a task that has several.
         returns: how many results the call shall have, 0 for the usual one.
     """
 
@@ -62,38 +64,35 @@ class PickledValue(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the pickle says it all."""
-        return len(self.stream) < APART and not any(self[1:])
+        """True if the pickle alone is the payload."""
+        return len(self.stream) < SHARED_FROM and not any(self[1:])
 
     @property
     def is_large(self) -> bool:
-        """Whether it goes into shared memory: it has buffers, or a long pickle."""
-        return bool(self.buffers) or len(self.stream) >= APART
+        """True if it goes into shared memory: it has buffers, or a long pickle."""
+        return bool(self.buffers) or len(self.stream) >= SHARED_FROM
 
-    def laid_out(self) -> tuple[list[memoryview], bytes]:
-        """What of it goes there, and what of the pickle does not: all or nothing.
+    def split(self) -> tuple[list[memoryview], bytes]:
+        """Return the buffers for shared memory, and the rest of the pickle.
 
-        A long pickle goes there, before the buffers.
+        A long pickle goes there as a whole, before the other buffers.
         """
-        is_long = len(self.stream) >= (ALONG if self.buffers else APART)
-        if is_long:
+        shared_from = STREAM_SHARED_FROM if self.buffers else SHARED_FROM
+        if len(self.stream) >= shared_from:
             return [memoryview(self.stream), *self.buffers], b""
         return [*self.buffers], self.stream
 
 
-def keeping(apart: list[memoryview]) -> Callable[[PickleBuffer], bool]:
-    """What decides which of a value's buffers stay in its pickle, of protocol 5.
+def keep_small_buffers(large: list[memoryview]) -> Callable[[PickleBuffer], bool]:
+    """Make a `buffer_callback`, for one pickle, that leaves small buffers in it.
 
-    They do while there is room: copied along they cost less than memory that is to be
+    They stay while there is room: to copy them costs less than memory that is to be
     shared, mapped and given back.
 
     Args:
-        apart: is given the others, flat, in their order.
-
-    Returns:
-        The `buffer_callback`, for one pickle.
+        large: is given the other buffers, flat, in their order.
     """
-    room = APART
+    room = SHARED_FROM
 
     def is_kept(buffer: PickleBuffer) -> bool:
         nonlocal room
@@ -101,82 +100,80 @@ def keeping(apart: list[memoryview]) -> Callable[[PickleBuffer], bool]:
         if view.nbytes < room:
             room -= view.nbytes
             return True
-        apart.append(view)
+        large.append(view)
         return False
 
     return is_kept
 
 
-class _Collecting(_local):
-    """The references that the pickle of this thread has come across."""
+class _Collector(_local):
+    """Where this thread's pickler lists references; None while nothing is sent."""
 
-    into: list[Reference] | None = None
+    found: list[Reference] | None = None
 
 
-_collecting: Final = _Collecting()
+_collector: Final = _Collector()
 
 
 @contextmanager
-def collecting() -> Iterator[list[Reference]]:
-    """Handles that are pickled meanwhile, in this thread, are listed."""
-    before = _collecting.into
-    into: list[Reference] = []
-    _collecting.into = into
+def collect_references() -> Iterator[list[Reference]]:
+    """List the references of the handles that this thread pickles meanwhile."""
+    before = _collector.found
+    found: list[Reference] = []
+    _collector.found = found
     try:
-        yield into
+        yield found
     finally:
-        _collecting.into = before
+        _collector.found = before
 
 
-def refer(name: str, share: Callable[[], Reference]) -> int:
-    """A handle is pickled; gives the id as which it is.
+def add_handle(name: str, share: Callable[[], Reference]) -> int:
+    """Add the reference of a handle to what is pickled; returns its id.
 
     Args:
-        name: of its task, for the message.
-        share: gives what it stands for.
+        name: of the handle's task, for the message.
+        share: gives the reference.
 
     Raises:
         MisuseError: nothing of aiogpu's is being sent.
     """
-    if _collecting.into is None:
+    if _collector.found is None:
         raise MisuseError(
             f"the handle of {name} can only be pickled as a part of what a task or "
             f"an actor is given, or of what it returns. Await it, and pickle the value."
         )
     reference = share()
-    attach(reference)
+    _collector.found.append(reference)
     return reference.id
 
 
-def attach(reference: Reference) -> bool:
-    """Have something go along with the pickle of this thread.
+def add_reference(reference: Reference) -> bool:
+    """Add a reference to what this thread pickles.
 
-    False if what is pickled is nothing that is sent by itself, as a function is.
+    False if what is pickled is sent as a part of something else, as a function is.
     """
-    if _collecting.into is None:
+    if _collector.found is None:
         return False
-    _collecting.into.append(reference)
+    _collector.found.append(reference)
     return True
 
 
-def of_closed_node(name: str) -> MisuseError:
-    """The error for a handle to a value that went with its node."""
+def closed_node_error(name: str) -> MisuseError:
+    """Make the error for a handle to a value that ended with its node."""
     return MisuseError(
         f"the handle of {name} belongs to a node that was closed, and its value went "
         f"with it. Await handles before their node is closed, and pass the values."
     )
 
 
-def take_out(
-    args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> tuple[tuple[Any, ...], tuple[int | str, ...]]:
-    """The handles among arguments, and where they are."""
-    found: list[tuple[int | str, object]] = [
-        (index, arg) for index, arg in enumerate(args) if hasattr(type(arg), HANDLE)
-    ]
-    if kwargs:
-        found += [it for it in kwargs.items() if hasattr(type(it[1]), HANDLE)]
-    if not found:
-        return (), ()
-    places, handles = zip(*found, strict=True)
-    return handles, places
+def extract_handles(
+    args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object], dict[int | str, Any]]:
+    """Return the arguments with None in place of handles, and the handles by place."""
+    items: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
+    handles = {place: arg for place, arg in items if hasattr(type(arg), HANDLE_MARK)}
+    if not handles:
+        return args, kwargs, handles
+    others = [None if index in handles else arg for index, arg in enumerate(args)]
+    named = {name: None if name in handles else arg for name, arg in kwargs.items()}
+    return tuple(others), named, handles

@@ -1,16 +1,16 @@
 """Arguments, results and functions to bytes and back.
 
-Scalars and arrays of numbers take the C pickler directly, at a third of the cost:
+Scalars and arrays of numbers go to the C pickler directly, at a third of the cost:
 cloudpickle looks at each object in Python, in case it is a function or a class of the
-program. Everything else goes by `pickler`, which carries lambdas, closures and what
-lives in `__main__` by value. After which exceptions a task is tried again is decided in
-the worker, which has the user's modules.
+program. Everything else goes to `pickler`, which sends lambdas, closures and what is
+defined in `__main__` by value. The worker decides which exceptions are retried, since
+it has the user's modules.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copyreg import dispatch_table
 from importlib import import_module
 from sys import modules
@@ -23,32 +23,32 @@ from aiogpu.errors import (
     SerializationError,
 )
 from aiogpu.serialization.exceptions import (
-    Outcome,
-    _unpicklable_path,
+    ChunkOutcome,
     describe,
-    text_of,
+    safe_text,
+    unpicklable_path,
 )
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import (
-    APART,
+    PROTOCOL,
+    SHARED_FROM,
     PickledValue,
-    collecting,
-    keeping,
-    take_out,
+    collect_references,
+    extract_handles,
+    keep_small_buffers,
 )
 
-PROTOCOL: Final = 5
 SCALARS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 _KINDS: Final = frozenset("biufc")
-"""Of numpy's types of items those that are numbers."""
+"""The kinds of numpy's item types that are numbers."""
 
 
 def are_numbers(values: Iterable[object]) -> bool:
-    """Whether each is a scalar or an array of numbers, and of no class of its own."""
+    """Return True if all are scalars or arrays of numbers, and none of a subclass."""
     for value in values:
         kind = type(value)
-        # By its name first: numpy may be a module that is loaded by a look at it.
+        # By its name first: numpy may be a lazy module, which a look at it would load.
         if kind not in SCALARS and (
             kind.__name__ != "ndarray" or not _is_array_of_numbers(kind, value)
         ):
@@ -62,34 +62,46 @@ def _is_array_of_numbers(kind: type, value: Any) -> bool:
     dtype = value.dtype
     return (
         dtype.kind in _KINDS
-        # What it, or a part of each item, is annotated with may be of any kind.
+        # The metadata of the type, or of a field of it, may hold any object.
         and dtype.metadata is None
         and dtype.names is None
-        # Nor has the program its own way to pickle arrays.
+        # The program may have its own way to pickle arrays.
         and kind not in dispatch_table
     )
 
 
 def dump_numbers(value: object) -> bytes | PickledValue:
-    """Pickle something that holds nothing else; see `are_numbers`."""
-    apart: list[memoryview] = []
-    stream = pickle.dumps(value, PROTOCOL, buffer_callback=keeping(apart))
-    return PickledValue(stream, apart) if apart or len(stream) >= APART else stream
+    """Pickle something that contains nothing else; see `are_numbers`."""
+    large: list[memoryview] = []
+    stream = pickle.dumps(value, PROTOCOL, buffer_callback=keep_small_buffers(large))
+    is_plain = not large and len(stream) < SHARED_FROM
+    return stream if is_plain else PickledValue(stream, large)
 
 
 _NO_NAMES: Final[dict[str, object]] = {}
 
-NOTHING: Final = pickle.dumps(None, PROTOCOL)
+NONE_PAYLOAD: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
 
 NO_ARGUMENTS: Final = pickle.dumps(((), {}), PROTOCOL)
 """The payload of a call without any."""
 
 RESULT: Final = ("the result", "result", "Return what it is made from.")
+_ADVICE: Final = "Create it inside the task, or pass what it is made from."
 PUT: Final = ("the value given to put()", "value", "Put what it is made from.")
 
-HEAVY: Final = 1 << 20
-"""Bytes above which a warning is due for what is sent more than once."""
+WARNED_FROM: Final = 1 << 20
+"""Bytes from which on a warning is due for what is sent more than once."""
+
+
+def label_arguments(
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Iterator[tuple[str, object]]:
+    """Yield each argument with its name in messages."""
+    for index, arg in enumerate(args):
+        yield f"args[{index}]", arg
+    for name, arg in kwargs.items():
+        yield f"kwargs[{name!r}]", arg
 
 
 def dump_arguments(
@@ -111,37 +123,23 @@ def dump_arguments(
     """
     if not kwargs and not returns and SCALARS.issuperset(map(type, args)):
         payload = pickle.dumps((args, _NO_NAMES), PROTOCOL)
-        return payload if len(payload) < APART else PickledValue(payload)
+        return payload if len(payload) < SHARED_FROM else PickledValue(payload)
     named = dict(kwargs)
     if not returns and are_numbers((*args, *named.values())):
         return dump_numbers((args, named))
-    handles, places = take_out(args, kwargs)
-    if handles:
-        args, named = _without(args, named, places)
+    args, named, handles = extract_handles(args, named)
     try:
-        outgoing = _dump((args, named))
+        pickled = _dump((args, named))
     except (Exception, SystemExit) as error:
-        roots: dict[str, object] = {f"args[{i}]": arg for i, arg in enumerate(args)}
-        roots |= {f"kwargs[{name!r}]": value for name, value in named.items()}
+        roots = dict(label_arguments(args, named))
         raise _unpicklable(
             f"the arguments of {function}.remote()", roots, error
         ) from error
     if handles or returns:
-        return outgoing._replace(handles=handles, places=places, returns=returns)
-    return outgoing.stream if outgoing.is_plain else outgoing
-
-
-def _without(
-    args: tuple[object, ...], named: dict[str, object], places: tuple[int | str, ...]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments, with nothing where handles are."""
-    positional = list(args)
-    for place in places:
-        if type(place) is int:
-            positional[place] = None
-        else:
-            named[place] = None  # type: ignore[index]
-    return tuple(positional), named
+        return pickled._replace(
+            handles=tuple(handles.values()), places=tuple(handles), returns=returns
+        )
+    return pickled.stream if pickled.is_plain else pickled
 
 
 def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -153,15 +151,13 @@ def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return arguments
     args, kwargs = list(arguments[0]), arguments[1]
     for place, part in zip(payload.contents.places, payload.parts, strict=True):
-        if type(place) is int:
-            args[place] = load(part)
-        else:
-            kwargs[place] = load(part)  # type: ignore[index]
+        holder: Any = args if type(place) is int else kwargs
+        holder[place] = load(part)
     return tuple(args), kwargs
 
 
 def load(payload: bytes) -> Any:
-    """The object that was pickled; raises whatever unpickling raises."""
+    """Return the object that was pickled; raises whatever unpickling raises."""
     if type(payload) is not Payload:
         return pickle.loads(payload)
     stream, buffers = payload.open()
@@ -175,48 +171,51 @@ def dump_result(
 
     Args:
         value: the result.
-        wording: how errors call it: what it is, its name in paths, what to do.
+        wording: words for errors: the value, its name in paths, what to do.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
     """
     if value is None:
-        return NOTHING
+        return NONE_PAYLOAD
     if type(value) in SCALARS:
         payload = pickle.dumps(value, PROTOCOL)
-        return payload if len(payload) < APART else PickledValue(payload)
-    if type(value) is Results:
+        return payload if len(payload) < SHARED_FROM else PickledValue(payload)
+    if type(value) is SplitResults:
         return PickledValue(parts=tuple(map(dump_result, value)))
     if are_numbers((value,)):
         return dump_numbers(value)
     try:
-        outgoing = _dump(value)
+        pickled = _dump(value)
     except (Exception, SystemExit) as error:
-        if type(value) is Outcome:
-            kept = value.before_culprit(dump_result)
+        if type(value) is ChunkOutcome:
+            kept = value.before_unpicklable(dump_result)
             if kept is not value:
                 return dump_result(kept)
         what, name, advice = wording
         raise _unpicklable(what, {name: value}, error, advice) from error
-    return outgoing.stream if outgoing.is_plain else outgoing
+    return pickled.stream if pickled.is_plain else pickled
 
 
 def dump_whole(value: object) -> bytes:
-    """Pickle something of aiogpu's own, all in one; raises whatever pickling raises."""
-    return _cloud_dumps(value)
+    """Pickle something with its buffers; raises whatever pickling raises."""
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.serialization import pickler
+
+    return pickler.dump_whole(value)
 
 
-class Results(tuple[object, ...]):
+class SplitResults(tuple[object, ...]):
     """The several results of one task, each of which is a value of its own."""
 
     __slots__ = ()
 
 
-def several(value: object, payload: bytes) -> object:
-    """What a call has returned, taken apart if it was asked for several results.
+def split_results(value: object, payload: bytes) -> object:
+    """Return a call's result, split if it was asked for several results.
 
     Args:
-        value: what it has returned.
+        value: what the call has returned.
         payload: its arguments.
 
     Raises:
@@ -231,7 +230,7 @@ def several(value: object, payload: bytes) -> object:
             f"the task returned a {type(value).__name__}, but num_returns={count} "
             f"asks for {count} objects."
         )
-    results = Results(value)
+    results = SplitResults(value)
     if len(results) != count:
         raise ValueError(
             f"the task returned {len(results)} objects, but num_returns={count}."
@@ -243,11 +242,11 @@ def load_result(payload: bytes) -> Any:
     """Undo `dump_result`.
 
     Raises:
-        DeserializationError: whatever unpickling raised is its cause, or is named
-            in its text where it must not travel.
+        DeserializationError: its cause is what unpickling raised; its text alone
+            names what may not be raised here.
     """
     try:
-        # By far the commonest; a call costs as much as unpickling what is small.
+        # By far the commonest: a call costs as much as unpickling a small value.
         return pickle.loads(payload) if type(payload) is bytes else load(payload)
     except Exception as error:
         raise DeserializationError(_unreadable(error)) from error
@@ -257,45 +256,29 @@ def load_result(payload: bytes) -> Any:
 
 
 def dump_function(name: str, function: object) -> bytes:
-    """Pickle a function by cloudpickle.
+    """Pickle a function by value, with cloudpickle.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
     """
-    try:
-        return _cloud_dumps(function)
-    except (Exception, SystemExit) as error:
-        told, roots = f"the function {name}", {name: function}
-        if "<locals>" in getattr(function, "__qualname__", "<locals>"):
-            raise _unpicklable(told, roots, error) from error
+    advice = _ADVICE
+    if "<locals>" not in getattr(function, "__qualname__", "<locals>"):
         advice = (
             f"Create it inside the task, or put {name} into a module, which workers "
             f"import."
         )
-        raise _unpicklable(told, roots, error, advice) from error
-
-
-def dump_option(option: str, value: object) -> bytes:
-    """Pickle what an option says, by cloudpickle.
-
-    Raises:
-        SerializationError: with the path to what cannot be pickled.
-    """
-    try:
-        return _cloud_dumps(value)
-    except (Exception, SystemExit) as error:
-        raise _unpicklable(f"the option {option}", {option: value}, error) from error
+    return _dump_named(f"the function {name}", name, function, advice)
 
 
 def dump_reference(module: str, qualname: str) -> bytes:
-    """The payload of a function that the other side is to import by name."""
+    """Return the payload of a function that the receiver imports by its name."""
     return pickle.dumps((module, qualname), PROTOCOL)
 
 
 def load_function(payload: bytes) -> Any:
     """Undo `dump_function` or `dump_reference`.
 
-    What is imported may be a remote function; what it runs is meant.
+    The name may be that of a remote function; this returns what it runs.
     Raises whatever the import or unpickling raises.
     """
     found = pickle.loads(payload)
@@ -306,58 +289,48 @@ def load_function(payload: bytes) -> Any:
 
 
 def load_reference(module: str, qualname: str) -> Any:
-    """What a module holds under a name; raises whatever the import raises."""
+    """Return what a module has under a name; raises whatever the import raises."""
     found: Any = import_module(module)
     for name in qualname.split("."):
         found = getattr(found, name)
     return found
 
 
-def is_sent_by_value(module: str) -> bool:
-    """Whether the user asked cloudpickle to send what that module defines."""
-    # cloudpickle comes with it, which functions of modules do not need.
-    from aiogpu.serialization import pickler
-
-    return pickler.is_sent_by_value(module)
-
-
 def _dump(value: object) -> PickledValue:
     # cloudpickle comes with it, which plain values do not need.
     from aiogpu.serialization.pickler import dump
 
-    with collecting() as references:
+    with collect_references() as references:
         stream, buffers = dump(value)
     return PickledValue(stream, buffers, references=tuple(references))
 
 
-def _cloud_dumps(value: object) -> bytes:
-    # cloudpickle comes with it, which plain values do not need.
-    from aiogpu.serialization.pickler import dump_whole
-
-    return dump_whole(value)
+def _dump_named(what: str, name: str, value: object, advice: str = _ADVICE) -> bytes:
+    try:
+        return dump_whole(value)
+    except (Exception, SystemExit) as error:
+        raise _unpicklable(what, {name: value}, error, advice) from error
 
 
 def _unpicklable(
     what: str,
     roots: Mapping[str, object],
     error: BaseException,
-    advice: str = "Create it inside the task, or pass what it is made from.",
+    advice: str = _ADVICE,
 ) -> SerializationError:
-    # Only a failure pays for the imports.
-    from contextlib import nullcontext
-
-    # An error of ours is about a handle, and says itself what to do instead.
-    is_of_handle = isinstance(error, MisuseError)
-    with nullcontext() if is_of_handle else collecting():  # else none is to blame
-        path = _unpicklable_path(roots)
     told = describe(error).rstrip(".")
-    after = "" if is_of_handle else f" {advice}"
-    return SerializationError(f"{what} cannot be pickled: {path}: {told}.{after}")
+    if isinstance(error, MisuseError):
+        # An error of ours is about a handle, and says itself what to do instead.
+        path = unpicklable_path(roots)
+        return SerializationError(f"{what} cannot be pickled: {path}: {told}.")
+    with collect_references():  # so that no handle is taken for the cause
+        path = unpicklable_path(roots)
+    return SerializationError(f"{what} cannot be pickled: {path}: {told}. {advice}")
 
 
 def _unreadable(error: BaseException) -> str:
     if isinstance(error, AiogpuError):
-        return f"the result cannot be had in this process: {text_of(error)}"
+        return f"the result cannot be had in this process: {safe_text(error)}"
     told = describe(error).rstrip(".")
     return (
         f"the result cannot be unpickled in this process: {told}. Is its class "
@@ -368,31 +341,34 @@ def _unreadable(error: BaseException) -> str:
 Retried = bool | tuple[type[BaseException], ...]
 """Exception classes; True for all, False for none."""
 
-NONE: Final = b""
+RETRY_NONE: Final = b""
 
-ALL: Final = b"*"
+RETRY_ALL: Final = b"*"
 """No pickle begins so."""
 
 
-def dump_retried(wanted: Retried) -> bytes:
-    """The option `retry_exceptions` as bytes.
+def dump_retried(retried: Retried) -> bytes:
+    """Return the option `retry_exceptions` as bytes.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
     """
-    if isinstance(wanted, bool):
-        return ALL if wanted else NONE
-    return dump_option("retry_exceptions", wanted)
+    if isinstance(retried, bool):
+        return RETRY_ALL if retried else RETRY_NONE
+    return _dump_named("the option retry_exceptions", "retry_exceptions", retried)
 
 
-def load_retried(retried: bytes) -> Retried:
+def load_retried(data: bytes) -> Retried:
     """Undo `dump_retried`; raises whatever unpickling raises."""
-    if retried in (NONE, ALL):
-        return retried == ALL
-    wanted: Any = load(retried)
-    return tuple(wanted)
+    if data in (RETRY_NONE, RETRY_ALL):
+        return data == RETRY_ALL
+    classes: Any = load(data)
+    return tuple(classes)
 
 
-def is_one_of(wanted: Retried, error: BaseException) -> bool:
-    """Whether it is one of these; raises what a metaclass of the user's may raise."""
-    return wanted if isinstance(wanted, bool) else isinstance(error, wanted)
+def is_retried(retried: Retried, error: BaseException) -> bool:
+    """Return True if a task that raised this is retried.
+
+    Raises what a metaclass of the user's may raise.
+    """
+    return retried if isinstance(retried, bool) else isinstance(error, retried)

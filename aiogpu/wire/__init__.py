@@ -1,4 +1,4 @@
-"""Speaks: messages, frames, payloads, failures; what crosses between processes.
+"""The protocol between processes: messages, their encoding, and who may send which.
 
-Pure: bytes in, messages out. It never sees a resource or a policy, and does no I/O.
+Bytes in, messages out. It does no I/O, and knows no resource and no policy.
 """

@@ -1,118 +1,23 @@
 """Messages to frames and back. The only module that imports msgpack.
 
 A frame is a length, four bytes, little-endian, which counts what follows, and a msgpack
-array. Reading accepts any cut of the stream. Exactly the tags and the field types of
-`messages` are accepted; everything else is a `ProtocolError`.
+array. The stream may be cut anywhere. A reader accepts exactly the tags and the field
+types of `messages`; everything else is a `ProtocolError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from struct import Struct
-from types import NoneType
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgpack
 
 from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.wire.messages import TAGS, ChildItems, Items, Message
-
-_TYPES: Final[dict[object, tuple[type, ...]]] = {
-    int: (int,),
-    str: (str,),
-    bool: (bool,),
-    bytes: (bytes,),
-    bytes | None: (bytes, NoneType),
-    dict[str, str]: (dict,),
-    dict[str, float]: (dict,),
-    float: (float,),
-    dict[str, int]: (dict,),
-    dict[str, tuple[int | str, ...]]: (dict,),
-    tuple[int, ...]: (tuple,),
-    tuple[str, ...]: (tuple,),
-    tuple[bytes, ...]: (tuple,),
-}
-
-_HELD: Final[dict[object, tuple[frozenset[type], ...]]] = {
-    dict[str, str]: (frozenset({str}), frozenset({str})),
-    dict[str, float]: (frozenset({str}), frozenset({float, int})),
-    dict[str, int]: (frozenset({str}), frozenset({int})),
-    dict[str, tuple[int | str, ...]]: (frozenset({str}), frozenset({tuple})),
-    tuple[int, ...]: (frozenset({int}),),
-    tuple[str, ...]: (frozenset({str}),),
-    tuple[bytes, ...]: (frozenset({bytes}),),
-}
-"""The types of what a tuple holds, or of a dictionary's keys and values."""
-
-
-def _hints(kind: type[Message]) -> list[object]:
-    return [*kind.__annotations__.values()]
-
-
-def _wire_types(kind: type[Message]) -> frozenset[tuple[type, ...]]:
-    """All combinations of field types, the tag's first, that the kind accepts."""
-    return frozenset(product((int,), *(_TYPES[hint] for hint in _hints(kind))))
-
-
-def _holders(kind: type[Message]) -> list[tuple[int, tuple[frozenset[type], ...]]]:
-    """Which fields hold more, the tag's place being 0, and what they may hold."""
-    hints = enumerate(_hints(kind), start=1)
-    return [(place, _HELD[hint]) for place, hint in hints if hint in _HELD]
-
-
-_KINDS: Final = {
-    tag: (kind, _wire_types(kind), _holders(kind)) for kind, tag in TAGS.items()
-}
-_new: Final = tuple.__new__
-
-
-def from_fields(fields: object) -> Message:
-    """Make the message that an unpacked array stands for.
-
-    Raises:
-        ProtocolError: the tag is unknown, or a field is missing, surplus, of another
-            type, or holds such.
-    """
-    if type(fields) is tuple and fields and type(fields[0]) is int:
-        tag = fields[0]
-        if tag in _KINDS:
-            kind, accepted, holders = _KINDS[tag]
-            if tuple(map(type, fields)) in accepted:
-                if holders:
-                    _check_held(fields, kind, holders)
-                return _new(kind, fields[1:])  # `_make` would count them again
-    raise ProtocolError(_complaint(fields))
-
-
-def _check_held(
-    fields: tuple[Any, ...],
-    kind: type[Message],
-    holders: list[tuple[int, tuple[frozenset[type], ...]]],
-) -> None:
-    for place, (items, *values) in holders:
-        held = fields[place]
-        is_right = items.issuperset(map(type, held))
-        if values and is_right:
-            is_right = values[0].issuperset(map(type, held.values()))
-        if not is_right:
-            name = [*kind.__annotations__][place - 1]
-            raise ProtocolError(f"{kind.__name__}.{name} holds what it may not")
-
-
-def _complaint(fields: object) -> str:
-    """What is wrong; it shows no value, for a value may be of any size or depth."""
-    if type(fields) is not tuple or not fields:
-        return f"a frame holds a {type(fields).__name__}, not a message"
-    tag = fields[0]
-    if type(tag) is not int:
-        return f"a frame begins with a {type(tag).__name__}, not with a tag"
-    if tag not in _KINDS:
-        return f"a frame carries the unknown tag {tag}"
-    found = ", ".join(type(field).__name__ for field in fields[1:9])
-    return f"{_KINDS[tag][0].__name__} does not take ({found})"
-
+from aiogpu.wire.messages import TAGS, Message
 
 HEADER: Final = 4
 
@@ -123,39 +28,144 @@ LARGEST_PAYLOAD: Final = LIMIT - 4096
 """Bytes that a call's arguments may have; the rest of a frame is small."""
 
 LARGE: Final = 1 << 20
-"""A payload from which on packing takes a buffer of its own."""
+"""Bytes from which on a payload or a frame is large."""
 
-DEEPEST: Final = 16
+MAX_DEPTH: Final = 16
 """Objects within objects that `RecordCodec` reads: each takes some kB of C's stack."""
 
+_Fields = TypeVar("_Fields", bound=tuple[Any, ...])
 _pack_length: Final = Struct("<I").pack
 _unpack_length: Final = Struct("<I").unpack_from
-# Text may hold what came undecoded from the system (PEP 383).
+# Text from the system may contain undecodable bytes (PEP 383).
 _SURROGATES: Final = "surrogatepass"
-# A packer keeps its buffer for good, as large as its largest message.
-_pack: Final = msgpack.Packer(unicode_errors=_SURROGATES).pack
+
+
+_Items = list[tuple[int, str, list[frozenset[type]]]]
+"""Of each field that is a collection: its place, its name, and the types of its items,
+or of its keys and its values."""
+
+
+def _types(hint: Any) -> frozenset[type]:
+    """Return the types that msgpack reads for a value of this annotation."""
+    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return frozenset(get_origin(part) or part for part in parts)
+
+
+def _item_types(hint: Any) -> list[frozenset[type]]:
+    found = [_types(part) for part in get_args(hint) if part is not ...]
+    return [types | {int} if float in types else types for types in found]
+
+
+@cache
+def _layout(kind: Any) -> tuple[Any, frozenset[tuple[type, ...]], _Items]:
+    """Return the kind, the combinations of field types that it accepts, its items."""
+    hints: dict[str, Any] = kind.__annotations__
+    items = [
+        (place, name, _item_types(hint))
+        for place, (name, hint) in enumerate(hints.items())
+        if get_origin(hint) in {dict, tuple}
+    ]
+    return kind, frozenset(product(*map(_types, hints.values()))), items
+
+
+_LAYOUTS: Final = {tag: _layout(kind) for kind, tag in TAGS.items()}  # type: ignore[arg-type]
+_new: Final = tuple.__new__
+
+
+def from_fields(fields: object) -> Message:
+    """Make the message of an unpacked array.
+
+    Raises:
+        ProtocolError: the tag is unknown, or a field or an item of one is missing,
+            surplus or of another type.
+    """
+    if type(fields) is tuple and fields and type(fields[0]) is int:
+        tag, values = fields[0], fields[1:]
+        if tag in _LAYOUTS:
+            kind, accepted, items = _LAYOUTS[tag]
+            if tuple(map(type, values)) in accepted:
+                if items:
+                    _check_items(values, kind, items)
+                # `_make` would count them again.
+                return _new(kind, values)  # type: ignore[no-any-return]
+    raise ProtocolError(_complaint(fields))
+
+
+def _check_items(values: tuple[Any, ...], kind: type[Any], items: _Items) -> None:
+    for place, name, (types, *types_of_values) in items:
+        found = values[place]
+        is_right = types.issuperset(map(type, found))
+        if types_of_values and is_right:
+            is_right = types_of_values[0].issuperset(map(type, found.values()))
+        if not is_right:
+            raise ProtocolError(f"{kind.__name__}.{name} holds what it may not")
+
+
+def _complaint(fields: object) -> str:
+    """Say what is wrong, without a value, which may be of any size or depth."""
+    if type(fields) is not tuple or not fields:
+        return f"a frame holds a {type(fields).__name__}, not a message"
+    tag = fields[0]
+    if type(tag) is not int:
+        return f"a frame begins with a {type(tag).__name__}, not with a tag"
+    if tag not in _LAYOUTS:
+        return f"a frame carries the unknown tag {tag}"
+    found = ", ".join(type(field).__name__ for field in fields[1:9])
+    return f"{_LAYOUTS[tag][0].__name__} does not take ({found})"
+
+
+_pack: Any = None
+
+
+def _renew_packer() -> None:
+    """Replace the packer: its buffer stays as large as the largest message."""
+    global _pack  # noqa: PLW0603 - an attribute would be looked up for each message
+    _pack = msgpack.Packer(unicode_errors=_SURROGATES).pack
+
+
+_renew_packer()
 
 
 def encode(message: Message, limit: int = LIMIT) -> bytes:
-    """The frame of a message.
+    """Return the frame of a message.
 
     Raises:
         SerializationError: it would be longer than `limit`.
     """
-    pack = _pack
-    payload: bytes | None = getattr(message, "payload", None)
-    if payload is None and (type(message) is Items or type(message) is ChildItems):
-        payload = max(message.payloads, key=len, default=b"")
-    if payload is not None and len(payload) >= LARGE:
-        pack = msgpack.Packer(unicode_errors=_SURROGATES).pack
     try:
-        body: bytes = pack((TAGS[type(message)], *message))
+        body: bytes = _pack((TAGS[type(message)], *message))
     except ValueError as error:
-        raise SerializationError(f"a value is too large for a frame: {error}") from None
+        raise _unpackable(error) from None
     size = len(body)
+    if size >= LARGE:
+        _renew_packer()
     if size > limit:
         raise _too_long(size, limit)
     return _pack_length(size) + body
+
+
+def encode_all(messages: Iterable[Message | bytes], limit: int = LIMIT) -> bytes:
+    """Return the frames of messages that are sent together; `bytes` are frames already.
+
+    Raises:
+        SerializationError: one of them would be longer than `limit`.
+    """
+    tags, parts = TAGS, []
+    try:
+        for message in messages:
+            if isinstance(message, bytes):
+                parts.append(message)
+                continue
+            body: bytes = _pack((tags[type(message)], *message))
+            size = len(body)
+            if size >= LARGE:
+                _renew_packer()
+            if size > limit:
+                raise _too_long(size, limit)
+            parts += _pack_length(size), body
+    except ValueError as error:
+        raise _unpackable(error) from None
+    return b"".join(parts)
 
 
 def _too_long(size: int, limit: int) -> SerializationError:
@@ -165,33 +175,12 @@ def _too_long(size: int, limit: int) -> SerializationError:
     )
 
 
-def encode_all(messages: Iterable[Message | bytes], limit: int = LIMIT) -> bytes:
-    """The frames of messages that go out together; those that are frames stay so.
-
-    Raises:
-        SerializationError: one of them would be longer than `limit`.
-    """
-    pack, pack_length, tags = _pack, _pack_length, TAGS
-    parts: list[bytes] = []
-    for message in messages:
-        if isinstance(message, bytes):
-            parts.append(message)
-            continue
-        kind = type(message)
-        is_large = len(getattr(message, "payload", None) or b"") >= LARGE
-        if is_large or kind is Items or kind is ChildItems:
-            parts.append(encode(message, limit))
-            continue
-        body = pack((tags[kind], *message))
-        size = len(body)
-        if size > limit:
-            raise _too_long(size, limit)
-        parts += pack_length(size), body
-    return b"".join(parts)
+def _unpackable(error: ValueError) -> SerializationError:
+    return SerializationError(f"a value is too large for a frame: {error}")
 
 
 def decode(body: bytes | memoryview) -> Message:
-    """The message in one frame, without its header.
+    """Return the message of one frame, without its header.
 
     Raises:
         ProtocolError: the bytes are no message.
@@ -205,15 +194,17 @@ def decode(body: bytes | memoryview) -> Message:
 
 
 def pack(fields: tuple[object, ...]) -> bytes:
-    """An array of what messages carry, outside of a frame.
+    """Pack an array of plain values that is no message.
 
     Raises:
         SerializationError: it is too large.
     """
     try:
-        body: bytes = msgpack.Packer(unicode_errors=_SURROGATES).pack(fields)
+        body: bytes = _pack(fields)
     except ValueError as error:
-        raise SerializationError(f"a value is too large for a frame: {error}") from None
+        raise _unpackable(error) from None
+    if len(body) >= LARGE:
+        _renew_packer()
     return body
 
 
@@ -229,14 +220,28 @@ def unpack(body: bytes | memoryview) -> object:
         raise ProtocolError(f"what was packed is no msgpack: {error}") from None
 
 
+def unpack_as(kind: type[_Fields], body: bytes | memoryview) -> _Fields:
+    """Undo `pack` for a named tuple; its annotations say what the fields may be.
+
+    Raises:
+        ProtocolError: the bytes are something else.
+    """
+    fields = unpack(body)
+    _, accepted, items = _layout(kind)
+    if type(fields) is not tuple or tuple(map(type, fields)) not in accepted:
+        raise ProtocolError(f"what was packed is no {kind.__name__}")
+    _check_items(fields, kind, items)
+    return _new(kind, fields)
+
+
 class RecordCodec:
-    """Packs plain values and objects of certain classes, which travel by their fields.
+    """Packs plain values, and objects of certain classes by their fields.
 
     Each class is a dataclass or NamedTuple whose constructor takes its fields in order.
-    Only these classes can come out of `load`, so it runs nobody's code, unlike pickle.
+    `load` makes objects of these classes only; unlike pickle, it runs no foreign code.
 
     Attributes:
-        classes: those; each is known by its place.
+        classes: the classes, each identified by its place.
     """
 
     def __init__(self, *classes: type[Any]) -> None:
@@ -244,16 +249,15 @@ class RecordCodec:
         self._numbers = {one: number for number, one in enumerate(classes)}
 
     def dump(self, value: object) -> bytes:
-        """The value as bytes; sequences become tuples.
+        """Return the value as bytes; sequences become tuples.
 
         Raises:
             SerializationError: it is too large, or contains an object of another class.
         """
         try:
-            body: bytes = self._packer().pack(value)
+            return self._pack(value)
         except (ValueError, TypeError, OverflowError) as error:
             raise SerializationError(f"a value cannot be packed: {error}") from None
-        return body
 
     def load(self, data: bytes) -> Any:
         """Undo `dump`.
@@ -266,8 +270,9 @@ class RecordCodec:
         except (ValueError, TypeError, IndexError) as error:
             raise ProtocolError(f"what was packed cannot be read: {error}") from None
 
-    def _packer(self) -> msgpack.Packer:
-        return msgpack.Packer(unicode_errors=_SURROGATES, default=self._pack_object)
+    def _pack(self, value: object) -> bytes:
+        packer = msgpack.Packer(unicode_errors=_SURROGATES, default=self._pack_object)
+        return packer.pack(value)  # type: ignore[no-any-return]
 
     def _pack_object(self, value: object) -> msgpack.ExtType:
         number = self._numbers.get(type(value))
@@ -275,11 +280,11 @@ class RecordCodec:
             raise TypeError(f"a {type(value).__name__} has no plain form")
         names = self.classes[number].__match_args__
         fields = tuple([getattr(value, name) for name in names])
-        return msgpack.ExtType(number, self._packer().pack(fields))
+        return msgpack.ExtType(number, self._pack(fields))
 
     def _unpack(self, data: bytes, depth: int) -> Any:
-        if depth > DEEPEST:
-            raise ValueError(f"objects within objects, more than {DEEPEST} deep")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"objects within objects, more than {MAX_DEPTH} deep")
         return msgpack.unpackb(
             data,
             use_list=False,
@@ -297,7 +302,7 @@ class FrameReader:
 
     Attributes:
         limit: the longest frame that is accepted, without its header.
-        is_single: whether what follows the first frame is left for later.
+        is_single: whether to read one frame only, and leave the rest for later.
     """
 
     def __init__(self, limit: int = LIMIT, is_single: bool = False) -> None:
@@ -308,20 +313,20 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """How many bytes at least must come before another message is whole."""
+        """Return the least number of further bytes that complete a message."""
         return self._wanted - len(self._rest)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take in bytes; give all messages that are complete now.
+        """Take in bytes; return all messages that are complete now.
 
         Raises:
-            ProtocolError: a frame is too long or holds no message. The reader is
-                of no use afterwards.
+            ProtocolError: a frame is too long or holds no message. The reader cannot
+                be used any more.
         """
         if not self._rest:
             size = len(data)
             if HEADER <= size <= self.limit:
-                # Nearly always a chunk is exactly one frame.
+                # Nearly always the data is exactly one frame.
                 (length,) = _unpack_length(data)
                 if length == size - HEADER:
                     return [decode(data[HEADER:])]

@@ -1,89 +1,28 @@
 """One end of a connection, without its socket: greeting, states, allowed messages.
 
-The end that connects greets with `Hello`, by which the other end learns what it is.
-After that each end accepts only what its peer's role may send.
+The connecting end sends `Hello` first, which names its role. After that each end
+accepts only the messages that its peer's role may send.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import Final, get_args
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import LIMIT, FrameReader, encode
 from aiogpu.wire.messages import (
     VERSION,
-    Ask,
-    Bind,
-    Cancel,
-    Carried,
-    Carry,
-    Check,
-    ChildDemand,
-    ChildDone,
-    ChildFailed,
-    ChildItems,
-    Close,
-    Create,
-    Created,
-    Declare,
-    Define,
-    Demand,
-    Depart,
-    Departed,
-    Discard,
-    Done,
-    Drop,
-    End,
-    Ended,
-    Exit,
-    Failed,
-    Fetch,
-    Find,
-    FindPlacement,
-    Forget,
-    Fork,
-    Forked,
+    FromClient,
+    FromKeeper,
+    FromWorker,
+    FromZygote,
     Hello,
-    Hold,
-    Imported,
-    Inquire,
-    Invoke,
-    Items,
-    Join,
-    Keep,
-    Leave,
-    LeftOut,
-    Log,
-    Lost,
-    Make,
     Message,
-    Printed,
-    Put,
-    PutFailed,
-    RanOut,
-    Ready,
-    Recycle,
-    Refused,
-    Release,
-    Returned,
-    Run,
-    Share,
-    Signal,
-    Skipped,
-    Spoilt,
-    Stale,
-    Stop,
-    Submit,
-    Sync,
-    Synced,
-    TakeLease,
-    Unfit,
-    Unforked,
-    Wait,
-    Warned,
-    Welcome,
-    Withdraw,
+    ToClient,
+    ToKeeper,
+    ToWorker,
+    ToZygote,
 )
 
 ZYGOTE: Final = "zygote"
@@ -92,85 +31,55 @@ WORKER: Final = "worker"
 CLIENT: Final = "client"
 
 GREETING_LIMIT: Final = 1024
-"""Bytes of the longest frame from a peer that has not said who it is."""
+"""Bytes of the longest frame from a peer that has not sent its greeting."""
 
-SAYS: Final[dict[str, frozenset[type[Message]]]] = {
-    ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
-    KEEPER: frozenset({Forked, Ended, Unforked}),
-    WORKER: frozenset(
-        {
-            *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
-            *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
-            *(Returned, Put, PutFailed, Share, Fetch, Discard),
-            *(Items, ChildDemand, RanOut, Sync),
-        }
-    ),
-    CLIENT: frozenset(
-        {
-            *(Join, Depart, Inquire, Declare, Submit, TakeLease, FindPlacement),
-            *(Withdraw, ChildDemand),
-            *(Make, Find, Ask, Hold, Release, Carry, Stop),
-            *(Returned, Put, PutFailed, Share, Fetch, Discard),
-        }
-    ),
+FROM_PEER: Final[dict[str, frozenset[type[Message]]]] = {
+    ZYGOTE: frozenset(get_args(FromZygote)),
+    KEEPER: frozenset(get_args(FromKeeper)),
+    WORKER: frozenset(get_args(FromWorker)),
+    CLIENT: frozenset(get_args(FromClient)),
 }
-"""What a peer of each role may say to the driver after its greeting."""
+"""The messages that a peer of each role may send to the driver after its greeting."""
 
-HEARS: Final[dict[str, frozenset[type[Message]]]] = {
-    ZYGOTE: frozenset({Keep, Check, Close}),
-    KEEPER: frozenset({Fork, Signal, End, Close}),
-    WORKER: frozenset(
-        {
-            *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
-            *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems, Carried),
-            Synced,
-        }
-    ),
-    CLIENT: frozenset(
-        {
-            *(Refused, Welcome, Close, Departed, Carried, Recycle),
-            *(ChildDone, ChildFailed, ChildItems, Printed, Warned),
-        }
-    ),
+TO_PEER: Final[dict[str, frozenset[type[Message]]]] = {
+    ZYGOTE: frozenset(get_args(ToZygote)),
+    KEEPER: frozenset(get_args(ToKeeper)),
+    WORKER: frozenset(get_args(ToWorker)),
+    CLIENT: frozenset(get_args(ToClient)),
 }
-"""What the driver may say to a peer of each role."""
-
-_NOTHING: Final[frozenset[type[Message]]] = frozenset()
+"""The messages that the driver may send to a peer of each role."""
 
 
 class ConnectionState(Enum):
     """Where a connection is."""
 
     GREETING = "greeting"
-    """Nothing but `Hello` may come."""
+    """Only `Hello` is accepted."""
     OPEN = "open"
     CLOSED = "closed"
     """The peer broke the rules or the stream ended; nothing is read any more."""
 
-    __hash__ = object.__hash__
-
 
 class Connection:
-    """One end of a connection. Bytes in, messages out, and the reverse."""
+    """One end of a connection: bytes in, messages out.
 
-    def __init__(self, accepted: frozenset[type[Message]] | None = None) -> None:
-        self.state = (
-            ConnectionState.GREETING if accepted is None else ConnectionState.OPEN
-        )
+    Attributes:
+        state: where it is.
+        peer: the greeting of the other end, once it came; None where this end greets.
+    """
+
+    def __init__(self, role: str | None = None) -> None:
+        """Make an end.
+
+        Args:
+            role: the role of an end that connects, which sends `greeting(...)` first;
+                None for the driver's end, which waits for the greeting.
+        """
+        is_driver = role is None
+        self.state = ConnectionState.GREETING if is_driver else ConnectionState.OPEN
         self.peer: Hello | None = None
-        self._accepted = accepted or frozenset({Hello})
-        is_new = accepted is None
-        self._reader = FrameReader(GREETING_LIMIT if is_new else LIMIT, is_new)
-
-    @classmethod
-    def accepting(cls) -> Connection:
-        """The driver's end: waits for the greeting."""
-        return cls()
-
-    @classmethod
-    def connecting(cls, role: str) -> Connection:
-        """The end that connects, by its role; send `greeting(...)` first."""
-        return cls(HEARS[role])
+        self._accepted = frozenset({Hello}) if role is None else TO_PEER[role]
+        self._reader = FrameReader(GREETING_LIMIT if is_driver else LIMIT, is_driver)
 
     def __repr__(self) -> str:
         who = f"{self.peer.role} {self.peer.id}" if self.peer else "unknown"
@@ -178,11 +87,11 @@ class Connection:
 
     @property
     def missing(self) -> int:
-        """How many bytes at least are still to come for the next message."""
+        """Return the least number of further bytes that complete a message."""
         return self._reader.missing
 
     def receive(self, data: bytes) -> list[Message]:
-        """Take in bytes; give the messages that are complete now.
+        """Take in bytes; return the messages that are complete now.
 
         Raises:
             ProtocolError: the peer broke the rules; the connection is closed.
@@ -190,51 +99,38 @@ class Connection:
         if not self._accepted:  # closed
             return []
         try:
-            messages = self._feed(data)
+            messages = self._reader.feed(data)
             if not self._accepted.issuperset(map(type, messages)):
-                self._check_turns(messages)
+                wrong = next(m for m in messages if type(m) not in self._accepted)
+                raise ProtocolError(f"{type(wrong).__name__} out of turn on {self!r}")
+            if messages and self.state is ConnectionState.GREETING:
+                # The reader stops after the greeting: it decides how the rest is read.
+                self._open(*messages)  # type: ignore[arg-type]
+                messages += self.receive(b"")
         except ProtocolError:
             self.close()
             raise
         return messages
 
-    def _check_turns(self, messages: list[Message]) -> None:
-        for message in messages:
-            if type(message) not in self._accepted and message is not self.peer:
-                name = type(message).__name__
-                raise ProtocolError(f"{name} out of turn on {self!r}")
-
-    def _feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete; the greeting is looked at before the rest."""
-        if self.state is not ConnectionState.GREETING:
-            return self._reader.feed(data)
-        first = self._reader.feed(data)
-        if not first:
-            return first
-        if type(first[0]) is not Hello:
-            raise ProtocolError(f"{type(first[0]).__name__} out of turn on {self!r}")
-        self._greeted(first[0])
-        return [*first, *self._reader.feed(b"")]
-
-    def _greeted(self, hello: Hello) -> None:
+    def _open(self, hello: Hello) -> None:
         if hello.version != VERSION:
             raise ProtocolError(
                 f"the peer speaks protocol {hello.version}, this end {VERSION}; use "
                 f"the same version of aiogpu on both"
             )
-        if hello.role not in SAYS:
+        if hello.role not in FROM_PEER:
             raise ProtocolError(f"a peer calls itself {hello.role[:40]!r}")
         self.peer = hello
-        self._accepted = SAYS[hello.role]
+        self._accepted = FROM_PEER[hello.role]
         self._reader.limit, self._reader.is_single = LIMIT, False
         self.state = ConnectionState.OPEN
 
     def close(self) -> None:
         """Read nothing any more."""
         self.state = ConnectionState.CLOSED
-        self._accepted = _NOTHING
+        self._accepted = frozenset()
 
 
 def greeting(role: str, identity: int, pid: int) -> bytes:
-    """The first bytes that a connecting end sends."""
+    """Encode the first message of a connecting end."""
     return encode(Hello(VERSION, role, identity, pid))

@@ -1,19 +1,106 @@
-"""Every message between processes: one small tuple each, and one table of tags.
+"""Every message between processes, and the few other structures that they exchange.
 
 A message on the wire is a msgpack array with its tag first (`codec`). Ids are plain
 integers here.
 
-- Processes: a zygote forks keepers, a keeper forks the workers of its slot.
-- Clients: a client is a program that has joined the node of another process. What it
-  says of tasks, actors and values is what a worker says of its task's children.
-- Values: segments and values that a worker was lent are counted, each time that a
-  payload which names one comes to it, and each time that it has returned it.
-- Streams: a task or call whose `limit` is not 0 is a stream. What its generator yields
-  goes ahead of its answer. Limits count from the first item, whichever attempt yields
-  it.
+- Processes: a zygote forks keepers; a keeper forks the workers of its slot.
+- Clients: a client is a program that has joined the node of another process. Its
+  messages about tasks, actors and values are those of a worker about the children of
+  its task.
+- Values: the node counts each segment and value that it lends to a worker: once for
+  each payload that names it, until the worker has returned it as often.
+- Streams: a task or call whose `limit` is not 0 is a stream. The items that its
+  generator yields are sent before its answer. A limit counts from the first item,
+  whichever attempt yields it.
 """
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
+
+VERSION: Final = 12
+"""Version of the protocol. The greeting carries it; both ends must have the same."""
+
+
+class Hello(NamedTuple):
+    """First message on every connection, from the end that connects.
+
+    `id` is the slot of a keeper, the id of a worker or a client, the generation of a
+    zygote.
+    """
+
+    version: int
+    role: str
+    id: int
+    pid: int
+
+
+class Refused(NamedTuple):
+    """Node to a peer that has sent `Hello`: it is refused; the connection ends.
+
+    Its tag is the same in all versions, since a peer of another version reads it.
+    """
+
+    reason: str
+
+
+class Close(NamedTuple):
+    """Driver to zygote or keeper: end, with all processes that you have started."""
+
+
+# Zygotes and keepers
+
+
+LOG_LEVEL: Final = "aiogpu_log_level"
+"""The -X option with the level from which on workers log."""
+
+
+class Setup(NamedTuple):
+    """The configuration of a zygote and its forks, given at its start; no message.
+
+    Passed as plain values: `aiogpu` can be imported only once `sys_path` is set.
+
+    Attributes:
+        sys_path: the driver's import path.
+        node: the node's id.
+        directory: where the node's socket and pipes are.
+        driver: process id of the driver.
+        page: descriptor of the control page.
+        preload: modules to import before the first fork.
+        cgroup: directory of the node's cgroup, "" where none is available.
+        generation: number of this zygote among the node's.
+        learns: whether workers report what they import.
+        learnt: further modules to import, if the zygote can still fork afterwards.
+        proven: those of `learnt` after which forking worked before.
+        spill: directory for values that do not fit into memory.
+    """
+
+    sys_path: list[str]
+    node: str
+    directory: str
+    driver: int
+    page: int
+    preload: list[str]
+    cgroup: str = ""
+    generation: int = 0
+    learns: bool = False
+    learnt: Sequence[str] = ()
+    proven: Sequence[str] = ()
+    spill: str = ""
+
+
+def socket_path(directory: str) -> str:
+    """Path of the node's socket."""
+    return f"{directory}/node.sock"
+
+
+def descriptor_path(directory: str) -> str:
+    """Path of the socket that passes the descriptors of shared memory."""
+    return f"{directory}/memory.sock"
+
+
+def output_path(directory: str, slot: int, stream: int) -> str:
+    """Path of the pipe for what a slot's workers write to descriptor 1 or 2."""
+    return f"{directory}/{slot}.{stream}"
 
 
 class Keep(NamedTuple):
@@ -23,9 +110,9 @@ class Keep(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Zygote to driver: all is imported and it may fork.
+    """Zygote to driver: all modules are imported; it can fork.
 
-    `modules`: top-level modules that came by that, but for the standard library's.
+    `modules`: the top-level modules that this loaded, without the standard library's.
     `variables`: names of the environment variables that were read meanwhile.
     """
 
@@ -34,10 +121,9 @@ class Ready(NamedTuple):
 
 
 class Unfit(NamedTuple):
-    """Zygote to driver: this module spoils forking or cannot be imported.
+    """Zygote to driver: this module makes forking unsafe or cannot be imported.
 
-    `is_missing`: the import failed; otherwise it succeeded and left threads or an
-    open device behind.
+    `is_missing`: the import failed. Otherwise it left threads or an open device.
     """
 
     module: str
@@ -53,164 +139,276 @@ class LeftOut(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Zygote to driver: this slot's keeper has died; all below it has ended.
+    """Zygote to driver: this slot's keeper has died, and all processes below it.
 
-    `unforked` says why it was not even forked, "" where it was.
+    `unforked`: why the keeper could not be forked, "" if it was.
     """
 
     slot: int
     unforked: str = ""
 
 
+class Check(NamedTuple):
+    """Driver to zygote: answer `Stale` if a module that you have was edited since."""
+
+
+class Stale(NamedTuple):
+    """Zygote to driver: the file of this imported module was edited."""
+
+    module: str
+
+
+class Fork(NamedTuple):
+    """Driver to keeper: fork a worker with this id."""
+
+    worker: int
+
+
+class Forked(NamedTuple):
+    """Keeper to driver: the worker exists."""
+
+    worker: int
+    pid: int
+
+
 class Unforked(NamedTuple):
-    """Keeper to driver: the worker could not be forked, and why."""
+    """Keeper to driver: the worker could not be forked, for this reason."""
 
     worker: int
     reason: str
 
 
-class Check(NamedTuple):
-    """Driver to zygote: say so if what you have imported was edited since."""
+class Signal(NamedTuple):
+    """Driver to keeper: interrupt this worker's task, as the control page says."""
+
+    worker: int
 
 
-class Stale(NamedTuple):
-    """Zygote to driver: the file of this module, which it has, was edited."""
+class End(NamedTuple):
+    """Driver to keeper: kill this worker and all processes that it has started."""
 
-    module: str
-
-
-FIRST_CLIENT: Final = 1 << 26
-"""Ids of clients begin here; those of workers are below. A client chooses its own."""
-
-END_OF_CLIENTS: Final = FIRST_CLIENT + (1 << 24)
-"""Those of clients are below."""
-
-RESOURCES: Final = "resources"
-"""Asks for all resources by name."""
-
-AVAILABLE: Final = "available"
-"""Asks for what is free of each."""
-
-STATUS: Final = "status"
-"""Asks who holds what, what waits and why."""
-
-WHY: Final = "why"
-"""Asks why a child waits, by its number; 0 for nobody's."""
-
-WHY_TASK: Final = "why task"
-"""The same of any task, by the node's number."""
-
-TIMELINE: Final = "timeline"
-"""Asks what has run where and when."""
+    worker: int
 
 
-class Refused(NamedTuple):
-    """Node to whoever has greeted: go away, for this reason; the connection ends.
+class Ended(NamedTuple):
+    """Keeper to driver: the worker and all processes that it started have ended.
 
-    Its tag is the same in all versions, since one of another version reads it.
+    `status` is the worker's wait status, as `os.waitpid` gives it.
     """
 
-    reason: str
+    worker: int
+    status: int
 
 
-class Join(NamedTuple):
-    """Client to node: what its tasks' workers are to begin with.
+# Workers and tasks
 
-    `release`: its version of aiogpu. `executable`, `flags`, `sys_path`, `directory`
-    and `environ` are its own. `preload`: modules for its zygote. `shows`: whether it is
-    sent what its tasks print. `only_looks`: it will run nothing. `weight`:
-    what it gets where another of weight 1 gets 1.
+
+class Bind(NamedTuple):
+    """Driver to worker: your environment and devices, for life.
+
+    The holder of a lease is told the same, as the payload of a `ChildDone`.
+
+    `environ`: all variables to set. `accelerators`: device ids by kind, as integers or
+    strings. `gpu_memory`: usable bytes of each GPU, in their order, 0 for no limit;
+    empty if no GPU has one. `cpus`: CPUs to pin the process to, empty for no pinning.
     """
 
-    release: str
-    name: str
-    executable: str
-    flags: tuple[str, ...]
-    sys_path: tuple[str, ...]
-    directory: str
     environ: dict[str, str]
-    preload: tuple[str, ...]
-    shows: bool
-    only_looks: bool
-    weight: float
+    accelerators: dict[str, tuple[int | str, ...]]
+    gpu_memory: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
 
 
-class Welcome(NamedTuple):
-    """Node to client: it has joined.
+LEASE_MARK: Final = "AIOGPU_LEASE"
+"""Environment variable that marks the processes a lease is for; all of them inherit it,
+and it is how they are found."""
 
-    `descriptors` is the path of the socket for shared memory, `page` that of the
-    control page, `spill` where values go for which there is no memory, "" for the
-    system's choice. `ledger` is what the node has to share out and how it
-    works, as plain values.
+
+class Define(NamedTuple):
+    """Driver to worker: the function and options of this call site.
+
+    `function` is the id of the function alone, without options. `payload` is empty if
+    the function was sent before. `retried`: `serializer.dump_retried`.
     """
 
-    node: str
-    descriptors: str
-    page: str
-    spill: str
-    ledger: bytes
+    site: int
+    function: int
+    name: str
+    resources: dict[str, float]
+    payload: bytes
+    retried: bytes = b""
 
 
-class Inquire(NamedTuple):
-    """Client to node: tell something of the node, as the result of a child.
+class Forget(NamedTuple):
+    """Driver to worker: drop all sites and functions."""
 
-    The answer is `ChildDone` with plain values, see `runtime.status_codec`. `what` is
-    one of the above, `number` the child or the task that is meant.
+
+class Run(NamedTuple):
+    """Driver to worker: run a site with these arguments; if `is_last`, end after it.
+
+    `number` counts what is sent to workers; by it they tell what they have begun. For
+    a generator `limit` is as in `Demand`, and the first `skip` items are not sent,
+    since an earlier attempt sent them; otherwise both are 0.
     """
 
-    child: int
-    what: str
+    task: int
+    site: int
+    payload: bytes
+    is_last: bool
+    number: int = 0
+    limit: int = 0
+    skip: int = 0
+
+
+class Cancel(NamedTuple):
+    """Driver to worker: cancel this task if it is a running coroutine."""
+
+    task: int
+
+
+class Exit(NamedTuple):
+    """Driver to worker: end in an orderly way."""
+
+
+class Done(NamedTuple):
+    """Worker to driver: the task's pickled result; it `took` so many microseconds."""
+
+    task: int
+    payload: bytes
+    took: int = 0
+
+
+class Failed(NamedTuple):
+    """Worker to driver: the task has no result; see `serialization.exceptions`.
+
+    `is_retried`: the task's options ask for another attempt after this exception.
+    """
+
+    task: int
+    kind: str
+    type_name: str
+    message: str
+    traceback: str
+    payload: bytes | None
+    is_retried: bool = False
+
+    @property
+    def why(self) -> tuple[str, str, str, str, bytes | None]:
+        """The fields that `ChildFailed` and `PutFailed` repeat: `kind` to `payload`."""
+        return self[1:6]
+
+
+class RanOut(NamedTuple):
+    """Worker to driver: the next `Failed` of this task or call is out of GPU memory.
+
+    `peak` is the most bytes of device memory that this process is known to have used,
+    0 where that is unknown.
+    """
+
+    task: int
+    peak: int
+
+
+class Skipped(NamedTuple):
+    """Worker to driver: the task was revoked just as it was about to begin."""
+
+    task: int
     number: int
 
 
-class Carried(NamedTuple):
-    """Node to whoever asked: the child's answer, which follows, has handles to these.
+class Spoilt(NamedTuple):
+    """Worker to driver: I end after the next answer, unfit for another task."""
 
-    They count as held by whoever is told until he says `Release` of each.
+    task: int
+
+
+class Imported(NamedTuple):
+    """Worker to driver: what it imported since its last report, and the cost."""
+
+    names: tuple[str, ...]
+    microseconds: tuple[int, ...]
+
+
+# Children: tasks that a task, or a client, starts
+
+
+class Declare(NamedTuple):
+    """Worker to driver: the function and options of its children at this call site.
+
+    `terms`: the options, as plain values; the rest is as in `Define`.
     """
 
-    child: int
-    actors: tuple[int, ...]
+    site: int
+    name: str
+    terms: bytes
+    payload: bytes
 
 
-class TakeLease(NamedTuple):
-    """Client to node: I want a lease of what this site, which I declared, asks for.
+class Submit(NamedTuple):
+    """Worker to driver: start a child of the running task; the worker numbers it."""
 
-    `ChildDone` grants it, with a `leasing.Grant`; `Withdraw` gives it up, or back.
-    """
-
+    task: int
     child: int
     site: int
+    payload: bytes
 
 
-class FindPlacement(NamedTuple):
-    """Client to node: tell me the placement of that name that outlives its program.
+class Wait(NamedTuple):
+    """Worker to driver: the task waits for these children, or for none any more.
 
-    `ChildDone` tells it as plain values; `TakeLease` of it says when it is granted.
+    The main thread waits for the first `bound` of them: in plain code, with no time
+    limit, and it does nothing else before all have ended or one has failed.
     """
 
+    task: int
+    children: tuple[int, ...]
+    bound: int = 0
+
+
+class Withdraw(NamedTuple):
+    """Worker to driver: this child's result is not wanted any more."""
+
+    task: int
     child: int
-    name: str
 
 
-class Depart(NamedTuple):
-    """Client to node: stop all that is mine, and tell me when it has stopped."""
+class ChildDone(NamedTuple):
+    """Driver to worker: the child's pickled result."""
+
+    child: int
+    payload: bytes
 
 
-class Departed(NamedTuple):
-    """Node to client: nothing of yours is left."""
+class ChildFailed(NamedTuple):
+    """Driver to worker: the child has no result; see `Failed`."""
+
+    child: int
+    kind: str
+    type_name: str
+    message: str
+    traceback: str
+    payload: bytes | None
 
 
-Joining = (
-    Join | Welcome | Inquire | Carried | TakeLease | FindPlacement | Depart | Departed
-)
-"""Everything that concerns clients, but for `Refused`."""
+class Sync(NamedTuple):
+    """Worker to driver: answer `Synced` once you have read my earlier messages.
+
+    A child may have ended before the driver was told that its result is shared. Its
+    answer is on the way then, and arrives before `Synced`.
+    """
+
+
+class Synced(NamedTuple):
+    """Driver to worker: the answer to `Sync`."""
+
+
+# Actors
 
 SERIAL: Final = "serial"
-"""Plain methods, one at a time, in the order of their sending."""
+"""Plain methods, one at a time, in the order in which they were sent."""
 
 THREADED: Final = "threaded"
-"""Plain methods, each in a thread of its group's."""
+"""Plain methods, each in a thread of its group's pool."""
 
 ASYNC: Final = "async"
 """Coroutine methods interleave on one event loop; plain ones run there as well."""
@@ -222,10 +420,10 @@ DEFAULT_GROUP: Final = ""
 class Create(NamedTuple):
     """Driver to worker: be this actor from now on.
 
-    `number` is as in `Run`; those of its calls are higher. `site` stands for its
-    class, `payload` for the constructor's arguments. `mode` is one of the above;
-    `limits` says how many methods of a group run at once; `groups` names the group of
-    each method that has one.
+    `number` is as in `Run`; its calls have higher ones. `site` stands for its class,
+    `payload` for the constructor's arguments. `mode` is one of the above; `limits`
+    says how many methods of a group run at once; `groups` names the group of each
+    method that has one.
     """
 
     task: int
@@ -257,9 +455,9 @@ class Invoke(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Driver to worker: nobody wants this call's answer; begin it no more, stop it.
+    """Driver to worker: this call's answer is not wanted; do not begin it, or stop it.
 
-    The control page counts them, so that a worker which is busy sees that there is
+    The control page counts these messages, so that a busy worker sees that there is
     one to read.
     """
 
@@ -267,14 +465,14 @@ class Drop(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """Driver to actor: end in an orderly way, after all that you were sent."""
+    """Driver to actor: end in an orderly way, after all calls that you were sent."""
 
 
 class Make(NamedTuple):
-    """Worker to driver: make an actor of a declared class, under this id.
+    """Worker to driver: create an actor of a declared class, with this id.
 
-    The id is the worker's own choice, below zero and the only one of its kind on the
-    node; so what it says next can name the actor. `name` is empty for none.
+    The worker chooses the id, below zero and unique on the node, so its next messages
+    can name the actor. `name` is empty for none.
     """
 
     actor: int
@@ -286,17 +484,27 @@ class Make(NamedTuple):
 
 
 class Find(NamedTuple):
-    """Worker to driver: tell who has that name, as the result of a child."""
+    """Worker to driver: look up the actor with that name; the answer is a child's."""
 
     child: int
     name: str
     namespace: str
 
 
-class Ask(NamedTuple):
-    """Worker to driver: call a method of an actor; the answer is that of a child.
+READY: Final = " ready"
+"""Pseudo-method: returns once the actor was created."""
 
-    `method` may be one of those below, which no class has.
+ENDED: Final = " ended"
+"""Pseudo-method: returns once the actor's process has ended."""
+
+CAPACITY: Final = " capacity"
+"""Pseudo-method: returns how many actors of its kind can live at once."""
+
+
+class Ask(NamedTuple):
+    """Worker to driver: call a method of an actor; the answer is a child's.
+
+    `method` may be one of the above, which no class has.
     """
 
     task: int
@@ -319,97 +527,85 @@ class Release(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """Worker to driver: what follows holds handles to these actors.
+    """Worker to driver: the next message contains handles to these actors.
 
-    `task` is the one whose result follows, 0 for a `Submit`, an `Ask` or a `Make`.
+    `task` is the task whose result that is, 0 for a `Submit`, an `Ask` or a `Make`.
     """
 
     task: int
     actors: tuple[int, ...]
 
 
+class Carried(NamedTuple):
+    """Driver to worker: the child's answer, which follows, has handles to these.
+
+    The receiver counts as holding these actors until it sends `Release` for each.
+    """
+
+    child: int
+    actors: tuple[int, ...]
+
+
+AT_ONCE: Final = "at once"
+
+AFTER_ALL: Final = "after all"
+"""After all calls that it was sent."""
+
+AGAIN: Final = "again"
+"""End its process; the actor may be restarted."""
+
+
 class Stop(NamedTuple):
-    """Worker to driver: end an actor, `how` is one of those below."""
+    """Worker to driver: end an actor; `how` is one of the above."""
 
     actor: int
     how: str
 
 
-READY: Final = " ready"
-"""Tell when the actor was made."""
+# Values and shared memory
 
-ENDED: Final = " ended"
-"""Tell when its process has ended."""
-
-ROOM: Final = " room"
-"""Tell how many actors of its kind can live at once."""
-
-AT_ONCE: Final = "at once"
-
-AFTER_ALL: Final = "after all"
-"""After what it was sent."""
-
-AGAIN: Final = "again"
-"""End its process; it may be made anew."""
-
-Acting = (
-    Create
-    | Created
-    | Invoke
-    | Drop
-    | Leave
-    | Make
-    | Find
-    | Ask
-    | Hold
-    | Release
-    | Carry
-    | Stop
-)
-"""Everything that concerns actors."""
-
-SEGMENTS: Final = 1 << 60
+FIRST_SEGMENT: Final = 1 << 60
 """Ids of segments begin here; those of values are below."""
 
-WARM: Final = 1 << 28
-"""Bytes of its segments that stand ready in one worker, to be written again."""
+WARM_BYTES: Final = 1 << 28
+"""Bytes of segments that one worker keeps mapped for reuse."""
 
-NUMBERS: Final = 32
-"""Bits of the id of a value or an actor below those that say which process chose it.
-The id of what a worker or a client has made is below zero."""
+NUMBER_BITS: Final = 32
+"""Bits of the id of a value or actor below those of the process that chose it. An id
+that a worker or client chose is below zero."""
 
-OWNER: Final = 36
-"""Bits of a segment's id below those that say whose it is: a worker's id, or 0."""
+OWNER_BITS: Final = 36
+"""Bits of a segment's id below those of its owner: a worker's id, or 0."""
 
 
 class Recycle(NamedTuple):
-    """Driver to worker: nobody reads these segments of yours; write them again.
+    """Driver to worker: nobody reads these segments of yours; you may reuse them.
 
-    Those whose id comes negated are to be closed: the node has no memory to spare.
+    Those with a negated id are to be closed: the node has no memory to spare.
     """
 
     segments: tuple[int, ...]
 
 
 class Returned(NamedTuple):
-    """Worker to driver: these things that came so often are not used any more.
+    """Worker to driver: these things, received so often, are not used any more.
 
-    See `PRESSING` for none.
+    See `READ_DESCRIPTORS` for none.
     """
 
     things: tuple[int, ...]
     counts: tuple[int, ...]
 
 
-PRESSING: Final = Returned((), ())
+READ_DESCRIPTORS: Final = Returned((), ())
 """Read the descriptors that I have sent: there is no room for more, and they are for
 one message, which cannot be sent before all of them."""
 
 
 class Put(NamedTuple):
-    """Worker to driver: keep this value, under an id of the worker's choice.
+    """Worker to driver: keep this value; it counts as lent.
 
-    That is below zero, and the only one of its kind on the node. It counts as lent.
+    The worker chooses the id, below zero and unique on the node.
     """
 
     value: int
@@ -428,9 +624,9 @@ class PutFailed(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Worker to driver: the result of this child is a value as well, under that id.
+    """Worker to driver: the result of this child is also a value, with that id.
 
-    Or, where it has several results, the part of that index; -1 for all of it.
+    If the child has several results, `part` is the index of one, or -1 for all.
     """
 
     value: int
@@ -439,7 +635,7 @@ class Share(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Worker to driver: tell a value, as the result of a child."""
+    """Worker to driver: send a value, as the result of a child."""
 
     task: int
     child: int
@@ -447,42 +643,18 @@ class Fetch(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Worker to driver: nobody wants this value any more: stop who makes it."""
+    """Worker to driver: this value is not wanted any more; stop its task."""
 
     value: int
 
 
-class Sync(NamedTuple):
-    """Worker to driver: answer `Synced` once you have taken in what I said before.
-
-    A child may have ended before the driver was told that its result is shared. Its
-    answer is on the way then, and arrives before `Synced`.
-    """
-
-
-class Synced(NamedTuple):
-    """Driver to worker: the answer to `Sync`."""
-
-
-Sharing = Recycle | Returned | Put | PutFailed | Share | Fetch | Discard
-"""Everything that concerns values and shared memory."""
-
-
-class RanOut(NamedTuple):
-    """Worker to driver: the task or call whose `Failed` follows ran out of it.
-
-    `peak` is the most bytes of device memory that this process is known to have used,
-    0 where nobody can tell.
-    """
-
-    task: int
-    peak: int
+# Streams
 
 
 class Items(NamedTuple):
     """Worker to driver: what the generator of this task has yielded, in order.
 
-    `payloads` are pickles, as that of a result.
+    `payloads` are pickles, as a result's payload is.
     """
 
     task: int
@@ -510,18 +682,17 @@ class ChildDemand(NamedTuple):
     limit: int
 
 
-Streaming = Items | Demand | ChildItems | ChildDemand
-"""Everything that concerns streams."""
+# Output
 
 PROGRESS: Final = "\r"
-"""Ends a line that the next one replaces, as progress bars want it. No other line ends
-so; one that is nothing else takes away what was shown."""
+"""Ends a line that the next line replaces, as progress bars print it. No other line
+ends so. A line that is nothing else erases what was shown."""
 
 
 def visible(line: bytes) -> bytes:
-    """What a terminal would show of a line in which carriage returns go back.
+    """Return what a terminal shows of a line with carriage returns.
 
-    Parts that come later hide those before them, unless they are blank.
+    Later parts hide earlier ones, unless they are blank.
     """
     if b"\r" not in line:
         return line
@@ -543,8 +714,8 @@ class Log(NamedTuple):
 class Printed(NamedTuple):
     """Node to client: a line that one of its tasks printed; `stream` is 1 or 2.
 
-    `text` is as its terminal is to show it, with who has printed it before it. It may
-    end with `PROGRESS`. It replaces the progress of `worker` on that stream; 0 stands
+    `text` is what the terminal shows, with a prefix that names the task. It may end
+    with `PROGRESS`, and then replaces the progress of `worker` on that stream; 0 stands
     for no worker.
     """
 
@@ -559,277 +730,136 @@ class Warned(NamedTuple):
     text: str
 
 
-VERSION: Final = 11
-"""Of the protocol; the greeting carries it and both ends must agree."""
+# Clients
+
+FIRST_CLIENT: Final = 1 << 26
+"""Ids of clients begin here; those of workers are below. A client chooses its own."""
+
+END_OF_CLIENTS: Final = FIRST_CLIENT + (1 << 24)
+"""Ids of clients are below."""
 
 
-class Hello(NamedTuple):
-    """First message on every connection, from the one that connects.
+class Join(NamedTuple):
+    """Client to node: it joins; its tasks' workers start with these settings.
 
-    `id` is the slot of a keeper, the id of a worker or a client, the generation of a
-    zygote.
+    `release`: its version of aiogpu. `executable`, `flags`, `sys_path`, `directory`
+    and `environ` are those of its process. `preload`: modules for its zygote. `shows`:
+    whether to send it what its tasks print. `only_looks`: it will run nothing.
+    `weight`: its share, relative to a client of weight 1.
     """
 
-    version: int
-    role: str
-    id: int
-    pid: int
-
-
-class Close(NamedTuple):
-    """Driver to zygote or keeper: end, with all that you have started."""
-
-
-class Fork(NamedTuple):
-    """Driver to keeper: fork a worker of that id."""
-
-    worker: int
-
-
-class Signal(NamedTuple):
-    """Driver to keeper: interrupt this worker's task, as the control page says."""
-
-    worker: int
-
-
-class End(NamedTuple):
-    """Driver to keeper: kill this worker and all that it has started."""
-
-    worker: int
-
-
-class Forked(NamedTuple):
-    """Keeper to driver: the worker exists."""
-
-    worker: int
-    pid: int
-
-
-class Ended(NamedTuple):
-    """Keeper to driver: the worker and all that it had started have ended.
-
-    `status` is the worker's wait status, as `os.waitpid` gives it.
-    """
-
-    worker: int
-    status: int
-
-
-class Bind(NamedTuple):
-    """Driver to worker: your environment and devices, for life.
-
-    `environ`: all variables that are to be set. `accelerators`: device ids by
-    kind, as integers or strings. `gpu_memory`: bytes that it may use of each of its
-    GPUs, in their order, 0 where no limit is set; empty without any. `cpus`: those to
-    which it is pinned, empty for no pinning.
-    """
-
-    environ: dict[str, str]
-    accelerators: dict[str, tuple[int | str, ...]]
-    gpu_memory: tuple[int, ...] = ()
-    cpus: tuple[int, ...] = ()
-
-
-class Define(NamedTuple):
-    """Driver to worker: what calls of this site run.
-
-    `site` stands for a function with its options, `function` for the function
-    alone. `payload` is empty when the function was sent before. `retried`: see there.
-    """
-
-    site: int
-    function: int
+    release: str
     name: str
-    resources: dict[str, float]
-    payload: bytes
-    retried: bytes = b""
+    executable: str
+    flags: tuple[str, ...]
+    sys_path: tuple[str, ...]
+    directory: str
+    environ: dict[str, str]
+    preload: tuple[str, ...]
+    shows: bool
+    only_looks: bool
+    weight: float
 
 
-class Forget(NamedTuple):
-    """Driver to worker: drop all sites and functions."""
+class Welcome(NamedTuple):
+    """Node to client: it has joined.
 
-
-class Run(NamedTuple):
-    """Driver to worker: run a site with these arguments; `is_last`: then end.
-
-    `number` counts what is sent to workers; by it they tell what they have begun.
-    Where a generator runs, `limit` is as in `Demand`, and its first `skip` items are
-    not sent, since they came from an attempt before; else both are 0.
+    `descriptors` is the path of the socket for shared memory, `page` that of the
+    control page, `spill` the directory for values that do not fit into memory, "" for
+    the system's choice. `ledger`: the node's resources and options, as plain values.
     """
 
-    task: int
-    site: int
-    payload: bytes
-    is_last: bool
-    number: int = 0
-    limit: int = 0
-    skip: int = 0
+    node: str
+    descriptors: str
+    page: str
+    spill: str
+    ledger: bytes
 
 
-class Cancel(NamedTuple):
-    """Driver to worker: cancel this task if it is a running coroutine."""
+RESOURCES: Final = "resources"
+"""Asks for all resources by name."""
 
-    task: int
+AVAILABLE: Final = "available"
+"""Asks how much of each resource is free."""
+
+STATUS: Final = "status"
+"""Asks who holds what, what waits and why."""
+
+WHY: Final = "why"
+"""Asks why a child waits, by its number; 0 for no child."""
+
+WHY_TASK: Final = "why task"
+"""Asks why any task waits, by the node's number."""
+
+TIMELINE: Final = "timeline"
+"""Asks what has run where and when."""
 
 
-class Exit(NamedTuple):
-    """Driver to worker: end in an orderly way."""
+class Inquire(NamedTuple):
+    """Client to node: report something about the node, as the result of a child.
 
-
-class Done(NamedTuple):
-    """Worker to driver: the task's pickled result; it `took` so many microseconds."""
-
-    task: int
-    payload: bytes
-    took: int = 0
-
-
-class Failed(NamedTuple):
-    """Worker to driver: the task has no result; see `wire.failure`.
-
-    `is_retried`: its options want it tried again after that.
+    The answer is `ChildDone` with plain values, see `runtime.status_codec`. `what` is
+    one of the above, `number` the child or task in question.
     """
 
-    task: int
-    kind: str
-    type_name: str
-    message: str
-    traceback: str
-    payload: bytes | None
-    is_retried: bool = False
-
-    @property
-    def why(self) -> tuple[str, str, str, str, bytes | None]:
-        """What others are told of it: `kind` to `payload`."""
-        return self[1:6]
-
-
-class Skipped(NamedTuple):
-    """Worker to driver: the task was revoked in the moment that it came up."""
-
-    task: int
+    child: int
+    what: str
     number: int
 
 
-class Spoilt(NamedTuple):
-    """Worker to driver: I end after the answer that follows, unfit for another task."""
+class TakeLease(NamedTuple):
+    """Client to node: grant a lease of the resources of this declared site.
 
-    task: int
-
-
-class Declare(NamedTuple):
-    """Worker to driver: what the children of this site are; see `Define`.
-
-    `terms` is what its function asks for, as plain values.
+    `ChildDone` grants it, with a packed `Bind`; `Withdraw` cancels or returns it.
     """
 
+    child: int
     site: int
+
+
+class FindPlacement(NamedTuple):
+    """Client to node: look up the placement of that name that outlives its program.
+
+    `ChildDone` answers with plain values; `TakeLease` of it says when it is granted.
+    """
+
+    child: int
     name: str
-    terms: bytes
-    payload: bytes
 
 
-class Submit(NamedTuple):
-    """Worker to driver: start a task for the one that runs.
-
-    `child` is the worker's own number for it.
-    """
-
-    task: int
-    child: int
-    site: int
-    payload: bytes
+class Depart(NamedTuple):
+    """Client to node: stop everything that is mine; tell me when it has stopped."""
 
 
-class Wait(NamedTuple):
-    """Worker to driver: the task waits until these children have ended, or goes on.
-
-    For the first `bound` of them its main thread waits: in plain code, with no time
-    limit, and it does nothing else before all have ended or one has failed.
-    """
-
-    task: int
-    children: tuple[int, ...]
-    bound: int = 0
+class Departed(NamedTuple):
+    """Node to client: everything that was yours has stopped."""
 
 
-class Withdraw(NamedTuple):
-    """Worker to driver: nobody wants this child's result any more."""
+# Who may send what
 
-    task: int
-    child: int
+ToZygote = Keep | Check | Close
+FromZygote = Ready | Unfit | LeftOut | Lost | Stale
 
+ToKeeper = Fork | Signal | End | Close
+FromKeeper = Forked | Unforked | Ended
 
-class ChildDone(NamedTuple):
-    """Driver to worker: the child's pickled result."""
+_Answers = ChildDone | ChildFailed | ChildItems | Carried | Recycle
+_ChildRequests = Declare | Submit | Withdraw | ChildDemand
+_ActorRequests = Make | Find | Ask | Hold | Release | Carry | Stop
+_ValueRequests = Returned | Put | PutFailed | Share | Fetch | Discard
+_Requests = _ChildRequests | _ActorRequests | _ValueRequests
 
-    child: int
-    payload: bytes
+_ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
+_ToActor = Create | Invoke | Drop | Leave
+ToWorker = _ToTask | _ToActor | _Answers
+_TaskReports = Done | Failed | RanOut | Skipped | Spoilt | Items | Created
+FromWorker = _TaskReports | Log | Imported | Wait | Sync | _Requests
 
+ToClient = Refused | Welcome | Close | Departed | Printed | Warned | _Answers
+FromClient = Join | Depart | Inquire | TakeLease | FindPlacement | _Requests
 
-class ChildFailed(NamedTuple):
-    """Driver to worker: the child has no result; see `Failed`."""
-
-    child: int
-    kind: str
-    type_name: str
-    message: str
-    traceback: str
-    payload: bytes | None
-
-
-class Imported(NamedTuple):
-    """Worker to driver: what it has imported since it said so last, and the cost."""
-
-    names: tuple[str, ...]
-    microseconds: tuple[int, ...]
-
-
-Message = (
-    Hello
-    | Refused
-    | Keep
-    | Ready
-    | Unfit
-    | Lost
-    | Close
-    | Fork
-    | Signal
-    | End
-    | Forked
-    | Ended
-    | Bind
-    | Define
-    | Forget
-    | Run
-    | Cancel
-    | Exit
-    | Done
-    | Failed
-    | Log
-    | Skipped
-    | Declare
-    | Submit
-    | Wait
-    | Withdraw
-    | ChildDone
-    | ChildFailed
-    | LeftOut
-    | Check
-    | Stale
-    | Imported
-    | Spoilt
-    | RanOut
-    | Unforked
-    | Acting
-    | Sharing
-    | Streaming
-    | Joining
-    | Printed
-    | Sync
-    | Synced
-    | Warned
-)
+_Processes = ToZygote | FromZygote | ToKeeper | FromKeeper
+Message = Hello | Refused | _Processes | ToWorker | FromWorker | ToClient | FromClient
 
 TAGS: Final[dict[type[Message], int]] = {
     kind: tag for tag, kind in enumerate(get_args(Message), start=1)

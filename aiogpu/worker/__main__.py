@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Final, NoReturn
 
-from aiogpu.wire.setup import Setup
+from aiogpu.wire.messages import Setup
 from aiogpu.worker.zygote import Zygote
 
 SCARCE: Final = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -16,7 +16,7 @@ from aiogpu.client.current import (
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import ALL
 from aiogpu.serialization.exceptions import STOPPED, UNSENDABLE, pack_failure
-from aiogpu.serialization.serializer import NOTHING
+from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
     Carry,
     Create,
@@ -96,7 +96,7 @@ class Stage:
         self._stdio.end_lines()
         if services.client is not None and task_client().shares.due:
             task_client().hand_over()
-        self.channel.send(Done(creation.task, NOTHING, 0))
+        self.channel.send(Done(creation.task, NONE_PAYLOAD, 0))
         return True
 
     def answer(self, answer: Done | Failed) -> None:

@@ -23,7 +23,7 @@ from aiogpu.client.current import (
 )
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import dump_result, several
+from aiogpu.serialization.serializer import dump_result, split_results
 from aiogpu.wire.messages import Carry, Demand, Done, Drop, Failed, Invoke, Message
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
@@ -173,7 +173,7 @@ class AsyncActor:
             if type(value) is CoroutineType:
                 value = await value
             if type(message.payload) is not bytes:
-                value = several(value, message.payload)
+                value = split_results(value, message.payload)
             if message.limit:
                 await self._pour(value, message)
                 value = None

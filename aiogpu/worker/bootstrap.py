@@ -27,8 +27,16 @@ from aiogpu.serialization.serializer import (
     dump_reference,
 )
 from aiogpu.wire.codec import encode_all
-from aiogpu.wire.messages import PRESSING, Bind, Define, Exit, Run
-from aiogpu.wire.setup import Setup, descriptor_path, socket_path
+from aiogpu.wire.messages import (
+    READ_DESCRIPTORS,
+    Bind,
+    Define,
+    Exit,
+    Run,
+    Setup,
+    descriptor_path,
+    socket_path,
+)
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.environment import Threads, drop, seeds
 from aiogpu.worker.import_tracker import Imports
@@ -130,7 +138,7 @@ class Birth:
         self._loans = Loans(
             descriptor_path(setup.directory), setup.spill, page, self._interrupts
         )
-        self._loans.press = partial(self._channel.send, PRESSING)
+        self._loans.press = partial(self._channel.send, READ_DESCRIPTORS)
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
         self._worker.footing.find()
         self._seeds = seeds()

@@ -13,7 +13,7 @@ from types import CoroutineType
 from typing import Any, Final
 
 from aiogpu.client.current import current, services
-from aiogpu.serialization.exceptions import RAISED, Outcome, pack_failure
+from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, pack_failure
 from aiogpu.serialization.serializer import load_function
 from aiogpu.worker.gpu import poisoned_by
 from aiogpu.worker.invoke import explain_quit, let_go
@@ -43,7 +43,7 @@ class Chunk:
         self._is_coroutine = bool(getattr(code, "co_flags", 0) & _CO_COROUTINE)
 
     def __call__(self, seconds: float, *items: Any) -> Any:
-        """Call it with each of the items; gives an `Outcome` or a coroutine of one."""
+        """Call it with each item; gives a `ChunkOutcome` or a coroutine of one."""
         function, family = self._function, services.client
         values: list[Any] = []
         begun = perf_counter()
@@ -63,7 +63,7 @@ class Chunk:
                     break
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the item's
             failure = _packed(error, family)
-        return Outcome(values, perf_counter() - begun, failure)
+        return ChunkOutcome(values, perf_counter() - begun, failure)
 
     async def _await_each(
         self,
@@ -72,7 +72,7 @@ class Chunk:
         values: list[Any],
         begun: float,
         until: float,
-    ) -> Outcome:
+    ) -> ChunkOutcome:
         function, family = self._function, services.client
         failure = None
         try:
@@ -87,7 +87,7 @@ class Chunk:
                 values.append(value)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the item's
             failure = _packed(error, family)
-        return Outcome(values, perf_counter() - begun, failure)
+        return ChunkOutcome(values, perf_counter() - begun, failure)
 
 
 def _packed(error: BaseException, family: object) -> tuple[Any, ...]:

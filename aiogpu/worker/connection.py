@@ -59,7 +59,7 @@ class Channel:
         self.on_idle: Callable[[], object] | None = None
         self.loans: Loans | None = None
         self._interrupts = interrupts
-        self._connection = Connection.connecting(WORKER)
+        self._connection = Connection(WORKER)
         self._received: deque[Message] = deque()
         self._lock = allocate_lock()
         self._reading = allocate_lock()

@@ -26,7 +26,7 @@ from aiogpu.serialization.serializer import (
     dump_result,
     load_arguments,
     load_function,
-    several,
+    split_results,
 )
 from aiogpu.wire.messages import (
     Create,
@@ -253,7 +253,7 @@ class Executor:
             if type(value) is CoroutineType:
                 value = self._await(value, task)
             if type(payload) is not bytes:
-                value = several(value, payload)
+                value = split_results(value, payload)
             if flow is not None:
                 self._pour(value, flow)
                 value = None

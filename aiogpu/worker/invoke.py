@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.client.current import current, services
 from aiogpu.errors import NodeClosedError
-from aiogpu.serialization.exceptions import text_of
+from aiogpu.serialization.exceptions import safe_text
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.serializer import (
     Retried,
-    is_one_of,
+    is_retried,
     load_arguments,
     load_retried,
 )
@@ -44,7 +44,7 @@ def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     finally:
         current.loader = 0
         if type(payload) is Payload:
-            payload.let_go()
+            payload.release()
 
 
 def packed(outgoing: PickledValue) -> bytes:
@@ -82,7 +82,7 @@ class Retrying:
             wanted = self._wanted.get(retried)
             if wanted is None:
                 wanted = self._wanted[retried] = load_retried(retried)
-            if isinstance(wanted, bool) or is_one_of(wanted, error):
+            if isinstance(wanted, bool) or is_retried(wanted, error):
                 return bool(wanted)
             return any(issubclass(kind, wanted) for kind in told)
         except BaseException as odd:  # noqa: BLE001 - foreign code may raise anything
@@ -90,7 +90,7 @@ class Retrying:
             sys.stderr.write(
                 f"aiogpu: {site.name} is not tried again, whatever it raises: its "
                 f"retry_exceptions cannot be asked: {type(odd).__name__}: "
-                f"{text_of(odd)}\n"
+                f"{safe_text(odd)}\n"
             )
             return False
 

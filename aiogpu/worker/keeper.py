@@ -18,8 +18,18 @@ from typing import Final
 from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import SlotCgroup
 from aiogpu.wire.connection import KEEPER
-from aiogpu.wire.messages import End, Ended, Fork, Forked, Message, Signal, Unforked
-from aiogpu.wire.setup import Setup, output_path, socket_path
+from aiogpu.wire.messages import (
+    End,
+    Ended,
+    Fork,
+    Forked,
+    Message,
+    Setup,
+    Signal,
+    Unforked,
+    output_path,
+    socket_path,
+)
 from aiogpu.worker.parent_link import Watch, remove_directory
 
 WorkerMain = Callable[[int, int, int], None]

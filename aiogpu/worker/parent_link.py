@@ -23,8 +23,7 @@ from aiogpu.linux.cgroup import end_node
 from aiogpu.linux.syscalls import check_server
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import Connection, greeting
-from aiogpu.wire.messages import Close, Message
-from aiogpu.wire.setup import Setup
+from aiogpu.wire.messages import Close, Message, Setup
 
 CHUNK: Final = 65536
 
@@ -43,7 +42,7 @@ class Watch:
         self.is_over = False
         self.is_asked = False
         self._path = path
-        self._connection = Connection.connecting(role)
+        self._connection = Connection(role)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         check_server(self._socket, path)

@@ -18,7 +18,7 @@ from aiogpu.client.current import (
 )
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import dump_result, several
+from aiogpu.serialization.serializer import dump_result, split_results
 from aiogpu.wire.messages import (
     DEFAULT_GROUP,
     Carry,
@@ -115,7 +115,7 @@ class ThreadedActor:
             kind = RAISED
             value = self._methods[message.method](*args, **kwargs)
             if type(message.payload) is not bytes:
-                value = several(value, message.payload)
+                value = split_results(value, message.payload)
             if stream is not None:
                 pour(value, stream.flow, stream.hold)
                 value = None

@@ -25,8 +25,16 @@ from aiogpu.linux.cgroup import (
 from aiogpu.linux.syscalls import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
-from aiogpu.wire.messages import Check, Keep, Lost, Ready, Stale
-from aiogpu.wire.setup import LOG_LEVEL, Setup, socket_path
+from aiogpu.wire.messages import (
+    LOG_LEVEL,
+    Check,
+    Keep,
+    Lost,
+    Ready,
+    Setup,
+    Stale,
+    socket_path,
+)
 from aiogpu.worker.bootstrap import Birth
 from aiogpu.worker.environment import Threads
 from aiogpu.worker.import_tracker import Imports

@@ -13,7 +13,7 @@ import time
 from typing import Any, Final, NoReturn
 
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.wire.setup import Setup
+from aiogpu.wire.messages import Setup
 from aiogpu.worker import __main__, zygote
 from aiogpu.worker.bootstrap import Birth
 from aiogpu.worker.environment import Threads

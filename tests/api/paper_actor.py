@@ -10,7 +10,7 @@ from aiogpu.api.actor_class import Face
 from aiogpu.api.handle import Handle
 from aiogpu.errors import ActorDiedError
 from aiogpu.observe.why import Why
-from aiogpu.serialization.serializer import NOTHING, dump_result, load_arguments
+from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result, load_arguments
 
 
 class Model:
@@ -94,7 +94,7 @@ class PaperLink:
             if self._death is not None:
                 handle.fail(self._death)
             elif self._is_ready:
-                handle.receive(NOTHING)
+                handle.receive(NONE_PAYLOAD)
 
     def kill(self, no_restart: bool) -> None:
         self.story.append("kill" if no_restart else "restart")
@@ -124,7 +124,7 @@ class PaperLink:
     def end(self) -> None:
         """Its process has gone."""
         for handle in self._ends:
-            handle.receive(NOTHING)
+            handle.receive(NONE_PAYLOAD)
 
     def lose_node(self, error: Exception) -> None:
         """Its node has gone, and can be asked nothing any more."""

@@ -17,7 +17,12 @@ from aiogpu.api.session import Session
 from aiogpu.client.function_spec import Site
 from aiogpu.client.port import Receiver
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
-from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, Outcome, pack_failure
+from aiogpu.serialization.exceptions import (
+    RAISED,
+    UNSENDABLE,
+    ChunkOutcome,
+    pack_failure,
+)
 from aiogpu.serialization.serializer import dump_result, load_arguments
 from tests.api.paper_engine import PaperEngine
 
@@ -63,7 +68,7 @@ class Paper(PaperEngine):
         """Answer a call, for all its items or for some and what the next raises."""
         values = list(self.calls[call][1:])[:after]
         failure = error and tuple(pack_failure(0, self.kind, error, ""))
-        outcome = Outcome(values, seconds, failure or None)
+        outcome = ChunkOutcome(values, seconds, failure or None)
         self.receivers[call].receive(dump_result(outcome))
 
     @property

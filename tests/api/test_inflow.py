@@ -11,7 +11,7 @@ from aiogpu.api.stream import Stream
 from aiogpu.api.stream_buffer import Inflow
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.observe.why import Why
-from aiogpu.serialization.serializer import NOTHING, dump_result
+from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result
 
 
 class PaperSource:
@@ -68,7 +68,7 @@ def test_the_end_comes_once_and_nothing_is_asked_after_it(
     inflow: Inflow, source: PaperSource
 ) -> None:
     inflow.receive_items(items(1, 2))
-    inflow.receive(NOTHING)
+    inflow.receive(NONE_PAYLOAD)
     inflow.abandon()
     assert inflow.done()
     assert not inflow.is_held
@@ -124,7 +124,7 @@ async def test_items_may_come_in_another_thread(source: PaperSource) -> None:
     def feed() -> None:
         for number in range(100):
             stream.inflow.receive_items(items(number))
-        stream.inflow.receive(NOTHING)
+        stream.inflow.receive(NONE_PAYLOAD)
 
     thread = threading.Thread(target=feed)
     waiting = asyncio.ensure_future(anext(stream))

@@ -133,7 +133,7 @@ class _Node:
         return sum(self._received)
 
     def _serve(self, connected: socket.socket) -> None:
-        talk = Connection.accepting()
+        talk = Connection()
         while data := connected.recv(1 << 16):
             self._received.append(len(data))
             if len(data) == 8:

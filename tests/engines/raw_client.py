@@ -99,7 +99,7 @@ class RawClient:
 
     def __init__(self, service: Service, number: int = 0, greets: bool = True) -> None:
         self.number = number or next(_numbers)
-        self._connection = Connection.connecting(CLIENT)
+        self._connection = Connection(CLIENT)
         self._heard: list[Message] = []
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(LIMIT)

@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 import aiogpu
-from aiogpu.serialization.references import APART as LARGE
+from aiogpu.serialization.references import SHARED_FROM as LARGE
 from tests.engines import shared_tasks
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]

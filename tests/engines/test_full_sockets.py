@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.references import SHARED_FROM
 from tests.asleep import wait_until_asleep
 from tests.engines import full_socket_tasks as tasks
 from tests.engines.raw_client import LIMIT, service
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 LONG = 200_000
-"""Bytes that travel in a frame and of which a socket takes no two; see `APART`."""
+"""Bytes that fit into a frame, twice of which no socket takes; see `SHARED_FROM`."""
 
 
 async def test_frames_of_a_program_do_not_mix(no_leaks: None) -> None:
@@ -65,7 +65,7 @@ async def test_what_comes_while_plain_code_waits_for_room_is_not_lost(
             await turns()
             # The loop stands still from here on; the answers are on their way.
             fifo.read_bytes()
-            text, rest = b"-" * LONG, bytes(APART - 4)
+            text, rest = b"-" * LONG, bytes(SHARED_FROM - 4)
             large = [
                 tasks.first_of.remote(
                     memoryview(value.to_bytes(4, "little") + rest), text

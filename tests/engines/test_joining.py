@@ -24,8 +24,8 @@ from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.messages import (
     FIRST_CLIENT,
-    NUMBERS,
-    SEGMENTS,
+    FIRST_SEGMENT,
+    NUMBER_BITS,
     VERSION,
     Ask,
     Carry,
@@ -178,7 +178,7 @@ async def test_a_class_is_no_task_and_a_task_no_class(node: Service) -> None:
             client.say(declared(1, site_of(Counter)), declared(2, site_of(tasks.add)))
             client.say(Submit(0, 1, 1, NO_ARGUMENTS))
             assert "Counter was declared as no task" in client.hear(ChildFailed).message
-            actor = -((client.number << NUMBERS) + 2)
+            actor = -((client.number << NUMBER_BITS) + 2)
             client.say(Make(actor, 2, NO_ARGUMENTS, "", "", False))
             client.say(Ask(0, 3, actor, "add", NO_ARGUMENTS))
             assert "add was declared as no actor" in client.hear(ChildFailed).message
@@ -188,7 +188,7 @@ async def test_a_value_of_a_part_that_is_not_there(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            mine = -((client.number << NUMBERS) + 1)
+            mine = -((client.number << NUMBER_BITS) + 1)
             two = Contents(stream=pickle.dumps((((1, 2),), {})), returns=2)
             client.say(declared(1, site_of(tasks.echo)))
             client.say(Submit(0, 1, 1, pack(two)), Share(mine, 1, 7))
@@ -206,12 +206,12 @@ def made_up(random: random.Random, client: int, other: int) -> Message:
 
     def identity() -> int:
         owner = random.choice([client, client, client, other])
-        own = -((owner << NUMBERS) + random.randrange(1, 1 << 16))
+        own = -((owner << NUMBER_BITS) + random.randrange(1, 1 << 16))
         return random.choice([own, own, own, number()])
 
     def segment() -> int:
         owner = random.choice([0, client, other])
-        return SEGMENTS + (owner << 36) + random.randrange(4)
+        return FIRST_SEGMENT + (owner << 36) + random.randrange(4)
 
     def payload() -> bytes:
         contents = Contents(
@@ -227,7 +227,7 @@ def made_up(random: random.Random, client: int, other: int) -> Message:
         kinds = [NO_ARGUMENTS, NO_ARGUMENTS, b"", b"garbage", MARK, pack(contents)]
         return random.choice(kinds)
 
-    where = random.choice(["add", "", " ready", " ended", " room", "\udc80\0"])
+    where = random.choice(["add", "", " ready", " ended", " capacity", "\udc80\0"])
     site = random.randrange(8)
     says = [
         lambda: Submit(random.choice([0, 0, number()]), number(), site, payload()),

@@ -18,7 +18,7 @@ import pytest
 import aiogpu
 from aiogpu.serialization.serializer import NO_ARGUMENTS
 from aiogpu.wire.messages import (
-    NUMBERS,
+    NUMBER_BITS,
     ChildDemand,
     ChildDone,
     Depart,
@@ -76,7 +76,7 @@ def doing(step: str, client: int) -> list[Message]:
     numbers = declared(1, site_of(stream_tasks.numbers))
     nowhere = pickle.dumps((("/nowhere", "x"), {}))
     much = pickle.dumps(((b"x" * 50_000_000,), {}))
-    names = [-((client << NUMBERS) + number) for number in range(1, 5)]
+    names = [-((client << NUMBER_BITS) + number) for number in range(1, 5)]
     steps: dict[str, list[Message]] = {
         "flooding": [plain, *(Submit(0, n, 1, NO_ARGUMENTS) for n in range(1, 3000))],
         "waiting": [deaf, *(Submit(0, n, 1, nowhere) for n in range(1, 20))],

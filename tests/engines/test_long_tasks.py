@@ -8,7 +8,7 @@ import pytest
 
 import aiogpu
 from aiogpu.engines.local import LocalEngine
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.references import SHARED_FROM
 from tests.engines import long_tasks
 from tests.gate import Gate
 from tests.until import until
@@ -23,13 +23,13 @@ COUNT = 8
 async def test_values_that_it_has_had(task: object, way: str, gate: Gate) -> None:
     assert isinstance(task, aiogpu.RemoteFunction)
     async with aiogpu.init(num_cpus=1) as session:
-        taking = task.remote(gate.path, way, COUNT, APART)
+        taking = task.remote(gate.path, way, COUNT, SHARED_FROM)
         await gate.entered("taken")
         engine = session._engine
         assert isinstance(engine, LocalEngine)
         memory = engine.store.memory
         # The last one may be told with what is said next.
-        await until(lambda: memory.used <= 2 * APART)
+        await until(lambda: memory.used <= 2 * SHARED_FROM)
         gate.release("taken")
         await taking
 

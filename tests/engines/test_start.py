@@ -458,7 +458,7 @@ async def test_garbage_on_the_socket_closes_that_connection_alone(
                 str(directory / "node.sock")
             )
             writer.write(garbage)
-            (told,) = Connection.connecting(CLIENT).receive(await reader.read())
+            (told,) = Connection(CLIENT).receive(await reader.read())
             assert isinstance(told, Refused)
             writer.close()
         assert await tasks.add.remote(1) == 2

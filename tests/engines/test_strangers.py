@@ -22,17 +22,17 @@ from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
 from aiogpu.wire.messages import (
-    NUMBERS,
-    OWNER,
-    SEGMENTS,
+    FIRST_SEGMENT,
+    NUMBER_BITS,
+    OWNER_BITS,
     ChildDone,
     Close,
     Depart,
     Inquire,
     Put,
     Refused,
+    descriptor_path,
 )
-from aiogpu.wire.setup import descriptor_path
 from tests.engines import value_tasks
 from tests.engines.node_here import Here, node_here
 from tests.engines.raw_client import RawClient, Service
@@ -228,7 +228,7 @@ async def test_a_parcel_in_many_others_ends_who_sends_it(
     async with here.join():
         with RawClient(Service(here.path, os.getpid())) as client:
             await asyncio.to_thread(client.joined)
-            client.say(Put(-((client.number << NUMBERS) + 1), payload))
+            client.say(Put(-((client.number << NUMBER_BITS) + 1), payload))
             told = await asyncio.to_thread(client.hear, Refused)
             assert "a parcel within" in told.reason
         assert await value_tasks.give.remote(1) == 1
@@ -255,11 +255,11 @@ def pass_segment(memory: socket.socket, client: int, owner: int) -> None:
 
 def first_segment(owner: int) -> int:
     """Id of the first segment that a process writes; the node's own is owner 0."""
-    return SEGMENTS + (owner << OWNER) + 1
+    return FIRST_SEGMENT + (owner << OWNER_BITS) + 1
 
 
 def put_of(client: int, owner: int | None = None) -> Put:
     """A value in the first segment of a process: its own, unless it claims another."""
     segment = first_segment(client if owner is None else owner)
     contents = Contents(stream=b"x", segment=segment, size=4096, spans=(0, 4096))
-    return Put(-((client << NUMBERS) + 1), pack(contents))
+    return Put(-((client << NUMBER_BITS) + 1), pack(contents))

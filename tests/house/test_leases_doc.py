@@ -13,7 +13,7 @@ from aiogpu.cli.command import NOT_EXECUTABLE, NOT_FOUND, SENT_ON
 from aiogpu.cli.run import FAILED, KILLED_AFTER, NOT_IN_TIME, run
 from aiogpu.runtime.devices.probe_thread import EACH
 from aiogpu.runtime.devices.release import LIMIT
-from aiogpu.wire.grant import MARK
+from aiogpu.wire.messages import LEASE_MARK
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "leases.md").read_text()
@@ -53,7 +53,7 @@ def test_it_names_what_a_lease_has():
         f"{NOT_FOUND} is a command that is not there, {NOT_EXECUTABLE} one",
         f"{FAILED} that no node could be asked",
         ", ".join(s.name for s in SENT_ON[:-1]) + f" and {SENT_ON[-1].name}",
-        f"the variable `{MARK}`",
+        f"the variable `{LEASE_MARK}`",
         "(or two seconds)" if KILLED_AFTER == 2 else "",
         "in ten seconds is set aside" if LIMIT == 10 else "",
         "looked every second" if EACH == 1 else "",

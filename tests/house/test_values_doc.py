@@ -8,8 +8,8 @@ import pytest
 
 from aiogpu.runtime.objects.segments import PART
 from aiogpu.runtime.objects.store import WARM
-from aiogpu.serialization.references import APART
-from aiogpu.wire.messages import WARM as WARM_OF_WORKERS
+from aiogpu.serialization.references import SHARED_FROM
+from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKERS
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "values.md").read_text()
@@ -35,8 +35,8 @@ def test_a_program_prints_what_stands_below_it(program, output, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        f"From {APART // 1024} KiB of buffers on",
-        f"below {APART // 1024} KiB lie in your program's memory",
+        f"From {SHARED_FROM // 1024} KiB of buffers on",
+        f"below {SHARED_FROM // 1024} KiB lie in your program's memory",
         f"{PART:.0%}".replace("%", " % of the memory that is there"),
         f"up to {WARM >> 30} GiB by your program",
         f"and {WARM_OF_WORKERS >> 20} MiB by each worker",

@@ -10,11 +10,11 @@ import pytest
 PROGRAM = """
 import resource, sys
 from aiogpu.linux.syscalls import keep_pages
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.references import SHARED_FROM
 
 def copy_blocks():
     for _ in range(100):
-        block = bytes(APART)
+        block = bytes(SHARED_FROM)
         copy = block + b"x"
         del block, copy
 

@@ -92,7 +92,7 @@ def test_a_user_id_may_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusals(data: bytes) -> list[Message]:
-    return Connection.connecting(CLIENT).receive(data)
+    return Connection(CLIENT).receive(data)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -24,19 +25,18 @@ from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import MOST, DescriptorReceiver
 from aiogpu.serialization.payload import unpack
-from aiogpu.wire.codec import from_fields
+from aiogpu.wire.codec import from_fields, unpack_as
 from aiogpu.wire.connection import (
     CLIENT,
-    HEARS,
+    FROM_PEER,
     KEEPER,
-    SAYS,
+    TO_PEER,
     WORKER,
     ZYGOTE,
     Connection,
     ConnectionState,
 )
-from aiogpu.wire.grant import Grant
-from aiogpu.wire.messages import TAGS, Hello
+from aiogpu.wire.messages import TAGS, Bind, Hello
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 NODE: Final = "node"
@@ -49,7 +49,7 @@ LATER: Final = 0x80
 LOADERS: Final[dict[str, Callable[[bytes], object]]] = {
     "parcel": unpack,
     "terms": Terms.unpack,
-    "grant": Grant.unpack,
+    "grant": partial(unpack_as, Bind),
 }
 TARGETS: Final = (NODE, *ROLES, *LOADERS, DESCRIPTORS)
 
@@ -67,7 +67,13 @@ levels, and from 1.2.4 on for no more than 10,000 of them."""
 MOST_AHEAD: Final = 11_000
 _ROOTS: Final = tuple(
     os.path.dirname(aiogpu.__file__) + part
-    for part in ("/wire/", "/memory/passing", "/runtime/plain", "/runtime/terms")
+    for part in (
+        "/wire/",
+        "/serialization/payload",
+        "/memory/fd_passing",
+        "/runtime/plain",
+        "/runtime/terms",
+    )
 )
 
 
@@ -152,9 +158,7 @@ def _shape(told: str) -> str:
 
 def _converse(case: Case) -> Iterator[str]:
     is_node = case.target == NODE
-    connection = (
-        Connection.accepting() if is_node else Connection.connecting(case.target)
-    )
+    connection = Connection() if is_node else Connection(case.target)
     for chunk in case.chunks:
         was_open = connection.state is not ConnectionState.CLOSED
         try:
@@ -166,7 +170,7 @@ def _converse(case: Case) -> Iterator[str]:
             continue
         assert was_open or not found, "it is closed"
         role = connection.peer.role if connection.peer else ""
-        may = SAYS.get(role, frozenset()) if is_node else HEARS[case.target]
+        may = FROM_PEER.get(role, frozenset()) if is_node else TO_PEER[case.target]
         for message in found:
             kind = type(message)
             assert kind in may or (kind is Hello and message is connection.peer)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import random
 import sys
 import time
@@ -26,9 +25,9 @@ from zlib import crc32
 from aiogpu.client.spec_codec import Terms
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
-from aiogpu.wire.connection import HEARS, SAYS, greeting
-from aiogpu.wire.grant import Grant
-from aiogpu.wire.messages import TAGS
+from aiogpu.wire.codec import pack as pack_fields
+from aiogpu.wire.connection import FROM_PEER, TO_PEER, greeting
+from aiogpu.wire.messages import TAGS, Bind
 from tests.runtime import sites
 from tests.wire.cases import (
     CORPUS,
@@ -60,8 +59,8 @@ def valid() -> list[Case]:
     """Conversations without a fault, and what else is read."""
     found = []
     for role in ROLES:
-        said = sorted(SAYS[role], key=TAGS.__getitem__)
-        heard = sorted(HEARS[role], key=TAGS.__getitem__)
+        said = sorted(FROM_PEER[role], key=TAGS.__getitem__)
+        heard = sorted(TO_PEER[role], key=TAGS.__getitem__)
         says = greeting(role, 1 << 26, 4711) + b"".join(
             encode(example(k)) for k in said
         )
@@ -73,10 +72,9 @@ def valid() -> list[Case]:
     )
     found += [Case("parcel", 0, pack(one)) for one in (Contents(b"p"), whole)]
     found.append(Case("terms", 0, Terms.of(sites.site()).pack()))
-    grant = Grant({"A": "1"}, {"gpu": (0, "MIG-1")}, (5,), (0, 1))
-    found.append(Case("grant", 0, grant.pack()))
-    found.append(Case("grant", 0, json.dumps([1, {}, [], {}]).encode()))
-
+    grant = Bind({"A": "1"}, {"gpu": (0, "MIG-1")}, (5,), (0, 1))
+    found.append(Case("grant", 0, pack_fields(grant)))
+    found.append(Case("grant", 0, pack_fields((1, {}, (), {}))))
     found.append(Case(DESCRIPTORS, 0, b"\1\10" + bytes(8) + b"\2\20" + bytes(16)))
     return found
 

@@ -1,6 +1,10 @@
-"""Outgoing things made parcels without any shared memory."""
+"""Pickled values made payloads without shared memory, and loaded from pickles."""
 
 from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
 
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.serialization.references import PickledValue
@@ -19,3 +23,8 @@ def carried(dumped: bytes | PickledValue) -> bytes:
             returns=dumped.returns,
         )
     )
+
+
+def load(stream: bytes | memoryview, buffers: Iterable[memoryview] = ()) -> Any:
+    """Undo `pickler.dump`, with buffers that are as read-only as shared ones."""
+    return pickle.loads(stream, buffers=[buffer.toreadonly() for buffer in buffers])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aiogpu.serialization import pickler
-from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.serialization.references import SHARED_FROM, PickledValue
 from aiogpu.serialization.serializer import (
     are_numbers,
     dump_arguments,
@@ -32,8 +32,8 @@ NUMBERS = {
     "with gaps": np.arange(9)[::2],
     "no dimensions": np.array(3.5),
     "no items": np.zeros((0, 4)),
-    "large": np.arange(APART),
-    "large, with gaps": np.arange(APART * 2)[::2],
+    "large": np.arange(SHARED_FROM),
+    "large, with gaps": np.arange(SHARED_FROM * 2)[::2],
     "read-only": np.broadcast_to(np.arange(3), (2, 3)),
 }
 OTHERS = {
@@ -121,13 +121,13 @@ def test_one_array_twice_is_one_again():
 
 
 def test_several_that_are_large_together_are_parted():
-    third = np.zeros(APART // 3 + 1, np.uint8)
+    third = np.zeros(SHARED_FROM // 3 + 1, np.uint8)
     outgoing = dump_numbers((third, third.copy(), third.copy()))
     assert isinstance(outgoing, PickledValue)
     assert [each.nbytes for each in outgoing.buffers] == [third.nbytes]
 
 
 def test_a_long_pickle_without_buffers_is_no_plain_payload():
-    outgoing = dump_numbers((np.arange(3), b"x" * APART))
+    outgoing = dump_numbers((np.arange(3), b"x" * SHARED_FROM))
     assert isinstance(outgoing, PickledValue)
     assert not outgoing.buffers

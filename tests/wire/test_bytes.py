@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import HEADER, LIMIT, FrameReader, encode
 from aiogpu.wire.connection import (
-    HEARS,
+    FROM_PEER,
     KEEPER,
-    SAYS,
+    TO_PEER,
     WORKER,
     ZYGOTE,
     Connection,
@@ -104,7 +104,7 @@ def feed_all(reader: FrameReader, chunks: list[bytes]) -> list[Message]:
 
 
 def greeted(role: str) -> Connection:
-    connection = Connection.accepting()
+    connection = Connection()
     connection.receive(greeting(role, 1, 2))
     return connection
 
@@ -178,12 +178,12 @@ def test_any_messages_arrive_whatever_the_cuts(messages, cuts):
 @steady
 @given(st.sampled_from(ROLES), st.data())
 def test_a_connection_gives_what_its_peer_may_say(role, data):
-    kinds = sorted(SAYS[role], key=TAGS.__getitem__)
+    kinds = sorted(FROM_PEER[role], key=TAGS.__getitem__)
     said = data.draw(st.lists(st.one_of(*map(messages_of, kinds)), max_size=5))
     stream = greeting(role, 3, 4) + b"".join(map(encode, said))
     cut = data.draw(st.integers(0, len(stream)))
 
-    connection = Connection.accepting()
+    connection = Connection()
     found = connection.receive(stream[:cut]) + connection.receive(stream[cut:])
 
     assert same(found, [Hello(VERSION, role, 3, 4), *said])
@@ -436,8 +436,8 @@ def test_a_deep_tag_is_refused_however_little_stack_is_left(depth):
 def test_what_is_no_message_is_refused(body):
     for role in ROLES:
         assert refuses(greeted(role), frame(body))
-        assert refuses(Connection.connecting(role), frame(body))
-    assert refuses(Connection.accepting(), frame(body))
+        assert refuses(Connection(role), frame(body))
+    assert refuses(Connection(), frame(body))
 
 
 def test_a_refusal_is_short_however_large_the_frame():
@@ -454,14 +454,14 @@ def test_a_refusal_is_short_however_large_the_frame():
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_greeting_may_come_first(kind):
     if kind is not Hello:
-        assert refuses(Connection.accepting(), encode(example(kind)))
+        assert refuses(Connection(), encode(example(kind)))
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_peer_says_only_what_its_role_may(role, kind):
     data = encode(example(kind))
-    if kind in SAYS[role]:
+    if kind in FROM_PEER[role]:
         assert same(greeted(role).receive(data), [example(kind)])
     else:
         assert refuses(greeted(role), data)
@@ -471,27 +471,27 @@ def test_a_peer_says_only_what_its_role_may(role, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_driver_says_only_what_a_role_hears(role, kind):
     data = encode(example(kind))
-    if kind in HEARS[role]:
-        assert same(Connection.connecting(role).receive(data), [example(kind)])
+    if kind in TO_PEER[role]:
+        assert same(Connection(role).receive(data), [example(kind)])
     else:
-        assert refuses(Connection.connecting(role), data)
+        assert refuses(Connection(role), data)
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_second_greeting_is_refused(role):
     assert refuses(greeted(role), greeting(role, 1, 2))
-    assert refuses(Connection.accepting(), greeting(role, 1, 2) * 2)
+    assert refuses(Connection(), greeting(role, 1, 2) * 2)
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1, -1, 2**64 - 1])
 def test_another_version_is_refused(version):
     hello = Hello(version, WORKER, 1, 2)
-    assert refuses(Connection.accepting(), encode(hello))
+    assert refuses(Connection(), encode(hello))
 
 
 @pytest.mark.parametrize("role", ["", "driver", "Worker", "\udcff", "x" * 10_000])
 def test_an_unknown_role_is_refused(role):
-    assert refuses(Connection.accepting(), greeting(role, 1, 2))
+    assert refuses(Connection(), greeting(role, 1, 2))
 
 
 def test_what_precedes_a_fault_in_the_same_chunk_is_dropped_with_it():
@@ -500,7 +500,7 @@ def test_what_precedes_a_fault_in_the_same_chunk_is_dropped_with_it():
 
 
 def test_after_a_fault_in_the_middle_of_a_frame_the_rest_is_not_read():
-    connection = Connection.connecting(WORKER)
+    connection = Connection(WORKER)
     data = encode(Run(1, 2, b"payload", False))
     assert connection.receive(data[:6]) == []
     spoilt = bytes([data[6] ^ 0xFF]) + data[7:] + frame(b"\xc0")

@@ -6,9 +6,9 @@ from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import HEADER, encode
 from aiogpu.wire.connection import (
     CLIENT,
-    HEARS,
+    FROM_PEER,
     KEEPER,
-    SAYS,
+    TO_PEER,
     WORKER,
     ZYGOTE,
     Connection,
@@ -28,15 +28,15 @@ from aiogpu.wire.messages import (
 
 
 def test_every_message_is_said_by_one_side_to_one_kind_of_peer():
-    assert set(SAYS) == set(HEARS) == {ZYGOTE, KEEPER, WORKER, CLIENT}
-    said, heard = (frozenset().union(*table.values()) for table in (SAYS, HEARS))
+    assert set(FROM_PEER) == set(TO_PEER) == {ZYGOTE, KEEPER, WORKER, CLIENT}
+    said, heard = (frozenset().union(*table.values()) for table in (FROM_PEER, TO_PEER))
     assert said | heard | {Hello} == set(TAGS)
     assert not said & heard
     assert Hello not in said | heard
 
 
 def test_a_worker_connects_works_and_goes():
-    driver, worker = Connection.accepting(), Connection.connecting(WORKER)
+    driver, worker = Connection(), Connection(WORKER)
     assert driver.state is ConnectionState.GREETING
     assert worker.state is ConnectionState.OPEN
 
@@ -55,7 +55,7 @@ def test_a_worker_connects_works_and_goes():
 
 
 def test_a_greeting_and_what_follows_may_come_together():
-    driver = Connection.accepting()
+    driver = Connection()
     found = driver.receive(greeting(ZYGOTE, 0, 1) + encode(Ready((), ())))
     assert [type(message) for message in found] == [Hello, Ready]
 
@@ -75,7 +75,7 @@ def test_a_greeting_and_what_follows_may_come_together():
     ],
 )
 def test_a_refusal_says_why_and_closes(data, complaint):
-    driver = Connection.accepting()
+    driver = Connection()
     with pytest.raises(ProtocolError, match=complaint):
         driver.receive(data)
     assert driver.state is ConnectionState.CLOSED
@@ -84,14 +84,14 @@ def test_a_refusal_says_why_and_closes(data, complaint):
 
 
 def test_a_refusal_names_the_peer():
-    driver = Connection.accepting()
+    driver = Connection()
     driver.receive(greeting(KEEPER, 3, 4))
     with pytest.raises(ProtocolError, match=r"Done out of turn on .* keeper 3>"):
         driver.receive(encode(Done(1, b"")))
 
 
 def test_missing_is_the_reader_s():
-    driver = Connection.accepting()
+    driver = Connection()
     assert driver.missing == HEADER
     data = greeting(WORKER, 1, 2)
     driver.receive(data[:-2])
@@ -99,7 +99,7 @@ def test_missing_is_the_reader_s():
 
 
 def test_repr_is_one_line_of_what_is_known():
-    driver = Connection.accepting()
+    driver = Connection()
     assert repr(driver) == "<Connection greeting with unknown>"
     driver.receive(greeting(WORKER, 7, 4711))
     assert repr(driver) == "<Connection open with worker 7>"

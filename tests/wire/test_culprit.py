@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import cloudpickle
 import pytest
 
-from aiogpu.serialization.diagnostics import DEEPEST, WIDEST, find_unpicklable
+from aiogpu.serialization.diagnostics import MAX_DEPTH, MAX_PARTS, find_unpicklable
 
 LOCK = threading.Lock()
 
@@ -451,14 +451,14 @@ def test_an_object_that_lies_about_its_class_ends_the_path():
 
 def test_the_path_ends_at_the_deepest():
     value = LOCK
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         value = [value]
-    assert find(value) == f"it{'[0]' * DEEPEST} (a list)"
+    assert find(value) == f"it{'[0]' * MAX_DEPTH} (a list)"
 
 
 def test_the_parts_of_one_object_are_tried_up_to_the_widest():
-    assert find([*[1] * (WIDEST - 1), LOCK]) == f"it[{WIDEST - 1}] (a lock)"
-    assert find([*[1] * WIDEST, LOCK]) == "it (a list)"
+    assert find([*[1] * (MAX_PARTS - 1), LOCK]) == f"it[{MAX_PARTS - 1}] (a lock)"
+    assert find([*[1] * MAX_PARTS, LOCK]) == "it (a list)"
 
 
 def test_a_structure_that_holds_itself_is_entered_once():

@@ -27,7 +27,7 @@ from aiogpu.serialization.exceptions import (
     UNREADABLE,
     UNSENDABLE,
     pack_failure,
-    pack_told,
+    pack_own_error,
     unpack_failure,
 )
 from aiogpu.wire.codec import FrameReader, encode
@@ -615,7 +615,7 @@ def test_what_others_are_told_of_a_failure():
 def test_what_the_node_tells_keeps_its_cause() -> None:
     error = ActorDiedError("it is dead", "Counter")
     error.__cause__ = WorkerDiedError("killed", pid=3)
-    failed = Failed(*pack_told(error))
+    failed = Failed(*pack_own_error(error))
     told = unpack_failure(failed, "add")
     assert type(told) is ActorDiedError
     assert str(told) == "it is dead"
@@ -627,6 +627,6 @@ def test_what_the_node_tells_keeps_its_cause() -> None:
 def test_without_a_cause_that_can_travel(cause: BaseException | None) -> None:
     error = ActorDiedError("it is dead", "Counter")
     error.__cause__ = cause
-    told = unpack_failure(pack_told(error), "add")
+    told = unpack_failure(pack_own_error(error), "add")
     assert str(told) == "it is dead"
     assert isinstance(told.__cause__, RemoteTraceback)

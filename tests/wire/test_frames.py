@@ -9,9 +9,9 @@ import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
 from aiogpu.wire.codec import (
-    DEEPEST,
     HEADER,
     LARGE,
+    MAX_DEPTH,
     FrameReader,
     RecordCodec,
     decode,
@@ -90,8 +90,11 @@ def nested(depth: int) -> dict[str, object]:
 
 
 def test_a_value_that_msgpack_refuses_is_not_sent_and_spoils_nothing():
+    deep = Define(1, 1, "f", nested(2000), b"")
     with pytest.raises(SerializationError, match="too large for a frame"):
-        encode(Define(1, 1, "f", nested(2000), b""))
+        encode(deep)
+    with pytest.raises(SerializationError, match="too large for a frame"):
+        encode_all([Exit(), deep])
     with pytest.raises(OverflowError):
         encode(Forked(1, 1 << 70))
     assert FrameReader().feed(encode(Keep(3))) == [Keep(3)]
@@ -213,7 +216,7 @@ def test_what_is_no_record_is_told(data):
 
 def test_records_within_records_without_end_are_told():
     value: object = Part("a")
-    for _ in range(DEEPEST - 1):
+    for _ in range(MAX_DEPTH - 1):
         value = Part("a", (value,))  # type: ignore[arg-type]
     assert CODEC.load(CODEC.dump(value)) == value
     data = msgpack.packb(["a", []])

@@ -13,9 +13,9 @@ from aiogpu.serialization.payload import (
     Contents,
     Payload,
     has_handles,
-    is_parcel,
+    is_compound,
     pack,
-    part_of,
+    result_part,
     unpack,
 )
 from aiogpu.wire import codec as frames
@@ -47,19 +47,19 @@ class Memory:
 @pytest.mark.parametrize("contents", [Contents(), FULL, FULL._replace(parts=())])
 def test_what_it_says_arrives(contents):
     payload = pack(contents)
-    assert is_parcel(payload)
+    assert is_compound(payload)
     assert unpack(payload) == contents
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_a_pickle_is_none(protocol):
-    assert not is_parcel(pickle.dumps(1, protocol))
-    with pytest.raises(ProtocolError, match="no parcel"):
+    assert not is_compound(pickle.dumps(1, protocol))
+    with pytest.raises(ProtocolError, match="not a compound one"):
         unpack(pickle.dumps(1, protocol))
 
 
 def test_nothing_is_none():
-    assert not is_parcel(b"")
+    assert not is_compound(b"")
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,10 @@ def test_what_is_ill_formed_is_refused(body):
 
 
 def test_what_is_too_large_to_pack_is_told(monkeypatch):
-    class Narrow:
-        def __init__(self, **_options):
-            pass
+    def refuse(fields):
+        raise ValueError("bytes object is too large")
 
-        def pack(self, fields):
-            raise ValueError("bytes object is too large")
-
-    monkeypatch.setattr(frames.msgpack, "Packer", Narrow)
+    monkeypatch.setattr(frames, "_pack", refuse)
     with pytest.raises(SerializationError, match="too large for a frame"):
         pack(FULL)
 
@@ -103,7 +99,7 @@ def test_it_is_its_bytes_and_knows_what_they_say():
     assert parcel == pack(FULL)
     assert (parcel.contents, parcel.holds, parcel.needs) == (FULL, (held,), ("n",))
     assert parcel.parts == FULL.parts
-    assert repr(parcel) == f"<Parcel of {len(parcel)} bytes, segment 7>"
+    assert repr(parcel) == f"<Payload of {len(parcel)} bytes, segment 7>"
     assert Payload.of(FULL, encoded=b"as it came") == b"as it came"
 
 
@@ -127,7 +123,7 @@ def test_its_pickle_may_be_there_as_well():
 
 
 def test_it_may_be_placed_in_a_segment_later():
-    placed = FULL.placed(9, 8192, [(0, 5), (64, 7)])
+    placed = FULL.in_segment(9, 8192, [(0, 5), (64, 7)])
     assert (placed.segment, placed.size) == (9, 8192)
     assert placed.spans == (0, 5, 64, 7)
     assert placed.stream == FULL.stream
@@ -135,7 +131,7 @@ def test_it_may_be_placed_in_a_segment_later():
 
 def test_it_keeps_nothing_alive_once_it_has_let_go():
     parcel = Payload.of(FULL, (object(),), source=Memory(), needs=("n",))
-    parcel.let_go()
+    parcel.release()
     assert (parcel.holds, parcel.parts, parcel.needs) == ((), (), ())
     assert parcel.source is None
     assert unpack(parcel) == FULL
@@ -143,9 +139,9 @@ def test_it_keeps_nothing_alive_once_it_has_let_go():
 
 def test_one_of_several_results_is_a_part():
     parcel = Payload.of(Contents(parts=(b"a", b"b")))
-    assert part_of(parcel, 1) == b"b"
-    assert part_of(parcel, -1) is parcel
-    assert part_of(b"plain", 0) == b"plain"
+    assert result_part(parcel, 1) == b"b"
+    assert result_part(parcel, -1) is parcel
+    assert result_part(b"plain", 0) == b"plain"
 
 
 def test_handles_are_in_it_or_in_its_parts():

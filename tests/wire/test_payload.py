@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiogpu.errors import DeserializationError, MisuseError, SerializationError
-from aiogpu.serialization.exceptions import dump_exception, text_of
-from aiogpu.serialization.references import refer
+from aiogpu.serialization.exceptions import dump_exception, safe_text
+from aiogpu.serialization.pickler import is_sent_by_value
+from aiogpu.serialization.references import add_handle
 from aiogpu.serialization.serializer import (
-    NOTHING,
+    NONE_PAYLOAD,
     dump_arguments,
     dump_function,
     dump_reference,
     dump_result,
-    is_sent_by_value,
     load_arguments,
     load_function,
     load_result,
@@ -81,8 +81,8 @@ def test_plain_arguments_need_no_cloudpickle():
 
 
 def test_none_is_the_shortest_payload():
-    assert dump_result(None) is NOTHING
-    assert load_result(NOTHING) is None
+    assert dump_result(None) is NONE_PAYLOAD
+    assert load_result(NONE_PAYLOAD) is None
 
 
 def test_a_subclass_of_a_plain_type_keeps_its_type():
@@ -358,7 +358,7 @@ class Referring:
     """As a handle is: a part of what is sent, and of nothing else."""
 
     def __reduce__(self):
-        return int, (refer("train", lambda: None),)
+        return int, (add_handle("train", lambda: None),)
 
 
 def test_a_function_that_holds_a_handle_is_refused_with_the_path():
@@ -490,7 +490,7 @@ def test_an_error_on_unpickling_a_result_is_told_in_sentences(error, told):
         load_result(payload)
 
 
-@pytest.mark.parametrize("payload", [b"", b"garbage", NOTHING[:-1], b"\x80\xff."])
+@pytest.mark.parametrize("payload", [b"", b"garbage", NONE_PAYLOAD[:-1], b"\x80\xff."])
 def test_bytes_that_are_no_pickle_are_an_error(payload):
     with pytest.raises(DeserializationError, match="the result cannot be unpickled"):
         load_result(payload)
@@ -524,6 +524,6 @@ def test_no_exception_s_reducer_gets_through(second):
 
 
 def test_the_text_of_an_exception_can_always_be_had():
-    assert text_of(ValueError("no")) == "no"
-    assert text_of(KeyError("k")) == "'k'"
-    assert text_of(Mute()) == "<its text cannot be had: SystemExit>"
+    assert safe_text(ValueError("no")) == "no"
+    assert safe_text(KeyError("k")) == "'k'"
+    assert safe_text(Mute()) == "<its text cannot be had: SystemExit>"

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from aiogpu.serialization.pickler import (
     dump,
     dump_whole,
-    load,
+    is_sent_by_value,
     measure,
-    names_sent_by_value,
 )
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.references import SHARED_FROM
 from tests.drawing import examples
+from tests.wire.parcels import load
 
 steady = settings(
     derandomize=True, database=None, deadline=None, max_examples=examples(80)
 )
-EDGE = APART // 8
+EDGE = SHARED_FROM // 8
 
 
 def twice(value: object):
@@ -92,7 +92,7 @@ def test_many_buffers_keep_their_order():
 def test_too_few_buffers_are_an_error():
     stream, _ = dump([np.arange(EDGE), np.arange(EDGE)])
     with pytest.raises(pickle.UnpicklingError, match="buffers"):
-        load(stream, [memoryview(bytes(APART))])
+        load(stream, [memoryview(bytes(SHARED_FROM))])
 
 
 def test_what_is_one_object_stays_one():
@@ -140,7 +140,7 @@ KINDS = {
     "big-endian": np.arange(EDGE, dtype=">i8"),
     "half": np.ones(EDGE * 4, np.float16),
     "complex": np.ones(EDGE) * 1j,
-    "bool": np.ones(APART, bool),
+    "bool": np.ones(SHARED_FROM, bool),
     "text": np.full(EDGE, "word"),
     "dates": np.full(EDGE, np.datetime64("2026-01-01")),
     "no items": np.zeros((0, EDGE)),
@@ -231,18 +231,18 @@ def test_an_arrow_table_arrives_over_its_buffers():
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow has tables of its own")
     table = pyarrow.table({"x": np.arange(EDGE * 2), "y": ["word"] * EDGE * 2})
     stream, buffers = dump(table)
-    assert len(stream) < APART
+    assert len(stream) < SHARED_FROM
     assert sum(buffer.nbytes for buffer in buffers) >= EDGE * 16
     assert load(stream, buffers).equals(table)
-    (raw,) = dump(pyarrow.py_buffer(bytes(APART)))[1]
-    assert raw.nbytes == APART
+    (raw,) = dump(pyarrow.py_buffer(bytes(SHARED_FROM)))[1]
+    assert raw.nbytes == SHARED_FROM
 
 
 # Bytes and views
 
 
 def test_large_bytes_stay_in_the_stream():
-    for value in (bytes(APART), bytearray(APART)):
+    for value in (bytes(SHARED_FROM), bytearray(SHARED_FROM)):
         stream, buffers = dump(value)
         assert not buffers
         again = load(stream, buffers)
@@ -250,16 +250,16 @@ def test_large_bytes_stay_in_the_stream():
 
 
 def test_a_bytearray_arrives_as_one_of_its_own():
-    value = bytearray(APART)
+    value = bytearray(SHARED_FROM)
     again = twice([value])[0]
     again += b"more"
-    assert len(value) == APART
+    assert len(value) == SHARED_FROM
 
 
-@pytest.mark.parametrize("size", [0, 8, APART])
+@pytest.mark.parametrize("size", [0, 8, SHARED_FROM])
 def test_a_view_arrives_as_a_read_only_view_of_any_size(size):
     stream, buffers = dump(memoryview(bytearray(range(8)) * (size // 8)))
-    assert len(buffers) == (size >= APART)
+    assert len(buffers) == (size >= SHARED_FROM)
     again = load(stream, buffers)
     assert type(again) is memoryview
     assert again.readonly
@@ -267,11 +267,11 @@ def test_a_view_arrives_as_a_read_only_view_of_any_size(size):
 
 
 def test_a_large_view_is_not_copied():
-    stream, (buffer,) = dump(memoryview(array("d", bytes(APART))))
-    memory = bytearray(APART)
+    stream, (buffer,) = dump(memoryview(array("d", bytes(SHARED_FROM))))
+    memory = bytearray(SHARED_FROM)
     again = load(stream, [memoryview(memory)])
     assert (again.format, again.shape) == ("d", (EDGE,))
-    assert buffer.nbytes == APART
+    assert buffer.nbytes == SHARED_FROM
     memory[:8] = b"\xff" * 8
     assert again[0] != 0
 
@@ -286,8 +286,8 @@ def test_a_large_view_is_not_copied():
         (np.asfortranarray(np.zeros((2, EDGE))), "d", (2, EDGE)),
         (np.zeros(EDGE * 2)[::2], "d", (EDGE,)),
         (np.zeros((0, 3)), "B", (0,)),
-        (np.zeros(EDGE, ">f8"), "B", (APART,)),
-        (np.zeros(EDGE, [("a", "f8")]), "B", (APART,)),
+        (np.zeros(EDGE, ">f8"), "B", (SHARED_FROM,)),
+        (np.zeros(EDGE, [("a", "f8")]), "B", (SHARED_FROM,)),
     ],
 )
 def test_a_view_keeps_its_format_and_shape_where_it_can(values, kind, shape):
@@ -305,7 +305,7 @@ def test_a_view_of_native_items_keeps_its_format():
 def test_a_buffer_with_gaps_is_an_error_as_ever():
     for pickled in (dump, measure, dump_whole):
         with pytest.raises(pickle.PicklingError, match="non-contiguous"):
-            pickled(pickle.PickleBuffer(memoryview(bytes(APART))[::2]))
+            pickled(pickle.PickleBuffer(memoryview(bytes(SHARED_FROM))[::2]))
 
 
 # Reducers, cloudpickle's and others
@@ -450,10 +450,10 @@ def test_what_lies_too_deep_is_an_error_with_a_name():
 
 
 def test_modules_sent_by_value_are_known():
-    assert not set(names_sent_by_value())
+    assert not is_sent_by_value("threading")
     cloudpickle.register_pickle_by_value(threading)
     try:
-        assert set(names_sent_by_value()) == {"threading"}
+        assert is_sent_by_value("threading")
     finally:
         cloudpickle.unregister_pickle_by_value(threading)
 
@@ -465,7 +465,7 @@ def spawned(monkeypatch):
     exec(SPAWNED, vars(program))
     monkeypatch.setitem(sys.modules, program.__name__, program)
     yield program
-    if program.__name__ in names_sent_by_value():
+    if is_sent_by_value(program.__name__):
         sys.modules[program.__name__] = program
         cloudpickle.unregister_pickle_by_value(program)
 

@@ -13,17 +13,18 @@ import pytest
 
 from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import tensors
-from aiogpu.serialization.pickler import dump, dump_whole, load
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.pickler import dump, dump_whole
+from aiogpu.serialization.references import SHARED_FROM
+from tests.wire.parcels import load
 
 torch = pytest.importorskip("torch", reason="its tensors are pickled here")
-EDGE = APART // 4
+EDGE = SHARED_FROM // 4
 
 KINDS = {
     "float": lambda: torch.arange(EDGE * 2.0).reshape(2, EDGE),
     "bfloat16": lambda: torch.arange(EDGE * 2).to(torch.bfloat16),
-    "float8": lambda: torch.ones(APART).to(torch.float8_e4m3fn),
-    "bool": lambda: torch.ones(APART, dtype=torch.bool),
+    "float8": lambda: torch.ones(SHARED_FROM).to(torch.float8_e4m3fn),
+    "bool": lambda: torch.ones(SHARED_FROM, dtype=torch.bool),
     "complex": lambda: torch.ones(EDGE, dtype=torch.complex64) * 2j,
     "transposed": lambda: torch.arange(EDGE * 2.0).reshape(2, EDGE).T,
     "channels last": lambda: torch.rand(2, 3, 64, 64).to(
@@ -110,9 +111,11 @@ def test_a_tensor_over_a_private_mapping_may_be_changed():
 def test_nothing_warns_of_read_only_memory():
     program = (
         "import warnings, sys; warnings.simplefilter('error')\n"
-        "import torch; from aiogpu.serialization.pickler import dump, load\n"
+        "import pickle, torch; from aiogpu.serialization.pickler import dump\n"
         "torch.set_warn_always(len(sys.argv) > 1)\n"
-        "for _ in range(3): load(*dump(torch.arange(100_000)))\n"
+        "for _ in range(3):\n"
+        "    stream, buffers = dump(torch.arange(100_000))\n"
+        "    pickle.loads(stream, buffers=[one.toreadonly() for one in buffers])\n"
         "print(len(warnings.filters))"
     )
     for arguments in ([], ["always"]):
@@ -180,8 +183,8 @@ def test_a_cuda_tensor_arrives_where_there_is_no_device(gradient, tmp_path):
         warnings.simplefilter("ignore", AiogpuWarning)
         (tmp_path / "stream").write_bytes(dump_whole(tensor))
     program = (
-        "import pathlib, sys; from aiogpu.serialization.pickler import load\n"
-        "tensor = load(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "import pathlib, pickle, sys\n"
+        "tensor = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "print(tensor.device, float(tensor.sum()), tensor.requires_grad)"
     )
     ran = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import large_arguments as module
-from aiogpu.serialization.large_arguments import OFTEN, REMEMBERED, RepeatedArguments
+from aiogpu.serialization.large_arguments import REMEMBERED, REPEATS, RepeatedArguments
 
 MIB = 1 << 20
 
@@ -60,15 +60,15 @@ def told(monkeypatch):
     return texts
 
 
-def pass_often(repeats, value, count=OFTEN, function="f"):
+def pass_often(repeats, value, count=REPEATS, function="f"):
     for _ in range(count):
-        repeats.note(function, (value,), {}, 8 * MIB)
+        repeats.note(function, (value,), {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_eighth_call_with_the_same_object_is_told(kind, told):
     value, repeats = KINDS[kind](), RepeatedArguments()
-    pass_often(repeats, value, OFTEN - 1)
+    pass_often(repeats, value, REPEATS - 1)
     assert told == []
     pass_often(repeats, value, 1)
     (text,) = told
@@ -80,23 +80,23 @@ def test_the_eighth_call_with_the_same_object_is_told(kind, told):
 
 def test_it_is_a_warning_at_the_line_of_the_call():
     value, repeats = np.zeros(MIB), RepeatedArguments()
-    pass_often(repeats, value, OFTEN - 1)
+    pass_often(repeats, value, REPEATS - 1)
     with pytest.warns(AiogpuWarning, match=r"8\.0 MiB") as caught:
-        repeats.note("f", (value,), {}, 8 * MIB)
+        repeats.note("f", (value,), {})
     assert caught[0].filename == __file__
 
 
 def test_an_argument_by_name_is_named(told):
     value, repeats = np.zeros(MIB), RepeatedArguments()
-    for index in range(OFTEN):
-        repeats.note("f", (index, None), {"x": value}, 8 * MIB)
+    for index in range(REPEATS):
+        repeats.note("f", (index, None), {"x": value})
     assert told[0].startswith("kwargs['x'] of f ")
 
 
 def test_each_function_and_argument_is_told_for_itself(told):
     value, repeats = np.zeros(MIB), RepeatedArguments()
-    pass_often(repeats, value, OFTEN - 1)
-    pass_often(repeats, value, OFTEN - 1, "g")
+    pass_often(repeats, value, REPEATS - 1)
+    pass_often(repeats, value, REPEATS - 1, "g")
     assert told == []
     pass_often(repeats, value, 1)
     pass_often(repeats, value, 1, "g")
@@ -105,22 +105,15 @@ def test_each_function_and_argument_is_told_for_itself(told):
 
 def test_objects_that_take_turns_are_told(told):
     models, repeats = [np.zeros(MIB), np.ones(MIB)], RepeatedArguments()
-    for index in range(2 * OFTEN):
-        repeats.note("f", (models[index % 2],), {}, 8 * MIB)
+    for index in range(2 * REPEATS):
+        repeats.note("f", (models[index % 2],), {})
     assert len(told) == 1
-
-
-def test_calls_that_are_small_do_not_count(told):
-    value, repeats = np.zeros(MIB), RepeatedArguments()
-    for _ in range(99):
-        repeats.note("f", (value,), {}, MIB - 1)
-    assert told == []
 
 
 def test_a_small_object_beside_a_large_one_is_not_blamed(told):
     small, repeats = Weightless(), RepeatedArguments()
     for _ in range(99):
-        repeats.note("f", (small, "word", np.zeros(MIB)), {}, 8 * MIB)
+        repeats.note("f", (small, "word", np.zeros(MIB)), {})
     assert told == []
 
 
@@ -131,7 +124,7 @@ def test_a_new_object_each_time_is_not_told(kind, told):
     """Though it has the address of the one before, more often than not."""
     repeats = RepeatedArguments()
     for _ in range(99):
-        repeats.note("f", (KINDS[kind](),), {}, 8 * MIB)
+        repeats.note("f", (KINDS[kind](),), {})
     assert told == []
 
 
@@ -139,9 +132,9 @@ def test_new_bytes_of_other_content_are_not_told(told):
     repeats = RepeatedArguments()
     for index in range(20):
         for kind in (bytes, bytearray):
-            repeats.note("f", (kind([index]) * 2 * MIB,), {}, 8 * MIB)
-        repeats.note("f", (chr(65 + index) * 2 * MIB,), {}, 8 * MIB)
-        repeats.note("f", (list(range(index, MIB // 4)),), {}, 8 * MIB)
+            repeats.note("f", (kind([index]) * 2 * MIB,), {})
+        repeats.note("f", (chr(65 + index) * 2 * MIB,), {})
+        repeats.note("f", (list(range(index, MIB // 4)),), {})
     assert told == []
 
 
@@ -150,7 +143,7 @@ def test_a_buffer_that_is_filled_anew_is_not_told(place, told):
     frame, repeats = np.zeros(MIB), RepeatedArguments()
     for index in range(99):
         frame[place] = index
-        repeats.note("f", (frame,), {}, 8 * MIB)
+        repeats.note("f", (frame,), {})
     assert told == []
 
 
@@ -158,7 +151,7 @@ def test_a_list_that_grows_is_not_told(told):
     rows, repeats = [0] * 2 * MIB, RepeatedArguments()
     for _ in range(99):
         rows.append(0)
-        repeats.note("f", (rows,), {}, 8 * MIB)
+        repeats.note("f", (rows,), {})
     assert told == []
 
 
@@ -181,29 +174,29 @@ def test_no_object_is_kept_alive(kind, told):
 def test_what_is_remembered_is_bounded(told):
     repeats, kept = RepeatedArguments(), [Weightless() for _ in range(REMEMBERED * 3)]
     for value in kept:
-        repeats.note("f", (value,), {}, 8 * MIB)
+        repeats.note("f", (value,), {})
     assert len(repeats._seen) == REMEMBERED
     many = np.zeros(MIB)
     for index in range(REMEMBERED + 5):
-        pass_often(repeats, many, OFTEN, f"f{index}")
+        pass_often(repeats, many, REPEATS, f"f{index}")
     assert len(told) == REMEMBERED + 5
     assert len(repeats._told) == REMEMBERED
 
 
 def test_what_is_used_is_remembered_longest(told):
     repeats, value = RepeatedArguments(), np.zeros(MIB)
-    kept = [Weightless() for _ in range(REMEMBERED * OFTEN)]
+    kept = [Weightless() for _ in range(REMEMBERED * REPEATS)]
     for index, other in enumerate(kept):
-        repeats.note("f", (other,), {}, 8 * MIB)
+        repeats.note("f", (other,), {})
         if index % (REMEMBERED // 2) == 0:
-            repeats.note("f", (value,), {}, 8 * MIB)
+            repeats.note("f", (value,), {})
     assert len(told) == 1
 
 
 def test_a_call_of_a_thousand_arguments_is_looked_at_in_part(told):
     repeats, values = RepeatedArguments(), tuple(Weightless() for _ in range(1000))
-    repeats.note("f", values, {}, 8 * MIB)
-    assert len(repeats._seen) == module.MOST_ITEMS
+    repeats.note("f", values, {})
+    assert len(repeats._seen) == module.MAX_ITEMS
 
 
 @dataclass
@@ -221,8 +214,8 @@ class Elementwise:
 def test_objects_are_never_compared(told):
     repeats = RepeatedArguments()
     box = [Elementwise(np.zeros(MIB)), Elementwise(np.zeros(MIB))]
-    for _ in range(OFTEN):
-        repeats.note("f", (box,), {}, 8 * MIB)
+    for _ in range(REPEATS):
+        repeats.note("f", (box,), {})
         box.reverse()
     assert told == []
 

@@ -8,16 +8,16 @@ import pytest
 
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.serializer import (
-    ALL,
-    NONE,
+    RETRY_ALL,
+    RETRY_NONE,
     dump_retried,
-    is_one_of,
+    is_retried,
     load_retried,
 )
 
 
 @pytest.mark.parametrize(
-    ("wanted", "error", "is_retried"),
+    ("wanted", "error", "expected"),
     [
         (False, ValueError(), False),
         (True, ValueError(), True),
@@ -27,16 +27,16 @@ from aiogpu.serialization.serializer import (
         ((), ValueError(), False),
     ],
 )
-def test_which_exceptions_are_retried(wanted, error, is_retried):
+def test_which_exceptions_are_retried(wanted, error, expected):
     there = load_retried(dump_retried(wanted))
     assert there == wanted
-    assert is_one_of(there, error) is is_retried
+    assert is_retried(there, error) is expected
 
 
 def test_what_is_commonest_is_short():
-    assert dump_retried(False) == NONE == b""
-    assert dump_retried(True) == ALL
-    assert len(ALL) == 1
+    assert dump_retried(False) == RETRY_NONE == b""
+    assert dump_retried(True) == RETRY_ALL
+    assert len(RETRY_ALL) == 1
 
 
 def test_a_class_that_cannot_be_pickled_is_named():

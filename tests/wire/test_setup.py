@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from aiogpu.wire import setup
-from aiogpu.wire.setup import Setup
+from aiogpu.wire import messages as setup
+from aiogpu.wire.messages import Setup
 
 
 def test_both_sides_take_the_names_of_the_node_s_files_from_here():

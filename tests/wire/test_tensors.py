@@ -14,10 +14,11 @@ import pytest
 
 from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import pickler, tensors
-from aiogpu.serialization.pickler import dump, dump_whole, load, measure
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.pickler import dump, dump_whole, measure
+from aiogpu.serialization.references import SHARED_FROM
+from tests.wire.parcels import load
 
-EDGE = APART // 8
+EDGE = SHARED_FROM // 8
 READ_ONLY = (
     "The given buffer is not writable, and PyTorch does not support non-writable "
     "tensors."
@@ -220,7 +221,7 @@ def test_what_is_one_tensor_stays_one():
 def test_tensors_travel_in_the_stream_too():
     again = load(dump_whole(Tensor(np.arange(EDGE))))
     assert again.array.tolist() == list(range(EDGE))
-    assert 0 <= measure(Tensor(np.arange(EDGE))) - APART < 1000
+    assert 0 <= measure(Tensor(np.arange(EDGE))) - SHARED_FROM < 1000
 
 
 def with_gradient(tensor):

@@ -11,7 +11,7 @@ import pytest
 from aiogpu.errors import DeserializationError, SerializationError
 from aiogpu.serialization.diagnostics import find_unpicklable
 from aiogpu.serialization.pickler import dump, dump_whole, measure
-from aiogpu.serialization.references import APART
+from aiogpu.serialization.references import SHARED_FROM
 from aiogpu.serialization.serializer import (
     PUT,
     dump_arguments,
@@ -21,7 +21,7 @@ from aiogpu.serialization.serializer import (
 )
 from tests.wire.parcels import carried
 
-LARGE = np.zeros(APART)
+LARGE = np.zeros(SHARED_FROM)
 LOCK = threading.Lock()
 
 
@@ -62,7 +62,10 @@ CULPRITS = {
         "it['b'][1]['c'] (a Bad)",
     ),
     "a view": ([memoryview(b"a"), released()], "it[1] (a memoryview)"),
-    "many arrays": ([np.zeros(APART) for _ in range(99)] + [LOCK], "it[99] (a lock)"),
+    "many arrays": (
+        [np.zeros(SHARED_FROM) for _ in range(99)] + [LOCK],
+        "it[99] (a lock)",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.client.current import current, services
 from aiogpu.errors import SerializationError
-from aiogpu.serialization.exceptions import Outcome, unpack_failure
+from aiogpu.serialization.exceptions import ChunkOutcome, unpack_failure
 from aiogpu.serialization.serializer import (
     dump_function,
     dump_result,
@@ -52,15 +52,15 @@ KINDS: list[Any] = [
 ]
 
 
-def run(function: Any, seconds: float, *items: Any) -> Outcome:
+def run(function: Any, seconds: float, *items: Any) -> ChunkOutcome:
     found = Chunk(function)(seconds, *items)
-    if not isinstance(found, Outcome):
+    if not isinstance(found, ChunkOutcome):
         found = asyncio.run(found)
-    assert isinstance(found, Outcome)
+    assert isinstance(found, ChunkOutcome)
     return found
 
 
-def error_in(outcome: Outcome) -> Exception:
+def error_in(outcome: ChunkOutcome) -> Exception:
     assert outcome.failure is not None
     return unpack_failure(Failed(*outcome.failure), "double")
 
@@ -187,7 +187,7 @@ class Unpicklable:
 
 def test_a_value_that_cannot_be_pickled_fails_in_its_place() -> None:
     values = [1, [2], Unpicklable(), 4, Unpicklable()]
-    outcome = load_result(dump_result(Outcome(list(values), 1.0, None)))
+    outcome = load_result(dump_result(ChunkOutcome(list(values), 1.0, None)))
     assert (outcome.values, outcome.seconds) == ([1, [2]], 1.0)
     error = error_in(outcome)
     assert isinstance(error, SerializationError)
@@ -199,8 +199,8 @@ def test_it_is_not_looked_for_where_all_can_be() -> None:
         dumped.append(value)
 
     dumped: list[object] = []
-    outcome = Outcome([1, 2], 1.0, None)
-    assert outcome.before_culprit(dump) is outcome
+    outcome = ChunkOutcome([1, 2], 1.0, None)
+    assert outcome.before_unpicklable(dump) is outcome
     assert dumped == [1, 2]
 
 

@@ -26,7 +26,7 @@ from tests.worker.driver_end import DriverEnd
 
 KEEPER = """
     import os, signal, sys
-    from aiogpu.wire.setup import Setup
+    from aiogpu.wire.messages import Setup
     from aiogpu.linux import syscalls as kernel
     from aiogpu.worker.keeper import Keeper
 

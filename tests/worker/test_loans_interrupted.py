@@ -110,7 +110,7 @@ def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lent(loans: Loans, segment: Segment) -> Payload:
     """What the worker makes of a payload that lies in a segment."""
-    contents = Contents().placed(segment.id, segment.size, [(0, len(TEXT))])
+    contents = Contents().in_segment(segment.id, segment.size, [(0, len(TEXT))])
     return loans.borrow(pack(contents))
 
 

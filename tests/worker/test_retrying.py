@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.errors import TaskError
-from aiogpu.serialization.serializer import ALL, Retried, dump_retried
+from aiogpu.serialization.serializer import RETRY_ALL, Retried, dump_retried
 from aiogpu.wire.messages import Define
 from aiogpu.worker.invoke import Retrying
 
@@ -24,7 +24,7 @@ def test_by_the_error_or_by_what_is_told_of_it() -> None:
     wants = Retrying().wants
     assert wants(says((OSError,)), ConnectionError())
     assert not wants(says((OSError,)), KeyError())
-    assert wants(site(ALL), KeyboardInterrupt())
+    assert wants(site(RETRY_ALL), KeyboardInterrupt())
     assert wants(says((TaskError,)), StopIteration(), TaskError)
     assert wants(says((Exception,)), SystemExit(), TaskError)
     assert not wants(says((OSError,)), SystemExit(), TaskError)

@@ -13,7 +13,7 @@ from tests.worker.driver_end import DriverEnd
 
 PRELOAD = """
     import os, sys
-    from aiogpu.wire.setup import Setup
+    from aiogpu.wire.messages import Setup
     from aiogpu.worker.preload import Preload
     setup = Setup([], "node", "", 0, 0, sys.argv[2:])
     sys.path.insert(0, sys.argv[1])
@@ -98,7 +98,7 @@ def test_the_first_culprit_is_named(tmp_path: Path) -> None:
 ZYGOTE = """
     import os, sys
     from aiogpu.memory.control_page import ControlPage
-    from aiogpu.wire.setup import Setup
+    from aiogpu.wire.messages import Setup
     from aiogpu.worker.zygote import Zygote
     page = ControlPage.create()
     Zygote(Setup([], "node", sys.argv[1], os.getppid(), page, [])).run()

@@ -26,7 +26,7 @@ from aiogpu.engines.cluster.terms import CALLS
 from aiogpu.engines.cluster.turns import Numbers
 from aiogpu.errors import ActorDiedError, MisuseError
 from aiogpu.runtime.actors.actor import ActorEnd, leaving, not_made
-from aiogpu.serialization.references import attach
+from aiogpu.serialization.references import add_reference
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class ClusterActor:
         Raises:
             MisuseError: what is pickled is no call, and no result.
         """
-        if not attach(Carried(self.id, self.handle, self.terms)):
+        if not add_reference(Carried(self.id, self.handle, self.terms)):
             raise MisuseError(
                 f"on a Ray cluster the handle of {self.name} can only be pickled as a "
                 f"part of what a task or an actor is given, or of what it returns. "

@@ -38,7 +38,7 @@ from aiogpu.engines.cluster.work import (
 )
 from aiogpu.runtime.actors.actor import not_made
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
-from aiogpu.serialization.serializer import load_arguments, load_function, several
+from aiogpu.serialization.serializer import load_arguments, load_function, split_results
 from aiogpu.wire.messages import DEFAULT_GROUP
 from aiogpu.worker.actor import Methods
 
@@ -150,7 +150,7 @@ class Stage:
     def _returned(self, value: Any, payload: bytes) -> Any:
         kind = RAISED
         try:
-            found = several(value, payload)
+            found = split_results(value, payload)
             kind = UNSENDABLE
             return returned(found)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's

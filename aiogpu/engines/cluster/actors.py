@@ -23,7 +23,7 @@ from aiogpu.engines.cluster.terms import options_of_actor, request_of_actor, ter
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actors.actor import name_taken
 from aiogpu.runtime.callers.leases import removed
-from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.serializer import dump_whole, load_result
 from aiogpu.wire.messages import ASYNC
 
@@ -205,4 +205,4 @@ def identity_of(handle: Any) -> int:
 
 
 def _death(name: str, error: Exception) -> Failed:
-    return pack_told(died_of(name, error))
+    return pack_own_error(died_of(name, error))

@@ -25,7 +25,7 @@ from aiogpu.errors import (
 )
 from aiogpu.runtime.actors.actor import died
 from aiogpu.runtime.callers.leases import removed
-from aiogpu.serialization.exceptions import STOPPED, pack_failure, pack_told
+from aiogpu.serialization.exceptions import STOPPED, pack_failure, pack_own_error
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def failed_as(name: str, error: BaseException) -> Failed:
     """An exception that has come from Ray as a failure of the user's code is told."""
     cause = getattr(error, "cause", None)
     if not isinstance(cause, TaskFailure):
-        return pack_told(explained(name, error))
+        return pack_own_error(explained(name, error))
     if cause.failed.kind == STOPPED:
-        return pack_told(TaskCancelledError(cause.failed.message))
+        return pack_own_error(TaskCancelledError(cause.failed.message))
     return cause.failed
 
 

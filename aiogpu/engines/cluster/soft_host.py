@@ -31,7 +31,7 @@ from aiogpu.engines.cluster.spoken import understood
 from aiogpu.engines.cluster.turns import Turns
 from aiogpu.engines.cluster.work import returned_item
 from aiogpu.runtime.actors.actor import died
-from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_told
+from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_own_error
 from aiogpu.wire.messages import DEFAULT_GROUP
 
 CLOSE_LIMIT: Final = 5.0
@@ -116,7 +116,7 @@ class SoftHost(Stage):
     async def _exit(self) -> NoReturn:
         """A call ends the actor: others are cancelled, and told so."""
         error = died(self._name, "a call ended it by exit_actor().")
-        self._ended = TaskFailure(*pack_told(error))
+        self._ended = TaskFailure(*pack_own_error(error))
         for visit in list(self._running):
             visit.cancel()
         with suppress(TimeoutError):

@@ -14,7 +14,7 @@ from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.payload import IN_STORE, kept_in, made, stored
 from aiogpu.engines.cluster.shared import Shared, known, shared_of
 from aiogpu.errors import TaskCancelledError
-from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.serialization.references import PickledValue
 
@@ -113,7 +113,7 @@ class ClusterValues:
         What was sent to Ray and needs them is told at once, and stopped: Ray would
         tell it in other words, or not at all.
         """
-        failed = pack_told(error)
+        failed = pack_own_error(error)
         forsaken = [(live, part)]
         while forsaken:
             one, part = forsaken.pop()

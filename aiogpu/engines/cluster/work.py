@@ -27,11 +27,11 @@ from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDA
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import (
-    Results,
+    SplitResults,
     dump_result,
     load_arguments,
     load_function,
-    several,
+    split_results,
 )
 from aiogpu.wire.messages import Define
 from aiogpu.worker.invoke import Retrying
@@ -215,7 +215,7 @@ def run_task(
             value = function(*args, **kwargs)
             if type(value) is CoroutineType:
                 value = host.task_loop.run(value)
-            value = several(value, payload)
+            value = split_results(value, payload)
             kind = UNSENDABLE
             return returned(value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
@@ -267,7 +267,7 @@ def _each(items: Any, host: ClusterHost) -> Iterator[Any]:
 
 def returned(value: object) -> Any:
     """Return what Ray is to keep of a result, a tuple if there are several."""
-    if type(value) is Results:
+    if type(value) is SplitResults:
         return tuple(map(returned, value))
     result = dump_result(value)
     let_go_of_passed()  # Ray's handles of these actors go along

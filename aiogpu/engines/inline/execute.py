@@ -32,7 +32,7 @@ from aiogpu.serialization.serializer import (
     dump_result,
     load_arguments,
     load_function,
-    several,
+    split_results,
 )
 from aiogpu.wire.messages import Done
 from aiogpu.worker.streams import UnsendableError
@@ -73,7 +73,7 @@ class Executor:
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
                     return value
-                value = several(value, job.call.payload)
+                value = split_results(value, job.call.payload)
                 _raise_exit()
                 if job.call.limit or job.call.site.window:
                     return begin_stream(job, value, host)
@@ -94,7 +94,7 @@ class Executor:
         kind = RAISED
         try:
             value = await self.stepwise(job, begun)
-            value = several(value, job.call.payload)
+            value = split_results(value, job.call.payload)
             _raise_exit()
             kind = UNSENDABLE
             with self._step(job):

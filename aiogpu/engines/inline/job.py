@@ -21,7 +21,7 @@ from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.calls import Call, pass_on
 from aiogpu.runtime.objects.values import unfinished_in
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
-from aiogpu.serialization.serializer import is_one_of
+from aiogpu.serialization.serializer import is_retried
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.worker.streams import Outflow
 
@@ -177,7 +177,7 @@ class Job:
             return False
         self.error = unpack_failure(failed, self.name)
         try:
-            return is_one_of(wanted, self.error)
+            return is_retried(wanted, self.error)
         except Exception as error:  # noqa: BLE001 - a metaclass of the user's may raise
             _log.warning("! %s is not retried: %r", self.name, error)
             return False

@@ -24,7 +24,7 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.observe.status import PlacementStatus, placement_status
 from aiogpu.observe.why import Why, find_shortages, tell_lacks
 from aiogpu.runtime.callers.leases import LeaseReceiver, StandingPlacements
-from aiogpu.wire.grant import MARK, Grant
+from aiogpu.wire.messages import LEASE_MARK
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
@@ -130,11 +130,14 @@ class InlineLeases:
             self.placements.open(lease.parts[0].key)
             self._node.wake()
             return
+        # msgpack comes with it, which a node in this process does not need otherwise.
+        from aiogpu.wire.codec import pack
+
         bind = self._node.assignment.bind(lease, {})
         mark = f"inline-{tenant.receiver.pid}.{record.id}"
-        environ = {**bind.environ, MARK: mark}
-        grant = Grant(environ, bind.accelerators, bind.gpu_memory)
-        tenant.receiver.receive(grant.pack())
+        environ = {**bind.environ, LEASE_MARK: mark}
+        granted = bind._replace(environ=environ, cpus=())
+        tenant.receiver.receive(pack(granted))
 
     def give_back(self, task: int) -> bool:
         """Give a lease up, or back; False if it is none."""

@@ -29,7 +29,7 @@ from aiogpu.runtime.calls import EACH, Borrower, Delay, internal_error, tell_saf
 from aiogpu.runtime.objects.values import Value
 from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload
-from aiogpu.serialization.serializer import NOTHING
+from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
     DEFAULT_GROUP,
@@ -405,12 +405,12 @@ class Actor:
         elif self.state is ActorState.PENDING:
             self._awaited_by.append(receiver)
         else:
-            receiver.receive(NOTHING)
+            receiver.receive(NONE_PAYLOAD)
 
     def await_end(self, receiver: Receiver) -> None:
         """Tell it when the process has ended."""
         if self.is_gone:
-            receiver.receive(NOTHING)
+            receiver.receive(NONE_PAYLOAD)
         else:
             self._end_awaited_by.append(receiver)
 
@@ -419,7 +419,7 @@ class Actor:
         self.is_gone = True
         waiting, self._end_awaited_by = self._end_awaited_by, []
         for receiver in waiting:
-            receiver.receive(NOTHING)
+            receiver.receive(NONE_PAYLOAD)
 
     def delay(self, number: CallId, delay: Delay) -> None:
         """Have who waits for a call told later, or all who wait for the actor."""
@@ -440,7 +440,7 @@ class Actor:
         self.state = ActorState.ALIVE
         waiting, self._awaited_by = self._awaited_by, []
         for receiver in waiting:
-            receiver.receive(NOTHING)
+            receiver.receive(NONE_PAYLOAD)
         for mailbox in self.mailboxes.values():
             self._send(mailbox.open())
         self.look_if_idle()

@@ -20,11 +20,11 @@ from aiogpu.errors import (
     WorkerDiedError,
 )
 from aiogpu.runtime.calls import pass_on
-from aiogpu.serialization.exceptions import pack_told
-from aiogpu.serialization.payload import part_of
+from aiogpu.serialization.exceptions import pack_own_error
+from aiogpu.serialization.payload import result_part
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import (
-    NUMBERS,
+    NUMBER_BITS,
     Ask,
     ChildDone,
     ChildFailed,
@@ -151,7 +151,7 @@ class Child:
         """Pass on the result."""
         for value, part in self.values or ():
             try:
-                value.receive(part_of(payload, part))
+                value.receive(result_part(payload, part))
             except IndexError:
                 value.fail(ProtocolError(f"a result has no part {part}"))
         caller, number = self.caller, self.number
@@ -180,7 +180,7 @@ class Child:
 
     def fail(self, error: Exception) -> None:
         """Pass on an error of aiogpu's own."""
-        self.reject(pack_told(error))
+        self.reject(pack_own_error(error))
 
     def _send(self, message: Message) -> None:
         caller = self.caller
@@ -356,7 +356,7 @@ def _count(client: Client, number: int) -> None:
 
 def _number(client: Client, identity: int) -> int:
     """By which a client knows what it has given an id."""
-    number = -identity - (client.id << NUMBERS)
-    if not 0 < number < 1 << NUMBERS:
+    number = -identity - (client.id << NUMBER_BITS)
+    if not 0 < number < 1 << NUMBER_BITS:
         raise ProtocolError(f"the id {identity}, which is not one of its own")
     return number

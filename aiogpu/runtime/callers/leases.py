@@ -33,7 +33,8 @@ from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import InfeasibleError, PlacementNameError, PlacementRemovedError
 from aiogpu.linux.cgroup_hierarchy import PROC
 from aiogpu.runtime.calls import Call
-from aiogpu.wire.grant import MARK, Grant
+from aiogpu.wire.codec import pack
+from aiogpu.wire.messages import LEASE_MARK
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
@@ -388,7 +389,7 @@ _log: Final = logging.getLogger(__name__)
 class LeaseReceiver(Receiver, Protocol):
     """Who waits for a lease.
 
-    He is told a `Grant`, packed; afterwards he may be told, by `fail`, that it is gone,
+    He is told a `Bind`, packed; afterwards he may be told, by `fail`, that it is gone,
     since its node is.
     """
 
@@ -479,12 +480,11 @@ class Leases:
         mark = f"{self._token}.{effect.task}"
         bind = self._assignment.bind(effect.lease, {})
         self._held[effect.holder] = Held(
-            receiver.pid, site.spec.name, f"{MARK}={mark}", effect.lease
+            receiver.pid, site.spec.name, f"{LEASE_MARK}={mark}", effect.lease
         )
         self._clearance.begin(effect.holder, effect.lease)
-        environ = {**bind.environ, MARK: mark}
-        grant = Grant(environ, bind.accelerators, bind.gpu_memory, bind.cpus)
-        receiver.receive(grant.pack())
+        environ = {**bind.environ, LEASE_MARK: mark}
+        receiver.receive(pack(bind._replace(environ=environ)))
 
     def _reclaim(self, effect: effects.Reclaim) -> None:
         held, holder = self._held.get(effect.holder), effect.holder

@@ -48,7 +48,7 @@ from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Routes
 from aiogpu.runtime.zygote.config import Program
 from aiogpu.runtime.zygote.generations import Zygotes
-from aiogpu.serialization.exceptions import RAISED, pack_failure, pack_told
+from aiogpu.serialization.exceptions import RAISED, pack_failure, pack_own_error
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.messages import (
@@ -762,7 +762,7 @@ class Clients:
             if not client.only_looks:
                 await self._zygotes.joined(client.program)
         except Exception as error:  # noqa: BLE001 - it is told to who has asked
-            peer.send_one(ChildFailed(0, *pack_told(error).why))
+            peer.send_one(ChildFailed(0, *pack_own_error(error).why))
             return
         page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
         peer.send_one(

@@ -53,9 +53,9 @@ from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
+    CAPACITY,
     ENDED,
     READY,
-    ROOM,
     Ask,
     Carried,
     Carry,
@@ -400,7 +400,7 @@ class Far:
         if message.method == ENDED:
             actor.await_end(receiver)
             return
-        if message.method == ROOM:
+        if message.method == CAPACITY:
             self._actors.tell_room(actor.id, receiver)
             return
         number = actor.call(message.method, message.payload, receiver, caller.id)

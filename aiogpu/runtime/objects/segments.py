@@ -22,7 +22,7 @@ from aiogpu.linux.procfs import MemoryBounds
 from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment, spill_directory
 from aiogpu.runtime.descriptors import values_limit
-from aiogpu.wire.messages import NUMBERS
+from aiogpu.wire.messages import NUMBER_BITS
 
 if TYPE_CHECKING:
     from aiogpu.memory.control_page import ControlPage
@@ -423,7 +423,8 @@ class Lending:
         return [
             thing
             for identity, thing in things.items()
-            if -identity >> NUMBERS == owner and not isinstance(thing, SharedSegment)
+            if -identity >> NUMBER_BITS == owner
+            and not isinstance(thing, SharedSegment)
         ]
 
     def close(self) -> None:

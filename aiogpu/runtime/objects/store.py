@@ -38,10 +38,10 @@ from aiogpu.runtime.objects.segments import (
     is_short,
 )
 from aiogpu.runtime.objects.values import Value, find, known
-from aiogpu.serialization.payload import Contents, Payload, is_parcel, unpack
-from aiogpu.serialization.references import APART, PickledValue
-from aiogpu.wire.messages import OWNER, SEGMENTS, Recycle
-from aiogpu.wire.messages import WARM as WARM_OF_WORKER
+from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
+from aiogpu.serialization.references import SHARED_FROM, PickledValue
+from aiogpu.wire.messages import FIRST_SEGMENT, OWNER_BITS, Recycle
+from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.control_page import ControlPage
@@ -72,7 +72,7 @@ class Store:
         self.catch_up: Callable[[], object] = _nothing
         self.memory = memory
         self._loop = loop
-        self._warm = SegmentPool(SEGMENTS + 1, WARM, lambda: memory.directory)
+        self._warm = SegmentPool(FIRST_SEGMENT + 1, WARM, lambda: memory.directory)
         self._mappings = Mappings(self._on_unmapped)
         self._mapped: dict[int, SharedSegment] = {}
         self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
@@ -119,7 +119,7 @@ class Store:
             shown = self._shown(outgoing)
             if shown is not None:
                 segment = self._mapped[shown.segment]
-                contents = contents.placed(*shown)
+                contents = contents.in_segment(*shown)
             else:
                 segment, contents = self._write(outgoing, contents)
         parcel = Payload.of(contents, (segment, *outgoing.references), self, values)
@@ -130,20 +130,20 @@ class Store:
         """Raise `MisuseError` for a value that went with another node."""
         payload = value.payload
         if type(payload) is Payload and payload.source not in (None, self):
-            from aiogpu.serialization.references import of_closed_node
+            from aiogpu.serialization.references import closed_node_error
 
-            raise of_closed_node(value.name)
+            raise closed_node_error(value.name)
 
     def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
         """Where it lies already, if it is what somebody has written to a segment."""
-        if len(outgoing.stream) >= APART:
+        if len(outgoing.stream) >= SHARED_FROM:
             return None
         return self._mappings.shown(outgoing.buffers)
 
     def _write(
         self, outgoing: PickledValue, contents: Contents
     ) -> tuple[SharedSegment | None, Contents]:
-        buffers, stream = outgoing.laid_out()
+        buffers, stream = outgoing.split()
         try:
             shared, spans = self._written(buffers)
         except OSError:
@@ -151,7 +151,7 @@ class Store:
             whole = tuple(map(bytes, outgoing.buffers))
             return None, contents._replace(buffers=whole)
         contents = contents._replace(stream=stream)
-        return shared, contents.placed(shared.id, shared.size, spans)
+        return shared, contents.in_segment(shared.id, shared.size, spans)
 
     def _written(
         self, buffers: list[memoryview]
@@ -210,7 +210,7 @@ class Store:
         Raises:
             ProtocolError: it refers to what is not there.
         """
-        if not is_parcel(payload):
+        if not is_compound(payload):
             return payload
         if depth > DEEPEST:
             raise ProtocolError(f"a parcel within {depth} others")
@@ -242,7 +242,7 @@ class Store:
 
     def _received(self, caller: Caller, segment: int) -> int | mmap.mmap:
         """Return what a worker has written; it was sent first."""
-        if (segment - SEGMENTS) >> OWNER != caller.id:
+        if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
         lending = self.lending(caller)
         self.memory.use_warm(lending.warm.pop(segment, 0))
@@ -323,7 +323,7 @@ class Store:
 
     def _close_original(self, identity: int) -> None:
         """Have the writer close a segment of which this process has a copy."""
-        owner = (identity - SEGMENTS) >> OWNER
+        owner = (identity - FIRST_SEGMENT) >> OWNER_BITS
         writer = self.caller(owner) if owner else None
         if not owner:
             self._warm.discard(identity)
@@ -357,7 +357,7 @@ class Store:
     def _reclaim(self, identity: int, counted: int) -> None:
         """Nobody reads it: its writer may write it again."""
         self.memory.give_back(counted)
-        owner = (identity - SEGMENTS) >> OWNER
+        owner = (identity - FIRST_SEGMENT) >> OWNER_BITS
         if not owner:
             with suppress(KeyError):  # the store was closed
                 self._warm.give_back(identity)

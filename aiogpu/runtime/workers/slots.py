@@ -31,8 +31,7 @@ from aiogpu.runtime.workers.death import (
 )
 from aiogpu.runtime.zygote.config import program_of
 from aiogpu.runtime.zygote.process import Zygote
-from aiogpu.wire.messages import Close, Define, Forget, Message
-from aiogpu.wire.setup import output_path
+from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site

@@ -20,7 +20,7 @@ from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import Environment
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.wire.setup import LOG_LEVEL
+from aiogpu.wire.messages import LOG_LEVEL
 
 _FLAGS: Final = (("optimize", "O"), ("dont_write_bytecode", "B"), ("no_user_site", "s"))
 

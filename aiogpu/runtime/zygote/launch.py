@@ -26,7 +26,7 @@ from aiogpu.runtime.zygote.config import (
     Surroundings,
     program_of,
 )
-from aiogpu.wire.setup import Setup, socket_path
+from aiogpu.wire.messages import Setup, socket_path
 
 _EMBEDS: Final = (
     "this program embeds Python and sys.executable is empty; set it to a Python "
