@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from aiogpu.api.node import status as status
     from aiogpu.api.node import why as why
     from aiogpu.api.placement import Placement as Placement
-    from aiogpu.api.placement import get_placement as get_placement
     from aiogpu.api.placement import placement as placement
     from aiogpu.api.put import put as put
     from aiogpu.api.remote_function import RemoteFunction as RemoteFunction
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
     from aiogpu.errors import ObjectMemoryError as ObjectMemoryError
     from aiogpu.errors import OptionError as OptionError
     from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
-    from aiogpu.errors import PlacementNameError as PlacementNameError
     from aiogpu.errors import PlacementRemovedError as PlacementRemovedError
     from aiogpu.errors import PreloadError as PreloadError
     from aiogpu.errors import ProtocolError as ProtocolError
@@ -105,7 +103,7 @@ _MODULES = {
         "status",
         "why",
     ),
-    "api.placement": ("Placement", "get_placement", "placement"),
+    "api.placement": ("Placement", "placement"),
     "api.actor_pool": ("ActorPool",),
     "api.put": ("put",),
     "api.run": ("run",),
@@ -138,7 +136,6 @@ _MODULES = {
         "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",
-        "PlacementNameError",
         "PlacementRemovedError",
         "PreloadError",
         "ProtocolError",

@@ -165,10 +165,6 @@ class ActorNameError(AiogpuError, ValueError):
     """No actor has that name, or another one has it already."""
 
 
-class PlacementNameError(AiogpuError, ValueError):
-    """No placement has that name, or another one has it already."""
-
-
 class PlacementRemovedError(AiogpuError, RuntimeError):
     """The placement in which the work was to run was removed, or never granted.
 

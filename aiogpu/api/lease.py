@@ -72,18 +72,10 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
     return site_of(options.spec(NAME, _nothing.id)), options.timeout
 
 
-def placement_site(
-    gang: PlacementGroupSpec, priority: int, *, is_detached: bool = False
-) -> Site:
+def placement_site(gang: PlacementGroupSpec, priority: int) -> Site:
     """Return what the node is asked for a placement."""
-    spec = TaskSpec(
-        gang.name,
-        Shape(gang.request()),
-        _nothing.id,
-        priority=priority,
-        is_detached=is_detached,
-    )
-    return site_of(spec)
+    shape = Shape(gang.request())
+    return site_of(TaskSpec(gang.name, shape, _nothing.id, priority=priority))
 
 
 def site_of(spec: TaskSpec) -> Site:

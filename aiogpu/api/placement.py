@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import CHECKS
-from aiogpu.api.placement_options import check_lifetime, gang_of
-from aiogpu.errors import AiogpuError, MisuseError, PlacementRemovedError
+from aiogpu.api.placement_options import gang_of
+from aiogpu.errors import MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:
     from aiogpu.api.session import Session
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-PlacementLifetime = Literal["detached"] | None
 NAME: Final = "placement"
 
 
@@ -58,7 +57,7 @@ class Claim:
 
         def start(engine: Engine) -> None:
             if not self.is_over:
-                self.task = engine.take_placement(site, self)
+                self.task = engine.take_lease(site, self)
 
         self._session.when_open(start, self.fail)
 
@@ -103,24 +102,11 @@ class Placement(EnteredOnLoop):
 
     def __init__(
         self,
-        gang: PlacementGroupSpec | asyncio.Future[PlacementGroupSpec],
+        gang: PlacementGroupSpec,
         claim: Claim | None = None,
     ) -> None:
-        self._found = gang
+        self._gang = gang
         self._claim = claim
-
-    @property
-    def _gang(self) -> PlacementGroupSpec:
-        """What it holds; raises `MisuseError` while its node has yet to tell."""
-        found = self._found
-        if not isinstance(found, asyncio.Future):
-            return found
-        if not found.done():
-            raise MisuseError(
-                f"what {self.name} holds is not known yet: its node has not answered. "
-                f"Write `await aiogpu.get_placement({self.name!r})`."
-            )
-        return found.result()
 
     def gang_of(self) -> PlacementGroupSpec:
         """Return what the node is asked for; for `options(placement=...)`."""
@@ -134,7 +120,7 @@ class Placement(EnteredOnLoop):
     @property
     def name(self) -> str:
         """For errors and `status()`."""
-        return self._gang.name if self._claim is None else self._claim.name
+        return self._gang.name
 
     @property
     def strategy(self) -> str:
@@ -153,9 +139,6 @@ class Placement(EnteredOnLoop):
         return granted.done() and self._own("is_ready").lost is None
 
     def __repr__(self) -> str:
-        found = self._found
-        if isinstance(found, asyncio.Future) and not is_known(found):
-            return f"<Placement {self.name}>"
         gang = self._gang
         return f"<Placement {gang.name} {gang.strategy} {gang}>"
 
@@ -214,9 +197,6 @@ class Placement(EnteredOnLoop):
 
         claim = self._own("remove()")
         check_thread(claim.granted.get_loop(), "remove() of a placement")
-        if isinstance(self._found, asyncio.Future):
-            # It is asked for by its name, and removed as soon as it is known.
-            await asyncio.wait([self._found])
         claim.remove()
 
     async def why(self) -> Why:
@@ -243,7 +223,6 @@ def placement(
     *,
     name: str | None = None,
     priority: int = 0,
-    lifetime: PlacementLifetime = None,
 ) -> Placement:
     """Ask for several bundles of resources, all of them at once or none yet.
 
@@ -260,64 +239,22 @@ def placement(
             of its own, of which a node is one.
         name: for errors and `status()`; "placement" unless given.
         priority: higher goes first.
-        lifetime: None: it ends with this program; "detached": it is there until
-            somebody removes it, or its node ends. Other programs have it by
-            `get_placement(name)`.
 
     Raises:
         OptionError: names what is ill-valued, and what is allowed.
         InfeasibleError: there will never be enough for it; at `ready()` where the node
             is not open yet.
-        PlacementNameError: another detached one has that name; at `ready()` where the
-            node is another process, or not open yet.
         NodeError: it is asked for inside a task.
     """
     from aiogpu.api.lease import placement_site, session_for
 
     called = CHECKS["name"]("name", name) or NAME
-    is_detached = check_lifetime(lifetime, name)
     gang = gang_of(bundles, strategy, called, secrets.token_hex(8))
     first = CHECKS["priority"]("priority", priority)
-    site = placement_site(gang, first, is_detached=is_detached)
+    site = placement_site(gang, first)
     claim = Claim(session_for("aiogpu.placement()"), called)
     claim.ask(site)
     return Placement(gang, claim)
-
-
-def get_placement(name: str) -> Placement:
-    """The detached placement of that name, on the running loop's node.
-
-    Write `await aiogpu.get_placement(name)`: a node of another process is asked, and
-    answers at the await. Whoever has it may give it tasks, wait for it and remove it,
-    as the program can that has asked for it.
-
-    Raises:
-        PlacementNameError: no detached placement has that name; where a node of another
-            process is asked, at the await.
-        NodeError: the node is not open, or it is asked for inside a task.
-    """
-    from aiogpu.api.lease import placement_site, session_for
-
-    session = session_for("aiogpu.get_placement()")
-    found = session.find_placement(name)
-    claim = Claim(session, name)
-    if not isinstance(found, asyncio.Future):
-        claim.ask(placement_site(found, 0, is_detached=True))
-        return Placement(found, claim)
-
-    def take(found: asyncio.Future[PlacementGroupSpec]) -> None:
-        try:
-            claim.ask(placement_site(found.result(), 0, is_detached=True))
-        except AiogpuError as error:
-            claim.fail(error)
-
-    found.add_done_callback(take)
-    return Placement(found, claim)
-
-
-def is_known(found: asyncio.Future[PlacementGroupSpec]) -> bool:
-    """Return whether a node has told of a placement."""
-    return found.done() and found.exception() is None
 
 
 def _note_seen(granted: asyncio.Future[None]) -> None:

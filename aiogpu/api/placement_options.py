@@ -106,23 +106,6 @@ def within(
     )
 
 
-def check_lifetime(lifetime: object, name: str | None) -> bool:
-    """Return whether a placement of this name is detached; raises `OptionError`."""
-    if lifetime is None:
-        return False
-    if lifetime != "detached":
-        raise OptionError(
-            f"lifetime={lifetime!r} of a placement must be None, it ends with the "
-            f'program that has made it, or "detached", it outlives it.'
-        )
-    if name is None:
-        raise OptionError(
-            'a placement with lifetime="detached" needs a name, by which it is found '
-            'again: say name="...".'
-        )
-    return True
-
-
 def gang_of(
     bundles: object, strategy: object, name: str, key: str
 ) -> PlacementGroupSpec:

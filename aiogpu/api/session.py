@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Host
-    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import PickledValue
@@ -449,12 +448,6 @@ class Session(EnteredOnLoop):
     def actors(self) -> ActorsPort:
         """The node's actors; raises `NodeError` if it is not open."""
         return self._ask().actors
-
-    def find_placement(
-        self, name: str
-    ) -> PlacementGroupSpec | asyncio.Future[PlacementGroupSpec]:
-        """See `Engine.find_placement`; raises `NodeError` if the node is closed."""
-        return self._ask().find_placement(name)
 
     async def status(self) -> NodeStatus:
         """Who holds what share of which device, what waits and why."""

@@ -234,24 +234,6 @@ def _gang_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
     )
 
 
-def dump_gang(gang: PlacementGroupSpec) -> bytes:
-    """A gang as bytes, without pickle."""
-    return dump_plain(_gang(gang))
-
-
-def load_gang(data: bytes) -> PlacementGroupSpec:
-    """Undo `dump_gang`.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    told: Any = load_plain(data)
-    gang = _gang_of(told) if fits(told, _GANG) and told is not None else None
-    if not isinstance(gang, PlacementGroupSpec):
-        raise ProtocolError("what was told of a placement is not said as it must be")
-    return gang
-
-
 def _acting(terms: ActorTerms) -> tuple[Any, ...]:
     """An actor's terms as what can be hashed."""
     return (

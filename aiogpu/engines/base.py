@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
@@ -229,32 +228,13 @@ class Engine(Protocol):
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a lease; gives its id, with which `cancel` gives it up, or back.
 
-        Raises:
-            InfeasibleError: there will never be enough for it.
-        """
-        ...
-
-    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
-        """Ask for a placement; gives its id, with which `cancel` removes it.
-
-        `site.spec.shape.request.gang` is the `PlacementGroupSpec`: its key, bundles and
-        strategy. Tasks that run in it have a `BundleRef` there, with the same key and a
-        bundle's index. The receiver is told an empty payload once all bundles are held.
+        For a placement, `site.spec.shape.request.gang` is the `PlacementGroupSpec`: its
+        key, bundles and strategy. Tasks that run in it have a `BundleRef` there, with
+        the same key and a bundle's index. Its receiver is told an empty payload once
+        all bundles are held.
 
         Raises:
             InfeasibleError: there will never be enough for it.
-        """
-        ...
-
-    def find_placement(
-        self, name: str
-    ) -> PlacementGroupSpec | asyncio.Future[PlacementGroupSpec]:
-        """The placement of that name that outlives the program that asked for it.
-
-        `take_placement` of the same has its receiver told of it.
-
-        Raises:
-            PlacementNameError: there is none.
         """
         ...
 

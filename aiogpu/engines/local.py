@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.engines.recording import Recording
@@ -144,19 +143,6 @@ class LocalEngine:
         """Ask for a lease; see `Engine.take_lease`."""
         return self.submit(site, b"", receiver)
 
-    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
-        """Ask for a placement; see `Engine.take_placement`."""
-        if not site.spec.is_detached:
-            return self.submit(site, b"", receiver)
-        standing = self._admit(site).leases.standing
-        return standing.take(
-            site, receiver, lambda site, receiver: self.submit(site, b"", receiver)
-        )
-
-    def find_placement(self, name: str) -> PlacementGroupSpec:
-        """One that outlives its program; see `Engine.find_placement`."""
-        return self._open_driver.leases.standing.find(name)
-
     def _check_actor(self, site: Site, payload: bytes) -> None:
         from aiogpu.engines.admission import check_arguments, check_site
 
@@ -184,9 +170,7 @@ class LocalEngine:
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
         driver = self._driver
-        if driver is not None and not driver.leases.standing.remove(
-            task, driver.cancel
-        ):
+        if driver is not None:
             driver.cancel(task)
 
     async def total(self) -> dict[str, float]:

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.client.spec_codec import load_gang
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
@@ -35,7 +34,6 @@ from aiogpu.wire.messages import (
     ChildDemand,
     ChildFailed,
     Failed,
-    FindPlacement,
     Inquire,
     Release,
     Submit,
@@ -46,7 +44,6 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
@@ -396,15 +393,6 @@ class RemoteEngine(Membership):
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
         return self.leases.take(site, receiver)
-
-    take_placement = take_lease
-
-    def find_placement(self, name: str) -> asyncio.Future[PlacementGroupSpec]:
-        """One that outlives its program; see `Engine.find_placement`."""
-        self.check_open()
-        found: asyncio.Future[PlacementGroupSpec] = self.loop.create_future()
-        self.send(FindPlacement(self.expect(Told(found, load_gang)), name))
-        return found
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""

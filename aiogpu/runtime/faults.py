@@ -22,7 +22,6 @@ from aiogpu.wire.messages import (
     Ask,
     Fetch,
     Find,
-    FindPlacement,
     Inquire,
     Message,
     Submit,
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 
-_QUESTIONS: Final = (Submit, Ask, Find, Fetch, Inquire, TakeLease, FindPlacement)
+_QUESTIONS: Final = (Submit, Ask, Find, Fetch, Inquire, TakeLease)
 """The messages that are answered, under the number `child`."""
 
 

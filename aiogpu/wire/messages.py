@@ -817,16 +817,6 @@ class TakeLease(NamedTuple):
     site: int
 
 
-class FindPlacement(NamedTuple):
-    """Client to node: look up the placement of that name that outlives its program.
-
-    `ChildDone` answers with plain values; `TakeLease` of it says when it is granted.
-    """
-
-    child: int
-    name: str
-
-
 class Depart(NamedTuple):
     """Client to node: stop everything that is mine; tell me when it has stopped."""
 
@@ -856,7 +846,7 @@ _TaskReports = Done | Failed | RanOut | Skipped | Spoilt | Items | Created
 FromWorker = _TaskReports | Log | Imported | Wait | Sync | _Requests
 
 ToClient = Refused | Welcome | Close | Departed | Printed | Warned | _Answers
-FromClient = Join | Depart | Inquire | TakeLease | FindPlacement | _Requests
+FromClient = Join | Depart | Inquire | TakeLease | _Requests
 
 _Processes = ToZygote | FromZygote | ToKeeper | FromKeeper
 Message = Hello | Refused | _Processes | ToWorker | FromWorker | ToClient | FromClient

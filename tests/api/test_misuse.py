@@ -252,7 +252,6 @@ async def test_a_method_is_no_argument(node: aiogpu.Session) -> None:
     [
         (lambda: aiogpu.put(1), "aiogpu.put()"),
         (lambda: aiogpu.placement([{"CPU": 1}]), "aiogpu.placement()"),
-        (lambda: aiogpu.get_placement("a"), "aiogpu.get_placement()"),
         (lambda: pair.remote(), ".remote()"),
     ],
 )

@@ -57,10 +57,8 @@ def test_a_strategy_that_is_none(strategy: Any) -> None:
 
 
 def test_options_that_are_none() -> None:
-    with pytest.raises(aiogpu.OptionError, match="lifetime='attached'"):
-        aiogpu.placement([{"CPU": 1}], lifetime="attached")  # type: ignore[arg-type]
-    with pytest.raises(aiogpu.OptionError, match="needs a name"):
-        aiogpu.placement([{"CPU": 1}], lifetime="detached")
+    with pytest.raises(aiogpu.OptionError, match="lifetime"):
+        aiogpu.placement([{"CPU": 1}], lifetime="detached")  # type: ignore[call-arg]
     with pytest.raises(aiogpu.OptionError, match="name=''"):
         aiogpu.placement([{"CPU": 1}], name="")
     with pytest.raises(aiogpu.OptionError, match="priority"):

@@ -63,17 +63,12 @@ def stopped(node: Service) -> Iterator[None]:
 
 
 async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) -> None:
-    bundles = [{"CPU": 1}]
     async with aiogpu.init(address=node.path, log_to_driver=False):
         store = await Store.options(name="store", num_cpus=0).remote()
-        kept = aiogpu.placement(bundles, name="kept", lifetime="detached")
-        await kept
         with stopped(node):
             found = aiogpu.get_actor("store")
             call = found.one.remote(5)
             nobody = aiogpu.get_actor("nobody")
-            group = aiogpu.get_placement("kept")
-            nothing = aiogpu.get_placement("nothing")
             other = Counter.options(name="counter", num_cpus=0).remote(1)
             same: Any = Store.options(name="store", get_if_exists=True).remote()
             again = same.one.remote(6)
@@ -81,20 +76,15 @@ async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) ->
             await turns(20)
             assert not call.done()
             assert not again.done()
-            assert not group.is_ready
         assert await asyncio.gather(call, again, other.add.remote(1)) == [5, 6, 2]
         assert await found is found
-        assert (await group).bundles == kept.bundles
         with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
             await nobody
         with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
             await nobody.one.remote()
-        with pytest.raises(aiogpu.PlacementNameError, match="named 'nothing'"):
-            await nothing
         with pytest.raises(aiogpu.ActorNameError, match="'store' lives already"):
             await taken
         assert await store.one.remote(7) == 7
-        await kept.remove()
 
 
 async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> None:
@@ -127,31 +117,6 @@ async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> 
             found.nothing  # noqa: B018
         assert await tasks.echo.remote([found]) is not None
         assert await store.one.remote() == 1
-
-
-async def test_a_placement_that_is_not_known_yet(node: Service) -> None:
-    async with aiogpu.init(address=node.path, log_to_driver=False):
-        bundles = [{"CPU": 1}]
-        await aiogpu.placement(bundles, name="kept", lifetime="detached")
-        with stopped(node):
-            group = aiogpu.get_placement("kept")
-            assert group.name == "kept"
-            assert repr(group) == "<Placement kept>"
-            with pytest.raises(
-                aiogpu.MisuseError, match=r"Write `await aiogpu\.get_pl"
-            ):
-                group.bundles  # noqa: B018
-            with pytest.raises(aiogpu.MisuseError, match="is not known yet"):
-                tasks.add.options(placement=group).remote(1)
-            removing = asyncio.create_task(group.remove())
-            await turns(20)
-            assert not removing.done()
-        await removing
-        with pytest.raises(aiogpu.PlacementRemovedError):
-            await group
-        with pytest.raises(aiogpu.PlacementNameError):
-            await aiogpu.get_placement("kept")
-        await all_is_free()
 
 
 async def test_what_is_dropped_before_the_answer_is_held_by_nobody(
@@ -197,16 +162,15 @@ async def test_the_node_dies_before_the_answer(
     async with no_complaints():
         await aiogpu.init(address=node.path, log_to_driver=False)
         with stopped(node):
-            found, group = aiogpu.get_actor("store"), aiogpu.get_placement("kept")
+            found = aiogpu.get_actor("store")
             same = Store.options(name="store", get_if_exists=True).remote()
             call = found.one.remote()
             os.kill(node.pid, signal.SIGKILL)
-        for waiting in (found, call, group, same):
+        for waiting in (found, call, same):
             with pytest.raises(aiogpu.NodeDiedError):
                 await waiting
-        for ask in (aiogpu.get_actor, aiogpu.get_placement):
-            with pytest.raises(aiogpu.NodeDiedError):
-                await ask("store")
+        with pytest.raises(aiogpu.NodeDiedError):
+            await aiogpu.get_actor("store")
         await aiogpu.shutdown()
     await nothing_is_left(runtime_directory)
 

@@ -286,48 +286,6 @@ async def test_members_of_the_type_of_their_bundle(address: str) -> None:
         assert [ids for ids, *_ in found] == [[0], [0]]
 
 
-async def test_a_detached_placement_is_found_by_its_name(address: str) -> None:
-    async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
-        with pytest.raises(
-            aiogpu.PlacementNameError, match="no placement named 'kept'"
-        ):
-            await aiogpu.get_placement("kept")
-        bundles = [{"GPU": 0.5, "CPU": 1}, {"CPU": 1}]
-        kept = await aiogpu.placement(bundles, name="kept", lifetime="detached")
-        again = await aiogpu.get_placement("kept")
-        assert again.is_ready
-        assert (again.id, again.bundles) == (kept.id, kept.bundles)
-        assert (await tasks.where.options(placement=again).remote())[0] == [0]
-        with pytest.raises(aiogpu.PlacementNameError, match="is there already"):
-            await aiogpu.placement([{"CPU": 1}], name="kept", lifetime="detached")
-        await again.remove()
-        with pytest.raises(aiogpu.PlacementRemovedError):
-            await again
-        await until_free("GPU", 1)
-        with pytest.raises(aiogpu.PlacementNameError):
-            await aiogpu.get_placement("kept")
-        new = [{"GPU": 1}]
-        async with aiogpu.placement(new, name="kept", lifetime="detached") as other:
-            assert other.id != kept.id
-
-
-@pytest.mark.needs("told of")
-async def test_all_are_told_that_a_detached_placement_was_removed(
-    address: str,
-) -> None:
-    async with aiogpu.init(address=address, num_cpus=2):
-        async with aiogpu.placement([{"CPU": 2}]):
-            kept = aiogpu.placement([{"CPU": 1}], name="kept", lifetime="detached")
-            again = aiogpu.get_placement("kept")
-            assert not again.is_ready
-        await again
-        await kept.remove()
-        with pytest.raises(aiogpu.PlacementRemovedError):
-            await until_removed(again)
-        await again.remove()
-        await until_free("CPU", 2)
-
-
 @pytest.mark.needs("device memory")
 async def test_a_bundle_reserves_memory_of_a_gpu(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=2, num_cpus=4, gpu_memory="8GiB"):

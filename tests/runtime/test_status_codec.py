@@ -8,8 +8,7 @@ from dataclasses import fields
 import pytest
 
 from aiogpu.client.plain_data import dump_plain
-from aiogpu.client.spec_codec import dump_gang, load_gang
-from aiogpu.core.model.request import SPREAD, Bundle, Device, PlacementGroupSpec
+from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.hosting import pack_capacity, unpack_capacity
@@ -47,18 +46,3 @@ def test_a_ledger_is_told_whole() -> None:
 def test_what_is_no_capacity_is_told(told: tuple[object, ...]) -> None:
     with pytest.raises(ProtocolError):
         unpack_capacity(dump_plain(told))
-
-
-def test_a_gang_is_told_whole() -> None:
-    bundles = (
-        Bundle((("CPU", 10_000),), (("GPU", 5_000),), "A100"),
-        Bundle((), (("GPU", 10_000),), None, 1 << 30),
-    )
-    gang = PlacementGroupSpec("key", "name", SPREAD, bundles)
-    assert load_gang(dump_gang(gang)) == gang
-
-
-@pytest.mark.parametrize("told", [(), ("key", "name", 0, "", ()), ("key", "name")])
-def test_what_is_no_gang_is_told(told: tuple[object, ...]) -> None:
-    with pytest.raises(ProtocolError):
-        load_gang(dump_plain(told))

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.functions import Functions
@@ -35,7 +34,6 @@ from aiogpu.serialization.exceptions import RAISED
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
@@ -223,25 +221,19 @@ class RayEngine(Questions):
         self._far.forsake(live, call.tell_timeout())
 
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
-        """Refuse; see `Engine.take_lease`.
+        """Ask for a placement; see `Engine.take_lease`.
 
         Raises:
-            MisuseError: always.
+            MisuseError: it is a lease, which a Ray cluster cannot give.
         """
-        raise MisuseError(
-            "aiogpu.lease() hands devices to processes that are not aiogpu's, which a "
-            "Ray cluster cannot do. Use a node, or have a task start the process."
-        )
-
-    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
-        """Ask for a placement; see `Engine.take_placement`."""
+        if not site.spec.is_grouped:
+            raise MisuseError(
+                "aiogpu.lease() hands devices to processes that are not aiogpu's, "
+                "which a Ray cluster cannot do. Use a node, or have a task start the "
+                "process."
+            )
         self.check_open()
         return self.placements.take(site, receiver)
-
-    def find_placement(self, name: str) -> PlacementGroupSpec:
-        """One that outlives its program; see `Engine.find_placement`."""
-        self.check_open()
-        return names.find(name)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""

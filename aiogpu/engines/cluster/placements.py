@@ -22,7 +22,6 @@ from aiogpu.core.model.request import (
 from aiogpu.core.model.units import TYPE_PREFIX, TYPE_SHARE
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.engines import ray
-from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.failure import died_of
 from aiogpu.engines.cluster.terms import bundle_of, check_priority
@@ -51,22 +50,19 @@ class Own:
         gang: its bundles.
         group: Ray's own.
         receiver: who is told of it.
-        is_detached: whether it outlives this program.
     """
 
-    __slots__ = ("gang", "group", "is_detached", "receiver")
+    __slots__ = ("gang", "group", "receiver")
 
     def __init__(
         self,
         gang: PlacementGroupSpec,
         group: Any,
         receiver: Receiver,
-        is_detached: bool,
     ) -> None:
         self.gang = gang
         self.group = group
         self.receiver = receiver
-        self.is_detached = is_detached
 
 
 class Placements:
@@ -94,17 +90,15 @@ class Placements:
         engine, gang = self._engine, site.spec.shape.request.gang
         assert isinstance(gang, PlacementGroupSpec), site
         check_priority(site.spec)
-        is_detached = site.spec.is_detached
-        group = ray.find_group(gang.key) if is_detached else None
-        if group is None:
-            self._check(gang)
-            group = new_group(gang, is_detached=is_detached)
+        self._check(gang)
+        bundles = [bundle_of(bundle) for bundle in gang.bundles]
+        group = ray.new_group(bundles, strategy=gang.strategy, name=gang.key)
         self._groups[gang.key] = group
         live = Live(gang.name, receiver, engine.loop.time())
         number = engine.calls.begin(live)
         live.stop = partial(self.release, number)
         live.told_as = b""
-        self.own[number] = Own(gang, group, receiver, is_detached)
+        self.own[number] = Own(gang, group, receiver)
         engine.calls.watch(number, (group.ready(),))
         return number
 
@@ -138,8 +132,6 @@ class Placements:
         if own is None:
             return False
         gang = own.gang
-        if own.is_detached:
-            names.forget(gang)
         self._groups.pop(gang.key, None)
         members = set(self._evicted(gang))
         if members:
@@ -271,26 +263,10 @@ class Placements:
     def close(self) -> None:
         """The program has left: what it has asked for ends with it."""
         for own in self.own.values():
-            if not own.is_detached:
-                ray.remove_group(own.group)
+            ray.remove_group(own.group)
         for key in list(self._emptying):
             self._remove(key)
         self.own.clear()
-
-
-def new_group(gang: PlacementGroupSpec, *, is_detached: bool) -> Any:
-    """Ask Ray for the group of a placement.
-
-    Raises:
-        PlacementNameError: another detached one has its name.
-    """
-    bundles = [bundle_of(bundle) for bundle in gang.bundles]
-    if is_detached:
-        names.claim(gang)
-    lifetime = "detached" if is_detached else None
-    return ray.new_group(
-        bundles, strategy=gang.strategy, name=gang.key, lifetime=lifetime
-    )
 
 
 def _is_typed(group: Any, within: BundleRef, request: Request) -> bool:

@@ -18,7 +18,6 @@ from typing import Final
 from aiogpu.client.current import error_inside_task
 from aiogpu.client.function_spec import Site
 from aiogpu.client.port import Receiver
-from aiogpu.core.model.request import PlacementGroupSpec
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.execute import Executor
@@ -126,17 +125,6 @@ class InlineEngine:
         """Ask for a lease; see `Engine.take_lease`."""
         return self._node.leases.take(site, receiver)
 
-    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
-        """Ask for a placement; see `Engine.take_placement`."""
-        leases = self._node.leases
-        if site.spec.is_detached:
-            return leases.standing.take(site, receiver, leases.take)
-        return leases.take(site, receiver)
-
-    def find_placement(self, name: str) -> PlacementGroupSpec:
-        """One that outlives its program; see `Engine.find_placement`."""
-        return self._node.leases.standing.find(name)
-
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if self._runner is not None:
@@ -145,9 +133,7 @@ class InlineEngine:
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
         if self._runner is not None:
-            node = self._node
-            if not node.leases.standing.remove(task, node.cancel):
-                node.cancel(task)
+            self._node.cancel(task)
 
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task now."""

@@ -23,7 +23,7 @@ from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
 from aiogpu.observe.status import PlacementStatus, placement_status
 from aiogpu.observe.why import Why, find_shortages, tell_lacks
-from aiogpu.runtime.callers.leases import LeaseReceiver, StandingPlacements
+from aiogpu.runtime.callers.leases import LeaseReceiver
 from aiogpu.wire.messages import LEASE_MARK
 
 if TYPE_CHECKING:
@@ -49,14 +49,12 @@ class InlineLeases:
 
     Attributes:
         placements: those of them that are placements.
-        standing: those that nobody ends but who removes them.
     """
 
     def __init__(self, node: InlineNode) -> None:
         self._node = node
         self._tenants: dict[int, Tenant] = {}
         self.placements = InlinePlacements(node)
-        self.standing = StandingPlacements()
 
     def __repr__(self) -> str:
         return f"<InlineLeases {len(self.granted)} held>"

@@ -32,7 +32,6 @@ from aiogpu.wire.messages import (
     Failed,
     Fetch,
     Find,
-    FindPlacement,
     Inquire,
     Make,
     Message,
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Receiver
     from aiogpu.runtime.actors.actor import Actor
-    from aiogpu.runtime.callers.leases import LeaseReceiver
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.objects.segments import Lending
     from aiogpu.runtime.objects.values import Value
@@ -293,7 +291,6 @@ class Client(Caller):
         is_slow: it has not read what it was sent.
         is_behind: so much that nothing more of it is started.
         leases: those that it has asked for and not given back, by its own numbers.
-        standing: placements that outlive programs: their tasks, and who is told.
         last: the highest number that it has given to anything.
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
@@ -309,12 +306,9 @@ class Client(Caller):
     last: int = 0
     departing: set[TaskId] = field(default_factory=set)
     leases: dict[int, int] = field(default_factory=dict)
-    standing: dict[int, tuple[TaskId, LeaseReceiver]] = field(default_factory=dict)
 
 
-_ASKING: Final = frozenset(
-    {Submit, Ask, Find, Fetch, TakeLease, FindPlacement, Inquire}
-)
+_ASKING: Final = frozenset({Submit, Ask, Find, Fetch, TakeLease, Inquire})
 
 
 _OF_VALUES: Final = frozenset({Put, PutFailed, Share})

@@ -22,10 +22,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aiogpu.client.function_spec import Site
-from aiogpu.client.spec_codec import dump_gang
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
@@ -63,7 +62,6 @@ from aiogpu.wire.messages import (
     Depart,
     Departed,
     Failed,
-    FindPlacement,
     Hello,
     Inquire,
     Join,
@@ -75,9 +73,6 @@ from aiogpu.wire.messages import (
     Welcome,
     Withdraw,
 )
-
-if TYPE_CHECKING:
-    from aiogpu.runtime.callers.leases import LeaseReceiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +305,6 @@ class Lessee:
     def reject(self, failed: Failed) -> None:
         """It is refused."""
         self._client.leases.pop(self._number, None)
-        self._client.standing.pop(self._number, None)
         if self._client.peer is not None:
             self._client.peer.post(ChildFailed(self._number, *failed.why))
 
@@ -325,9 +319,6 @@ def hear_of_leases(
     """Take in what a client says of its leases; False if it is something else."""
     if isinstance(message, TakeLease):
         _take(client, message, driver, is_draining)
-        return True
-    if isinstance(message, FindPlacement):
-        _find(client, message, driver)
         return True
     return isinstance(message, Withdraw) and _give_back(client, message.child, driver)
 
@@ -347,9 +338,6 @@ def _take(
             driver.feed(Scheduler.join, *client.wish)
             client.wish = None
         try:
-            if site.spec.is_detached:
-                _take_standing(client, message, site, lessee, driver)
-                return
             task = driver.submit(site, b"", lessee, None, client.client)
         except AiogpuError as error:
             lessee.fail(error)
@@ -362,29 +350,7 @@ def _take(
         lessee.fail(InternalError(f"{client.name} never declared this lease"))
 
 
-def _take_standing(
-    client: Client, message: TakeLease, site: Site, lessee: Lessee, driver: Driver
-) -> None:
-    def submit(site: Site, receiver: LeaseReceiver) -> int:
-        return driver.submit(site, b"", receiver, None, client.client)
-
-    task = driver.leases.standing.take(site, lessee, submit)
-    client.standing[message.child] = TaskId(task), lessee
-
-
-def _find(client: Client, message: FindPlacement, driver: Driver) -> None:
-    child = Child(client, message.child)
-    try:
-        child.receive(dump_gang(driver.leases.standing.find(message.name)))
-    except AiogpuError as error:
-        child.fail(error)
-
-
 def _give_back(client: Client, number: int, driver: Driver) -> bool:
-    if number in client.standing:
-        standing, lessee = client.standing.pop(number)
-        driver.leases.standing.remove(standing, driver.cancel, lessee)
-        return True
     task = client.leases.pop(number, None)
     if task is not None:
         driver.cancel(task)
@@ -393,8 +359,6 @@ def _give_back(client: Client, number: int, driver: Driver) -> bool:
 
 def task_of(client: Client, number: int) -> int:
     """The lease or placement that a client knows by a number; 0 for none."""
-    if number in client.standing:
-        return client.standing[number][0]
     return client.leases.get(number, 0)
 
 
@@ -402,9 +366,6 @@ def give_back_all(client: Client, driver: Driver) -> None:
     """A client has gone, or leaves; what its leases were for may go on."""
     for number in list(client.leases):
         _give_back(client, number, driver)
-    standing, client.standing = list(client.standing.values()), {}
-    for task, lessee in standing:
-        driver.leases.standing.leave(task, lessee)
 
 
 AT_ONCE: Final = 1000
