@@ -165,3 +165,16 @@ def test_sixty_four_programs_with_ten_thousand_tasks_each_are_seen_at_once():
     assert len(status.waiting) == LISTED
     assert len({one.client for one in status.waiting}) == 64
     assert took < 0.1
+
+
+def test_what_programs_have_is_theirs_until_the_node_closes():
+    w = World(cpus=1)
+    w.join(1)
+    w.join(2)
+    w.submit("a", client=1)
+    w.submit("b", client=2)
+    w.advance(3.0)
+    w.close()
+    assert set(w.told.values()) == {"abandoned"}
+    w.run_dry()
+    assert w.scheduler.is_closed

@@ -217,6 +217,18 @@ def test_what_could_not_be_had_is_taken_where_another_worker_ends():
     assert w.running == {"b"}
 
 
+def test_a_worker_that_dies_lets_another_be_tried():
+    w = World(cpus=100, starts=False)
+    for name in ("a", "other"):
+        w.submit(name, max_retries=0)
+        w.start(name)
+    w.submit("b")
+    w.tell(Scheduler.worker_gone, w.worker_of("b"), is_crowded=True)
+    assert w.waiting == {"b"}
+    w.die("other")
+    assert w.starting == {"b"}
+
+
 def test_alone_it_waits_and_is_tried_again_for_ever():
     """No worker is there that could make room: once, this failed after 40 tries."""
     config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)

@@ -170,10 +170,13 @@ class Round:
             heappop(turns)
         if not turns:
             del self.left[one.id]
-        elif self._clients is not None and one.client is not None:
-            ((priority, _), one.task), _, group = turns[0]
-            one.priority = priority
-            one.now, one.then = self._clients.share_of(one.client, group.request)
+            return
+        # Where one program is alone, nobody asks whose turn it is.
+        assert self._clients is not None, one
+        assert one.client is not None, one
+        ((priority, _), one.task), _, group = turns[0]
+        one.priority = priority
+        one.now, one.then = self._clients.share_of(one.client, group.request)
 
     def go_on(self, one: Candidate) -> None:
         """The first task of a program has begun."""

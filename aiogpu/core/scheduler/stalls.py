@@ -13,7 +13,7 @@ from aiogpu.core.effects import Effect, Warn
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import CPU
 from aiogpu.core.queue.ready import Group
-from aiogpu.core.records import WorkerRecord
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.shortage import (
     Lack,
     find_bound,
@@ -89,7 +89,7 @@ def _look_at(
             now - worker.watched_since
             for worker in node.holders
             if runs_endlessly(worker) and worker.watched is worker.task
-            if any(_holds(worker, lack) for lack in lacks)
+            if worker.lease and any(_has(worker.lease, lack) for lack in lacks)
         ),
         default=after,
     )
@@ -101,11 +101,8 @@ def _look_at(
     return 0.0
 
 
-def _holds(worker: WorkerRecord, lack: Lack) -> bool:
-    """Return whether a worker holds something of what a task lacks."""
-    lease = worker.lease
-    if lease is None:
-        return False
+def _has(lease: Lease, lack: Lack) -> bool:
+    """Return whether a lease has something of what a task lacks."""
     if not lack.mask:
         is_lent = lease.is_lent and lack.name == CPU
         return not is_lent and lack.name in dict(lease.request.scalars)
