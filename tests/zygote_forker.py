@@ -21,7 +21,7 @@ from typing import Final
 import aiogpu.worker.__main__  # noqa: F401
 from aiogpu.linux import syscalls as kernel
 from aiogpu.worker import bootstrap as birth
-from aiogpu.worker.bootstrap import Rehearsal
+from aiogpu.worker.bootstrap import Warmup
 from aiogpu.worker.preload import NEEDED
 
 LARGEST: Final = 1 << 16
@@ -78,7 +78,7 @@ def prepare() -> None:
     """Do what each zygote would do first; it finds that it was done."""
     for name in NEEDED:
         importlib.import_module(name)
-    Rehearsal().play(birth.ROUNDS)
+    Warmup().play(birth.ROUNDS)
     birth.ROUNDS = 1  # type: ignore[misc]
     gc.collect()
     gc.freeze()

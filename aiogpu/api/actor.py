@@ -21,7 +21,7 @@ from typing import (
     cast,
 )
 
-from aiogpu.api.actor_class import Face, no_method
+from aiogpu.api.actor_class import ActorInterface, no_method
 from aiogpu.api.actor_options import ActorOptions, check_actor_options
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.method import RemoteMethod, remote_method
@@ -41,7 +41,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import LateFace
+    from aiogpu.api.actor_class import PendingInterface
     from aiogpu.api.actor_options import ActorKeywords
     from aiogpu.api.actor_pool import ActorPool
     from aiogpu.api.method import Link
@@ -61,7 +61,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
 
     __slots__ = ("__dict__", "__weakref__", "_face", "_link")
 
-    def __init__(self, link: Link, face: Face | LateFace) -> None:
+    def __init__(self, link: Link, face: ActorInterface | PendingInterface) -> None:
         self._link = link
         self._face = face
 
@@ -71,7 +71,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
     def __getattr__(self, name: str) -> RemoteMethod[..., Any]:
         face = self._face.known
         if face is None:
-            return cast("LateFace", self._face).method(self._link, name)
+            return cast("PendingInterface", self._face).method(self._link, name)
         self._face = face
         found = face.methods.get(name)
         if found is None:
@@ -107,7 +107,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         return revive, (*self._link.reference(), self._face.known)
 
 
-def revive(actor: int, name: str, home: str, face: Face) -> ActorHandle[Any]:
+def revive(actor: int, name: str, home: str, face: ActorInterface) -> ActorHandle[Any]:
     """The handle that was pickled as this, in whichever process it has come to.
 
     Raises:
@@ -129,7 +129,7 @@ class RemoteClass(Decorated, Generic[P, A]):
     """A class whose objects live in processes of their own."""
 
     def __init__(
-        self, definition: Definition, face: Face, options: ActorOptions
+        self, definition: Definition, face: ActorInterface, options: ActorOptions
     ) -> None:
         super().__init__(definition)
         self._face = face.with_groups(options)
@@ -251,7 +251,7 @@ def _found_again(source: Reference, options: ActorOptions) -> RemoteClass[..., A
     found: Any = load_reference(*source)
     if isinstance(found, RemoteClass):
         return RemoteClass(found._definition, found._face, options)
-    return RemoteClass(Definition(found), Face(found), options)
+    return RemoteClass(Definition(found), ActorInterface(found), options)
 
 
 def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
@@ -267,7 +267,7 @@ def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
 
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     """Return what `@remote` makes of a class; see there."""
-    face = Face(cls)
+    face = ActorInterface(cls)
     checked = merged(ActorOptions(), options)
     face.groups(checked)
     return RemoteClass(Definition(cls), face, checked)

@@ -1,8 +1,8 @@
 """What is known of an actor's class without a process: its methods, its modes.
 
 On a node of another process a name is looked up without waiting for the answer, since
-that would block the event loop. Until it comes (`LateFace`), methods can be called that
-give one result; `await handle` waits for the answer.
+that would block the event loop. Until it comes (`PendingInterface`), methods can be
+called that give one result; `await handle` waits for the answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stranger(name: str) -> MisuseError:
     )
 
 
-class Face:
+class ActorInterface:
     """What is known of a class without a process: its methods and their options.
 
     Attributes:
@@ -56,7 +56,7 @@ class Face:
         self.methods = methods_of(cls)
         self.parameters = Parameters(self.name, signature_of(cls))
 
-    def with_groups(self, options: ActorOptions) -> Face:
+    def with_groups(self, options: ActorOptions) -> ActorInterface:
         """Return this description for a class with these concurrency groups."""
         names = tuple(options.concurrency_groups)
         if names == self.group_names:
@@ -66,7 +66,7 @@ class Face:
         return found
 
     @property
-    def known(self) -> Face:
+    def known(self) -> ActorInterface:
         """Itself; see `late_face.LateFace`."""
         return self
 
@@ -120,7 +120,7 @@ class Face:
         return named | {name + CHUNKED: group for name, group in named.items()}
 
 
-def no_method(face: Face, name: str) -> AttributeError:
+def no_method(face: ActorInterface, name: str) -> AttributeError:
     """The error for a method that a class has not, or that is private."""
     from difflib import get_close_matches
 
@@ -136,25 +136,25 @@ def no_method(face: Face, name: str) -> AttributeError:
     )
 
 
-def face_in(terms: ActorTerms) -> Face:
+def face_in(terms: ActorTerms) -> ActorInterface:
     """Return what handles are made of; it comes pickled from another process's class.
 
     Raises:
         DeserializationError: what it refers to cannot be imported here.
     """
     face = terms.face
-    return cast("Face", load_result(face) if type(face) is bytes else face)
+    return cast("ActorInterface", load_result(face) if type(face) is bytes else face)
 
 
-class LateFace:
-    """Stands for a `Face` until that is known.
+class PendingInterface:
+    """Stands for a `ActorInterface` until that is known.
 
     Attributes:
         name: how errors call the actor.
         known: the class's true face; None until the node has answered.
     """
 
-    def __init__(self, name: str, own: Face | None = None) -> None:
+    def __init__(self, name: str, own: ActorInterface | None = None) -> None:
         """Prepare for the answer.
 
         Args:
@@ -162,7 +162,7 @@ class LateFace:
             own: the class that is made if there is no actor of that name.
         """
         self.name = name
-        self.known: Face | None = None
+        self.known: ActorInterface | None = None
         self._own = own
 
     @property
@@ -204,7 +204,7 @@ class LateMethod(RemoteMethod[..., Any]):
 
     __slots__ = ("_face", "_late_link")
 
-    def __init__(self, link: ActorLink, name: str, face: LateFace) -> None:
+    def __init__(self, link: ActorLink, name: str, face: PendingInterface) -> None:
         super().__init__(link, Method(face.name, name, None), ())
         self._late_link = link
         self._face = face

@@ -19,8 +19,8 @@ from aiogpu.wire.messages import AFTER_ALL, AGAIN, AT_ONCE, CAPACITY, ENDED, REA
 from aiogpu.worker.nested import task_client
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import Face
-    from aiogpu.api.several import Several
+    from aiogpu.api.actor_class import ActorInterface
+    from aiogpu.api.several import ResultGroup
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Client
 
@@ -123,7 +123,7 @@ class FarLink:
         self._client.drop(self.actor)
 
 
-def find(name: str, namespace: str) -> tuple[FarLink, Face]:
+def find(name: str, namespace: str) -> tuple[FarLink, ActorInterface]:
     """The living actor of a name and what handles to it are made of; waits for it.
 
     Raises:
@@ -133,7 +133,7 @@ def find(name: str, namespace: str) -> tuple[FarLink, Face]:
     return _found(*get(_ask_for(name, namespace)))
 
 
-async def find_softly(name: str, namespace: str) -> tuple[FarLink, Face]:
+async def find_softly(name: str, namespace: str) -> tuple[FarLink, ActorInterface]:
     """The same on the event loop that runs; raises as `find` does."""
     return _found(*await _ask_for(name, namespace))
 
@@ -144,7 +144,7 @@ def _ask_for(name: str, namespace: str) -> Any:
     return request(client, f"get_actor({name!r})", start)
 
 
-def _found(actor: int, of_class: str, face: bytes) -> tuple[FarLink, Face]:
+def _found(actor: int, of_class: str, face: bytes) -> tuple[FarLink, ActorInterface]:
     link = _links.get(actor)
     if link is None:
         link = FarLink(of_class, actor)
@@ -170,7 +170,7 @@ class FarSeveral(NamedTuple):
         """Nobody but a worker has such a tie."""
         raise InternalError(f"{self!r} belongs to a worker")
 
-    def by_client(self, client: Client, several: Several) -> None:
+    def by_client(self, client: Client, several: ResultGroup) -> None:
         """Make it for the task whose code asks."""
         several.stop, several.ask = client.cancel, client.why
         several.note(client.call(self.actor, self.method, self.payload, several))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aiogpu.api.actor_class import LateFace, face_in, stranger
+from aiogpu.api.actor_class import PendingInterface, face_in, stranger
 from aiogpu.api.blocking import request
 from aiogpu.api.submission import host_beside_loop, may_use
 from aiogpu.client.current import note_passed, passing, take_kept
@@ -27,10 +27,10 @@ from aiogpu.observe.why import Why
 from aiogpu.runtime.callers.caller import Carrying, Then
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import Face
+    from aiogpu.api.actor_class import ActorInterface
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Awaited, Session
-    from aiogpu.api.several import Several
+    from aiogpu.api.several import ResultGroup
     from aiogpu.client.function_spec import Site
     from aiogpu.client.port import Client, Host, Receiver
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
@@ -49,16 +49,16 @@ class NearSeveral(NamedTuple):
     method: str
     payload: bytes
 
-    def in_program(self, _session: object, several: Several) -> None:
+    def in_program(self, _session: object, several: ResultGroup) -> None:
         """Make it on the program's node."""
         several.stop, several.ask = self.link.cancel, self.link.why
         self.link.ask_actor(partial(self._call, several), several.fail)
 
-    def _call(self, several: Several, actor: ActorPort) -> None:
+    def _call(self, several: ResultGroup, actor: ActorPort) -> None:
         if not several.done():
             several.note(actor.call(self.method, self.payload, several))
 
-    def by_client(self, client: Client, several: Several) -> None:
+    def by_client(self, client: Client, several: ResultGroup) -> None:
         """Make it for a task that runs in its program's process."""
         several.stop, several.ask = client.cancel, client.why
         self.link.ask_actor(
@@ -99,7 +99,7 @@ class ActorLink:
         self._actor: ActorPort | None = None
         self._actors: ActorsPort | None = None
         self._error: Exception | None = None
-        self._late: LateFace | None = None
+        self._late: PendingInterface | None = None
         self._early: list[Callable[[ActorPort], object]] = []
         self._early_fails: list[Callable[[Exception], None]] = []
 
@@ -153,10 +153,10 @@ class ActorLink:
         called = f"the actor {name!r}"
         link = cls(session, called, site_of(called))
         link._actors = actors
-        link._await(found, LateFace(called), missing)
+        link._await(found, PendingInterface(called), missing)
         return link
 
-    def face(self) -> Face | LateFace:
+    def face(self) -> ActorInterface | PendingInterface:
         """Return what handles are made of."""
         if self._late is not None:
             return self._late
@@ -166,7 +166,7 @@ class ActorLink:
     def _await(
         self,
         answer: asyncio.Future[Any],
-        face: LateFace,
+        face: PendingInterface,
         missing: Callable[[], Exception],
     ) -> None:
         """Take the actor that the node tells later; None means that it has none."""
@@ -248,7 +248,7 @@ class ActorLink:
         actor = self._actors.create(self.site, payload, key, get_if_exists)
         if isinstance(actor, asyncio.Future):
             assert self.site.actor is not None, self
-            face = LateFace(self.name, face_in(self.site.actor))
+            face = PendingInterface(self.name, face_in(self.site.actor))
             self._await(actor, face, partial(_no_actor, self.name, ""))
         else:
             self._take(actor)

@@ -35,10 +35,10 @@ from aiogpu.api.remote_function import Decorated
 from aiogpu.errors import InfeasibleError, MisuseError, NoLoopError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import Face
+    from aiogpu.api.actor_class import ActorInterface
     from aiogpu.api.handle import Handle
     from aiogpu.api.method import Link, RemoteMethod
-    from aiogpu.api.pool_members import Crew
+    from aiogpu.api.pool_members import PoolScheduler
 
 
 USUAL_TARGET: Final = 1
@@ -56,7 +56,7 @@ _check_most: Final = whole(1, "a whole number of actors, 1 or more, or None")
 _check_target: Final = whole(1, "a whole number of calls, 1 or more, or None")
 
 
-class Bounds(NamedTuple):
+class PoolLimits(NamedTuple):
     """How many actors there are.
 
     Attributes:
@@ -76,7 +76,7 @@ class Bounds(NamedTuple):
 
 def check_bounds(
     size: object, min_size: object, max_size: object, target: object, idle_after: object
-) -> Bounds:
+) -> PoolLimits:
     """Check what `ActorPool` was given; see there.
 
     Raises:
@@ -100,7 +100,7 @@ def check_bounds(
             f"max_size={max_size!r}) size must lie between the others, and max_size be "
             f"1 or more."
         )
-    bounds = Bounds(
+    bounds = PoolLimits(
         first,
         least,
         most,
@@ -164,12 +164,12 @@ class MakesActor(Protocol[A]):
         ...
 
 
-class Tie:
+class PoolFinalizer:
     """Held by a pool and its methods; with the last of them the actors end."""
 
     __slots__ = ("crew",)
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: PoolScheduler) -> None:
         self.crew = crew
 
     def __del__(self) -> None:
@@ -186,7 +186,7 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
 
     __slots__ = ("_name", "_tie")
 
-    def __init__(self, tie: Tie, name: str) -> None:
+    def __init__(self, tie: PoolFinalizer, name: str) -> None:
         self._tie = tie
         self._name = name
 
@@ -296,9 +296,9 @@ class ActorPool(EnteredOnLoop, Generic[A]):
                 "ActorPool() needs a running event loop, and there is none in this "
                 "thread. Make it inside an `async def` that runs by aiogpu.run(main())."
             )
-        from aiogpu.api.pool_members import Crew
+        from aiogpu.api.pool_members import PoolScheduler
 
-        self._tie = Tie(Crew(face, make, bounds, loop))
+        self._tie = PoolFinalizer(PoolScheduler(face, make, bounds, loop))
 
     def __repr__(self) -> str:
         crew = self._tie.crew
@@ -354,7 +354,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         await crew.ended()
 
 
-def _maker(actor: object) -> tuple[Face | None, Callable[[], object]]:
+def _maker(actor: object) -> tuple[ActorInterface | None, Callable[[], object]]:
     if isinstance(actor, RemoteClass):
         return actor._face, actor.remote
     if not callable(actor) or isinstance(actor, type | Decorated):

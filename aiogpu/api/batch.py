@@ -19,7 +19,7 @@ from aiogpu.api.options import LARGEST_COUNT, LONGEST_TIME
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.api.gathering import Call, Gathering
+    from aiogpu.api.gathering import BatchQueue, Call
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Batching:
         self.max_size = max_size
         self.max_wait = max_wait
         self.max_concurrency = max_concurrency
-        self.gatherings: WeakValueDictionary[tuple[int, int], Gathering]
+        self.gatherings: WeakValueDictionary[tuple[int, int], BatchQueue]
         self.gatherings = WeakValueDictionary()
         self.join: Callable[[Batching, object, object], Call] | None = None
 

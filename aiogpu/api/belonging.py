@@ -10,7 +10,7 @@ from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import closed_node_error
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Far
+    from aiogpu.client.port import ValueStore
 
 
 def check_loop(handle: object, loop: asyncio.AbstractEventLoop) -> None:
@@ -23,7 +23,7 @@ def check_loop(handle: object, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def check_node(
-    handle: object, loop: asyncio.AbstractEventLoop, far: Far | None
+    handle: object, loop: asyncio.AbstractEventLoop, far: ValueStore | None
 ) -> None:
     """The same, and if it belongs to a node that this loop had before.
 

@@ -20,8 +20,8 @@ from aiogpu.wire.messages import Failed
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aiogpu.api.several import Several
-    from aiogpu.client.port import Client, Far
+    from aiogpu.api.several import ResultGroup
+    from aiogpu.client.port import Client, ValueStore
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
 
@@ -67,7 +67,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
         self.task_name = task_name
         self.child = 0
         self.client = client
-        self.owner: Several | Borrowed | None = None
+        self.owner: ResultGroup | Borrowed | None = None
         self.shared: Reference | None = None
         self.part = -1
         self.raw: bytes | None = None
@@ -257,7 +257,7 @@ class Borrowed:
         loan: of that value.
     """
 
-    def __init__(self, far: Far, loan: Reference) -> None:
+    def __init__(self, far: ValueStore, loan: Reference) -> None:
         self._far = far
         self.loan = loan
 

@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.stream_buffer import Inflow
+from aiogpu.api.stream_buffer import ItemBuffer
 from aiogpu.client.current import (
     client_of_task,
     error_inside_task,
@@ -35,7 +35,7 @@ class BlockingStream(Iterator[T]):
     To type checkers `.remote()` gives a `Stream` everywhere.
     """
 
-    def __init__(self, inflow: Inflow, client: Client) -> None:
+    def __init__(self, inflow: ItemBuffer, client: Client) -> None:
         self._inflow = inflow
         self._client = client
         self._is_through = False
@@ -188,9 +188,9 @@ def request_stream(
 
         loop = asyncio.get_running_loop()
         stream = Stream(name, client, size, loop, client.waits)
-        inflow: Inflow = stream.inflow
+        inflow: ItemBuffer = stream.inflow
     else:
-        inflow = Inflow(name, _Source(client), size)
+        inflow = ItemBuffer(name, _Source(client), size)
         stream = BlockingStream(inflow, client)
     receiver: Receiver = inflow
     if passing and services.client is None:

@@ -11,7 +11,7 @@ from aiogpu.errors import TaskCancelledError
 from aiogpu.runtime.objects.values import Value, known
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Client, Far
+    from aiogpu.client.port import Client, ValueStore
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
@@ -71,7 +71,7 @@ def put_here(payload: bytes, name: str = "put") -> Any:
     return handle
 
 
-def _caller(what: str = ".remote()") -> tuple[Client | None, Far | None]:
+def _caller(what: str = ".remote()") -> tuple[Client | None, ValueStore | None]:
     """The client of the task whose code asks, None for a program; and who knows values.
 
     The latter is None where all values are this process's own.
@@ -87,7 +87,9 @@ def _caller(what: str = ".remote()") -> tuple[Client | None, Far | None]:
     return client, client.far
 
 
-def _far_handle(client: Client | None, far: Far, loan: Reference, name: str) -> Any:
+def _far_handle(
+    client: Client | None, far: ValueStore, loan: Reference, name: str
+) -> Any:
     """The kind of handle that fits, of a value that another process keeps."""
     if client is None or is_loop_running():
         import asyncio

@@ -14,7 +14,7 @@ from aiogpu.serialization.exceptions import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.client.port import Far
+    from aiogpu.client.port import ValueStore
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 
@@ -35,7 +35,7 @@ class FarHandle(Handle[T]):
         task_name: str,
         owner: Owner,
         loop: asyncio.AbstractEventLoop,
-        far: Far,
+        far: ValueStore,
     ) -> None:
         self._far = far
         self._loan: Reference | None = None
@@ -56,7 +56,7 @@ class FarHandle(Handle[T]):
             self._far.shares.keep(self._loan, self)
 
     @property
-    def far(self) -> Far | None:
+    def far(self) -> ValueStore | None:
         """Who knows its value; see `Handle.far`."""
         return self._far
 

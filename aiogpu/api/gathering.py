@@ -42,7 +42,7 @@ class Call(asyncio.Future[Any]):
     batch: Batch
     context: Context
     due: float
-    gathering: Gathering
+    gathering: BatchQueue
     item: Any
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -128,7 +128,7 @@ class Batch:
             self.task.cancel()
 
 
-class Gathering:
+class BatchQueue:
     """What is called on one instance and one event loop."""
 
     __slots__ = (
@@ -263,7 +263,7 @@ def join(batching: Batching, instance: object, item: object) -> Call:
                 f"{batching.name} gathers calls on an asyncio event loop, and none is "
                 f"running in this thread; await it in what aiogpu.run() runs."
             )
-        gathering = Gathering(batching, instance, loop)
+        gathering = BatchQueue(batching, instance, loop)
         batching.gatherings[id(loop), id(instance)] = gathering
     return gathering.take(item)
 

@@ -28,7 +28,7 @@ from aiogpu.errors import (
 from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Far, Waits
+    from aiogpu.client.port import ValueStore, Waits
     from aiogpu.observe.why import Why
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
@@ -162,7 +162,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         return self.exception() if self.done() and not self.cancelled() else None
 
     @property
-    def far(self) -> Far | None:
+    def far(self) -> ValueStore | None:
         """Who knows its value, where another process keeps that."""
         return None
 
@@ -391,7 +391,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
 HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
 
 
-def handle_maker(waits: Waits | None, far: Far | None = None) -> HandleMaker:
+def handle_maker(waits: Waits | None, far: ValueStore | None = None) -> HandleMaker:
     """Return what makes the handles that fit an engine.
 
     Args:

@@ -250,7 +250,7 @@ FILL_TIME: Final = 0.005
 _NOTHING: Final = object()
 
 
-class Window(Generic[R]):
+class MapWindow(Generic[R]):
     """The calls that are ahead of the loop, and what is read for more of them.
 
     Attributes:
@@ -555,7 +555,7 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
             packing = Packing(remote, chunk, (limit or MOST * SHARE) // SHARE)
         elif limit is None:
             limit = DEFAULT_LIMIT
-        self._window: Window[R] = Window(
+        self._window: MapWindow[R] = MapWindow(
             remote.remote, iterable, limit, ordered, packing
         )
         self._total: int | None

@@ -15,7 +15,7 @@ from aiogpu.serialization.exceptions import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.client.port import Far, Waits
+    from aiogpu.client.port import ValueStore, Waits
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 
@@ -153,7 +153,7 @@ class BorrowedHandle(ChildHandle[T]):
     def __init__(
         self,
         task_name: str,
-        far: Far,
+        far: ValueStore,
         loan: Reference,
         loop: asyncio.AbstractEventLoop,
         waits: Waits | None,
@@ -164,7 +164,7 @@ class BorrowedHandle(ChildHandle[T]):
         self._callbacks_added += 1  # others may want it, whoever withdraws
 
     @property
-    def far(self) -> Far | None:
+    def far(self) -> ValueStore | None:
         """Who knows its value; see `Handle.far`."""
         return self._far
 

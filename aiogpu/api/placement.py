@@ -30,7 +30,7 @@ PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 NAME: Final = "placement"
 
 
-class Claim:
+class PlacementClaim:
     """One placement as its node sees it: who is told of it, and may have it removed.
 
     Attributes:
@@ -103,7 +103,7 @@ class Placement(EnteredOnLoop):
     def __init__(
         self,
         gang: PlacementGroupSpec,
-        claim: Claim | None = None,
+        claim: PlacementClaim | None = None,
     ) -> None:
         self._gang = gang
         self._claim = claim
@@ -203,7 +203,7 @@ class Placement(EnteredOnLoop):
         """Return why it waits: what it lacks, who holds that, whose turn it is."""
         return await self._own("why()").why()
 
-    def _own(self, what: str) -> Claim:
+    def _own(self, what: str) -> PlacementClaim:
         if self._claim is None:
             raise MisuseError(
                 f"{what} of {self.name} was called where it was passed to; only the "
@@ -252,7 +252,7 @@ def placement(
     gang = gang_of(bundles, strategy, called, secrets.token_hex(8))
     first = CHECKS["priority"]("priority", priority)
     site = placement_site(gang, first)
-    claim = Claim(session_for("aiogpu.placement()"), called)
+    claim = PlacementClaim(session_for("aiogpu.placement()"), called)
     claim.ask(site)
     return Placement(gang, claim)
 

@@ -22,13 +22,13 @@ from aiogpu.api.actor_pool import check_room
 from aiogpu.errors import ActorDiedError, InfeasibleError, MisuseError, NodeError
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import Face
-    from aiogpu.api.actor_pool import Bounds
+    from aiogpu.api.actor_class import ActorInterface
+    from aiogpu.api.actor_pool import PoolLimits
     from aiogpu.api.handle import Handle
     from aiogpu.api.method import Link
 
 
-class Member:
+class PoolActor:
     """One actor of the crew.
 
     Attributes:
@@ -84,7 +84,7 @@ _calls: Final = attrgetter("calls")
 _number: Final = attrgetter("number")
 
 
-class Crew:
+class PoolScheduler:
     """See above.
 
     Attributes:
@@ -96,9 +96,9 @@ class Crew:
 
     def __init__(
         self,
-        face: Face | None,
+        face: ActorInterface | None,
         make: Callable[[], object],
-        bounds: Bounds,
+        bounds: PoolLimits,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.face = face
@@ -107,9 +107,9 @@ class Crew:
         self.deaths = 0
         self._make = make
         self._bounds = bounds
-        self._members: list[Member] = []
-        self._takers: list[Member] = []
-        self._leaving: set[Member] = set()
+        self._members: list[PoolActor] = []
+        self._takers: list[PoolActor] = []
+        self._leaving: set[PoolActor] = set()
         self._calls = 0
         self._last_death: BaseException | None = None
         self._fruitless = 0
@@ -142,7 +142,7 @@ class Crew:
 
     # Calls.
 
-    def take(self) -> Member:
+    def take(self) -> PoolActor:
         """The member that is to be called next; an actor is made if there are too few.
 
         Raises:
@@ -179,13 +179,13 @@ class Crew:
             ) from self._last_death
         self._hire()
 
-    def watch(self, member: Member, handle: Handle[Any]) -> None:
+    def watch(self, member: PoolActor, handle: Handle[Any]) -> None:
         """Count a call until it ends."""
         member.calls += 1
         self._calls += 1
         _add_done_callback(handle, member.on_answer)
 
-    def _on_answer(self, member: Member, handle: Handle[Any]) -> None:
+    def _on_answer(self, member: PoolActor, handle: Handle[Any]) -> None:
         member.calls -= 1
         self._calls -= 1
         if not member.calls:
@@ -213,13 +213,13 @@ class Crew:
         self.face = handle._face.known
         taken = {member.number for member in self._members}
         number = next(number for number in count() if number not in taken)
-        member = Member(number, handle, link_of(handle, "ActorPool()"))
+        member = PoolActor(number, handle, link_of(handle, "ActorPool()"))
         member.on_answer = partial(self._on_answer, member)
         insort(self._members, member, key=_number)
         _add_done_callback(member.ended, partial(self._on_ended, member))
         self._doubt(member)
 
-    def _doubt(self, member: Member) -> None:
+    def _doubt(self, member: PoolActor) -> None:
         """Give it no calls until it says that it lives, or why it does not."""
         member.is_ready = False
         self._sort()
@@ -236,7 +236,7 @@ class Crew:
         ready = [member for member in self._members if member.is_ready]
         self._takers = ready or self._members[:]
 
-    def _on_ready(self, member: Member, handle: Handle[None]) -> None:
+    def _on_ready(self, member: PoolActor, handle: Handle[None]) -> None:
         if handle.cancelled():
             return
         error = _error_of(handle)
@@ -249,14 +249,14 @@ class Crew:
         self._arm()
         self._tell_starting()
 
-    def _on_ended(self, member: Member, handle: Handle[None]) -> None:
+    def _on_ended(self, member: PoolActor, handle: Handle[None]) -> None:
         self._leaving.discard(member)
         if member in self._members and not handle.cancelled():
             # Why, it says to whoever asks whether it is ready.
             _error_of(handle)
             self._doubt(member)
 
-    def _lose(self, member: Member, error: BaseException) -> None:
+    def _lose(self, member: PoolActor, error: BaseException) -> None:
         if self.is_closed or member not in self._members:
             return
         self._members.remove(member)

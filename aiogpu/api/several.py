@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
 
 
-class Part(Protocol):
+class ResultPart(Protocol):
     """The handle of one of the results."""
 
     def receive(self, payload: bytes) -> None:
@@ -43,7 +43,7 @@ class Part(Protocol):
         ...
 
 
-class Several:
+class ResultGroup:
     """See above: the receiver of the call, and the owner of its handles.
 
     Attributes:
@@ -61,7 +61,7 @@ class Several:
         self._wanted = 0
 
     def __repr__(self) -> str:
-        return f"<Several {len(self.handles)} results of task {self.task_id}>"
+        return f"<ResultGroup {len(self.handles)} results of task {self.task_id}>"
 
     def begin(self, handles: tuple[Any, ...]) -> None:
         """Serve these handles."""
@@ -135,7 +135,7 @@ def submit_several(count: int, site: Site, payload: bytes) -> tuple[Any, ...]:
 
 
 class Submission(NamedTuple):
-    """A task to be started for a `Several`, from wherever it is called.
+    """A task to be started for a `ResultGroup`, from wherever it is called.
 
     Attributes:
         site: what is called.
@@ -145,16 +145,16 @@ class Submission(NamedTuple):
     site: Site
     payload: bytes
 
-    def in_program(self, session: Session, several: Several) -> None:
+    def in_program(self, session: Session, several: ResultGroup) -> None:
         """Start it on the program's node."""
         several.stop, several.ask = session.cancel, session.why
         session.when_open(partial(self._start, several), several.fail)
 
-    def _start(self, several: Several, engine: Engine) -> None:
+    def _start(self, several: ResultGroup, engine: Engine) -> None:
         if not several.done():
             several.note(engine.submit(self.site, self.payload, several))
 
-    def by_client(self, client: Client, several: Several) -> None:
+    def by_client(self, client: Client, several: ResultGroup) -> None:
         """Start it for the task whose code asks."""
         several.stop, several.ask = client.cancel, client.why
         several.note(client.submit(self.site, self.payload, several))
@@ -163,18 +163,18 @@ class Submission(NamedTuple):
 class Start(Protocol):
     """How a call is made, from wherever it is called; see `Submission`."""
 
-    def in_program(self, session: Session, several: Several) -> None:
+    def in_program(self, session: Session, several: ResultGroup) -> None:
         """Make it on the program's node."""
         ...
 
-    def by_client(self, client: Client, several: Several) -> None:
+    def by_client(self, client: Client, several: ResultGroup) -> None:
         """Make it for the task whose code asks."""
         ...
 
 
 def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
     """Make a call that has several results; gives the kind of handles that fit."""
-    several = Several()
+    several = ResultGroup()
     names = [f"{name}[{index}]" for index in range(count)]
     client = services.client or host_beside_loop()
     if client is not None:

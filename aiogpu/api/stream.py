@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.misuse import EnteredOnLoop
-from aiogpu.api.stream_buffer import Inflow
+from aiogpu.api.stream_buffer import ItemBuffer
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class StreamOwner(Protocol):
         ...
 
 
-class LoopInflow(Inflow):
+class LoopInflow(ItemBuffer):
     """The items of one stream on their way to an event loop.
 
     Attributes:

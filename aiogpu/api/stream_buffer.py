@@ -31,7 +31,7 @@ class Source(Protocol):
         ...
 
 
-class Inflow:
+class ItemBuffer:
     """See above.
 
     Attributes:
@@ -67,7 +67,7 @@ class Inflow:
         self._source: Source | None = source
 
     def __repr__(self) -> str:
-        return f"<Inflow {self.task_name} {self.task_id} {len(self.buffer)} items>"
+        return f"<ItemBuffer {self.task_name} {self.task_id} {len(self.buffer)} items>"
 
     @property
     def is_held(self) -> bool:

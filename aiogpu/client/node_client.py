@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 from weakref import finalize
 
 from aiogpu.client.current import current
-from aiogpu.client.references import Loan, Loans, Shares
+from aiogpu.client.references import Loan, Loans, SharedResults
 from aiogpu.errors import SerializationError
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
@@ -62,7 +62,7 @@ class NodeClient:
         self.client = client
         self.upsets = 0
         self.new_number = count(1).__next__
-        self.shares = Shares(self)
+        self.shares = SharedResults(self)
         self._receivers: dict[int, Receiver] = {}
         self._declared: set[int] = set()
         # A task may start others in several threads.

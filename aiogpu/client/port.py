@@ -86,7 +86,7 @@ class ValueLink(Protocol):
         ...
 
 
-class Lent(Protocol):
+class BorrowedValues(Protocol):
     """What was lent to this process."""
 
     def loan(self, identity: int, /) -> Reference:
@@ -94,7 +94,7 @@ class Lent(Protocol):
         ...
 
 
-class Given(Protocol):
+class SharedValues(Protocol):
     """What this process gives to others."""
 
     def share(self, handle: Any, /) -> Reference:
@@ -122,16 +122,16 @@ class Given(Protocol):
         ...
 
 
-class Far(Protocol):
+class ValueStore(Protocol):
     """What a program has to do with values that another process keeps."""
 
     @property
-    def loans(self) -> Lent:
+    def loans(self) -> BorrowedValues:
         """What was lent to this process."""
         ...
 
     @property
-    def shares(self) -> Given:
+    def shares(self) -> SharedValues:
         """What it gives to others."""
         ...
 
@@ -156,7 +156,7 @@ class Client(Protocol):
         ...
 
     @property
-    def far(self) -> Far | None:
+    def far(self) -> ValueStore | None:
         """Who knows values that are not this process's; None where all are."""
         ...
 

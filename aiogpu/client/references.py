@@ -5,8 +5,8 @@ payload, no handle and no mapping in this process needs it any more; the driver 
 so at the next opportunity. A segment that the worker has written is written again when
 the driver says that nobody reads it any more. Descriptors of segments have a socket of
 their own, which is connected when it is first needed; each is matched by the id of its
-segment, since it comes before or after the message that names that. `Shares` are the
-values that this process gives to others: what it puts, and its children's results.
+segment, since it comes before or after the message that names that. `SharedResults` are
+the values that this process gives to others: what it puts, and its children's results.
 """
 
 from __future__ import annotations
@@ -581,7 +581,7 @@ class Conversation(Protocol):
 
 
 class Shareable(Protocol):
-    """The handle of a child, as it is given to others; see `Shares`."""
+    """The handle of a child, as it is given to others; see `SharedResults`."""
 
     @property
     def task_name(self) -> str:
@@ -627,7 +627,7 @@ class _Due(NamedTuple):
     name: str
 
 
-class Shares:
+class SharedResults:
     """See above.
 
     Attributes:

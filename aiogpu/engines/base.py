@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from aiogpu.client.port import Far, Waits
+from aiogpu.client.port import ValueStore, Waits
 
 if TYPE_CHECKING:
     import asyncio
@@ -185,7 +185,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def far(self) -> Far | None:
+    def far(self) -> ValueStore | None:
         """Who knows the values of a node that is another process; None for others."""
         ...
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.engines.base import NodeOptions
     from aiogpu.engines.local import LocalEngine
-    from aiogpu.runtime.callers.programs import Answer, Clients, Premises
+    from aiogpu.runtime.callers.programs import Answer, Clients, ServerInfo
 
 _TEXT: Final = str | None
 _DEVICE: Final = (
@@ -43,7 +43,7 @@ def premises_of(
     options: NodeOptions,
     object_memory: int,
     limits: Limits | None = None,
-) -> Premises:
+) -> ServerInfo:
     """Return what clients find on a node.
 
     Args:
@@ -58,13 +58,13 @@ def premises_of(
     """
     from aiogpu import __version__
     from aiogpu.core.queue.fair_share import Limits
-    from aiogpu.runtime.callers.programs import Premises
+    from aiogpu.runtime.callers.programs import ServerInfo
 
     policies = {option: getattr(options, option) for option in POLICIES}
     policies["object_memory"] = object_memory
     limits = limits or Limits()
     limits.on(ledger)
-    return Premises(
+    return ServerInfo(
         os.path.basename(directory),
         descriptor_path(directory),
         options.spill_directory or "",

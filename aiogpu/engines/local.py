@@ -188,7 +188,7 @@ class LocalEngine:
         from aiogpu.runtime.actors.listing import listed_actors
 
         supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
-        pids, telling = supervisor.pids, driver.telling
+        pids, notifier = supervisor.pids, driver.notifier
         programs = programs_of(supervisor.clients)
         seen = snapshot(driver.scheduler, pids, now, supervisor.observed, programs)
 
@@ -198,8 +198,8 @@ class LocalEngine:
 
         return replace(
             seen,
-            actors=listed_actors(driver.actors.all(), place_of, telling.client_of),
-            failures=telling.failures.at(time.monotonic()),
+            actors=listed_actors(driver.actors.all(), place_of, notifier.client_of),
+            failures=notifier.failures.at(time.monotonic()),
             draining=drain_of(supervisor.clients, now),
         )
 

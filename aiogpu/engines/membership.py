@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.node_connection import Line, connect_to
+from aiogpu.engines.node_connection import NodeConnection, connect_to
 from aiogpu.errors import (
     AiogpuError,
     NodeClosedError,
@@ -198,7 +198,7 @@ class Membership(NodeClient):
         self.loop = loop
         self._path = path
         self._options = options
-        self._line = Line(loop)
+        self._line = NodeConnection(loop)
         self._line.on_messages = self._on_messages
         self._line.on_lost = self._on_lost
         self._page = ControlPage.open(descriptor := ControlPage.create())

@@ -61,7 +61,7 @@ async def connect_to(path: str) -> socket.socket:
     return connected
 
 
-class Line:
+class NodeConnection:
     """See above.
 
     Attributes:
@@ -82,7 +82,7 @@ class Line:
         self._late: list[Message] = []
 
     def __repr__(self) -> str:
-        return f"<Line {'open' if self.is_open else 'closed'}>"
+        return f"<NodeConnection {'open' if self.is_open else 'closed'}>"
 
     @property
     def is_open(self) -> bool:

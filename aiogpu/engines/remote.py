@@ -67,7 +67,7 @@ class RemoteLink:
         return await self._engine.why(task) or Why(name, task, "ended")
 
 
-class Told:
+class FutureReceiver:
     """Waits for what was asked of the node.
 
     Attributes:
@@ -303,7 +303,7 @@ class RemoteActors:
         self._engine.stop(actor, AFTER_ALL)
 
 
-class _Sought(Told):
+class _Sought(FutureReceiver):
     """Waits for the actor of a name; None is for nobody."""
 
     def __init__(
@@ -432,7 +432,7 @@ class RemoteEngine(Membership):
 
     async def _inquire(self, what: str, number: int = 0) -> Any:
         self.check_open()
-        told = Told(self.loop.create_future())
+        told = FutureReceiver(self.loop.create_future())
         self.send(Inquire(self.expect(told), what, number))
         return await told.future
 

@@ -5,9 +5,9 @@ event is carried to its end before the next is looked at: what happens while the
 of one event are carried out waits in a queue, so the stack stays flat.
 
 Calls of one function that a program makes in a row, where others wait already, are told
-to the core together (`Row`): none of them can start, so nothing is to be decided about
-any, which halves what a submission costs there. `Supply` waits for arguments of a task
-that are still to come.
+to the core together (`SubmitBatch`): none of them can start, so nothing is to be
+decided about any, which halves what a submission costs there. `ArgumentWait` waits for
+arguments of a task that are still to come.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_shortage import Shortages
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import unfinished_in
-from aiogpu.runtime.results import Streams, Telling
-from aiogpu.runtime.workers.commands import TakingBack
+from aiogpu.runtime.results import OwnerNotifier, Streams
+from aiogpu.runtime.workers.commands import QueueRevoker
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
-from aiogpu.runtime.workers.dispatch import Sending
+from aiogpu.runtime.workers.dispatch import TaskDispatcher
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import Payload
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.ready import Bucket
     from aiogpu.core.records import TaskRecord
     from aiogpu.runtime.callers.leases import Leases
-    from aiogpu.runtime.devices.eyes import Key
     from aiogpu.runtime.devices.monitor import DeviceMonitor
-    from aiogpu.runtime.devices.release import Clearance
-    from aiogpu.runtime.devices.unwatched import Unasked
+    from aiogpu.runtime.devices.probe import Key
+    from aiogpu.runtime.devices.release import DeviceRelease
+    from aiogpu.runtime.devices.unwatched import NullDeviceRelease
     from aiogpu.runtime.faults import Faults
     from aiogpu.runtime.objects.values import Value
     from aiogpu.wire.messages import Message
 
 
-class Row:
+class SubmitBatch:
     """See above.
 
     Attributes:
@@ -85,7 +85,7 @@ class Row:
         self._tell = tell
 
     def __repr__(self) -> str:
-        return f"<Row of {len(self.calls)}>"
+        return f"<SubmitBatch of {len(self.calls)}>"
 
     def begin(self, site: Site, bucket: Bucket | None, before: int) -> None:
         """The next calls of this site may come together, if they are plain tasks.
@@ -118,7 +118,7 @@ class Row:
             self._tell(site, calls)
 
 
-class Supply:
+class ArgumentWait:
     """What one task waits for before it may begin."""
 
     __slots__ = ("_driver", "_missing", "_payload", "_task", "_values")
@@ -131,7 +131,7 @@ class Supply:
         self._missing = len(self._values)
 
     @classmethod
-    def of(cls, driver: Driver, task: TaskId, payload: bytes) -> Supply | None:
+    def of(cls, driver: Driver, task: TaskId, payload: bytes) -> ArgumentWait | None:
         """Return what a task with this payload waits for; None for nothing."""
         if type(payload) is not Payload or is_complete(payload):
             return None
@@ -170,7 +170,7 @@ class Supply:
 _log: Final = logging.getLogger(__name__)
 
 
-class Answers:
+class ResultHandler:
     """Hears them.
 
     Attributes:
@@ -325,7 +325,7 @@ class Driver:
         scheduler: Scheduler,
         pool: Pool,
         assignment: Assignment,
-        clearance: Clearance | Unasked,
+        device_release: DeviceRelease | NullDeviceRelease,
     ) -> None:
         self.scheduler = scheduler
         self.burst = pool.hearing.burst
@@ -335,22 +335,22 @@ class Driver:
         self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
         self._loop = loop
         self._pool = pool
-        self._clearance = clearance
+        self._device_release = device_release
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
-        clearance.tell(self.feed)
+        device_release.tell(self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
-        self.streams = Streams(self._calls, pool.orders)
-        self._taking_back = TakingBack(
-            loop, scheduler.workers, self._calls, pool.orders, self.feed
+        self.streams = Streams(self._calls, pool.commands)
+        self._taking_back = QueueRevoker(
+            loop, scheduler.workers, self._calls, pool.commands, self.feed
         )
-        self.telling = Telling(scheduler, self._calls, self.guard)
+        self.notifier = OwnerNotifier(scheduler, self._calls, self.guard)
         self._last_task = 0
-        self.row = Row(loop, self._submit_each)
+        self.row = SubmitBatch(loop, self._submit_each)
         self.burst.before = self.row.end
-        self.answers = Answers(self, loop, self._calls)
-        self.sending = Sending(
+        self.answers = ResultHandler(self, loop, self._calls)
+        self.dispatcher = TaskDispatcher(
             *(scheduler, self._calls, pool, self.actors, assignment),
-            *(clearance, self.guard, self._taking_back),
+            *(device_release, self.guard, self._taking_back),
         )
         self._faults: Faults | None = None
         self._leases: Leases | None = None
@@ -382,13 +382,13 @@ class Driver:
             effects.Granted: self._carry_out_lease,
             effects.Reclaim: self._carry_out_lease,
             effects.Spawn: self._spawn,
-            **self.sending.ways,
+            **self.dispatcher.ways,
             effects.Retire: lambda effect: self._pool.retire(effect.worker),
             effects.Kill: lambda effect: self._pool.kill(effect.worker),
-            effects.Settle: self.telling.settle,
-            effects.Fail: self.telling.fail,
-            effects.Warn: self.telling.warn,
-            effects.Forget: self.telling.forget,
+            effects.Settle: self.notifier.settle,
+            effects.Fail: self.notifier.fail,
+            effects.Warn: self.notifier.warn,
+            effects.Forget: self.notifier.forget,
         }
 
     @property
@@ -398,7 +398,7 @@ class Driver:
             from aiogpu.runtime.callers.leases import Leases
 
             self._leases = Leases(
-                *(self._loop, self._calls, self._assignment, self._clearance),
+                *(self._loop, self._calls, self._assignment, self._device_release),
                 self.feed,
             )
             self.ways.update(self._leases.ways)
@@ -411,7 +411,7 @@ class Driver:
             from aiogpu.runtime.faults import Faults
 
             self._faults = Faults(
-                self.scheduler, self._calls, self._pool, self.sending, self.feed
+                self.scheduler, self._calls, self._pool, self.dispatcher, self.feed
             )
         return self._faults
 
@@ -428,7 +428,7 @@ class Driver:
 
     def heed(self, monitor: DeviceMonitor) -> None:
         """Have the core told what is seen on devices, and owners what follows."""
-        self.telling.gpu_guard = monitor.guard
+        self.notifier.gpu_guard = monitor.guard
         self.shortages.peak_seen = monitor.guard.peak_of
         monitor.lessees = self._lessees
         monitor.begin(self.feed)
@@ -453,7 +453,9 @@ class Driver:
         task = TaskId(self._last_task)
         self._calls[task] = Call(site, payload, receiver, client)
         now = self._loop.time()
-        supply = None if type(payload) is bytes else Supply.of(self, task, payload)
+        supply = (
+            None if type(payload) is bytes else ArgumentWait.of(self, task, payload)
+        )
         needs, submit = None if supply is None else supply.tasks, self.scheduler.submit
         wanted: Sequence[Effect] | None = None
         if self.is_busy:
@@ -666,14 +668,14 @@ class Driver:
             return
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
-        self.telling.deaths[gone] = death
+        self.notifier.deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         outage = death.reason if death.known in (CROWDED, UNAVAILABLE) else ""
         is_crowded = death.known == CROWDED
         end = (began, settles, is_crowded, outage)
         self.feed(Scheduler.worker_gone, gone, *end)
-        del self.telling.deaths[gone]
+        del self.notifier.deaths[gone]
         self.guard.forget(worker)
         self.shortages.forget(worker)
         tell_callers()
@@ -684,9 +686,9 @@ class Driver:
         lease = None if record is None else record.lease
         # Without a process id it never was: nothing of it can be on a device.
         if lease is None or not pid or self.scheduler.is_closing:
-            self._clearance.forget(worker)
+            self._device_release.forget(worker)
             return False
-        return self._clearance.end(worker, lease, (pid,))
+        return self._device_release.end(worker, lease, (pid,))
 
     def _on_fault(self, worker: LiveWorker, said: Message, error: Exception) -> None:
         self.faults.on_message(worker, said, error)

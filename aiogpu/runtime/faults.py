@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.runtime.callers.caller import Caller
     from aiogpu.runtime.calls import Call
-    from aiogpu.runtime.workers.dispatch import Sending
+    from aiogpu.runtime.workers.dispatch import TaskDispatcher
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.runtime.workers.slots import LiveWorker
 
@@ -53,13 +53,13 @@ class Faults:
         scheduler: Scheduler,
         calls: ShardedDict[Call],
         pool: Pool,
-        sending: Sending,
+        dispatcher: TaskDispatcher,
         feed: Feed,
     ) -> None:
         self._scheduler = scheduler
         self._calls = calls
         self._pool = pool
-        self._sending = sending
+        self._dispatcher = dispatcher
         self._feed = feed
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Assign: self._not_assigned,
@@ -127,7 +127,7 @@ class Faults:
         for task in effect.tasks:
             try:
                 worker.unlearn(self._calls[task].site)
-                self._sending.send_alone(effect.worker, task)
+                self._dispatcher.send_alone(effect.worker, task)
             except Exception as error:  # noqa: BLE001 - it is told to who waits
                 self._cancel(task, internal_error("sent a task to a worker", error))
 

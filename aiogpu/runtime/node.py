@@ -4,7 +4,7 @@ Directory, socket, zygote, pool, driver. A start that fails half-way takes back 
 has made; a stop is bounded in time and leaves nothing behind.
 
 A service stays awake for a moment where the next message is about to come
-(`Wakefulness`). Between a client and a worker a node has nothing to do for some tens of
+(`BusyPoll`). Between a client and a worker a node has nothing to do for some tens of
 microseconds, and waking it costs more than that: measured on two cores, a call through
 the service takes 102 to 130 us with this and 290 us without. It costs CPU only while
 messages follow each other so closely that it pays, and a node of a program's own, on a
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
-from aiogpu.runtime.devices.unwatched import Unasked
+from aiogpu.runtime.devices.unwatched import NullDeviceRelease
 from aiogpu.runtime.node_directory import remove_directory
 from aiogpu.runtime.zygote.launch import Ground
 from aiogpu.wire.messages import descriptor_path
@@ -32,16 +32,16 @@ from aiogpu.wire.messages import descriptor_path
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.observe.status import Observations
-    from aiogpu.runtime.callers.programs import Answer, Clients, Premises
-    from aiogpu.runtime.callers.requests import Check, Nest
+    from aiogpu.runtime.callers.programs import Answer, Clients, ServerInfo
+    from aiogpu.runtime.callers.requests import Check, NestedRequests
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.devices.monitor import DeviceMonitor
     from aiogpu.runtime.devices.probe_thread import DeviceThread
-    from aiogpu.runtime.devices.release import Clearance
+    from aiogpu.runtime.devices.release import DeviceRelease
     from aiogpu.runtime.driver import Driver
-    from aiogpu.runtime.objects.store import Passage, Store
+    from aiogpu.runtime.objects.store import DescriptorServer, Store
     from aiogpu.runtime.output.console import Console
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.runtime.zygote.generations import Zygotes
@@ -55,7 +55,7 @@ AWAKE: Final = 100e-6
 """Seconds for which it does, from the last message on."""
 
 
-class Wakefulness:
+class BusyPoll:
     """See above. Made for the running loop, told of each message."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -108,13 +108,13 @@ class Devices:
     """What a node that has devices sees them with."""
 
     thread: DeviceThread
-    clearance: Clearance
+    device_release: DeviceRelease
     monitor: DeviceMonitor
 
     def quit(self) -> None:
         """Let nobody be told anything any more."""
         self.monitor.close()
-        self.clearance.quit()
+        self.device_release.quit()
 
 
 class Supervisor:
@@ -125,8 +125,8 @@ class Supervisor:
         self._parts: Parts | None = None
         self._peers: WeakSet[Peer] = WeakSet()
         self._devices: Devices | None = None
-        self._passage: Passage | None = None
-        self._nest: Callable[[], Nest] | None = None
+        self._descriptor_server: DescriptorServer | None = None
+        self._nested: Callable[[], NestedRequests] | None = None
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
@@ -210,28 +210,28 @@ class Supervisor:
         assert self._parts is not None
         # Imported while the zygote starts, not before.
         from aiogpu.runtime.driver import Driver
-        from aiogpu.runtime.objects.store import Passage
+        from aiogpu.runtime.objects.store import DescriptorServer
 
-        clearance: Clearance | Unasked = Unasked()
+        device_release: DeviceRelease | NullDeviceRelease = NullDeviceRelease()
         if any(held.devices for held in scheduler.ledger.device_sets.values()):
             # Before the zygote is ready: a driver may take seconds to start.
             self._devices = self._watch(scheduler, assignment)
-            clearance = self._devices.clearance
+            device_release = self._devices.device_release
         pool = self._parts.pool
         pool.use(store)
-        self._passage = Passage(
+        self._descriptor_server = DescriptorServer(
             self._loop, descriptor_path(self._parts.directory), store
         )
         if not self._parts.zygotes.are_ready:
             # A program's first function needs it, and now there is time.
             import aiogpu.serialization.pickler  # noqa: F401
         scheduler.worker_limit.bound(pool.slots.most_workers)
-        self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
+        self.driver = Driver(self._loop, scheduler, pool, assignment, device_release)
         if self._devices is not None:
             self.driver.heed(self._devices.monitor)
-        nest = cache(partial(_open_nest, self.driver, pool, store, check))
-        pool.hearing.on_nested = lambda *said: nest().on_message(*said)
-        self._nest = nest
+        nested = cache(partial(_open_nest, self.driver, pool, store, check))
+        pool.hearing.on_nested = lambda *said: nested().on_message(*said)
+        self._nested = nested
         await self._parts.zygotes.ready()
         return self.driver
 
@@ -240,21 +240,21 @@ class Supervisor:
         from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
         from aiogpu.runtime.devices.monitor import DeviceMonitor
         from aiogpu.runtime.devices.probe_thread import DeviceThread
-        from aiogpu.runtime.devices.release import Clearance
+        from aiogpu.runtime.devices.release import DeviceRelease
 
         devices = scheduler.ledger.device_sets.values()
         thread = DeviceThread(self._loop, devices, assignment.accelerators)
         guard = GpuMemoryGuard(scheduler, thread)
-        clearance = Clearance(self._loop, thread)
-        clearance.on_begun = guard.begin
+        device_release = DeviceRelease(self._loop, thread)
+        device_release.on_begun = guard.begin
         monitor = DeviceMonitor(self._loop, thread, guard, self._roots)
-        return Devices(thread, clearance, monitor)
+        return Devices(thread, device_release, monitor)
 
     async def welcome(
         self,
         listening: socket.socket,
         store: Store,
-        premises: Premises,
+        server_info: ServerInfo,
         answers: Mapping[str, Answer],
         logs: str | None = None,
     ) -> Clients:
@@ -263,7 +263,7 @@ class Supervisor:
         Args:
             listening: it is bound, and listens.
             store: of the node's values.
-            premises: what they find here.
+            server_info: what they find here.
             answers: what they can ask of the node.
             logs: directory for what their tasks print; None for no log of it.
         """
@@ -272,15 +272,20 @@ class Supervisor:
 
         assert self._parts is not None
         assert self.driver is not None
-        assert self._nest is not None
-        wakefulness = Wakefulness(self._loop)
+        assert self._nested is not None
+        wakefulness = BusyPoll(self._loop)
         self._note_heard = wakefulness.note
         self.clients = Clients(
-            self._loop, self.driver, self._nest(), self._parts.zygotes, store, premises
+            self._loop,
+            self.driver,
+            self._nested(),
+            self._parts.zygotes,
+            store,
+            server_info,
         )
         self.clients.answers = answers
         routes = self._parts.console.routes = self.clients.routes
-        self.driver.telling.routes = routes
+        self.driver.notifier.routes = routes
         routes.log = None if logs is None else TaskLog(logs)
         await self.clients.listen(listening, wakefulness.note)
         return self.clients
@@ -317,8 +322,8 @@ class Supervisor:
             await self.clients.routes.close()
         parts.limit.release()
         parts.pool.autopsy.close()
-        if self._passage is not None:
-            self._passage.close()
+        if self._descriptor_server is not None:
+            self._descriptor_server.close()
         # Before the zygote is asked to end: if we are killed now, it does this. From
         # here on nobody can come.
         remove_directory(parts.directory)
@@ -381,10 +386,12 @@ class Supervisor:
         return self._devices.monitor.observed if self._devices is not None else {}
 
 
-def _open_nest(driver: Driver, pool: Pool, store: Store, check: Check) -> Nest:
+def _open_nest(
+    driver: Driver, pool: Pool, store: Store, check: Check
+) -> NestedRequests:
     """Hear what tasks say of others that they start; few programs have such."""
-    from aiogpu.runtime.callers.requests import Nest
+    from aiogpu.runtime.callers.requests import NestedRequests
 
-    nest = Nest(driver, store, check)
-    pool.hearing.on_nested = nest.on_message
-    return nest
+    nested = NestedRequests(driver, store, check)
+    pool.hearing.on_nested = nested.on_message
+    return nested

@@ -13,7 +13,7 @@ from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.observe.status import Failures
 from aiogpu.runtime.calls import Call, pass_on, tell_fault
-from aiogpu.runtime.workers.commands import Orders
+from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, describe_death
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import STOPPED
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 
-class Telling:
+class OwnerNotifier:
     """Tells the receivers of one node's calls.
 
     Attributes:
@@ -150,9 +150,9 @@ class Telling:
 class Streams:
     """The tasks and calls of one node whose generators yield."""
 
-    def __init__(self, calls: ShardedDict[Call], orders: Orders) -> None:
+    def __init__(self, calls: ShardedDict[Call], commands: WorkerCommands) -> None:
         self._calls = calls
-        self._orders = orders
+        self._commands = commands
 
     def on_items(self, worker: LiveWorker, message: Items) -> None:
         """A worker's generator has yielded."""
@@ -173,4 +173,4 @@ class Streams:
         if call is None:
             return
         call.limit = limit
-        self._orders.demand(call.worker, task, limit)
+        self._commands.demand(call.worker, task, limit)

@@ -47,7 +47,7 @@ def dropped(call: int) -> Failed:
     return Failed(call, STOPPED, "", "", "", None)
 
 
-class Stage:
+class ActorRuntime:
     """What an actor's calls need of their process, however they are run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Stage:
         self._imports = imports
 
     def perform(
-        self, creation: Create, play: Callable[[Stage, object, Create], None]
+        self, creation: Create, play: Callable[[ActorRuntime, object, Create], None]
     ) -> bool:
         """Be this actor until it is to end; False if it could not be made.
 
@@ -152,7 +152,7 @@ class Methods(dict[str, Callable[..., Any]]):
 class SerialActor:
     """Runs one call at a time in the main thread, where it can be interrupted."""
 
-    def __init__(self, stage: Stage, actor: object) -> None:
+    def __init__(self, stage: ActorRuntime, actor: object) -> None:
         self._stage = stage
         self._channel = stage.channel
         self._interrupts = stage.interrupts

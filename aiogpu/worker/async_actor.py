@@ -30,10 +30,10 @@ from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
 from aiogpu.worker.nested import task_client
-from aiogpu.worker.streams import Outflow, UnsendableError, pour_softly
+from aiogpu.worker.streams import StreamSender, UnsendableError, send_all_async
 
 if TYPE_CHECKING:
-    from aiogpu.worker.actor import Stage
+    from aiogpu.worker.actor import ActorRuntime
 
 
 TURN: Final = 10
@@ -43,14 +43,14 @@ TURN: Final = 10
 class AsyncActor:
     """Begins each call when it comes; the driver sends no more than may run at once."""
 
-    def __init__(self, stage: Stage, actor: object) -> None:
+    def __init__(self, stage: ActorRuntime, actor: object) -> None:
         self._stage = stage
         self._channel = stage.channel
         self._actor = actor
         self._methods = Methods(actor)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._dropped: set[int] = set()
-        self._flows: dict[int, Outflow] = {}
+        self._flows: dict[int, StreamSender] = {}
         self._answers: list[Message] = []
         self._is_over = False
         self._waits_since = 0.0
@@ -202,7 +202,7 @@ class AsyncActor:
         flow = self._stage.executor.flow_of(message.call, message)
         self._flows[message.call] = flow
         try:
-            await pour_softly(items, flow, self._loop.create_future)
+            await send_all_async(items, flow, self._loop.create_future)
         finally:
             del self._flows[message.call]
 

@@ -4,7 +4,7 @@ What a worker is made of is made once, in the zygote, and has run there: then th
 shares it, and little is left that each fresh worker pays. A fork shares its parent's
 memory until it writes, and Python writes wherever it reads: it counts references. So a
 fresh process is slow in whatever it does first; most of a first task's time is the
-kernel copying pages. `Rehearsal` runs a task that does nothing before the fork, so that
+kernel copying pages. `Warmup` runs a task that does nothing before the fork, so that
 less is written after it; a spare that has rehearsed after the fork has its pages
 already.
 """
@@ -69,7 +69,7 @@ def nothing(*_args: object, **_kwargs: object) -> None:
     """What the rehearsed tasks run, sent by its name."""
 
 
-class Rehearsal:
+class Warmup:
     """Bind, define and run, on a socket, a page and a worker of its own.
 
     Made in the zygote; all its forks can play it.
@@ -140,10 +140,10 @@ class Birth:
         )
         self._loans.press = partial(self._channel.send, READ_DESCRIPTORS)
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
-        self._worker.footing.find()
+        self._worker.task_state.find()
         self._seeds = seeds()
         current.node = current.home = setup.node
-        self._rehearsal = Rehearsal()
+        self._rehearsal = Warmup()
         self._rehearsal.play(ROUNDS)
 
     def begin(self, worker: int, slot: int, keeper: int) -> None:

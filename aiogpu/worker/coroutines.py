@@ -25,7 +25,7 @@ from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.invoke import arguments_in
 from aiogpu.worker.nested import task_client
-from aiogpu.worker.streams import Outflow, pour_softly
+from aiogpu.worker.streams import StreamSender, send_all_async
 
 _OF_THE_LOOP: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
 """Where the code is that runs a coroutine and is no part of it."""
@@ -38,7 +38,7 @@ class Coroutines:
         self._channel = channel
         self._interrupts = interrupts
         self._loop = asyncio.new_event_loop()
-        self._flow: Outflow | None = None
+        self._flow: StreamSender | None = None
 
     def load(self, payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a coroutine function; handles among them are its loop's."""
@@ -48,10 +48,10 @@ class Coroutines:
         finally:
             asyncio._set_running_loop(None)
 
-    def pour(self, items: AsyncIterator[Any], flow: Outflow) -> None:
+    def pour(self, items: AsyncIterator[Any], flow: StreamSender) -> None:
         """Run one task's async generator, and send what it yields."""
         self._flow = flow
-        pouring: Any = pour_softly(items, flow, self._new_future)
+        pouring: Any = send_all_async(items, flow, self._new_future)
         try:
             self.run(pouring, flow.task)
         finally:
@@ -67,7 +67,9 @@ class Coroutines:
         loop = self._loop
         asyncio.set_event_loop(loop)
         task = loop.create_task(coroutine)
-        self._interrupts.soften = Softening(task, partial(self._cancel, task, task_id))
+        self._interrupts.soften = CoroutineCancel(
+            task, partial(self._cancel, task, task_id)
+        )
         loop.add_reader(self._channel.fileno(), self._read, task, task_id)
         client = None if services.client is None else task_client()
         if client is not None:
@@ -141,7 +143,7 @@ class Coroutines:
         self._loop = asyncio.new_event_loop()
 
 
-class Softening:
+class CoroutineCancel:
     """Cancels a coroutine where an interrupt would not be raised in its own code.
 
     Args:

@@ -3,10 +3,10 @@
 The environment is set before anything of the user's is unpickled. A zygote loads
 numeric libraries while they are told to use one thread, and they do not look at their
 variables again: so a worker uses their own setters (threadpoolctl's one door).
-`Footing` puts back the directory, the file mode mask and the handler that interrupts a
-task, each in well under a microsecond. What a process cannot be given back so cheaply
-(limits, locale, masked signals, threads) stays with the worker: `max_calls=1` avoids
-that.
+`TaskStateReset` puts back the directory, the file mode mask and the handler that
+interrupts a task, each in well under a microsecond. What a process cannot be given back
+so cheaply (limits, locale, masked signals, threads) stays with the worker:
+`max_calls=1` avoids that.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _count(variable: str, default: int) -> int:
     return int(first) if first.isdecimal() and int(first) > 0 else default
 
 
-class Footing:
+class TaskStateReset:
     """Where a worker's tasks begin."""
 
     def __init__(self, restore_handler: Callable[[], None]) -> None:

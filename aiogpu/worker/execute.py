@@ -39,8 +39,13 @@ from aiogpu.wire.messages import (
     Spoilt,
 )
 from aiogpu.worker.gpu import poisoned_by, tell
-from aiogpu.worker.invoke import Retrying, arguments_in, explain_quit, let_go, packed
-from aiogpu.worker.streams import Holding, Outflow, UnsendableError, pour
+from aiogpu.worker.invoke import RetryRules, arguments_in, explain_quit, let_go, packed
+from aiogpu.worker.streams import (
+    MainThreadWindow,
+    StreamSender,
+    UnsendableError,
+    send_all,
+)
 
 if TYPE_CHECKING:
     from aiogpu.worker.connection import Channel
@@ -76,9 +81,9 @@ class Executor:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._coroutines: Coroutines | None = None
         self._raised: BaseException | None = None
-        self._retrying = Retrying()
+        self._retrying = RetryRules()
         self._has_run_out = False
-        interrupts.spare(self._attempt.__code__, pour.__code__)
+        interrupts.spare(self._attempt.__code__, send_all.__code__)
 
     def define(self, message: Define) -> None:
         """Learn a site; its function is not unpickled before a task needs it."""
@@ -153,9 +158,9 @@ class Executor:
         del outcome
         return failed
 
-    def flow_of(self, task: int, message: Run | Invoke) -> Outflow:
+    def flow_of(self, task: int, message: Run | Invoke) -> StreamSender:
         """The way out for what a generator yields."""
-        return Outflow(self._channel, task, message.limit, message.skip)
+        return StreamSender(self._channel, task, message.limit, message.skip)
 
     def call(self, method: Callable[..., Any], message: Invoke) -> Done | Failed:
         """Call a method of an actor in this thread, interruptibly."""
@@ -227,7 +232,7 @@ class Executor:
         function: Callable[..., Any] | None,
         known_as: int,
         payload: bytes,
-        flow: Outflow | None = None,
+        flow: StreamSender | None = None,
     ) -> Done | Raised:
         # No interrupt lands in this very frame, so leaving is safe at any step.
         interrupts, value = self._interrupts, None
@@ -302,11 +307,15 @@ class Executor:
                 self._coroutines = Coroutines(self._channel, self._interrupts)
         return self._coroutines
 
-    def _pour(self, items: Any, flow: Outflow) -> None:
+    def _pour(self, items: Any, flow: StreamSender) -> None:
         if hasattr(items, "__anext__"):
             self._own_loop().pour(items, flow)
         else:
-            pour(items, flow, Holding(self._channel, self._interrupts, flow).hold)
+            send_all(
+                items,
+                flow,
+                MainThreadWindow(self._channel, self._interrupts, flow).hold,
+            )
 
 
 class Raised:

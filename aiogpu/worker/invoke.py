@@ -1,7 +1,7 @@
 """What a call needs around it: arguments, payloads, what its error holds.
 
 - `arguments_in` and `packed` open and make payloads.
-- `Retrying` says whether a failure is one after which the task is to be tried again.
+- `RetryRules` says whether a failure is one after which the task is to be tried again.
   That is decided here, where the user's classes are, and only once something has
   failed.
 - `let_go` clears the frames of an error that was told. A traceback keeps the frames
@@ -57,7 +57,7 @@ def packed(outgoing: PickledValue) -> bytes:
     return task_client().loans.pack(outgoing)
 
 
-class Retrying:
+class RetryRules:
     """What the sites of one worker say of it."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from aiogpu.wire.messages import (
     Skipped,
 )
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.environment import Footing, Threads, bind, find, restore
+from aiogpu.worker.environment import TaskStateReset, Threads, bind, find, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.import_tracker import Imports
 from aiogpu.worker.interrupts import Interrupts
@@ -32,14 +32,14 @@ from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.stdio import Stdio
 
 if TYPE_CHECKING:
-    from aiogpu.worker.actor import Stage
+    from aiogpu.worker.actor import ActorRuntime
 
 
 class Worker:
     """One worker process; made in the zygote, begun in a fresh fork.
 
     Attributes:
-        footing: what each task finds as the first one has found it.
+        task_state: what each task finds as the first one has found it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Worker:
         self._stdio = Stdio(channel)
         self._is_foreign = False
         self._executor = Executor(channel, interrupts, threads)
-        self.footing = Footing(interrupts.restore)
+        self.task_state = TaskStateReset(interrupts.restore)
         self._client = TaskClient(channel)
 
     def begin(self) -> None:
@@ -128,21 +128,21 @@ class Worker:
         self._client.end_task()
         self._executor.forget_error()
         restore()
-        self.footing.restore()
+        self.task_state.restore()
         self._stdio.restore()
         return True
 
     def _be_actor(self, message: Create) -> bool:
         """Be an actor until it ends; False if its creation was taken back."""
         # Few workers become one.
-        from aiogpu.worker.actor import Stage
+        from aiogpu.worker.actor import ActorRuntime
 
         begun = self._interrupts.begin(message.number)
         if begun is not BEGUN:
             if begun == TOO_LATE:
                 self._channel.send(Skipped(message.task, message.number))
             return False
-        Stage(
+        ActorRuntime(
             self._channel,
             self._interrupts,
             self._executor,
@@ -167,7 +167,7 @@ class Worker:
             os._exit(0)
 
 
-def _play(stage: Stage, actor: object, creation: Create) -> None:
+def _play(stage: ActorRuntime, actor: object, creation: Create) -> None:
     """Serve an actor's calls, in the way in which its mode asks."""
     if creation.mode == SERIAL:
         from aiogpu.worker.actor import SerialActor

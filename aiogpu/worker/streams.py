@@ -32,7 +32,7 @@ class UnsendableError(Exception):
     """An item cannot be sent; its cause says why."""
 
 
-class Outflow:
+class StreamSender:
     """One stream's items on their way out.
 
     Attributes:
@@ -52,7 +52,7 @@ class Outflow:
         self._count = 0
 
     def __repr__(self) -> str:
-        return f"<Outflow {self.task}: {self._count} of {self.limit}>"
+        return f"<StreamSender {self.task}: {self._count} of {self.limit}>"
 
     @property
     def is_held(self) -> bool:
@@ -94,7 +94,9 @@ class Outflow:
         return UnsendableError(f"item {self._count} of its stream is lost: {error}")
 
 
-def pour(items: Iterator[Any], flow: Outflow, hold: Callable[[], object]) -> None:
+def send_all(
+    items: Iterator[Any], flow: StreamSender, hold: Callable[[], object]
+) -> None:
     """Run a plain generator to its end, and send what it yields.
 
     Whatever ends it before, its `finally` blocks have run when this raises.
@@ -116,8 +118,8 @@ def pour(items: Iterator[Any], flow: Outflow, hold: Callable[[], object]) -> Non
             close()
 
 
-async def pour_softly(
-    items: Any, flow: Outflow, new_future: Callable[[], Future[None]]
+async def send_all_async(
+    items: Any, flow: StreamSender, new_future: Callable[[], Future[None]]
 ) -> None:
     """The same on an event loop, for a generator of either kind.
 
@@ -148,7 +150,7 @@ async def pour_softly(
             items.close()
 
 
-async def _opened(flow: Outflow, new_future: Callable[[], Future[None]]) -> None:
+async def _opened(flow: StreamSender, new_future: Callable[[], Future[None]]) -> None:
     while flow.is_held:
         waiter = new_future()
         flow.on_open = partial(_set, waiter)
@@ -160,7 +162,7 @@ def _set(waiter: Future[None]) -> None:
         waiter.set_result(None)
 
 
-class ThreadHolding:
+class ThreadWindow:
     """Holds a generator that runs in a thread beside the one that reads.
 
     Attributes:
@@ -168,7 +170,7 @@ class ThreadHolding:
         is_stopped: it was told to end before its time.
     """
 
-    def __init__(self, flow: Outflow) -> None:
+    def __init__(self, flow: StreamSender) -> None:
         self.flow = flow
         self.is_stopped = False
         self._turn = _thread.allocate_lock()
@@ -195,10 +197,12 @@ class ThreadHolding:
             self._turn.acquire()
 
 
-class Holding:
+class MainThreadWindow:
     """Holds a generator that runs in the worker's main thread, as a task or a call."""
 
-    def __init__(self, channel: Channel, interrupts: Interrupts, flow: Outflow) -> None:
+    def __init__(
+        self, channel: Channel, interrupts: Interrupts, flow: StreamSender
+    ) -> None:
         self._channel = channel
         self._interrupts = interrupts
         self._flow = flow

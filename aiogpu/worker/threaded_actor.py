@@ -33,16 +33,16 @@ from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
 from aiogpu.worker.nested import task_client
-from aiogpu.worker.streams import ThreadHolding, UnsendableError, pour
+from aiogpu.worker.streams import ThreadWindow, UnsendableError, send_all
 
 if TYPE_CHECKING:
-    from aiogpu.worker.actor import Stage
+    from aiogpu.worker.actor import ActorRuntime
 
 
 class ThreadedActor:
     """The main thread reads; what comes runs in the threads of its group."""
 
-    def __init__(self, stage: Stage, actor: object, creation: Create) -> None:
+    def __init__(self, stage: ActorRuntime, actor: object, creation: Create) -> None:
         self._stage = stage
         self._channel = stage.channel
         self._methods = Methods(actor)
@@ -52,7 +52,7 @@ class ThreadedActor:
             for group, limit in creation.limits.items()
         }
         self._waiting: dict[int, Future[None]] = {}
-        self._streams: dict[int, ThreadHolding] = {}
+        self._streams: dict[int, ThreadWindow] = {}
 
     def play(self) -> None:
         """Obey until it is to end and all calls have ended."""
@@ -81,7 +81,7 @@ class ThreadedActor:
         if type(message) is Invoke:
             if message.limit:
                 flow = self._stage.executor.flow_of(message.call, message)
-                self._streams[message.call] = ThreadHolding(flow)
+                self._streams[message.call] = ThreadWindow(flow)
             pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
             begun = self._waiting[message.call] = pool.submit(self._call, [message])
             begun.add_done_callback(partial(self._forget, message.call))
@@ -117,7 +117,7 @@ class ThreadedActor:
             if type(message.payload) is not bytes:
                 value = split_results(value, message.payload)
             if stream is not None:
-                pour(value, stream.flow, stream.hold)
+                send_all(value, stream.flow, stream.hold)
                 value = None
             if current.exits and has_exited():
                 raise ActorExit

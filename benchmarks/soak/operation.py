@@ -136,6 +136,9 @@ class Operation:
         allowed = (*legal, *OF_KILLS)
         if self._account.is_mortal:
             allowed = (*allowed, *OF_THE_NODE)
+            if isinstance(error.__cause__, OF_THE_NODE):
+                # A pool is closed with its node, and says why.
+                allowed = (*allowed, aiogpu.MisuseError)
         told = f"{what!r} raised {error!r:.600} caused by {error.__cause__!r:.600}"
         self._count(type(error).__name__, isinstance(error, allowed), told)
         return False

@@ -95,9 +95,9 @@ async def main(address: str, seed: str, in_flight: int, is_mortal: bool) -> None
     async with aiogpu.init(address=address, **options) as session:
         load = Load(seed, in_flight, account)
         program = Program(channel, session, load)
-        telling = asyncio.create_task(program.tell_on())
+        notifier = asyncio.create_task(program.tell_on())
         await program.serve()
-        telling.cancel()
+        notifier.cancel()
     gc.collect()
     left = Traces.take().since(before)
     channel.tell("ended", left=left, **account.as_told())

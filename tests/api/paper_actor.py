@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from aiogpu.api.actor import ActorHandle
-from aiogpu.api.actor_class import Face
+from aiogpu.api.actor_class import ActorInterface
 from aiogpu.api.handle import Handle
 from aiogpu.errors import ActorDiedError
 from aiogpu.observe.why import Why
@@ -23,7 +23,7 @@ class Model:
         pass
 
 
-FACE = Face(Model)
+FACE = ActorInterface(Model)
 
 
 class PaperLink:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from aiogpu.api.actor_pool import Bounds, check_bounds
+from aiogpu.api.actor_pool import PoolLimits, check_bounds
 from aiogpu.errors import OptionError
 
 
-def bounds(**given: Any) -> Bounds:
+def bounds(**given: Any) -> PoolLimits:
     names = ("size", "min_size", "max_size", "target", "idle_after")
     return check_bounds(*(given.get(name) for name in names))
 

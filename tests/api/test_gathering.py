@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.gathering import Gathering
+from aiogpu.api.gathering import BatchQueue
 from aiogpu.errors import MisuseError, NoLoopError
 from tests.turns import no_complaints, turns
 
@@ -752,8 +752,8 @@ class Item:
     """Something large."""
 
 
-def gatherings() -> list[Gathering]:
-    return [each for each in gc.get_objects() if isinstance(each, Gathering)]
+def gatherings() -> list[BatchQueue]:
+    return [each for each in gc.get_objects() if isinstance(each, BatchQueue)]
 
 
 @pytest.mark.usefixtures("no_collector")

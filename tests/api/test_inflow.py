@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from aiogpu.api.stream import Stream
-from aiogpu.api.stream_buffer import Inflow
+from aiogpu.api.stream_buffer import ItemBuffer
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result
@@ -40,13 +40,15 @@ def source() -> PaperSource:
 
 
 @pytest.fixture
-def inflow(source: PaperSource) -> Inflow:
-    inflow = Inflow("train", source, 2)
+def inflow(source: PaperSource) -> ItemBuffer:
+    inflow = ItemBuffer("train", source, 2)
     inflow.task_id = 7
     return inflow
 
 
-def test_taking_lets_the_producer_go_on(inflow: Inflow, source: PaperSource) -> None:
+def test_taking_lets_the_producer_go_on(
+    inflow: ItemBuffer, source: PaperSource
+) -> None:
     inflow.receive_items(items(1, None))
     assert inflow.is_held
     assert [inflow.take(), inflow.take()] == [1, None]
@@ -54,7 +56,9 @@ def test_taking_lets_the_producer_go_on(inflow: Inflow, source: PaperSource) -> 
     assert not inflow.is_held
 
 
-def test_what_was_cancelled_takes_nothing(inflow: Inflow, source: PaperSource) -> None:
+def test_what_was_cancelled_takes_nothing(
+    inflow: ItemBuffer, source: PaperSource
+) -> None:
     inflow.receive_items(items(1))
     inflow.cancel()
     inflow.cancel()
@@ -65,7 +69,7 @@ def test_what_was_cancelled_takes_nothing(inflow: Inflow, source: PaperSource) -
 
 
 def test_the_end_comes_once_and_nothing_is_asked_after_it(
-    inflow: Inflow, source: PaperSource
+    inflow: ItemBuffer, source: PaperSource
 ) -> None:
     inflow.receive_items(items(1, 2))
     inflow.receive(NONE_PAYLOAD)
@@ -77,12 +81,12 @@ def test_the_end_comes_once_and_nothing_is_asked_after_it(
     assert (source.asked, inflow.error) == ([], None)
 
 
-def test_one_whose_parent_has_ended_says_so(inflow: Inflow) -> None:
+def test_one_whose_parent_has_ended_says_so(inflow: ItemBuffer) -> None:
     inflow.abandon()
     assert type(inflow.error) is TaskCancelledError
 
 
-def test_an_item_that_cannot_be_read(inflow: Inflow) -> None:
+def test_an_item_that_cannot_be_read(inflow: ItemBuffer) -> None:
     inflow.receive_items((b"no pickle",))
     with pytest.raises(DeserializationError):
         inflow.take()

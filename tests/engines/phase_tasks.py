@@ -273,7 +273,7 @@ class Large:
 
 
 @aiogpu.remote
-def sending(path: str, name: str, place: str) -> object:
+def dispatcher(path: str, name: str, place: str) -> object:
     with noted(place):
         return Large(path, name)
 
@@ -341,5 +341,5 @@ KILLED: Final[list[Callable[..., Any]]] = [
 ]
 """Nothing stops their code but the end of its process."""
 PHASES: Final[dict[str, Any]] = {
-    each.__name__: each for each in [*INTERRUPTED, *KILLED, sending, begins]
+    each.__name__: each for each in [*INTERRUPTED, *KILLED, dispatcher, begins]
 }

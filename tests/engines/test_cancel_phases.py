@@ -335,8 +335,8 @@ async def test_while_its_result_is_sent(
         timeout = 0.5 if by == "timeout" else None
         monkeypatch.setattr(Peer, "data_received", watch)
         while not arrives.is_set():
-            sending = phase_tasks.sending.options(timeout=timeout, **WHOLE)
-            handle = sending.remote(gate.path, "in", str(place))
+            dispatcher = phase_tasks.dispatcher.options(timeout=timeout, **WHOLE)
+            handle = dispatcher.remote(gate.path, "in", str(place))
             if timeout is None:
                 async with asyncio.timeout(60):
                     await arrives.wait()

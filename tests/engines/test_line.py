@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.engines import node_connection as module
-from aiogpu.engines.node_connection import AT_ONCE, CHUNK, Line
+from aiogpu.engines.node_connection import AT_ONCE, CHUNK, NodeConnection
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.connection import CLIENT, greeting
@@ -51,10 +51,10 @@ class Far:
 
 
 @asynccontextmanager
-async def joined(directory: Path) -> AsyncIterator[tuple[Line, Far]]:
+async def joined(directory: Path) -> AsyncIterator[tuple[NodeConnection, Far]]:
     """A line, and its other end."""
     path = str(directory / "s")
-    line = Line(asyncio.get_running_loop())
+    line = NodeConnection(asyncio.get_running_loop())
     line.on_messages, line.on_lost = (lambda _: None), (lambda _: None)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)

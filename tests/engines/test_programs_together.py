@@ -230,7 +230,7 @@ async def test_joining_and_leaving_leaves_nothing(rounds: int, no_leaks: None) -
 async def test_a_cancelled_handle_fails_who_was_given_it(
     no_leaks: None, gate: Gate
 ) -> None:
-    """The node learns of the cancel by the program alone; see `Shares.withdraw`."""
+    """The node learns of the cancel by the program alone."""
     with service(num_cpus=3) as node:
         async with watching(node), asyncio.timeout(LIMIT):
             unwanted = tasks.gated.remote(gate.path, "unwanted")

@@ -240,9 +240,9 @@ def test_programs_share_it_and_it_goes_on(joined_by):
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors are taken for another machine's, though all nodes are on this one."""
-    from aiogpu.engines.cluster.telling import Telling
+    from aiogpu.engines.cluster.notifier import CancelSender
 
-    monkeypatch.setattr(Telling, "reaches", lambda *_: False)
+    monkeypatch.setattr(CancelSender, "reaches", lambda *_: False)
 
 
 async def test_an_actor_elsewhere_hears_of_cancelled_calls(joined, gate, elsewhere):
@@ -302,13 +302,13 @@ async def test_a_node_that_dies_holds_up_no_cancels(joined, gate, monkeypatch):
             joined.kill(node)
         return False
 
-    from aiogpu.engines.cluster.telling import Telling
+    from aiogpu.engines.cluster.notifier import CancelSender
 
     lost, runs = doomed.spin.remote(gate.path, "lost"), living.spin
     await gate.entered("lost")
     runs = runs.remote(gate.path, "runs")
     await gate.entered("runs")
-    monkeypatch.setattr(Telling, "reaches", reaches)
+    monkeypatch.setattr(CancelSender, "reaches", reaches)
     lost.cancel()
     runs.cancel()
     await gate.entered("runs-interrupted")

@@ -64,14 +64,14 @@ async def test_what_is_written_in_vain_is_given_up() -> None:
         engine = session._engine
         assert isinstance(engine, LocalEngine)
         store = engine.store
-        (lending,) = [store.lending(caller) for caller in store._workers.values()]
-        await until(lambda: not lending.warm)
+        (borrowers,) = [store.borrowers(caller) for caller in store._workers.values()]
+        await until(lambda: not borrowers.warm)
         await until(lambda: shared_memory() - before < LARGE)
         on_the_way = select.poll()
-        assert lending._socket is not None
-        on_the_way.register(lending._socket, select.POLLIN)
+        assert borrowers._socket is not None
+        on_the_way.register(borrowers._socket, select.POLLIN)
         await until(lambda: not on_the_way.poll(0))
-        assert not lending._arrived
+        assert not borrowers._arrived
         assert store.memory.used == store.memory.warm == 0
         assert len(await shared_tasks.make.remote(A, LARGE)) == LARGE
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import pytest
 
-from aiogpu.engines.node_connection import Line
+from aiogpu.engines.node_connection import NodeConnection
 from aiogpu.memory.fd_passing import DescriptorSender
 from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.serialization.payload import Contents, pack
@@ -81,12 +81,12 @@ async def test_who_does_not_say_which_program_he_is_is_sent_away(
         assert status_codec.load(answer.payload)["CPU"] == 2
     clients = here.engine._supervisor.clients
     await until(lambda: not clients.by_id)
-    assert repr(clients._strangers) == "<Strangers 0>"
+    assert repr(clients._handshakes) == "<Strangers 0>"
 
 
 async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
     """Also where its loop is held up for long by what comes next."""
-    line = Line(asyncio.get_running_loop())
+    line = NodeConnection(asyncio.get_running_loop())
     line.on_messages = line.on_lost = print  # nobody speaks
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))

@@ -56,9 +56,9 @@ async def test_the_next_task_of_a_worker_finds_its_footing(
     task: Any, args: tuple[Any, ...], gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with node():
-        before = await wild_tasks.footing.remote()
+        before = await wild_tasks.task_state.remote()
         await task.remote(*args)
-        assert await wild_tasks.footing.remote() == before
+        assert await wild_tasks.task_state.remote() == before
         await tasks.output.remote(["heard"])
         assert "heard" in capsys.readouterr().out
         # It can be interrupted: within the grace, or this test ends too late.
@@ -84,9 +84,9 @@ async def test_the_next_task_of_a_worker_finds_its_variables(
 
 async def test_a_removed_directory_is_left(tmp_path: Path) -> None:
     async with node():
-        before = await wild_tasks.footing.remote()
+        before = await wild_tasks.task_state.remote()
         await wild_tasks.change_to_a_removed_directory.remote(str(tmp_path / "gone"))
-        assert await wild_tasks.footing.remote() == before
+        assert await wild_tasks.task_state.remote() == before
 
 
 async def test_a_program_whose_directory_was_removed(

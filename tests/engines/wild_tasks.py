@@ -17,7 +17,7 @@ from tests.gate import pass_gate, say
 
 
 @aiogpu.remote
-def footing() -> dict[str, Any]:
+def task_state() -> dict[str, Any]:
     """What a task finds where it begins."""
     mask = os.umask(0)
     os.umask(mask)

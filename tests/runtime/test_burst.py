@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from aiogpu.runtime.workers import replies as module
-from aiogpu.runtime.workers.replies import EVERY, FEW, HEARING, LONGEST, SHARE, Burst
+from aiogpu.runtime.workers.replies import (
+    EVERY,
+    FEW,
+    HEARING,
+    LONGEST,
+    SHARE,
+    InlinePoller,
+)
 
 
 class Speaker:
@@ -62,7 +69,7 @@ class House:
         self.speakers = [Speaker(self) for _ in range(count)]
         workers: Any = dict(enumerate(self.speakers))
         workers[-1] = SimpleNamespace(peer=None)  # one that starts
-        self.burst = Burst(workers)
+        self.burst = InlinePoller(workers)
 
     def submit(self, count: int = FEW + 1) -> None:
         for _ in range(count):
@@ -94,7 +101,7 @@ def test_a_few_submissions_are_no_burst(house: House) -> None:
     house.submit(1)
     assert house.heard == [1, 1, 1]
     assert {speaker.sent_at for speaker in house.speakers} == {house.now}
-    assert repr(house.burst) == "<Burst of 0>"
+    assert repr(house.burst) == "<InlinePoller of 0>"
 
 
 def test_not_again_before_it_is_time(house: House) -> None:

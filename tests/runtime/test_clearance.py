@@ -20,7 +20,7 @@ from aiogpu.runtime.devices import inspection
 from aiogpu.runtime.devices import probe_thread as device_thread
 from aiogpu.runtime.devices import release as module
 from aiogpu.runtime.devices.probe_thread import Desk, DeviceThread
-from aiogpu.runtime.devices.release import Clearance
+from aiogpu.runtime.devices.release import DeviceRelease
 from tests.runtime.paper_watch import PaperVendor, PaperWatch
 from tests.until import until
 
@@ -43,17 +43,17 @@ class Heard:
     """What a clearance has told, one thing after the other."""
 
     thread: DeviceThread
-    clearance: Clearance
+    device_release: DeviceRelease
     told: asyncio.Queue[tuple[object, ...]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         put = self.told.put_nowait
-        self.clearance.on_settled = lambda *told: put(("settled", *told))
-        self.clearance.on_set_aside = lambda *told: put(("set aside", *told))
-        self.clearance.on_recovered = lambda *told: put(("recovered", *told))
+        self.device_release.on_settled = lambda *told: put(("settled", *told))
+        self.device_release.on_set_aside = lambda *told: put(("set aside", *told))
+        self.device_release.on_recovered = lambda *told: put(("recovered", *told))
 
     async def close(self) -> None:
-        self.clearance.quit()
+        self.device_release.quit()
         await self.thread.close()
 
     async def next(self) -> tuple[object, ...]:
@@ -68,7 +68,7 @@ def listen(
     sets = [DeviceSet("GPU", given), DeviceSet("TPU", [Device(0, uuid="t")])]
     loop = asyncio.get_running_loop()
     thread = DeviceThread(loop, sets, [PaperVendor(watch)])
-    return Heard(thread, Clearance(loop, thread, limit))
+    return Heard(thread, DeviceRelease(loop, thread, limit))
 
 
 def threads() -> list[str]:
@@ -100,10 +100,10 @@ def no_look_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_free_device_settles() -> None:
     watch = PaperWatch(IDLE, IDLE)
     heard = listen(watch)
-    heard.clearance.begin(ONE, WHOLE)
-    assert heard.clearance.end(ONE, WHOLE, [PID])
+    heard.device_release.begin(ONE, WHOLE)
+    assert heard.device_release.end(ONE, WHOLE, [PID])
     assert await heard.next() == ("settled", ONE, True)
-    assert heard.clearance.end(TWO, PART, [PID])
+    assert heard.device_release.end(TWO, PART, [PID])
     assert await heard.next() == ("settled", TWO, True)
     # Each was looked at on opening; a part is not looked at when it begins.
     assert watch.looks == {0: 4, 1: 1}
@@ -119,15 +119,15 @@ async def test_of_a_worker_that_ends_without_a_lease_nothing_is_kept() -> None:
     def look(desk: Desk) -> None:
         kept.append(dict(desk.inspection._before))
 
-    heard.clearance.begin(ONE, WHOLE)
-    heard.clearance.begin(TWO, PART)
+    heard.device_release.begin(ONE, WHOLE)
+    heard.device_release.begin(TWO, PART)
     heard.thread.order(look)
-    heard.clearance.forget(ONE)
-    heard.clearance.forget(TWO)
+    heard.device_release.forget(ONE)
+    heard.device_release.forget(TWO)
     heard.thread.order(look)
     await until(lambda: len(kept) == 2)
     assert kept == [{ONE: {("GPU", 0): IDLE}}, {}]
-    assert heard.clearance._begun == set()
+    assert heard.device_release._begun == set()
     await heard.close()
 
 
@@ -135,10 +135,10 @@ async def test_a_busy_device_settles_when_it_is_free() -> None:
     watch = PaperWatch(IDLE, IDLE)
     heard = listen(watch)
     watch.on[0] = BUSY
-    assert heard.clearance.end(ONE, PART, [PID])
-    assert heard.clearance.end(TWO, lease((1, UNIT)), [PID])
+    assert heard.device_release.end(ONE, PART, [PID])
+    assert heard.device_release.end(TWO, lease((1, UNIT)), [PID])
     assert await heard.next() == ("settled", TWO, True)
-    assert "1 workers waited for, 0 devices set aside" in repr(heard.clearance)
+    assert "1 workers waited for, 0 devices set aside" in repr(heard.device_release)
     watch.on[0] = IDLE
     assert await heard.next() == ("settled", ONE, True)
     await heard.close()
@@ -150,8 +150,8 @@ async def test_past_the_limit_it_is_set_aside_and_recovers(
     monkeypatch.setattr("aiogpu.runtime.devices.inspection.ASIDE", 0.01)
     watch = PaperWatch(BUSY, IDLE)
     heard = listen(watch, limit=0.05)
-    assert heard.clearance.end(ONE, PART, [PID])
-    assert heard.clearance.end(TWO, PART, [PID])
+    assert heard.device_release.end(ONE, PART, [PID])
+    assert heard.device_release.end(TWO, PART, [PID])
     reason = (
         "GPU 0: of what has ended, the driver still lists pid 100 with 1024 MiB "
         "(1073741824 bytes)"
@@ -168,8 +168,8 @@ async def test_nobody_is_asked_about_logical_devices() -> None:
     watch = PaperWatch()
     heard = listen(watch, devices=(Device(0), Device(1)))
     assert threads() == []
-    heard.clearance.begin(ONE, WHOLE)
-    assert not heard.clearance.end(ONE, WHOLE, [PID])
+    heard.device_release.begin(ONE, WHOLE)
+    assert not heard.device_release.end(ONE, WHOLE, [PID])
     await heard.close()
     assert watch.calls == []
 
@@ -177,17 +177,17 @@ async def test_nobody_is_asked_about_logical_devices() -> None:
 async def test_of_a_mixed_lease_the_logical_devices_are_not_asked_about() -> None:
     watch = PaperWatch(IDLE, IDLE)
     heard = listen(watch, devices=(Device(0, uuid="a"), Device(1)))
-    assert heard.clearance.end(ONE, lease((0, UNIT), (1, UNIT)), [PID])
+    assert heard.device_release.end(ONE, lease((0, UNIT), (1, UNIT)), [PID])
     assert await heard.next() == ("settled", ONE, True)
-    assert not heard.clearance.end(TWO, lease((1, UNIT)), [PID])
+    assert not heard.device_release.end(TWO, lease((1, UNIT)), [PID])
     await heard.close()
 
 
 async def test_what_holds_no_device_is_not_asked_about() -> None:
     heard = listen(PaperWatch(IDLE, IDLE))
     cpu = Lease(LeaseId(1), Request.of({"CPU": UNIT}, {}))
-    heard.clearance.begin(ONE, cpu)
-    assert not heard.clearance.end(ONE, cpu, [PID])
+    heard.device_release.begin(ONE, cpu)
+    assert not heard.device_release.end(ONE, cpu, [PID])
     await heard.close()
 
 
@@ -211,13 +211,13 @@ async def test_a_driver_that_hangs_holds_nobody_up(
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
     heard = listen(watch, limit=0.01)
-    assert heard.clearance.end(ONE, WHOLE, [PID])
+    assert heard.device_release.end(ONE, WHOLE, [PID])
     assert await heard.next() == (
         "set aside",
         ONE,
         "GPU 0: the driver has not answered for 0.03 s",
     )
-    assert heard.clearance.end(TWO, PART, [PID])
+    assert heard.device_release.end(TWO, PART, [PID])
     assert (await heard.next())[:2] == ("set aside", TWO)
     watch.is_free.set()
     assert await heard.next() == ("recovered", "GPU", 0)
@@ -230,7 +230,7 @@ async def test_closing_does_not_wait_for_a_driver_that_hangs(
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
     heard = listen(watch)
-    assert heard.clearance.end(ONE, WHOLE, [PID])
+    assert heard.device_release.end(ONE, WHOLE, [PID])
     (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
     await heard.close()
     assert thread.is_alive()
@@ -253,10 +253,10 @@ async def test_a_bug_ends_the_watch_and_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     heard = listen(Broken(IDLE, IDLE))
-    assert heard.clearance.end(ONE, WHOLE, [PID])
+    assert heard.device_release.end(ONE, WHOLE, [PID])
     assert await heard.next() == ("settled", ONE, False)
     await asyncio.get_running_loop().run_in_executor(None, join_all)
-    assert not heard.clearance.end(TWO, PART, [PID]), "nobody is there to be asked"
+    assert not heard.device_release.end(TWO, PART, [PID]), "nobody is there to be asked"
     assert "devices are not watched any more" in caplog.text
     await heard.close()
 
@@ -265,11 +265,11 @@ def test_a_loop_that_was_closed_is_told_nothing() -> None:
     loop = asyncio.new_event_loop()
     sets = [DeviceSet("GPU", [Device(0, uuid="a")])]
     asking = DeviceThread(loop, sets, [PaperVendor(PaperWatch(IDLE))])
-    clearance = Clearance(loop, asking)
+    device_release = DeviceRelease(loop, asking)
     (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
-    assert clearance.end(ONE, WHOLE, [PID])
+    assert device_release.end(ONE, WHOLE, [PID])
     loop.close()
-    clearance.quit()
+    device_release.quit()
     asking.quit()
     thread.join(20)
     assert not thread.is_alive()

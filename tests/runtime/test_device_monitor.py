@@ -19,10 +19,10 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Origin
 from aiogpu.observe.status import OtherProcess
 from aiogpu.runtime.devices import monitor as module
-from aiogpu.runtime.devices.eyes import Key
 from aiogpu.runtime.devices.inspection import Report
 from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
 from aiogpu.runtime.devices.monitor import CALM, DeviceMonitor
+from aiogpu.runtime.devices.probe import Key
 from aiogpu.runtime.devices.probe_thread import Round
 from tests.until import until
 

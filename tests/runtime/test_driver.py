@@ -18,7 +18,7 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.timers import AlarmKind
 from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.workers.replies import Burst
+from aiogpu.runtime.workers.replies import InlinePoller
 from aiogpu.wire.codec import LARGE
 from tests.runtime import sites
 
@@ -46,10 +46,10 @@ class Office:
     """A driver whose one worker has been sent a task and begins nothing."""
 
     def __init__(self, payload: bytes, scheduler: Scheduler | None = None) -> None:
-        self.orders = PaperOrders()
+        self.commands = PaperOrders()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(burst=Burst({})),
-            orders=self.orders,
+            hearing=SimpleNamespace(burst=InlinePoller({})),
+            commands=self.commands,
             spawn=lambda _worker: None,
         )
         self.scheduler = scheduler or Scheduler(Ledger({CPU: UNIT}))
@@ -72,7 +72,7 @@ class Office:
         assert record is not None
         assert record.task is not None
         record.is_revoking, record.revocations = True, 1
-        self.driver.sending.revoke(Revoke(WorkerId(1), 1))
+        self.driver.dispatcher.revoke(Revoke(WorkerId(1), 1))
         async with asyncio.timeout(60):
             while record.is_revoking:
                 await asyncio.sleep(0)
@@ -81,16 +81,16 @@ class Office:
 async def test_what_was_not_begun_is_taken_back() -> None:
     office = Office(b"x")
     await office.look()
-    assert office.orders.revoked == [1]
+    assert office.commands.revoked == [1]
 
 
 @pytest.mark.parametrize("is_large", [True, False])
 async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> None:
     """A large task, or a program that holds its loop, gives no healthy worker up."""
     office = Office(bytes(LARGE) if is_large else b"x")
-    office.orders.reaches = is_large
+    office.commands.reaches = is_large
     await office.look()
-    assert office.orders.revoked == []
+    assert office.commands.revoked == []
     record = office.scheduler.workers.get(WorkerId(1))
     assert record is not None
     assert record.task is not None, "it still has its task"

@@ -8,7 +8,6 @@ import pytest
 
 from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.request import Device
-from aiogpu.runtime.devices.eyes import DeviceEyes
 from aiogpu.runtime.devices.inspection import (
     ASIDE,
     LATE,
@@ -18,6 +17,7 @@ from aiogpu.runtime.devices.inspection import (
     Report,
     Stuck,
 )
+from aiogpu.runtime.devices.probe import DeviceProbe
 from tests.runtime.paper_watch import PaperWatch
 
 PID, CHILD = 100, 101
@@ -40,10 +40,10 @@ class Story:
     def __init__(self, zero: Sample = IDLE, one: Sample = IDLE) -> None:
         self.watch = PaperWatch(zero, one)
         devices = {("GPU", i): Device(i, uuid=f"GPU-{i}") for i in range(2)}
-        eyes = DeviceEyes({"GPU": self.watch}, devices)
-        self.inspection = Inspection(eyes, LIMIT)
-        eyes.open()
-        self.inspection.open({key: eyes.look(key) for key in devices})
+        probe = DeviceProbe({"GPU": self.watch}, devices)
+        self.inspection = Inspection(probe, LIMIT)
+        probe.open()
+        self.inspection.open({key: probe.look(key) for key in devices})
         self.now = 0.0
 
     def put(self, zero: Sample | None = None, one: Sample | None = None) -> None:

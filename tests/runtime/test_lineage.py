@@ -14,7 +14,7 @@ import pytest
 
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.runtime.workers.death import UnavailableError
-from aiogpu.runtime.zygote.generations import DEAR, INTENSITY, Lineage
+from aiogpu.runtime.zygote.generations import DEAR, INTENSITY, ZygoteGenerations
 from aiogpu.wire.messages import Imported, LeftOut, Ready, Stale, Unfit
 
 SLOW = Imported(("slow",), (DEAR,))
@@ -67,7 +67,7 @@ class Family:
         self.made: list[PaperProcess] = []
         self.told: list[tuple[str, int]] = []
         self.fault: Exception | None = None
-        self.lineage = Lineage(
+        self.lineage = ZygoteGenerations(
             asyncio.get_running_loop(), self.make, (("A", "1"),), preload
         )
         self.lineage.on_death = lambda zygote: self.told.append(
@@ -449,4 +449,4 @@ async def test_the_end(family: Family) -> None:
     family.lineage.hear(Imported(("later",), (DEAR,)))
     await family.settle()
     assert len(family.made) == 2
-    assert repr(family.lineage).startswith("<Lineage <")
+    assert repr(family.lineage).startswith("<ZygoteGenerations <")

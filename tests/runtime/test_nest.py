@@ -12,7 +12,7 @@ from aiogpu.client.function_spec import Site
 from aiogpu.client.port import Receiver
 from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
-from aiogpu.runtime.callers.requests import Nest
+from aiogpu.runtime.callers.requests import NestedRequests
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire.messages import (
     ChildDone,
@@ -82,7 +82,7 @@ class House:
     def __init__(self) -> None:
         self.driver = PaperDriver()
         self.refusal: AiogpuError | None = None
-        self.nest = Nest(self.driver, PaperStore(), self.check)  # type: ignore[arg-type]
+        self.nested = NestedRequests(self.driver, PaperStore(), self.check)  # type: ignore[arg-type]
 
     def check(self, _site: Site) -> None:
         if self.refusal is not None:
@@ -95,7 +95,7 @@ class House:
 
     def hear(self, worker: LiveWorker, *said: Message) -> None:
         for message in said:
-            self.nest.on_message(worker, message)
+            self.nested.on_message(worker, message)
 
 
 @pytest.fixture
@@ -224,4 +224,4 @@ def test_only_so_much_is_remembered(
         house.hear(worker, Submit(3, 100 + site, 1, b""))
     assert peer.sent == [], "what was declared last is known"
     assert len(worker.declared) == 4
-    assert len(house.nest._functions) + len(house.nest._sites) < 12
+    assert len(house.nested._functions) + len(house.nested._sites) < 12

@@ -13,7 +13,7 @@ from aiogpu.runtime.devices.owners import (
     FOREIGN_IDS,
     THIS_PROGRAM,
     UNLISTED,
-    Owners,
+    ProcessAttribution,
     Sorted,
     Use,
 )
@@ -34,31 +34,31 @@ def listed(*pids: int, reads_pids: bool = True) -> Sample:
     return Sample(dict.fromkeys(pids, GIB), frozenset(), reads_pids, 9 * GIB)
 
 
-def sort(owners: Owners, sample: Sample) -> Sorted:
+def sort(owners: ProcessAttribution, sample: Sample) -> Sorted:
     return owners.sort("GPU", sample, ORIGINS, ROOTS)
 
 
 def test_what_descends_from_a_worker_or_its_keeper_is_the_workers() -> None:
-    found = sort(Owners(), listed(WORKER, CHILD, ORPHAN))
+    found = sort(ProcessAttribution(), listed(WORKER, CHILD, ORPHAN))
     assert found == Sorted({1: Use(3 * GIB, 3)}, (), None)
 
 
 def test_all_else_that_lives_is_somebody_elses() -> None:
-    found = sort(Owners(), listed(WORKER, OTHER, os.getpid()))
+    found = sort(ProcessAttribution(), listed(WORKER, OTHER, os.getpid()))
     xorg = OtherProcess(OTHER, "Xorg", GIB)
     driver = OtherProcess(os.getpid(), THIS_PROGRAM, GIB)
     assert found == Sorted({1: Use(GIB, 1)}, (xorg, driver))
 
 
 def test_what_has_ended_is_nobodys_where_ids_are_those_seen_here() -> None:
-    owners = Owners()
+    owners = ProcessAttribution()
     for _ in range(3):
         assert sort(owners, listed(ENDED)) == Sorted()
         owners.end_round({ENDED})
 
 
 def test_what_has_ended_stays_whose_it_was() -> None:
-    owners = Owners()
+    owners = ProcessAttribution()
     sort(owners, listed(WORKER))
     owners.end_round({WORKER})
     assert owners.sort("GPU", listed(WORKER), {}, {}).workers == {1: Use(GIB, 1)}
@@ -67,7 +67,7 @@ def test_what_has_ended_stays_whose_it_was() -> None:
 
 
 def test_an_id_that_is_used_again_is_looked_at_anew() -> None:
-    owners = Owners()
+    owners = ProcessAttribution()
     sort(owners, listed(WORKER))
     found = owners.sort("GPU", listed(WORKER), {WORKER: Origin("x", ())}, {})
     assert found.others == (OtherProcess(WORKER, "x", GIB),)
@@ -75,7 +75,7 @@ def test_an_id_that_is_used_again_is_looked_at_anew() -> None:
 
 
 def test_foreign_ids_are_called_that_until_one_of_ours_is_listed() -> None:
-    owners = Owners()
+    owners = ProcessAttribution()
     theirs, ours = (listed(pid, reads_pids=False) for pid in (OTHER, WORKER))
     assert sort(owners, theirs) == Sorted({}, None, FOREIGN_IDS)
     assert sort(owners, ours) == Sorted({1: Use(GIB, 1)}, ())
@@ -84,7 +84,7 @@ def test_foreign_ids_are_called_that_until_one_of_ours_is_listed() -> None:
 
 
 def test_in_a_container_one_that_is_not_seen_may_live_elsewhere() -> None:
-    owners = Owners()
+    owners = ProcessAttribution()
     sample = listed(WORKER, ENDED, reads_pids=False)
     assert sort(owners, sample).others == (), "or has ended just now"
     owners.end_round({WORKER, ENDED})
@@ -101,10 +101,10 @@ def test_in_a_container_one_that_is_not_seen_may_live_elsewhere() -> None:
 def test_what_the_driver_does_not_tell_is_not_known(
     sample: Sample, unknown: str
 ) -> None:
-    assert sort(Owners(), sample) == Sorted({}, None, unknown)
+    assert sort(ProcessAttribution(), sample) == Sorted({}, None, unknown)
 
 
 @pytest.mark.parametrize("memory", [None, 0])
 def test_a_worker_of_which_no_memory_is_told_is_left_out(memory: int | None) -> None:
     sample = Sample({WORKER: memory}, frozenset(), True, GIB)
-    assert sort(Owners(), sample) == Sorted()
+    assert sort(ProcessAttribution(), sample) == Sorted()

@@ -252,7 +252,7 @@ async def test_one_that_has_ended_does_not_greet_any_more(house: House) -> None:
 
 async def test_an_answer_goes_ahead_of_its_lines_which_is_said(house: House) -> None:
     keeper, worker = house.start()
-    house.pool.orders.assign(1, 7, sites.call(), Bind({}, {}), False)
+    house.pool.commands.assign(1, 7, sites.call(), Bind({}, {}), False)
     worker.on_messages([Log(7, 1, b"printed")])
     worker.on_messages([Log(0, 2, b"outside")])
     worker.on_messages([Done(7, b"")])
@@ -303,24 +303,24 @@ async def test_what_a_worker_is_told_of_a_task(house: House) -> None:
     _, worker = house.start()
     call = sites.call()
     bind = Bind({"A": "1"}, {"GPU": (0,)})
-    house.pool.orders.assign(1, 7, call, bind, False)
+    house.pool.commands.assign(1, 7, call, bind, False)
     function = call.site.function
     define = Define(call.site.id, function.id, "train", {"CPU": 1.0}, b"pickled")
     run = Run(7, call.site.id, b"arguments", False)
     assert worker.taken() == [bind, define, run]
-    house.pool.orders.assign(1, 8, call, None, True)
+    house.pool.commands.assign(1, 8, call, None, True)
     assert worker.taken() == [Run(8, call.site.id, b"arguments", True)]
     again = Bind({}, {})
-    house.pool.orders.assign(1, 9, call, again, False)
+    house.pool.commands.assign(1, 9, call, again, False)
     assert worker.taken() == [again, run._replace(task=9)]
 
 
 async def test_many_sites_are_forgotten_in_time(house: House) -> None:
     _, worker = house.start()
     for _ in range(SITES_KEPT):
-        house.pool.orders.assign(1, 1, sites.call(), None, False)
+        house.pool.commands.assign(1, 1, sites.call(), None, False)
     assert Forget() not in worker.taken()
-    house.pool.orders.assign(1, 1, sites.call(), None, False)
+    house.pool.commands.assign(1, 1, sites.call(), None, False)
     assert [type(message) for message in worker.taken()] == [Forget, Define, Run]
 
 
@@ -329,12 +329,12 @@ async def test_what_is_told_to_a_worker_that_has_gone(house: House) -> None:
     worker.on_lost()
     worker.sent.clear()
     keeper.sent.clear()
-    house.pool.orders.assign(1, 7, sites.call(), None, False)
+    house.pool.commands.assign(1, 7, sites.call(), None, False)
     house.pool.retire(1)
-    house.pool.orders.interrupt(1, 7, 0, is_coroutine=True)
+    house.pool.commands.interrupt(1, 7, 0, is_coroutine=True)
     assert worker.sent == []
     keeper.on_lost()
-    house.pool.orders.interrupt(1, 7, 1, is_coroutine=True)
+    house.pool.commands.interrupt(1, 7, 1, is_coroutine=True)
     house.pool.kill(1)
     assert keeper.sent == []
 
@@ -342,34 +342,34 @@ async def test_what_is_told_to_a_worker_that_has_gone(house: House) -> None:
 async def test_what_is_sent_ahead_is_one_write(house: House) -> None:
     _, worker = house.start()
     known, other = sites.call(), sites.call()
-    house.pool.orders.assign(1, 7, known, Bind({}, {}), False)
+    house.pool.commands.assign(1, 7, known, Bind({}, {}), False)
     worker.sent.clear()
     known.number, other.number = 8, 9
-    house.pool.orders.send_ahead(1, [(TaskId(8), known), (TaskId(9), other)])
+    house.pool.commands.send_ahead(1, [(TaskId(8), known), (TaskId(9), other)])
     run, define, last = worker.sent
     assert run == Run(8, known.site.id, b"arguments", False, 8)
     assert isinstance(define, Define)
     assert last == Run(9, other.site.id, b"arguments", False, 9)
     worker.on_lost()
-    house.pool.orders.send_ahead(1, [(TaskId(8), known)])
+    house.pool.commands.send_ahead(1, [(TaskId(8), known)])
     assert len(worker.sent) == 3, "it has gone"
 
 
 async def test_what_is_taken_back_is_said_on_the_page(house: House) -> None:
     keeper, worker = house.start()
     page = house.zygotes.page
-    house.pool.orders.revoke(1, 12)
+    house.pool.commands.revoke(1, 12)
     assert page.revoked == {0: 12}
     page.begun_of[0] = 11
-    assert house.pool.orders.begun(1) == 11
+    assert house.pool.commands.begun(1) == 11
     worker.on_messages([Skipped(11, 11)])
     assert house.told == [(1, Skipped(11, 11))]
     keeper.on_messages([Ended(1, 9)])
     worker.on_lost()
     assert house.told[-1] == ("gone", 1, Death(1001, 9, begun=11))
-    house.pool.orders.revoke(1, 13)
+    house.pool.commands.revoke(1, 13)
     assert page.revoked == {0: 12}, "the slot may be another's"
-    assert house.pool.orders.begun(1) == 0
+    assert house.pool.commands.begun(1) == 0
 
 
 async def test_what_is_said_of_children_does_not_wait_for_lines(house: House) -> None:
@@ -383,15 +383,15 @@ async def test_what_is_said_of_children_does_not_wait_for_lines(house: House) ->
 
 async def test_how_a_task_is_interrupted(house: House) -> None:
     keeper, worker = house.start()
-    house.pool.orders.interrupt(1, 7, 0, is_coroutine=True)
+    house.pool.commands.interrupt(1, 7, 0, is_coroutine=True)
     assert (worker.taken(), keeper.taken()) == ([Cancel(7)], [])
     assert house.zygotes.page.asked == {0: 7}
-    house.pool.orders.interrupt(1, 7, 1, is_coroutine=True)
+    house.pool.commands.interrupt(1, 7, 1, is_coroutine=True)
     assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
-    house.pool.orders.interrupt(1, 8, 0, is_coroutine=False)
+    house.pool.commands.interrupt(1, 8, 0, is_coroutine=False)
     assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
     house.zygotes.page.heard_of[0] = 8
-    house.pool.orders.interrupt(1, 8, 1, is_coroutine=False)
+    house.pool.commands.interrupt(1, 8, 1, is_coroutine=False)
     assert (worker.taken(), keeper.taken()) == ([], []), "it knows"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
-from aiogpu.runtime.callers.leases import Remains, find_marked
+from aiogpu.runtime.callers.leases import LeaseProcessWatcher, find_marked
 from tests.until import until
 
 
@@ -31,7 +31,7 @@ def test_the_marked_are_found(sleeper: subprocess.Popen[bytes]) -> None:
 @pytest.mark.either_loop
 async def test_their_ends_are_awaited(sleeper: subprocess.Popen[bytes]) -> None:
     loop, told = asyncio.get_running_loop(), list[Collection[int]]()
-    remains = Remains(loop, f"AIOGPU_LEASE={os.getpid()}.2", told.append)
+    remains = LeaseProcessWatcher(loop, f"AIOGPU_LEASE={os.getpid()}.2", told.append)
     await until(lambda: "1 processes" in repr(remains))
     assert not told
     sleeper.kill()
@@ -45,7 +45,7 @@ async def test_it_is_looked_until_there_is_none() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     rounds: list[tuple[int, ...]] = [(), (ended.pid,), (ended.pid,)]
-    Remains(loop, "A=1", told.append, lambda _: rounds.pop())
+    LeaseProcessWatcher(loop, "A=1", told.append, lambda _: rounds.pop())
     await until(lambda: told)
     assert (told, rounds) == ([{ended.pid}], [])
 
@@ -61,7 +61,7 @@ async def test_where_an_end_cannot_be_seen_it_is_looked_again(
     monkeypatch.setattr("aiogpu.runtime.callers.leases.AGAIN", 0.0)
     loop, told = asyncio.get_running_loop(), list[Collection[int]]()
     rounds: list[tuple[int, ...]] = [(), (4711,)]
-    Remains(loop, "A=1", told.append, lambda _: rounds.pop())
+    LeaseProcessWatcher(loop, "A=1", told.append, lambda _: rounds.pop())
     await until(lambda: told)
     assert told == [{4711}]
 
@@ -81,7 +81,7 @@ async def test_where_it_cannot_be_looked_it_is_tried_again(
     told_off: list[str] = []
     monkeypatch.setattr("aiogpu.runtime.callers.leases.AGAIN", 0.0)
     loop, told = asyncio.get_running_loop(), list[Collection[int]]()
-    Remains(loop, "A=1", told.append, find)
+    LeaseProcessWatcher(loop, "A=1", told.append, find)
     await until(lambda: told)
     assert (told, told_off) == ([set()], ["no", "no"])
 
@@ -91,11 +91,11 @@ async def test_who_is_not_waited_for_any_more_is_not_told_of(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
     loop, told = asyncio.get_running_loop(), list[Collection[int]]()
-    remains = Remains(loop, f"AIOGPU_LEASE={os.getpid()}.2", told.append)
+    remains = LeaseProcessWatcher(loop, f"AIOGPU_LEASE={os.getpid()}.2", told.append)
     await until(lambda: "1 processes" in repr(remains))
     remains.close()
     assert "0 processes" in repr(remains)
-    late = Remains(loop, "A=1", told.append, lambda _: ())
+    late = LeaseProcessWatcher(loop, "A=1", told.append, lambda _: ())
     late.close()
     await asyncio.sleep(0)
     assert not told

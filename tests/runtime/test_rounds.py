@@ -7,8 +7,14 @@ from collections.abc import Iterable, Mapping
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.request import Device
 from aiogpu.linux.procfs import Origin
-from aiogpu.runtime.devices.eyes import DeviceEyes
-from aiogpu.runtime.devices.probe_thread import DEAREST, EACH, SOONEST, Round, Rounds
+from aiogpu.runtime.devices.probe import DeviceProbe
+from aiogpu.runtime.devices.probe_thread import (
+    DEAREST,
+    EACH,
+    SOONEST,
+    DeviceSampler,
+    Round,
+)
 from tests.runtime.paper_watch import PaperWatch
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
@@ -31,9 +37,9 @@ class Story:
     def __init__(self) -> None:
         self.watch = SlowWatch(Sample({PID: 5}, frozenset({PID})), Sample())
         devices = {("GPU", index): Device(index, uuid=f"u{index}") for index in (0, 1)}
-        self.eyes = DeviceEyes({"GPU": self.watch}, devices)
-        self.rounds = Rounds(self.eyes, lambda: self.watch.now, self.find)
-        samples = {key: self.eyes.look(key) for key in devices}
+        self.probe = DeviceProbe({"GPU": self.watch}, devices)
+        self.rounds = DeviceSampler(self.probe, lambda: self.watch.now, self.find)
+        samples = {key: self.probe.look(key) for key in devices}
         self.first = self.rounds.begin(samples)
 
     def find(self, pids: Iterable[int]) -> Mapping[int, Origin]:
@@ -60,7 +66,7 @@ def test_the_first_round_takes_in_what_was_seen_on_opening() -> None:
 
 
 def test_nothing_is_due_before_it_begins() -> None:
-    rounds = Rounds(Story().eyes)
+    rounds = DeviceSampler(Story().probe)
     assert rounds.due is None
     assert rounds.turn() is None
 

@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.client.function_spec import Site
 from aiogpu.runtime.calls import Call
-from aiogpu.runtime.driver import Row
+from aiogpu.runtime.driver import SubmitBatch
 from tests.runtime import sites
 
 SITE = sites.site()
@@ -25,7 +25,9 @@ class Desk:
         self.told: list[tuple[Site, list[Call]]] = []
         self.bucket: Any = SimpleNamespace(size=1)
         loop: Any = SimpleNamespace(call_soon=self.due.append)
-        self.row = Row(loop, lambda site, calls: self.told.append((site, calls)))
+        self.row = SubmitBatch(
+            loop, lambda site, calls: self.told.append((site, calls))
+        )
 
     def begin(self, site: Site = SITE) -> None:
         self.row.begin(site, self.bucket, 40)
@@ -43,7 +45,7 @@ def desk() -> Desk:
 def test_they_are_told_together_in_order_once(desk: Desk) -> None:
     desk.begin()
     assert [desk.add(name) for name in (b"a", b"b", b"c")] == [41, 42, 43]
-    assert repr(desk.row) == "<Row of 3>"
+    assert repr(desk.row) == "<SubmitBatch of 3>"
     assert not desk.told
     (at_the_end,) = desk.due
     desk.row.end()

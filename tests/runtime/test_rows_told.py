@@ -19,9 +19,9 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.callers.caller import Child, Client
-from aiogpu.runtime.callers.requests import Nest
+from aiogpu.runtime.callers.requests import NestedRequests
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.workers.replies import Burst
+from aiogpu.runtime.workers.replies import InlinePoller
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
@@ -51,10 +51,10 @@ class Office:
     """A node of one worker, which ends what the test says, and a program."""
 
     def __init__(self) -> None:
-        self.orders, self.peer = PaperOrders(), PaperPeer()
+        self.commands, self.peer = PaperOrders(), PaperPeer()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(burst=Burst({})),
-            orders=self.orders,
+            hearing=SimpleNamespace(burst=InlinePoller({})),
+            commands=self.commands,
             spawn=lambda *_: None,
             pids={},
         )
@@ -68,20 +68,20 @@ class Office:
         )
         self.pool: Any = pool
         self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
-        self.nest = Nest(self.driver, SimpleNamespace(), bool)  # type: ignore[arg-type]
+        self.nested = NestedRequests(self.driver, SimpleNamespace(), bool)  # type: ignore[arg-type]
         self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
         terms = Terms.of(sites.site())
         for site in (1, 2):
             told = Declare(site, terms.name, terms.pack(), b"f")
-            self.nest.on_message(self.client, told)
+            self.nested.on_message(self.client, told)
 
     def submit(self, *numbers: int, site: int = 1) -> None:
         row = [Submit(0, number, site, b"%d" % number) for number in numbers]
-        self.nest.submit_all(self.client, row)
+        self.nested.submit_all(self.client, row)
 
     def end(self, count: int, **payloads: bytes) -> list[int]:
         """The worker ends so many; gives the tasks."""
-        tasks = [self.orders.sent.popleft() for _ in range(count)]
+        tasks = [self.commands.sent.popleft() for _ in range(count)]
         done = [
             Done(task, payloads.get(f"_{task}", b"r%d" % task), 5) for task in tasks
         ]
@@ -114,8 +114,8 @@ async def test_all_that_comes_together_is_told_in_order(office: Office) -> None:
     office.driver.answers.on_row = note
     office.submit(*range(2, 102))
     assert len(office.client.children) == 100
-    while office.orders.sent:
-        office.end(min(7, len(office.orders.sent)))
+    while office.commands.sent:
+        office.end(min(7, len(office.commands.sent)))
     assert office.told == [*range(1, 102)]
     assert office.client.children == {}
     assert not office.scheduler.tasks
@@ -127,9 +127,9 @@ async def test_all_that_comes_together_is_told_in_order(office: Office) -> None:
 
 async def test_functions_in_turn_keep_their_order(office: Office) -> None:
     row = [Submit(0, number, 1 + number // 3 % 2, b"") for number in range(2, 50)]
-    office.nest.submit_all(office.client, row)
-    while office.orders.sent:
-        office.end(min(5, len(office.orders.sent)))
+    office.nested.submit_all(office.client, row)
+    while office.commands.sent:
+        office.end(min(5, len(office.commands.sent)))
     assert office.told == [*range(1, 50)]
 
 
@@ -148,10 +148,10 @@ async def test_what_was_declared_as_no_task_fails_one_by_one(office: Office) -> 
 
 async def test_one_that_refers_to_others_is_told_by_itself(office: Office) -> None:
     office.submit(*range(2, 60))
-    sent = list(office.orders.sent)
+    sent = list(office.commands.sent)
     assert len(sent) == 1
     office.end(1)
-    third = list(office.orders.sent)[2]
+    third = list(office.commands.sent)[2]
     payload = Payload.of(Contents(b"x"))
     office.end(5, **{f"_{third}": payload})
     assert office.told == [1, 2, 3, 4, 5, 6, 7]
@@ -212,7 +212,7 @@ async def test_what_one_makes_of_its_answer_is_no_others_business(
 async def test_answers_of_others_are_dropped(office: Office) -> None:
     office.submit(*range(2, 20))
     office.end(1)
-    first, second, *_ = office.orders.sent
+    first, second, *_ = office.commands.sent
     office.driver.answers.on_done(1, [Done(99, b"", 1), Done(98, b"", 1)])
     office.driver.answers.on_done(2, [Done(first, b"", 1), Done(second, b"", 1)])
     assert office.told == [1, 2]
@@ -226,7 +226,7 @@ async def test_who_is_told_more_than_a_result_is_told_by_itself(
 ) -> None:
     office.submit(*range(2, 40))
     office.end(1)
-    _, second, *_ = office.orders.sent
+    _, second, *_ = office.commands.sent
     call = office.driver.call_of(second)  # type: ignore[arg-type]
     assert call is not None
     child = call.receiver
@@ -271,8 +271,8 @@ async def test_a_task_in_a_row_costs_few_calls(office: Office) -> None:
     try:
         for first in range(80, 80 + many, 250):
             office.submit(*range(first, first + 250))
-        while office.orders.sent:
-            office.end(min(30, len(office.orders.sent)))
+        while office.commands.sent:
+            office.end(min(30, len(office.commands.sent)))
     finally:
         sys.setprofile(before)
     assert len(office.told) == many + 78

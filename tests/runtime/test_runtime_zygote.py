@@ -13,27 +13,27 @@ import pytest
 
 import aiogpu
 from aiogpu.runtime.node import Supervisor
-from aiogpu.runtime.zygote.generations import INTENSITY, Lineage
+from aiogpu.runtime.zygote.generations import INTENSITY, ZygoteGenerations
 from tests.engines import tasks
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def zygote_of(session: aiogpu.Session) -> Lineage:
+def zygote_of(session: aiogpu.Session) -> ZygoteGenerations:
     parts = session._engine._supervisor._parts  # type: ignore[attr-defined]
     plain = parts.zygotes.plain
-    assert isinstance(plain, Lineage)
+    assert isinstance(plain, ZygoteGenerations)
     return plain
 
 
-def pid_of(plain: Lineage) -> int:
+def pid_of(plain: ZygoteGenerations) -> int:
     process = plain.current._process
     assert process is not None
     return process.pid
 
 
-async def kill_and_wait(plain: Lineage) -> None:
+async def kill_and_wait(plain: ZygoteGenerations) -> None:
     """Kill the one that serves, and wait until the driver has seen that."""
     life = plain.current
     os.kill(pid_of(plain), signal.SIGKILL)

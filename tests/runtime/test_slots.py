@@ -13,7 +13,7 @@ import pytest
 
 from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.output.pipes import Output
-from aiogpu.runtime.workers.death import CrowdedError
+from aiogpu.runtime.workers.death import NoCapacityError
 from aiogpu.runtime.workers.slots import MARGIN, SPARE_SLOTS, Slots
 from aiogpu.wire.messages import Close
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
@@ -112,7 +112,7 @@ async def test_there_is_an_end_of_slots(slots: Slots) -> None:
     slots.bound(SLOTS)
     assert slots.most_workers == SLOTS - SPARE_SLOTS
     slots._next_index = SLOTS
-    with pytest.raises(CrowdedError):
+    with pytest.raises(NoCapacityError):
         slots.take(ZYGOTE)
 
 
@@ -131,10 +131,10 @@ async def test_the_last_free_slot_of_another_zygote_is_closed(slots: Slots) -> N
     mine, another = slots.take(ZYGOTE), slots.take(other)
     another.keeper = peer = PaperPeer()  # type: ignore[assignment]
     slots.put_back(another)
-    with pytest.raises(CrowdedError, match="2 slots of 2 are taken"):
+    with pytest.raises(NoCapacityError, match="2 slots of 2 are taken"):
         slots.take(ZYGOTE)
     assert peer.sent == [Close()]
-    with pytest.raises(CrowdedError):
+    with pytest.raises(NoCapacityError):
         slots.take(other)
     slots.forget(another)
     another.output.close()
@@ -151,13 +151,13 @@ async def test_descriptors_are_left_for_connections_to_come(
     # Up to number 100 all are taken; the connections of two slots are to come.
     enough = 101 + 4 + MARGIN
     monkeypatch.setattr("aiogpu.runtime.workers.slots.soft_limit", lambda: enough - 1)
-    with pytest.raises(CrowdedError, match=rf"{enough - 1} descriptors may"):
+    with pytest.raises(NoCapacityError, match=rf"{enough - 1} descriptors may"):
         slots.take(ZYGOTE)
     monkeypatch.setattr("aiogpu.runtime.workers.slots.soft_limit", lambda: enough)
     second = slots.take(ZYGOTE)
     assert second.index == 1, "the place of the one that failed"
     monkeypatch.setattr("aiogpu.runtime.workers.slots.soft_limit", lambda: enough + 1)
-    with pytest.raises(CrowdedError):
+    with pytest.raises(NoCapacityError):
         slots.take(ZYGOTE)
     first.keeper = PaperPeer()  # type: ignore[assignment]
     assert slots.take(ZYGOTE).index == 2

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from aiogpu.runtime import node as wakefulness
-from aiogpu.runtime.node import AWAKE, SHORT, Wakefulness
+from aiogpu.runtime.node import AWAKE, SHORT, BusyPoll
 
 
 class Hand:
@@ -18,7 +18,7 @@ class Hand:
         self.soon: list[object] = []
         monkeypatch.setattr(wakefulness, "perf_counter", lambda: self.now)
         monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(cpus)))
-        self.it = Wakefulness(self)  # type: ignore[arg-type]
+        self.it = BusyPoll(self)  # type: ignore[arg-type]
 
     def call_soon(self, call: object) -> None:
         self.soon.append(call)
@@ -70,7 +70,7 @@ def test_with_one_cpu_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_on_a_loop_it_ends_by_itself() -> None:
-    it = Wakefulness(asyncio.get_running_loop())
+    it = BusyPoll(asyncio.get_running_loop())
     it.note(1)
     it.note(1)
     async with asyncio.timeout(30):

@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.wire.messages import Done, Invoke, Leave
-from aiogpu.worker.actor import Stage
+from aiogpu.worker.actor import ActorRuntime
 from aiogpu.worker.async_actor import AsyncActor
 from aiogpu.worker.connection import SHORT, Channel
 from tests.worker.driver_end import DriverEnd
@@ -46,7 +46,7 @@ class Echo:
 @pytest.fixture
 def actor(channel: Channel) -> Noting:
     quiet: Any = Quiet()
-    return Noting(Stage(channel, quiet, quiet, quiet, quiet, quiet), Echo())
+    return Noting(ActorRuntime(channel, quiet, quiet, quiet, quiet, quiet), Echo())
 
 
 def play(actor: Noting, driver: DriverEnd) -> None:

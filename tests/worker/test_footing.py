@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.worker.environment import Footing
+from aiogpu.worker.environment import TaskStateReset
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,11 @@ def test_it_is_put_back(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     called = []
-    footing = Footing(lambda: called.append("handler"))
-    footing.find()
+    task_state = TaskStateReset(lambda: called.append("handler"))
+    task_state.find()
     os.chdir("/")
     os.umask(0)
-    footing.restore()
+    task_state.restore()
     assert Path.cwd() == tmp_path
     assert os.umask(mask) == mask
     assert called == ["handler"]
@@ -38,13 +38,13 @@ def test_a_closed_directory_is_left_alone(
 ) -> None:
     """The task has closed all descriptors; the rest is put back all the same."""
     monkeypatch.chdir(tmp_path)
-    footing = Footing(lambda: None)
-    footing.find()
-    os.close(footing._directory)
+    task_state = TaskStateReset(lambda: None)
+    task_state.find()
+    os.close(task_state._directory)
     os.chdir("/")
     for _ in range(2):
         os.umask(0)
-        footing.restore()
+        task_state.restore()
         assert os.umask(mask) == mask
     assert Path.cwd() == Path("/")
 
@@ -53,7 +53,7 @@ def test_one_that_has_found_nothing_moves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the zygote, where tasks are rehearsed."""
-    footing = Footing(lambda: None)
+    task_state = TaskStateReset(lambda: None)
     monkeypatch.chdir(tmp_path)
-    footing.restore()
+    task_state.restore()
     assert Path.cwd() == tmp_path

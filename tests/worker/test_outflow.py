@@ -15,12 +15,12 @@ from aiogpu.wire.messages import Demand, Exit, Items
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.streams import (
-    Holding,
-    Outflow,
-    ThreadHolding,
+    MainThreadWindow,
+    StreamSender,
+    ThreadWindow,
     UnsendableError,
-    pour,
-    pour_softly,
+    send_all,
+    send_all_async,
 )
 from tests.worker.driver_end import DriverEnd
 
@@ -68,7 +68,7 @@ def test_items_are_sent_one_by_one_and_those_of_before_are_skipped(
     channel: Channel, driver: DriverEnd
 ) -> None:
     numbers = Numbers(5)
-    pour(numbers.plain(), Outflow(channel, 7, limit=9, skip=2), lambda: None)
+    send_all(numbers.plain(), StreamSender(channel, 7, limit=9, skip=2), lambda: None)
     assert taken(driver, 3) == [3, 4, 5]
     assert numbers.how == ""
 
@@ -76,9 +76,9 @@ def test_items_are_sent_one_by_one_and_those_of_before_are_skipped(
 def test_a_held_one_reads_until_there_is_demand(
     channel: Channel, driver: DriverEnd, interrupts: Interrupts
 ) -> None:
-    numbers, flow = Numbers(5), Outflow(channel, 7, limit=2, skip=0)
+    numbers, flow = Numbers(5), StreamSender(channel, 7, limit=2, skip=0)
     items = numbers.plain()
-    holding = Holding(channel, interrupts, flow)
+    holding = MainThreadWindow(channel, interrupts, flow)
     for _ in range(2):
         flow.send(next(items))
     assert flow.is_held
@@ -93,11 +93,13 @@ def test_a_held_one_reads_until_there_is_demand(
 def test_one_that_is_cancelled_while_it_is_held_is_closed_at_its_yield(
     channel: Channel, driver: DriverEnd, interrupts: Interrupts, page: ControlPage
 ) -> None:
-    numbers, flow = Numbers(5), Outflow(channel, 7, limit=2, skip=0)
+    numbers, flow = Numbers(5), StreamSender(channel, 7, limit=2, skip=0)
     interrupts.entered = 7
     page.ask(3, 7)
     with pytest.raises(KeyboardInterrupt, match="task 7"):
-        pour(numbers.plain(), flow, Holding(channel, interrupts, flow).hold)
+        send_all(
+            numbers.plain(), flow, MainThreadWindow(channel, interrupts, flow).hold
+        )
     assert numbers.how == "GeneratorExit"
     assert numbers.yielded == 1
     assert page.heard(3) == 7
@@ -107,24 +109,24 @@ def test_one_that_is_cancelled_while_it_is_held_is_closed_at_its_yield(
 def test_one_whose_driver_has_gone_is_closed(
     channel: Channel, driver: DriverEnd, interrupts: Interrupts
 ) -> None:
-    numbers, flow = Numbers(5), Outflow(channel, 7, limit=2, skip=0)
+    numbers, flow = Numbers(5), StreamSender(channel, 7, limit=2, skip=0)
 
     def hang_up_and_hold() -> None:
         if flow.is_held:
             driver.hang_up()
-        Holding(channel, interrupts, flow).hold()
+        MainThreadWindow(channel, interrupts, flow).hold()
 
     with pytest.raises(NodeClosedError):
-        pour(numbers.plain(), flow, hang_up_and_hold)
+        send_all(numbers.plain(), flow, hang_up_and_hold)
     assert numbers.how == "GeneratorExit"
 
 
 def test_an_item_that_cannot_be_sent_names_its_place(
     channel: Channel, driver: DriverEnd
 ) -> None:
-    flow = Outflow(channel, 7, limit=9, skip=0)
+    flow = StreamSender(channel, 7, limit=9, skip=0)
     with pytest.raises(UnsendableError, match=r"item 2 .*generator"):
-        pour(iter([1, (each for each in ())]), flow, lambda: None)
+        send_all(iter([1, (each for each in ())]), flow, lambda: None)
     assert taken(driver, 1) == [1]
 
 
@@ -132,12 +134,12 @@ def test_one_in_a_thread_waits_for_the_thread_that_reads(
     channel: Channel, driver: DriverEnd
 ) -> None:
     numbers = Numbers(5)
-    holding = ThreadHolding(Outflow(channel, 7, limit=1, skip=0))
+    holding = ThreadWindow(StreamSender(channel, 7, limit=1, skip=0))
     caught: list[BaseException] = []
 
     def run() -> None:
         try:
-            pour(numbers.plain(), holding.flow, holding.hold)
+            send_all(numbers.plain(), holding.flow, holding.hold)
         except BaseException as error:
             caught.append(error)
 
@@ -156,10 +158,10 @@ def test_one_in_a_thread_waits_for_the_thread_that_reads(
 async def test_on_a_loop_others_run_while_it_is_held(
     channel: Channel, driver: DriverEnd, kind: str
 ) -> None:
-    numbers, flow = Numbers(3), Outflow(channel, 7, limit=1, skip=0)
+    numbers, flow = Numbers(3), StreamSender(channel, 7, limit=1, skip=0)
     loop = asyncio.get_running_loop()
     items = numbers.plain() if kind == "plain" else numbers.soft()
-    task = loop.create_task(pour_softly(items, flow, loop.create_future))
+    task = loop.create_task(send_all_async(items, flow, loop.create_future))
     while not flow.is_held:
         await asyncio.sleep(0)
     assert numbers.yielded == 1

@@ -7,7 +7,7 @@ import pytest
 from aiogpu.errors import TaskError
 from aiogpu.serialization.serializer import RETRY_ALL, Retried, dump_retried
 from aiogpu.wire.messages import Define
-from aiogpu.worker.invoke import Retrying
+from aiogpu.worker.invoke import RetryRules
 
 UNLOADABLE = b"cno_such_module\nNoError\n."
 
@@ -21,7 +21,7 @@ def says(wanted: Retried) -> Define:
 
 
 def test_by_the_error_or_by_what_is_told_of_it() -> None:
-    wants = Retrying().wants
+    wants = RetryRules().wants
     assert wants(says((OSError,)), ConnectionError())
     assert not wants(says((OSError,)), KeyError())
     assert wants(site(RETRY_ALL), KeyboardInterrupt())
@@ -51,7 +51,7 @@ class Odd(Exception, metaclass=Deceiver):
 def test_what_cannot_be_asked_is_told_once(
     retried: bytes, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    retrying = Retrying()
+    retrying = RetryRules()
     for _ in range(3):
         assert not retrying.wants(site(retried), KeyError())
     told = capsys.readouterr().err

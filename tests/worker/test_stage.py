@@ -9,7 +9,7 @@ import pytest
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import UNSENDABLE
 from aiogpu.wire.messages import Done, Failed, Message
-from aiogpu.worker.actor import Stage
+from aiogpu.worker.actor import ActorRuntime
 
 
 class PaperChannel:
@@ -42,13 +42,13 @@ class ForkEnded(Exception):
     """Stands for the end of the process."""
 
 
-def stage(channel: PaperChannel) -> Stage:
+def stage(channel: PaperChannel) -> ActorRuntime:
     def end_fork() -> Any:
         raise ForkEnded
 
     quiet: Any = Quiet()
     paper: Any = channel
-    return Stage(paper, quiet, quiet, quiet, quiet, end_fork)
+    return ActorRuntime(paper, quiet, quiet, quiet, quiet, end_fork)
 
 
 def test_a_result_that_is_too_long_is_the_calls_failure() -> None:

@@ -24,11 +24,11 @@ from aiogpu.wire.messages import (
     Leave,
     Release,
 )
-from aiogpu.worker.actor import Stage
+from aiogpu.worker.actor import ActorRuntime
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.nested import TaskClient
-from aiogpu.worker.streams import Outflow
+from aiogpu.worker.streams import StreamSender
 from aiogpu.worker.threaded_actor import ThreadedActor
 from tests.worker.driver_end import DriverEnd
 
@@ -83,7 +83,7 @@ def test_what_a_method_has_read_for_others_is_begun(
     method = threading.Thread(target=read_for_it)
     method.start()
     quiet: Any = Quiet()
-    stage = Stage(channel, quiet, quiet, quiet, quiet, quiet)
+    stage = ActorRuntime(channel, quiet, quiet, quiet, quiet, quiet)
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 2}, {})
     ThreadedActor(stage, Echo(), creation).play()
     method.join(60)
@@ -93,7 +93,7 @@ def test_what_a_method_has_read_for_others_is_begun(
 class Given:
     """Stands for a handle to actor 5: what says that it has gone may be any thread."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: ActorRuntime) -> None:
         self._stage = stage
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
@@ -107,7 +107,7 @@ class Given:
 
 
 class Giver:
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: ActorRuntime) -> None:
         self._stage = stage
 
     def give(self) -> Given:
@@ -118,7 +118,7 @@ def test_a_result_holds_its_handles_before_anybody_says_that_they_are_gone(
     driver: DriverEnd, channel: Channel, children: TaskClient
 ) -> None:
     quiet: Any = Quiet()
-    stage = Stage(channel, quiet, quiet, quiet, quiet, quiet)
+    stage = ActorRuntime(channel, quiet, quiet, quiet, quiet, quiet)
     driver.send(Invoke(1, "give", dump_arguments("give", (), {})), Leave())
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
     ThreadedActor(stage, Giver(stage), creation).play()
@@ -135,8 +135,8 @@ class Counter:
 def test_a_stream_that_its_actors_end_stops_is_no_failure_of_its_own(
     driver: DriverEnd, channel: Channel, children: TaskClient
 ) -> None:
-    def flow_of(call: int, message: Invoke) -> Outflow:
-        return Outflow(channel, call, message.limit, 0)
+    def flow_of(call: int, message: Invoke) -> StreamSender:
+        return StreamSender(channel, call, message.limit, 0)
 
     def describe(call: int, raised: Raised) -> Failed:
         return pack_failure(call, raised.kind, raised.error, "")
@@ -152,7 +152,7 @@ def test_a_stream_that_its_actors_end_stops_is_no_failure_of_its_own(
     driver.send(Invoke(1, "count", dump_arguments("count", (), {}), 1))
     consumer = threading.Thread(target=read_one_item)
     consumer.start()
-    stage = Stage(channel, quiet, executor, quiet, quiet, quiet)
+    stage = ActorRuntime(channel, quiet, executor, quiet, quiet, quiet)
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
     ThreadedActor(stage, Counter(), creation).play()
     consumer.join(60)

@@ -47,7 +47,7 @@ def place(
     node.worker_limit.refused = 0
     if queue.unserved:
         queue.unserved.clear()
-    round_ = Round(node, queue, clients)
+    round_ = PlacementRound(node, queue, clients)
     if node.reservation is not None and not _is_first(queue, node.reservation.record):
         node.reservation = None
     while round_.left:
@@ -129,7 +129,7 @@ class Candidate:
     then: float = 0.0
 
 
-class Round:
+class PlacementRound:
     """The programs that are still to be looked at in one pass over all that waits.
 
     Attributes:

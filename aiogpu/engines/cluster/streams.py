@@ -107,7 +107,7 @@ class Inflow:
 
 
 def step_of(window: int) -> int:
-    """After how many items a consumer says that it has taken them; see `Window`."""
+    """After how many items a consumer says that it has taken them; see `MapWindow`."""
     return (window + 1) // 2
 
 

@@ -43,7 +43,7 @@ def tell_here(actor: str, calls: bytes, seconds: float) -> bool:
     return True
 
 
-class Telling:
+class CancelSender:
     """What the threads of a process have to tell; see above."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Telling:
         self._teller: Any = None
 
     def __repr__(self) -> str:
-        return f"<Telling for {len(self._waiting)} actors>"
+        return f"<CancelSender for {len(self._waiting)} actors>"
 
     def tell(self, actor: str, call: ray.Ref, node: str) -> None:
         """Tell an actor's process that a call is cancelled, now or soon.
@@ -142,7 +142,7 @@ class Telling:
         return ""
 
 
-telling: Final = Telling()
+telling: Final = CancelSender()
 """That of this process."""
 
 

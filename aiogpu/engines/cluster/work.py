@@ -34,7 +34,7 @@ from aiogpu.serialization.serializer import (
     split_results,
 )
 from aiogpu.wire.messages import Define
-from aiogpu.worker.invoke import Retrying
+from aiogpu.worker.invoke import RetryRules
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
@@ -46,7 +46,7 @@ HIDDEN: Final = {
 }
 """By kind the variable that hides devices; Ray sets it for those who have some."""
 ORDER: Final = "CUDA_DEVICE_ORDER"
-_retrying: Final = Retrying()
+_retrying: Final = RetryRules()
 _adopted: Final[set[tuple[str, ...]]] = set()
 kinds_here: Final[list[str]] = []
 """The kinds of devices that the cluster has whose task this process is."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from aiogpu.engines.inline.job import Job
     from aiogpu.engines.inline.turns import Turns
-    from aiogpu.worker.streams import Outflow
+    from aiogpu.worker.streams import StreamSender
 
 
 class Beside:
@@ -24,7 +24,7 @@ class Beside:
     """
 
     def __init__(self, turns: Turns) -> None:
-        self.flows: dict[int, Outflow] = {}
+        self.flows: dict[int, StreamSender] = {}
         self.jobs: dict[int, Job] = {}
         self._turns = turns
 

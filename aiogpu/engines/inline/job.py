@@ -23,7 +23,7 @@ from aiogpu.runtime.objects.values import unfinished_in
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.serialization.serializer import is_retried
 from aiogpu.wire.messages import Done, Failed
-from aiogpu.worker.streams import Outflow
+from aiogpu.worker.streams import StreamSender
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.execute import Executor
@@ -84,7 +84,7 @@ class Job:
     aside: list[Job] = field(default_factory=list)
     is_urgent: bool = False
     worn: Surroundings | None = None
-    flow: Outflow | None = None
+    flow: StreamSender | None = None
     error: Exception | None = None
 
     def __repr__(self) -> str:

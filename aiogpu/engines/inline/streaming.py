@@ -15,7 +15,7 @@ from aiogpu.client.current import take_kept
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result
-from aiogpu.worker.streams import Outflow, pour_softly
+from aiogpu.worker.streams import StreamSender, send_all_async
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.host import TaskHost
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NO_ITEM: Final = object()
 
 
-class InlineFlow(Outflow):
+class InlineFlow(StreamSender):
     """The items of one job on their way."""
 
     def __init__(self, job: Job) -> None:
@@ -34,7 +34,7 @@ class InlineFlow(Outflow):
         self._job = job
 
     def send(self, item: object) -> None:
-        """Give the next item to who waits; see `Outflow.send`."""
+        """Give the next item to who waits; see `StreamSender.send`."""
         if not self.counts():
             return
         try:
@@ -103,4 +103,4 @@ def begin_stream(
     job.runner.node.beside.flows[job.id] = flow
     if host is not None and not hasattr(items, "__anext__"):
         items = PlainItems(items, job, host)
-    return pour_softly(items, flow, job.runner.loop.create_future)
+    return send_all_async(items, flow, job.runner.loop.create_future)

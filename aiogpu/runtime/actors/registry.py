@@ -27,7 +27,7 @@ from aiogpu.wire.messages import Create, Created, Done, Failed
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
     from aiogpu.runtime.devices.memory_shortage import Shortages
-    from aiogpu.runtime.results import Telling
+    from aiogpu.runtime.results import OwnerNotifier
 
 
 class AnswersPort(Protocol):
@@ -42,7 +42,7 @@ class DriverPort(Protocol):
 
     scheduler: Scheduler
     shortages: Shortages
-    telling: Telling
+    notifier: OwnerNotifier
 
     @property
     def answers(self) -> AnswersPort:
@@ -196,7 +196,7 @@ class Actors(Register):
         self.on_holder_gone: Callable[[Caller], None]
         self._driver = driver
         self._pool = pool
-        self._orders = pool.orders
+        self._commands = pool.commands
         self.workers: dict[int, LiveWorker] = {}
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
@@ -247,7 +247,7 @@ class Actors(Register):
 
     def begun(self, worker: int) -> int:
         """Number of the last call that a serial actor's process has begun."""
-        return self._orders.begun(worker)
+        return self._commands.begun(worker)
 
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""
@@ -265,7 +265,7 @@ class Actors(Register):
         number = found.lines.number_of(number)
         if found.cancel(number) and worker is not None and worker.peer is not None:
             found.drops += 1
-            self._orders.drop(worker, number, found.drops)
+            self._commands.drop(worker, number, found.drops)
             if found.is_serial:
                 self._interrupt(found, worker, number, is_first=True)
         found.look_if_idle()
@@ -285,9 +285,9 @@ class Actors(Register):
         """
         if actor.worker is not worker or number not in actor.calls:
             return
-        has_begun = self._orders.begun(worker.id) == number
+        has_begun = self._commands.begun(worker.id) == number
         if has_begun:
-            self._orders.interrupt(worker.id, number, attempt=1, is_coroutine=False)
+            self._commands.interrupt(worker.id, number, attempt=1, is_coroutine=False)
         if has_begun or is_first:
             self._loop.call_later(
                 INTERRUPT_EVERY, self._interrupt, actor, worker, number
@@ -299,8 +299,8 @@ class Actors(Register):
         if worker is None:
             return 0
         if attempt == 0:
-            self._orders.call_off(worker)
-        begun = self._orders.begun(worker_id)
+            self._commands.call_off(worker)
+        begun = self._commands.begun(worker_id)
         return begun if begun >= FIRST_CALL else 0
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
@@ -351,7 +351,7 @@ class Actors(Register):
         actor.worker, worker.actor = worker, actor
         actor.drops, actor.is_killed = 0, False
         self.workers[worker.id] = worker
-        self._orders.expect_actor(worker)
+        self._commands.expect_actor(worker)
         terms = call.site.actor
         assert terms is not None, call
         if not terms.keeps_cpus:
@@ -386,7 +386,7 @@ class Actors(Register):
         lost = actor.lose(death.begun)
         cause = None
         if lost and not was_killed:
-            cause = self._driver.telling.cause_of(
+            cause = self._driver.notifier.cause_of(
                 *(actor.id, actor.name, worker_id, death)
             )
         if was_leaving:
@@ -425,7 +425,7 @@ class Actors(Register):
         if shortages and shortages.concerns(worker, failed):
             failed = shortages.told(worker, name, failed)
         if call is not None and call.receiver is not None and failed.kind != LEFT:
-            self._driver.telling.note_call(actor.id, name, failed)
+            self._driver.notifier.note_call(actor.id, name, failed)
         return failed
 
     def end_of_client(self, client: ClientId, why: str) -> list[TaskId]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aiogpu.client.port import Receiver
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.connection import Peer
-    from aiogpu.runtime.objects.segments import Lending
+    from aiogpu.runtime.objects.segments import BorrowerReferences
     from aiogpu.runtime.objects.values import Value
 
 
@@ -58,7 +58,9 @@ class Lender(Protocol):
         """Give the payload that a caller is sent, and lend it what that refers to."""
         ...
 
-    def forget(self, lending: Lending, error: Exception, is_all: bool) -> None:
+    def forget(
+        self, borrowers: BorrowerReferences, error: Exception, is_all: bool
+    ) -> None:
         """A caller has ended: it has nothing any more."""
         ...
 
@@ -83,7 +85,7 @@ class Caller:
         holds: how often it counts as a holder of an actor, by the actor's id.
         carried: actors to which what it says next holds handles.
         store: lends it what its payloads refer to.
-        lending: what it was lent, None for nothing so far.
+        borrowers: what it was lent, None for nothing so far.
         fetched: values that it has asked for and that have not come.
         actor: what it is, None for what is no actor.
     """
@@ -102,7 +104,7 @@ class Caller:
     holds: dict[int, int] = field(default_factory=dict, kw_only=True)
     carried: tuple[int, ...] = field(default=(), kw_only=True)
     store: Lender | None = field(default=None, kw_only=True)
-    lending: Lending | None = field(default=None, kw_only=True)
+    borrowers: BorrowerReferences | None = field(default=None, kw_only=True)
     fetched: dict[int, Value] = field(default_factory=dict, kw_only=True)
     actor: Actor | None = field(default=None, kw_only=True)
 
@@ -112,7 +114,7 @@ class Caller:
 
     def return_loans(self) -> None:
         """It has ended, and has nothing any more."""
-        if self.lending is None or self.store is None:
+        if self.borrowers is None or self.store is None:
             return
         if self.client:
             # All its tasks are cancelled, and of a cancelled task nobody is told.
@@ -126,7 +128,7 @@ class Caller:
                 f"hand on handles end by themselves.",
                 self.pid,
             )
-        self.store.forget(self.lending, error, is_all=bool(self.client))
+        self.store.forget(self.borrowers, error, is_all=bool(self.client))
 
 
 class Child:

@@ -5,7 +5,7 @@ when all processes have ended that were started with its variables: a killed hol
 leaves orphans, and a careless one leaves them too. They are no children of this
 process, and who has started them may have been killed, so they are looked up in /proc
 by what the lease's environment has marked them with; their ends are seen on pidfds, and
-then it is looked again, until there is none (`Remains`).
+then it is looked again, until there is none (`LeaseProcessWatcher`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from aiogpu.core.effects import Effect, Granted
     from aiogpu.core.model.request import TaskSpec
     from aiogpu.runtime.devices.binding import Assignment
-    from aiogpu.runtime.devices.eyes import Key
-    from aiogpu.runtime.devices.release import Clearance
-    from aiogpu.runtime.devices.unwatched import Unasked
+    from aiogpu.runtime.devices.probe import Key
+    from aiogpu.runtime.devices.release import DeviceRelease
+    from aiogpu.runtime.devices.unwatched import NullDeviceRelease
 
 
 AGAIN: Final = 1.0
@@ -68,7 +68,7 @@ def find_marked(mark: str, proc: Path = PROC) -> tuple[int, ...]:
     return tuple(found)
 
 
-class Remains:
+class LeaseProcessWatcher:
     """What is left of the processes of one lease.
 
     Attributes:
@@ -100,7 +100,7 @@ class Remains:
         self._look()
 
     def __repr__(self) -> str:
-        return f"<Remains of {self._mark}: {len(self._pidfds)} processes>"
+        return f"<LeaseProcessWatcher of {self._mark}: {len(self._pidfds)} processes>"
 
     def close(self) -> None:
         """Wait for nobody any more."""
@@ -235,7 +235,7 @@ class Held:
     name: str
     mark: str
     lease: Lease
-    remains: Remains | None = None
+    remains: LeaseProcessWatcher | None = None
 
 
 class Leases:
@@ -250,13 +250,13 @@ class Leases:
         loop: asyncio.AbstractEventLoop,
         calls: ShardedDict[Call],
         assignment: Assignment,
-        clearance: Clearance | Unasked,
+        device_release: DeviceRelease | NullDeviceRelease,
         feed: Feed,
     ) -> None:
         self._loop = loop
         self._calls = calls
         self._assignment = assignment
-        self._clearance = clearance
+        self._device_release = device_release
         self._feed = feed
         self._held: dict[WorkerId, Held] = {}
         self._placements = Placements(calls)
@@ -301,7 +301,7 @@ class Leases:
         self._held[effect.holder] = Held(
             receiver.pid, site.spec.name, f"{LEASE_MARK}={mark}", effect.lease
         )
-        self._clearance.begin(effect.holder, effect.lease)
+        self._device_release.begin(effect.holder, effect.lease)
         environ = {**bind.environ, LEASE_MARK: mark}
         receiver.receive(pack(bind._replace(environ=environ)))
 
@@ -311,13 +311,13 @@ class Leases:
             # It was never told that it has it.
             self._feed(Scheduler.lease_returned, holder)
             return
-        held.remains = Remains(
+        held.remains = LeaseProcessWatcher(
             self._loop, held.mark, lambda pids: self._give_back(holder, pids)
         )
 
     def _give_back(self, holder: WorkerId, pids: Collection[int]) -> None:
         held = self._held.pop(holder)
-        settles = self._clearance.end(holder, held.lease, (held.pid, *pids))
+        settles = self._device_release.end(holder, held.lease, (held.pid, *pids))
         self._feed(Scheduler.lease_returned, holder, settles)
 
     def close(self) -> None:

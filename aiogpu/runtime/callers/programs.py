@@ -38,7 +38,7 @@ from aiogpu.errors import (
 )
 from aiogpu.linux.syscalls import user
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
-from aiogpu.runtime.callers.requests import Far, Nest
+from aiogpu.runtime.callers.requests import ActorRequests, NestedRequests
 from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.runtime.calls import internal_error
 from aiogpu.runtime.connection import Peer
@@ -76,7 +76,7 @@ from aiogpu.wire.messages import (
 
 
 @dataclass(frozen=True, slots=True)
-class Premises:
+class ServerInfo:
     """What clients find on a node.
 
     Attributes:
@@ -244,7 +244,7 @@ WITHIN: Final = 10.0
 """Seconds in which a program says it; it does so at once, unless it is stopped."""
 
 
-class Strangers:
+class HandshakeTimeouts:
     """See above.
 
     Args:
@@ -260,7 +260,7 @@ class Strangers:
         self._timers: dict[Peer, asyncio.TimerHandle] = {}
 
     def __repr__(self) -> str:
-        return f"<Strangers {len(self._timers)}>"
+        return f"<HandshakeTimeouts {len(self._timers)}>"
 
     def come(self, peer: Peer) -> None:
         """It has connected."""
@@ -283,7 +283,7 @@ class Strangers:
         self._timers.clear()
 
 
-class Lessee:
+class ClientLeaseReceiver:
     """Tells a client of a lease that it has asked for; see `LeaseReceiver`.
 
     Attributes:
@@ -326,7 +326,7 @@ def hear_of_leases(
 def _take(
     client: Client, message: TakeLease, driver: Driver, is_draining: bool
 ) -> None:
-    lessee = Lessee(client, message.child)
+    lessee = ClientLeaseReceiver(client, message.child)
     site = client.declared.get(message.site)
     if is_draining:
         lessee.fail(NodeClosedError("the node is being stopped, and grants nothing."))
@@ -393,11 +393,11 @@ class Absent(NamedTuple):
     pid: int
 
 
-class Parting:
+class ClientCleanup:
     """See above."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, driver: Driver, far: Far
+        self, loop: asyncio.AbstractEventLoop, driver: Driver, far: ActorRequests
     ) -> None:
         self._loop = loop
         self._driver = driver
@@ -405,7 +405,7 @@ class Parting:
         self._left: dict[ClientId, Absent] = {}
 
     def __repr__(self) -> str:
-        return f"<Parting {len(self._left)} have left something>"
+        return f"<ClientCleanup {len(self._left)} have left something>"
 
     def give_up(self, client: Client) -> None:
         """Stop what is a client's own."""
@@ -512,10 +512,10 @@ class Clients:
         self,
         loop: asyncio.AbstractEventLoop,
         driver: Driver,
-        nest: Nest,
+        nested: NestedRequests,
         zygotes: Zygotes,
         store: Store,
-        premises: Premises,
+        server_info: ServerInfo,
     ) -> None:
         self.answers: Mapping[str, Answer] = {}
         self.is_draining = False
@@ -524,14 +524,14 @@ class Clients:
         self.routes = Routes(driver.scheduler, self.by_id)
         self._loop = loop
         self._driver = driver
-        self._nest = nest
+        self._nested = nested
         self._zygotes = zygotes
         self._store = store
-        self._premises = premises
+        self._server_info = server_info
         self._server: asyncio.AbstractServer | None = None
         self._doing: set[asyncio.Task[None]] = set()
-        self._strangers = Strangers(loop, self._turn_away)
-        self._parting = Parting(loop, driver, nest.far)
+        self._handshakes = HandshakeTimeouts(loop, self._turn_away)
+        self._parting = ClientCleanup(loop, driver, nested.far)
         zygotes.wants = self._parting.wants
 
     def __repr__(self) -> str:
@@ -548,7 +548,7 @@ class Clients:
 
         def accept() -> Peer:
             peer = Peer(self._greeted, on_heard)
-            self._strangers.come(peer)
+            self._handshakes.come(peer)
             return peer
 
         # asyncio calls listen(2) once more, with 100 unless told otherwise.
@@ -566,7 +566,7 @@ class Clients:
     def _greeted(self, peer: Peer, hello: Hello) -> None:
         is_client = hello.role == CLIENT and FIRST_CLIENT <= hello.id < END_OF_CLIENTS
         if not is_client or hello.id in self.by_id:
-            self._strangers.know(peer)
+            self._handshakes.know(peer)
             peer.refuse("this socket is for programs, each with a number of its own")
             return
         client = Client(
@@ -622,7 +622,7 @@ class Clients:
                 if is_open and type(message) is Submit and message.payload[:1] != MARK:
                     row.append(message)
                     continue
-                self._nest.submit_all(client, row)
+                self._nested.submit_all(client, row)
                 row = []
                 try:
                     self._take(client, message)
@@ -635,7 +635,7 @@ class Clients:
                     if not tell_asker(client, message, internal_error(what, error)):
                         raise
                     _log.exception("! failed to take in %s", type(message).__name__)
-            self._nest.submit_all(client, row)
+            self._nested.submit_all(client, row)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             is_told = isinstance(error, ProtocolError | OSError | AiogpuError)
             kind = type(error).__name__
@@ -673,7 +673,7 @@ class Clients:
         elif isinstance(message, Carry) and message.task:
             raise ProtocolError("a client has no task whose result carries something")
         elif not hear_of_leases(client, message, self._driver, self.is_draining):
-            self._nest.on_message(client, message)
+            self._nested.on_message(client, message)
 
     def _refuse(self, client: Client, message: Message) -> None:
         error = NodeClosedError("the node is being stopped, and takes no new work.")
@@ -683,10 +683,10 @@ class Clients:
             Child(client, message.child).fail(error)
 
     def _join(self, client: Client, join: Join) -> None:
-        ours = self._premises
+        ours = self._server_info
         peer = client.peer
         assert peer is not None, client
-        self._strangers.know(peer)
+        self._handshakes.know(peer)
         if join.release != ours.release:
             peer.refuse(
                 f"the node runs aiogpu {ours.release}, the program {join.release}; use "
@@ -716,7 +716,7 @@ class Clients:
 
     async def _welcome(self, client: Client) -> None:
         """Let a program begin as soon as workers can be forked for it."""
-        ours, peer = self._premises, client.peer
+        ours, peer = self._server_info, client.peer
         if peer is None:
             return  # it has gone before its turn
         try:
@@ -803,7 +803,7 @@ class Clients:
     def close(self) -> None:
         """The node has ended all that ran: part from those that are still there."""
         self.stop_listening()
-        self._strangers.close()
+        self._handshakes.close()
         for doing in self._doing:
             doing.cancel()
         for client in list(self.by_id.values()):

@@ -46,7 +46,7 @@ from aiogpu.runtime.callers.caller import (
 )
 from aiogpu.runtime.calls import Call, internal_error, tell_safely
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.objects.exchange import KINDS, Exchange
+from aiogpu.runtime.objects.exchange import KINDS, ValueRequests
 from aiogpu.runtime.objects.store import Store
 from aiogpu.serialization.exceptions import RAISED, pack_failure, unpack_failure
 from aiogpu.serialization.serializer import dump_whole
@@ -94,12 +94,12 @@ Check = Callable[[Site], None]
 """Raises if calls of a site can never be served."""
 
 
-class Nest:
+class NestedRequests:
     """Hears what workers say of their tasks' children."""
 
     def __init__(self, driver: Driver, store: Store, check: Check) -> None:
-        self._exchange = Exchange(driver, store, self._note_answer)
-        self.far = self._far = Far(
+        self._exchange = ValueRequests(driver, store, self._note_answer)
+        self.far = self._far = ActorRequests(
             driver.actors, driver.receiver_of, self._note_answer, self._client_of
         )
         driver.actors.on_holder_gone = self._far.release_all
@@ -291,7 +291,7 @@ class Nest:
             child.fail(InternalError(f"worker {caller.id} never declared this task"))
 
 
-class Far:
+class ActorRequests:
     """Hears what workers say of actors."""
 
     def __init__(

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Final
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.runtime.devices.eyes import DeviceEyes, Key
+from aiogpu.runtime.devices.probe import DeviceProbe, Key
 
 TOLERANCE: Final = 100 << 20
 """Bytes above the memory in use before that are not counted as a worker's: drivers
@@ -195,14 +195,14 @@ class Claim:
 class Inspection:
     """All looks at one node's devices."""
 
-    def __init__(self, eyes: DeviceEyes, limit: float) -> None:
+    def __init__(self, probe: DeviceProbe, limit: float) -> None:
         """Prepare to look.
 
         Args:
-            eyes: what to look with, at the devices that can be asked about.
+            probe: what to look with, at the devices that can be asked about.
             limit: seconds after a worker's end until its devices are set aside.
         """
-        self._eyes = eyes
+        self._probe = probe
         self._limit = limit
         self._idle: dict[Key, Sample] = {}
         self._before: dict[int, dict[Key, Sample]] = {}
@@ -210,7 +210,7 @@ class Inspection:
         self._reads_pids: set[str] = set()
 
     def __repr__(self) -> str:
-        count = len(self._eyes.devices)
+        count = len(self._probe.devices)
         return f"<Inspection {count} devices, {len(self._claims)} claims>"
 
     @property
@@ -231,7 +231,7 @@ class Inspection:
             delay: seconds since it was told so.
         """
         if delay <= LATE:
-            self._before[worker] = {key: self._eyes.look(key) for key in keys}
+            self._before[worker] = {key: self._probe.look(key) for key in keys}
 
     def forget(self, worker: int) -> None:
         """A worker has ended, and its devices are not asked about."""
@@ -293,7 +293,7 @@ class Inspection:
         is_lost = False
         for key, before in list(claim.left.items()):
             if key not in seen:
-                seen[key] = self._eyes.look(key)
+                seen[key] = self._probe.look(key)
             now = self._as_read(key, seen[key], claim.pids)
             is_whole = key in claim.whole
             found = verdict(before, now, claim.pids, is_whole=is_whole)
@@ -305,7 +305,7 @@ class Inspection:
                 if is_whole and found.state is State.FREE:
                     self._idle[key] = now
             else:
-                held[key] = f"{self._eyes.name_of(key)}: {found.reason}"
+                held[key] = f"{self._probe.name_of(key)}: {found.reason}"
                 is_lost = is_lost or found.state is State.LOST
         if is_lost:
             # It will not come back by itself.

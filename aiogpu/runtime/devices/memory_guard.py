@@ -18,9 +18,9 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.devices.binding import held_of, limits_of
-from aiogpu.runtime.devices.eyes import Key
 from aiogpu.runtime.devices.memory_shortage import gpu_out_of_memory, neighbours_of
 from aiogpu.runtime.devices.owners import Use
+from aiogpu.runtime.devices.probe import Key
 from aiogpu.runtime.devices.probe_thread import DeviceThread
 
 OVERHEAD: Final = 1 << 30

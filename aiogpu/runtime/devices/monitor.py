@@ -18,9 +18,9 @@ from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.text import listing
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.observe.status import Observed
-from aiogpu.runtime.devices.eyes import Key
 from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
-from aiogpu.runtime.devices.owners import Owners
+from aiogpu.runtime.devices.owners import ProcessAttribution
+from aiogpu.runtime.devices.probe import Key
 from aiogpu.runtime.devices.probe_thread import DeviceThread, Round
 
 CALM: Final = 10.0
@@ -165,7 +165,7 @@ class DeviceMonitor:
         self._feed: Feed | None = None
         # What was seen before there was anybody to tell; an error is told but once.
         self._early: list[Round] = []
-        self._owners = Owners()
+        self._owners = ProcessAttribution()
         self._health = {key: DeviceHealth() for key in thread.devices}
         self._mute: set[str] = set()
         self._told: dict[Key, str] = {}

@@ -54,7 +54,7 @@ class Sorted:
     unknown: str | None = None
 
 
-class Owners:
+class ProcessAttribution:
     """Whose processes were seen on one node's devices.
 
     The driver's process ids are believed to be those seen here if that is certain
@@ -68,7 +68,7 @@ class Owners:
         self._unseen_before: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<Owners of {len(self._ours)} processes>"
+        return f"<ProcessAttribution of {len(self._ours)} processes>"
 
     def sort(
         self,

@@ -2,8 +2,8 @@
 
 Drivers block, so they have one daemon thread, which is there only if there is a driver
 to ask; the loop gives it orders and never waits for it. A thread that hangs in a driver
-harms the devices that it was asked about, nothing else. In `Rounds` each device is
-looked at every second, and asked whether it is well; those with memory that was
+harms the devices that it was asked about, nothing else. In `DeviceSampler` each device
+is looked at every second, and asked whether it is well; those with memory that was
 reserved for somebody are looked at more often, if looks are cheap.
 """
 
@@ -24,8 +24,8 @@ from aiogpu.accelerators.base import Accelerator, Health, Sample
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.linux.procfs import Origin, origins_of
-from aiogpu.runtime.devices.eyes import DeviceEyes, Key
 from aiogpu.runtime.devices.inspection import Inspection, Report
+from aiogpu.runtime.devices.probe import DeviceProbe, Key
 
 _log: Final = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Desk(NamedTuple):
     """
 
     inspection: Inspection
-    rounds: Rounds
+    rounds: DeviceSampler
 
 
 Order = Callable[[Desk], Sequence[Report] | None]
@@ -77,7 +77,7 @@ class DeviceThread:
         self.on_round: Callable[[Round], None] = _ignore
         self.on_failed: list[Callable[[], None]] = []
         self._loop = loop
-        self._eyes = DeviceEyes.of(device_sets, accelerators)
+        self._probe = DeviceProbe.of(device_sets, accelerators)
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._ended = loop.create_future()
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class DeviceThread:
     @property
     def devices(self) -> Mapping[Key, Device]:
         """Those that can be asked about."""
-        return self._eyes.devices
+        return self._probe.devices
 
     @property
     def is_alive(self) -> bool:
@@ -98,12 +98,12 @@ class DeviceThread:
 
     def name_of(self, key: Key) -> str:
         """A device as people know it."""
-        return self._eyes.name_of(key)
+        return self._probe.name_of(key)
 
     def start(self, limit: float) -> None:
         """Start asking; `limit` is how long a device may be held after an end."""
         if self.devices:
-            desk = Desk(Inspection(self._eyes, limit), Rounds(self._eyes))
+            desk = Desk(Inspection(self._probe, limit), DeviceSampler(self._probe))
             self._thread = threading.Thread(
                 target=self._run, args=(desk,), name="aiogpu-devices", daemon=True
             )
@@ -115,7 +115,7 @@ class DeviceThread:
 
     def mute_for(self) -> tuple[str, float] | None:
         """The kind whose driver is asked now, and for how many seconds it has been."""
-        asking = self._eyes.asking if self.is_alive else None
+        asking = self._probe.asking if self.is_alive else None
         if asking is None:
             return None
         kind, since = asking
@@ -153,8 +153,8 @@ class DeviceThread:
     def _run(self, desk: Desk) -> None:
         """The thread: obey orders, and look again when it is time."""
         try:
-            self._eyes.open()
-            idle = {key: self._eyes.look(key) for key in self._eyes.devices}
+            self._probe.open()
+            idle = {key: self._probe.look(key) for key in self._probe.devices}
             desk.inspection.open(idle)
             self._tell(self._see, desk.rounds.begin(idle))
             while self._work(desk):
@@ -165,7 +165,7 @@ class DeviceThread:
                 _log.exception("! devices are not watched any more")
                 self._loop.call_soon_threadsafe(self._give_up)
         finally:
-            self._eyes.close()
+            self._probe.close()
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._note_ended)
 
@@ -227,7 +227,7 @@ class Round:
     origins: Mapping[int, Origin] = field(default_factory=dict)
 
 
-class Rounds:
+class DeviceSampler:
     """The rounds to one node's devices.
 
     They are made step by step, so that nobody who has more urgent questions waits for
@@ -239,19 +239,19 @@ class Rounds:
 
     def __init__(
         self,
-        eyes: DeviceEyes,
+        probe: DeviceProbe,
         clock: Callable[[], float] = time.monotonic,
         find: Callable[[Iterable[int]], Mapping[int, Origin]] = origins_of,
     ) -> None:
         """Prepare to look.
 
         Args:
-            eyes: what to look with, at the devices that can be asked about.
+            probe: what to look with, at the devices that can be asked about.
             clock: tells the seconds, and so what a look costs.
             find: looks processes up.
         """
         self.due: float | None = None
-        self._eyes = eyes
+        self._probe = probe
         self._clock = clock
         self._find = find
         self._hot: tuple[Key, ...] = ()
@@ -265,11 +265,12 @@ class Rounds:
         self._health: dict[Key, Health] = {}
 
     def __repr__(self) -> str:
-        return f"<Rounds to {len(self._eyes.devices)} devices, {len(self._hot)} hot>"
+        devices, hot = len(self._probe.devices), len(self._hot)
+        return f"<DeviceSampler to {devices} devices, {hot} hot>"
 
     def begin(self, samples: Mapping[Key, Sample]) -> Round:
         """The first round; the devices were looked at just before."""
-        health = {key: self._eyes.check(key) for key in self._eyes.devices}
+        health = {key: self._probe.check(key) for key in self._probe.devices}
         now = self._clock()
         self._next_full = self._next_hot = now + EACH
         self._set_due()
@@ -288,12 +289,12 @@ class Rounds:
             return None
         if not self._left:
             self._is_full = now >= self._next_full
-            self._left.extend(self._eyes.devices if self._is_full else self._hot)
+            self._left.extend(self._probe.devices if self._is_full else self._hot)
             self._spent, self._samples, self._health = 0.0, {}, {}
         key = self._left.popleft()
-        self._samples[key] = self._eyes.look(key)
+        self._samples[key] = self._probe.look(key)
         if self._is_full:
-            self._health[key] = self._eyes.check(key)
+            self._health[key] = self._probe.check(key)
         self._spent += self._clock() - now
         if self._left:
             return None

@@ -16,8 +16,8 @@ from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
-from aiogpu.runtime.devices.eyes import Key
 from aiogpu.runtime.devices.inspection import Cleared, Report, Stuck
+from aiogpu.runtime.devices.probe import Key
 from aiogpu.runtime.devices.probe_thread import DeviceThread
 
 _log: Final = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ MUTE: Final = 5.0
 """Seconds beyond the limit until a driver counts as one that does not answer."""
 
 
-class Clearance:
+class DeviceRelease:
     """The devices of one node that can be asked about, and who may still hold them.
 
     Attributes:
@@ -80,8 +80,8 @@ class Clearance:
 
     def __repr__(self) -> str:
         return (
-            f"<Clearance of {len(self._devices)} devices: {len(self._waiting)} workers "
-            f"waited for, {len(self._aside)} devices set aside>"
+            f"<DeviceRelease of {len(self._devices)} devices: {len(self._waiting)} "
+            f"workers waited for, {len(self._aside)} devices set aside>"
         )
 
     def begin(self, worker: WorkerId, lease: Lease) -> None:

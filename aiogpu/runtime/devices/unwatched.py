@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
 
 
-class Unasked:
-    """What such a node has in place of a `Clearance`."""
+class NullDeviceRelease:
+    """What such a node has in place of a `DeviceRelease`."""
 
     def tell(self, feed: Feed) -> None:
         """There will be nothing to tell."""

@@ -35,7 +35,7 @@ KINDS: Final = (Returned, Put, PutFailed, Share, Fetch, Discard, Sync)
 """The messages that concern values."""
 
 
-class Exchange:
+class ValueRequests:
     """Hears what workers say of values."""
 
     def __init__(

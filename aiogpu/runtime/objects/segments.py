@@ -2,8 +2,8 @@
 
 Each takes up a descriptor of this process. Where few are left, a private copy of the
 content is kept instead, which takes up none. A value is kept alive as long as a worker
-may use it (`Lending`). It is lent as often as a payload that names it is sent, and
-counts as returned when the worker says so as often, or ends.
+may use it (`BorrowerReferences`). It is lent as often as a payload that names it is
+sent, and counts as returned when the worker says so as often, or ends.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ REFUSED: Final = 5e-3
 _SHORT_OF_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
 
 
-class Lending:
+class BorrowerReferences:
     """See above.
 
     Attributes:
@@ -289,7 +289,9 @@ class Lending:
         self._arrived: dict[int, int | mmap.mmap] = {}
 
     def __repr__(self) -> str:
-        return f"<Lending {len(self._things)} things to worker {self.worker}>"
+        return (
+            f"<BorrowerReferences {len(self._things)} things to worker {self.worker}>"
+        )
 
     @property
     def is_connected(self) -> bool:

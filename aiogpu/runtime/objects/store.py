@@ -3,8 +3,9 @@
 Payloads of the program leave by `pack`, those of workers come in by `admit`, and all
 that goes to a worker goes by `dispatch`. What a payload refers to lives as long as the
 payload does, which is an object for that reason. Descriptors go over a second socket
-(`Passage`): asyncio's transports cannot carry them, so its connections are raw ones,
-made only by workers that use shared memory. A worker says its id there, and no more.
+(`DescriptorServer`): asyncio's transports cannot carry them, so its connections are raw
+ones, made only by workers that use shared memory. A worker says its id there, and no
+more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from aiogpu.memory.segment import Segment
 from aiogpu.memory.segment_pool import SegmentPool
 from aiogpu.runtime.descriptors import values_limit
 from aiogpu.runtime.objects.segments import (
-    Lending,
+    BorrowerReferences,
     ObjectMemory,
     SharedSegment,
     copy_of,
@@ -185,11 +186,11 @@ class Store:
         self._segments[identity] = shared
         return shared
 
-    def lending(self, caller: Caller) -> Lending:
+    def borrowers(self, caller: Caller) -> BorrowerReferences:
         """Return what a worker was lent."""
-        if caller.lending is None:
-            caller.lending = Lending(self._loop, caller.id)
-        return caller.lending
+        if caller.borrowers is None:
+            caller.borrowers = BorrowerReferences(self._loop, caller.id)
+        return caller.borrowers
 
     def announce(self, caller: Caller, identity: int) -> None:
         """A worker speaks of a value that it may just have put: it is known by now.
@@ -197,7 +198,7 @@ class Store:
         What is said of it may be heard only when what was printed before is out.
         """
         if find(identity) is None:
-            self.lending(caller).lend(Value("put", identity=identity))
+            self.borrowers(caller).lend(Value("put", identity=identity))
 
     def admit(self, caller: Caller, payload: bytes, depth: int = 0) -> bytes:
         """Take in the payload of a worker: what it refers to is kept from here on.
@@ -244,11 +245,11 @@ class Store:
         """Return what a worker has written; it was sent first."""
         if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
-        lending = self.lending(caller)
-        self.memory.use_warm(lending.warm.pop(segment, 0))
-        if not lending.is_connected:
+        borrowers = self.borrowers(caller)
+        self.memory.use_warm(borrowers.warm.pop(segment, 0))
+        if not borrowers.is_connected:
             self.catch_up()
-        return lending.receive(segment)
+        return borrowers.receive(segment)
 
     def take_back(
         self, caller: Caller, things: tuple[int, ...], counts: tuple[int, ...]
@@ -259,8 +260,8 @@ class Store:
         `PRESSING`.
         """
         if not things:
-            self.lending(caller).take_in()
-        for strange in self.lending(caller).take_back(things, counts):
+            self.borrowers(caller).take_in()
+        for strange in self.borrowers(caller).take_back(things, counts):
             with suppress(ProtocolError):  # it has not got as far as to send it
                 discard(self._received(caller, strange))
 
@@ -269,31 +270,33 @@ class Store:
         if type(payload) is not Payload:
             return payload
         parcel = filled(payload)
-        self._lend(self.lending(caller), parcel)
+        self._lend(self.borrowers(caller), parcel)
         return parcel
 
-    def _lend(self, lending: Lending, parcel: Payload) -> None:
+    def _lend(self, borrowers: BorrowerReferences, parcel: Payload) -> None:
         for thing in parcel.holds:
             if isinstance(thing, SharedSegment | Value):
-                lending.lend(thing)
+                borrowers.lend(thing)
         for part in parcel.parts:
             if type(part) is Payload:
-                self._lend(lending, part)
+                self._lend(borrowers, part)
 
-    def forget(self, lending: Lending, error: Exception, is_all: bool) -> None:
+    def forget(
+        self, borrowers: BorrowerReferences, error: Exception, is_all: bool
+    ) -> None:
         """A caller has ended: it has nothing any more.
 
         Args:
-            lending: what it was lent.
+            borrowers: what it was lent.
             error: for its values that will never come now.
             is_all: whether also those end that its children were to give.
         """
-        for value in lending.own_values():
+        for value in borrowers.own_values():
             if is_all or value.stop is None:
                 value.fail(error)
-        self.memory.use_warm(sum(lending.warm.values()))
-        lending.warm.clear()
-        lending.close()
+        self.memory.use_warm(sum(borrowers.warm.values()))
+        borrowers.warm.clear()
+        borrowers.close()
 
     def views(self, contents: Contents) -> list[memoryview]:
         """The buffers of a parcel, for this process to read."""
@@ -364,7 +367,7 @@ class Store:
             return
         writer = self.caller(owner)
         if writer is not None and writer.peer is not None:
-            warm = self.lending(writer).warm
+            warm = self.borrowers(writer).warm
             is_kept = sum(warm.values()) + counted <= WARM_OF_WORKER
             is_kept = is_kept and self.memory.keep_warm(counted)
             if is_kept:
@@ -422,7 +425,7 @@ WITHIN: Final = 10.0
 """Seconds in which it says its id; it does so at once, unless it is stopped."""
 
 
-class Passage:
+class DescriptorServer:
     """Accepts workers' connections and hands them to what keeps their loans."""
 
     def __init__(
@@ -494,8 +497,8 @@ class Passage:
         if caller is None or len(told) != ID:
             connected.close()
             return
-        lending, pid = self._store.lending(caller), peer_credentials(connected).pid
-        if lending.is_connected or (caller.pid and caller.pid != pid):
+        borrowers, pid = self._store.borrowers(caller), peer_credentials(connected).pid
+        if borrowers.is_connected or (caller.pid and caller.pid != pid):
             _log.warning(
                 "! refused shared memory to process %d, which says that it is number "
                 "%d (process %d): each connects once, and for itself",
@@ -503,7 +506,7 @@ class Passage:
             )
             connected.close()
             return
-        lending.connect(connected)
+        borrowers.connect(connected)
 
     def close(self) -> None:
         """Accept nobody any more."""

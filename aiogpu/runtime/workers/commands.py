@@ -32,7 +32,7 @@ from aiogpu.wire.messages import (
 )
 
 
-class Orders:
+class WorkerCommands:
     """The way to the live workers of one node."""
 
     def __init__(self, workers: Mapping[int, LiveWorker], page: ControlPage) -> None:
@@ -147,7 +147,7 @@ SETTLES: Final = 1e-3
 a store leaves its processor within microseconds."""
 
 
-class TakingBack:
+class QueueRevoker:
     """Carries out `Revoke`, and answers with `Revoked`."""
 
     def __init__(
@@ -155,13 +155,13 @@ class TakingBack:
         loop: asyncio.AbstractEventLoop,
         workers: Workers,
         calls: ShardedDict[Call],
-        orders: Orders,
+        commands: WorkerCommands,
         feed: Feed,
     ) -> None:
         self._loop = loop
         self._workers = workers
         self._calls = calls
-        self._orders = orders
+        self._commands = commands
         self._feed = feed
 
     def revoke(self, worker: WorkerId, number: int, below: int) -> None:
@@ -176,7 +176,7 @@ class TakingBack:
             # It cannot have begun what has not reached it; it is no worse for that.
             tell = partial(self._tell, worker, number, is_left_alone=True)
         else:
-            self._orders.revoke(worker, below)
+            self._commands.revoke(worker, below)
             tell = partial(self._tell, worker, number)
         self._loop.call_later(SETTLES, tell)
 
@@ -186,10 +186,10 @@ class TakingBack:
         if record is None or record.task is None or record.queue:
             return False
         is_large = len(self._calls[record.task.id].payload) >= LARGE
-        return is_large or not self._orders.is_reached(worker)
+        return is_large or not self._commands.is_reached(worker)
 
     def _tell(self, worker: WorkerId, number: int, is_left_alone: bool = False) -> None:
-        began = self.sent_as(worker, self._orders.begun(worker))
+        began = self.sent_as(worker, self._commands.begun(worker))
         record = self._workers.get(worker)
         if is_left_alone and record is not None and record.task is not None:
             began = record.task.id

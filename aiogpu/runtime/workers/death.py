@@ -31,7 +31,7 @@ NO_PROCESS: Final = (*_USED_UP, errno.EAGAIN)
 """Where a process cannot be started for want of something (fork(2))."""
 
 
-class CrowdedError(OSError):
+class NoCapacityError(OSError):
     """There is no room for another slot now; there may be later."""
 
 
@@ -229,7 +229,7 @@ class Death(NamedTuple):
 
 def stillbirth(error: Exception) -> Death:
     """The death of a worker for which there is no slot, or no zygote."""
-    if isinstance(error, CrowdedError):
+    if isinstance(error, NoCapacityError):
         return Death(reason=str(error), known=CROWDED)
     if isinstance(error, UnavailableError):
         return Death(reason=str(error), known=UNAVAILABLE)

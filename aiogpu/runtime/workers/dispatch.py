@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from aiogpu.runtime.actors.registry import Actors
     from aiogpu.runtime.calls import Call
     from aiogpu.runtime.devices.binding import Assignment
-    from aiogpu.runtime.devices.release import Clearance
-    from aiogpu.runtime.devices.unwatched import Unasked
+    from aiogpu.runtime.devices.release import DeviceRelease
+    from aiogpu.runtime.devices.unwatched import NullDeviceRelease
     from aiogpu.runtime.memory_monitor import MemoryGuard
-    from aiogpu.runtime.workers.commands import TakingBack
+    from aiogpu.runtime.workers.commands import QueueRevoker
     from aiogpu.runtime.workers.pool import Pool
 
 
-class Sending:
+class TaskDispatcher:
     """The way from decisions about tasks to their workers.
 
     Attributes:
@@ -36,17 +36,17 @@ class Sending:
         pool: Pool,
         actors: Actors,
         assignment: Assignment,
-        clearance: Clearance | Unasked,
+        device_release: DeviceRelease | NullDeviceRelease,
         guard: MemoryGuard,
-        taking_back: TakingBack,
+        taking_back: QueueRevoker,
     ) -> None:
         self._scheduler = scheduler
         self._calls = calls
         self._pool = pool
-        self._orders = pool.orders
+        self._commands = pool.commands
         self._actors = actors
         self._assignment = assignment
-        self._clearance = clearance
+        self._device_release = device_release
         self._guard = guard
         self._taking_back = taking_back
         self._last_number = 0
@@ -67,16 +67,16 @@ class Sending:
         bind = None
         if effect.is_first:
             bind = self._assignment.bind(effect.lease, call.site.environ)
-            self._clearance.begin(effect.worker, effect.lease)
+            self._device_release.begin(effect.worker, effect.lease)
         if call.site.actor is not None:
             creation = self._actors.creation(
                 self._pool.workers[effect.worker], effect.task, call
             )
-            self._orders.create(effect.worker, call, bind, creation)
+            self._commands.create(effect.worker, call, bind, creation)
             return
         if effect.worker in self._actors.workers:
             self._actors.disown(effect.worker)
-        self._orders.assign(effect.worker, effect.task, call, bind, effect.is_last)
+        self._commands.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def _send_ahead(self, effect: effects.Ahead) -> None:
         worker, tasks = effect.worker, effect.tasks
@@ -88,14 +88,14 @@ class Sending:
             call.worker, call.number, call.answer = worker, number, None
             sent.append((task, call))
         self._last_number = number
-        self._orders.send_ahead(worker, sent)
+        self._commands.send_ahead(worker, sent)
 
     def send_alone(self, worker: WorkerId, task: TaskId) -> None:
         """Send one task ahead, where several could not be sent together."""
         call = self._calls[task]
         self._last_number += 1
         call.send_to(worker, self._last_number)
-        self._orders.send_ahead(worker, [(task, call)])
+        self._commands.send_ahead(worker, [(task, call)])
 
     def revoke(self, effect: effects.Revoke) -> None:
         """Take back what a worker has not begun."""
@@ -105,4 +105,4 @@ class Sending:
         site, task = self._calls[effect.task].site, int(effect.task)
         if site.actor is not None and self._scheduler.is_closing:
             task = self._actors.call_off(effect.worker, effect.attempt) or task
-        self._orders.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)
+        self._commands.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)

@@ -24,9 +24,9 @@ from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.workers import death as cause
-from aiogpu.runtime.workers.commands import Orders
+from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, stillbirth
-from aiogpu.runtime.workers.replies import Burst, Hearing
+from aiogpu.runtime.workers.replies import InlinePoller, MessageRouter
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
 from aiogpu.runtime.zygote.generations import Zygotes
 from aiogpu.runtime.zygote.process import Zygote
@@ -75,7 +75,7 @@ class Pool:
         on_outdated: told of an environment, set by the driver, if workers for it
             that were not assigned yet come from a zygote that another has replaced.
         hearing: takes what workers say.
-        orders: tells workers what to do.
+        commands: tells workers what to do.
         autopsy: finds out what the kernel knows of a death.
     """
 
@@ -91,8 +91,10 @@ class Pool:
         self.on_started: Callable[[int], None]
         self.on_gone: Callable[[int, Death], None]
         self.on_outdated: Callable[[Environment], object] = bool  # nobody is told yet
-        self.hearing = Hearing(console, Burst(self.workers), self._on_imported)
-        self.orders = Orders(self.workers, zygotes.page)
+        self.hearing = MessageRouter(
+            console, InlinePoller(self.workers), self._on_imported
+        )
+        self.commands = WorkerCommands(self.workers, zygotes.page)
         self.autopsy = ExitEvidence()
         self._loop = loop
         self._zygotes = zygotes

@@ -6,8 +6,8 @@ once, so that what its task held is free.
 
 `[f.remote(x) for x in many]` holds the loop for as long as it takes, and workers that
 have done what they were sent would rest meanwhile: a third of the time of gathered
-calls, when they are short. So a `Burst` reads what has come in between, and workers are
-sent more. Who awaits is told by the loop, as ever.
+calls, when they are short. So a `InlinePoller` reads what has come in between, and
+workers are sent more. Who awaits is told by the loop, as ever.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ HEARING: Final = -(1 << 60)
 """Counted while answers are taken in: none are to be heard amid others."""
 
 
-class Burst:
+class InlinePoller:
     """See above; whoever submits for code of this process counts, and then looks.
 
     Attributes:
@@ -94,7 +94,7 @@ class Burst:
         self._first = 0
 
     def __repr__(self) -> str:
-        return f"<Burst of {self.count}>"
+        return f"<InlinePoller of {self.count}>"
 
     def note(self) -> None:
         """Code of this process is about to submit something."""
@@ -210,7 +210,7 @@ _TOLD: Final = frozenset({Done, Failed, Created, Items})
 """Those of which a receiver of the program's is told."""
 
 
-class Hearing:
+class MessageRouter:
     """Passes on what workers say to whoever has asked for it.
 
     Attributes:
@@ -235,7 +235,7 @@ class Hearing:
     def __init__(
         self,
         console: Console,
-        burst: Burst,
+        burst: InlinePoller,
         on_imported: Callable[[LiveWorker, Imported], None],
     ) -> None:
         self.on_answer: Callable[[int, Done | Failed], None]

@@ -24,8 +24,8 @@ from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.output.pipes import Output
 from aiogpu.runtime.workers.death import (
     SCARCE,
-    CrowdedError,
     Death,
+    NoCapacityError,
     is_kernels,
     stillbirth,
 )
@@ -243,7 +243,7 @@ class Slots:
             if not self._is_removal_logged:
                 self._is_removal_logged = True
                 _log.error("! %s", removed)
-            raise CrowdedError(removed)
+            raise NoCapacityError(removed)
         for slot in reversed(self._free):
             if slot.zygote is zygote:
                 self._free.remove(slot)
@@ -275,7 +275,7 @@ class Slots:
                 self._next_index += 1
                 return self._next_index - 1
         self.make_room()
-        raise CrowdedError(
+        raise NoCapacityError(
             f"{len(self._slots)} slots of {self.most} are taken, by workers and "
             f"keepers that have ended or will"
         )
@@ -286,11 +286,11 @@ class Slots:
             output = Output(self._loop, self._console, (out, err))
         except OSError as error:
             if error.errno in SCARCE:
-                raise CrowdedError(_no_pipe(self._directory, error)) from error
+                raise NoCapacityError(_no_pipe(self._directory, error)) from error
             raise
         if self._is_short(output.descriptor):
             output.close()
-            raise CrowdedError(
+            raise NoCapacityError(
                 f"no room for another worker: {soft_limit()} descriptors may be open "
                 f"in this process, and {output.descriptor} are. Raise the hard limit "
                 f"(`ulimit -Hn`), or open fewer"

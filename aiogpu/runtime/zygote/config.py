@@ -122,7 +122,7 @@ def early_variables(
     )
 
 
-class Surroundings(NamedTuple):
+class ZygoteConfig(NamedTuple):
     """What all zygotes of a node share, as it was when the node was opened.
 
     A later generation finds what the first one has found, whatever the program has
@@ -159,7 +159,7 @@ class Surroundings(NamedTuple):
         cgroup: NodeCgroup,
         learns: bool,
         spill: str = "",
-    ) -> Surroundings:
+    ) -> ZygoteConfig:
         """Return what they are now, with a new control page."""
         try:
             place = os.open(".", os.O_PATH | os.O_CLOEXEC)

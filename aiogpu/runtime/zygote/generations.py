@@ -35,7 +35,7 @@ from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.workers.death import UnavailableError, is_scarcity
 from aiogpu.runtime.zygote.config import (
     Program,
-    Surroundings,
+    ZygoteConfig,
     early_variables,
     program_of,
 )
@@ -157,7 +157,7 @@ FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, os.EX_TEMPFAIL)
 it, or it says itself that descriptors, processes or memory ran out."""
 
 
-class Lineage:
+class ZygoteGenerations:
     """All generations of zygotes of one environment, one after the other.
 
     Attributes:
@@ -202,7 +202,7 @@ class Lineage:
         self.current = self._make_zygote()
 
     def __repr__(self) -> str:
-        return f"<Lineage {self.current!r}, next {self._next!r}>"
+        return f"<ZygoteGenerations {self.current!r}, next {self._next!r}>"
 
     def start(self, launched: Launched | None = None) -> None:
         """Start the first generation, or listen to it; see `Zygote.start`."""
@@ -514,7 +514,7 @@ class Zygotes:
         self,
         loop: asyncio.AbstractEventLoop,
         console: Console,
-        surroundings: Surroundings,
+        surroundings: ZygoteConfig,
         preload: Sequence[str],
     ) -> None:
         self.on_lost_slot: Callable[[int, str], None]
@@ -530,7 +530,7 @@ class Zygotes:
         self.cgroup = surroundings.cgroup
         self._generations = count()
         self._zygotes: dict[int, Zygote] = {}
-        self._lineages: dict[Environment, Lineage] = {}
+        self._lineages: dict[Environment, ZygoteGenerations] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined: dict[str, int] = {}
         self.plain = self._add(())
@@ -548,7 +548,7 @@ class Zygotes:
         return self.plain.current.ready is not None
 
     async def ready(self) -> None:
-        """Wait until the plain one may be asked to fork; see `Lineage.ready`."""
+        """Wait until the plain one may be asked to fork."""
         await self.plain.ready()
 
     def serving(self, environment: Environment) -> Zygote:
@@ -601,15 +601,17 @@ class Zygotes:
         environment: Environment,
         learnt: tuple[str, ...] = (),
         own: Sequence[str] = (),
-    ) -> Lineage:
+    ) -> ZygoteGenerations:
         preload = (*self._preload, *own)
-        lineage = Lineage(self._loop, self._make, environment, preload, learnt)
+        lineage = ZygoteGenerations(
+            self._loop, self._make, environment, preload, learnt
+        )
         lineage.on_death = self._on_death
         lineage.on_superseded = self._on_superseded
         self._lineages[environment] = lineage
         return lineage
 
-    def _begin(self, environment: Environment) -> Lineage:
+    def _begin(self, environment: Environment) -> ZygoteGenerations:
         """Note one more environment that needs a zygote.
 
         Raises:
@@ -679,10 +681,10 @@ class Zygotes:
             self._give_up(lineage)
         self._forget_programs()
 
-    def _is_joined(self, lineage: Lineage) -> bool:
+    def _is_joined(self, lineage: ZygoteGenerations) -> bool:
         return program_of(lineage.environment) in self._joined
 
-    def _others(self) -> list[Lineage]:
+    def _others(self) -> list[ZygoteGenerations]:
         return [each for each in self._lineages.values() if each is not self.plain]
 
     def _forget_programs(self) -> None:
@@ -693,7 +695,7 @@ class Zygotes:
             if not self.wants(key):
                 del programs[key]
 
-    def _give_up(self, lineage: Lineage) -> None:
+    def _give_up(self, lineage: ZygoteGenerations) -> None:
         del self._lineages[lineage.environment]
         self._forget_programs()
         lineage.end()

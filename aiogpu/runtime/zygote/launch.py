@@ -23,7 +23,7 @@ from aiogpu.runtime.descriptors import soft_limit
 from aiogpu.runtime.node_directory import create_directory, remove_directory
 from aiogpu.runtime.zygote.config import (
     Program,
-    Surroundings,
+    ZygoteConfig,
     program_of,
 )
 from aiogpu.wire.messages import Setup, socket_path
@@ -184,7 +184,7 @@ class Launched(NamedTuple):
 
 
 def launch(
-    around: Surroundings,
+    around: ZygoteConfig,
     generation: int = 0,
     environment: Sequence[tuple[str, str]] = (),
     modules: Modules = Modules(),  # noqa: B008 - it is immutable
@@ -246,7 +246,7 @@ def _path(program: Program, own: Mapping[str, str]) -> list[str]:
 
 
 def _setup(
-    around: Surroundings, generation: int, sys_path: list[str], modules: Modules
+    around: ZygoteConfig, generation: int, sys_path: list[str], modules: Modules
 ) -> Setup:
     return Setup(
         sys_path=sys_path,
@@ -273,7 +273,7 @@ class Ground(NamedTuple):
         first: the first zygote.
     """
 
-    around: Surroundings
+    around: ZygoteConfig
     listening: socket.socket
     first: Launched
 
@@ -304,7 +304,7 @@ class Ground(NamedTuple):
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listening.bind(socket_path(directory))
             listening.listen(BACKLOG)
-            around = Surroundings.take(node, directory, cgroup, learns, spill)
+            around = ZygoteConfig.take(node, directory, cgroup, learns, spill)
             return cls(around, listening, launch(around, modules=Modules(preload)))
         except BaseException:
             if around is not None:

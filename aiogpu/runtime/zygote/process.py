@@ -17,7 +17,7 @@ from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.output.pipes import LinePipe
 from aiogpu.runtime.zygote.config import (
-    Surroundings,
+    ZygoteConfig,
 )
 from aiogpu.runtime.zygote.launch import Launched, Modules, Process, launch
 from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
@@ -67,7 +67,7 @@ class Zygote:
         self,
         loop: asyncio.AbstractEventLoop,
         console: Console,
-        surroundings: Surroundings,
+        surroundings: ZygoteConfig,
         generation: int,
         environment: tuple[tuple[str, str], ...] = (),
     ) -> None:

@@ -23,7 +23,7 @@ Key = tuple[str, int]
 """A device: its kind, and its index among those."""
 
 
-class DeviceEyes:
+class DeviceProbe:
     """All looks at one node's devices.
 
     Attributes:
@@ -43,7 +43,7 @@ class DeviceEyes:
     @classmethod
     def of(
         cls, device_sets: Iterable[DeviceSet], accelerators: Iterable[Accelerator]
-    ) -> DeviceEyes:
+    ) -> DeviceProbe:
         """Those for the devices of a node that their vendors know.
 
         Devices without a vendor's id are logical, and nobody is asked about them.
@@ -65,7 +65,7 @@ class DeviceEyes:
         return cls({kind: watches[kind] for kind in kinds}, devices)
 
     def __repr__(self) -> str:
-        return f"<DeviceEyes on {len(self.devices)} devices>"
+        return f"<DeviceProbe on {len(self.devices)} devices>"
 
     def open(self) -> None:
         """Start the drivers."""
