@@ -1,4 +1,4 @@
-"""`docs/architecture.md` is one page, names every room, and draws what holds."""
+"""`docs/architecture.md` is one page, names every package, and draws what holds."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 DRAW = ROOT / "docs" / "draw_lifecycle.py"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 DECISIONS = sorted((ROOT / "docs" / "decisions").iterdir())
-LONGEST = 101
+LONGEST = 110
 LONGEST_DECISION = 40
 DIAGRAM = re.compile(
     r"<!-- drawn: (\w+) -->\n```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL
@@ -23,7 +23,7 @@ ARROW = re.compile(r"^    (\S+) --> (\S+)$", re.MULTILINE)
 
 
 def built() -> set[str]:
-    """The rooms that stand: folders of modules, and files that are rooms."""
+    """The packages: folders of modules, and the files beside them."""
     package = ROOT / "aiogpu"
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
     files = {path.stem for path in package.glob("[!_]*.py")}
@@ -35,13 +35,13 @@ def test_it_is_one_page():
     assert len(written.splitlines()) <= LONGEST
 
 
-def test_the_table_names_every_room_and_no_other():
+def test_the_table_names_every_package_and_no_other():
     rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
     assert len(rows) == len(set(rows))
     assert set(rows) == built()
 
 
-def test_the_drawing_shows_every_room():
+def test_the_drawing_shows_every_package():
     drawing = PAGE.split("```\n")[1]
     words = set(re.findall(r"\w+", drawing))
     assert built() <= words
