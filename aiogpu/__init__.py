@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from aiogpu.api.actor import exit_actor as exit_actor
     from aiogpu.api.actor import get_actor as get_actor
     from aiogpu.api.actor import kill as kill
-    from aiogpu.api.actor import typed as typed
     from aiogpu.api.actor_pool import ActorPool as ActorPool
+    from aiogpu.api.actor_pool import typed as typed
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
     from aiogpu.api.decorator import remote as remote
@@ -84,7 +84,6 @@ _MODULES = {
         "exit_actor",
         "get_actor",
         "kill",
-        "typed",
     ),
     "api.batch": ("batch",),
     "api.blocking": ("get",),
@@ -104,7 +103,7 @@ _MODULES = {
         "why",
     ),
     "api.placement": ("Placement", "placement"),
-    "api.actor_pool": ("ActorPool",),
+    "api.actor_pool": ("ActorPool", "typed"),
     "api.put": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),

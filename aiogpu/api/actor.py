@@ -26,8 +26,8 @@ from aiogpu.api.actor_options import ActorOptions, check_actor_options
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.method import RemoteMethod, remote_method
 from aiogpu.api.misuse import EnteredOnLoop, options_of
-from aiogpu.api.options import check_kinds
 from aiogpu.api.remote_function import Decorated
+from aiogpu.api.resources import check_kinds
 from aiogpu.client.current import (
     ActorExit,
     current,
@@ -43,11 +43,13 @@ from aiogpu.serialization.serializer import dump_arguments, load_reference
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import PendingInterface
     from aiogpu.api.actor_options import ActorKeywords
-    from aiogpu.api.actor_pool import ActorPool
     from aiogpu.api.method import Link
     from aiogpu.client.function_spec import Site
 
+
 P = ParamSpec("P")
+
+
 A = TypeVar("A")
 
 
@@ -366,12 +368,3 @@ class NamedActor:
                 f"get_actor({self._name!r}) in a coroutine of a task is awaited before "
                 f"its methods are called: `actor = await aiogpu.get_actor(...)`."
             )
-
-
-def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:
-    """The same handle or pool, for type checkers an object of the actor's class.
-
-    Methods under `@aiogpu.method` then have a `.remote` with their parameters and
-    results: `await aiogpu.typed(counter).add.remote(1)`.
-    """
-    return cast("A", handle)

@@ -8,7 +8,7 @@ called that give one result; `await handle` waits for the answer.
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
 from aiogpu.api.definition import Parameters, signature_of
@@ -26,7 +26,6 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP
 from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.handle import Handle
     from aiogpu.client.function_spec import ActorTerms
 
@@ -146,6 +145,14 @@ def face_in(terms: ActorTerms) -> ActorInterface:
     return cast("ActorInterface", load_result(face) if type(face) is bytes else face)
 
 
+class PendingLink(Link, Protocol):
+    """The link to an actor that its node has yet to find."""
+
+    def call_late(self, label: str, method: str, payload: bytes) -> Handle[Any]:
+        """Call a method that the class may have, once the node has answered."""
+        ...
+
+
 class PendingInterface:
     """Stands for a `ActorInterface` until that is known.
 
@@ -180,7 +187,7 @@ class PendingInterface:
             return remote_method(link, found, self._own.group_names)
         if name.startswith("_"):
             raise AttributeError(f"{self.name} has no public method {name}.")
-        return LateMethod(cast("ActorLink", link), name, self)
+        return LateMethod(cast("PendingLink", link), name, self)
 
     def problem(self, name: str) -> Exception | None:
         """Return why a call that was made before the answer cannot be carried out."""
@@ -204,7 +211,7 @@ class LateMethod(RemoteMethod[..., Any]):
 
     __slots__ = ("_face", "_late_link")
 
-    def __init__(self, link: ActorLink, name: str, face: PendingInterface) -> None:
+    def __init__(self, link: PendingLink, name: str, face: PendingInterface) -> None:
         super().__init__(link, Method(face.name, name, None), ())
         self._late_link = link
         self._face = face

@@ -24,7 +24,7 @@ from aiogpu.errors import (
     NodeClosedError,
 )
 from aiogpu.observe.why import Why
-from aiogpu.runtime.callers.caller import Carrying, Then
+from aiogpu.runtime.callers.caller import Then, carrying
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface
@@ -470,11 +470,6 @@ def _call_early(
             handle.task_id = actor.call(method, payload, receiver)
         except AiogpuError as error:
             handle.fail(error)  # the others go on
-
-
-def carrying(receiver: Receiver) -> Receiver:
-    """A receiver that holds the actors whose handles are sent, until it is told."""
-    return Carrying(receiver, take_kept().clear)
 
 
 class _Watcher:

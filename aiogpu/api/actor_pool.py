@@ -6,7 +6,7 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import (
@@ -14,30 +14,32 @@ from typing import (
     Any,
     Final,
     Generic,
-    NamedTuple,
     NoReturn,
     Protocol,
     TypeVar,
+    cast,
 )
 
-from aiogpu.api.actor import ActorHandle, RemoteClass
-from aiogpu.api.actor_class import no_method
+from aiogpu.api.actor import (
+    ActorHandle,
+    RemoteClass,
+)
+from aiogpu.api.actor_class import ActorInterface, no_method
+from aiogpu.api.actor_options import check_method_options
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.method import GeneratorMethod
+from aiogpu.api.method import GeneratorMethod, RemoteMethod
 from aiogpu.api.misuse import (
     CalledFirst,
     EnteredOnLoop,
-    OptionsWhereDefined,
     options_of,
 )
 from aiogpu.api.options import LONGEST_TIME, whole
+from aiogpu.api.pool_members import PoolLimits
 from aiogpu.api.remote_function import Decorated
-from aiogpu.errors import InfeasibleError, MisuseError, NoLoopError, OptionError
+from aiogpu.errors import MisuseError, NoLoopError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import ActorInterface
     from aiogpu.api.handle import Handle
-    from aiogpu.api.method import Link, RemoteMethod
     from aiogpu.api.pool_members import PoolScheduler
 
 
@@ -54,24 +56,6 @@ _check_most: Final = whole(1, "a whole number of actors, 1 or more, or None")
 
 
 _check_target: Final = whole(1, "a whole number of calls, 1 or more, or None")
-
-
-class PoolLimits(NamedTuple):
-    """How many actors there are.
-
-    Attributes:
-        size: at first.
-        least: when there is nothing to do.
-        most: when there is much.
-        target: unanswered calls that each may have before another actor is made.
-        idle_after: seconds without a call after which one goes.
-    """
-
-    size: int
-    least: int
-    most: int
-    target: int
-    idle_after: float
 
 
 def check_bounds(
@@ -126,33 +110,6 @@ def _check_idleness(value: Any) -> float:
     return float(value)
 
 
-async def check_room(name: str, links: Sequence[Link]) -> None:
-    """Check that actors can live at once, if all of them ask for the same.
-
-    Args:
-        name: what errors call them.
-        links: to each.
-
-    Raises:
-        InfeasibleError: not even an idle node has room for so many.
-    """
-    from asyncio import gather
-
-    if len(links) < 2:
-        return  # what it asks for was looked at when it was made
-    rooms = await gather(*(link.room() for link in links), return_exceptions=True)
-    kinds = {room for room in rooms if not isinstance(room, BaseException)}
-    if len(kinds) != 1:
-        return  # what is wrong is told by those who wait until each is ready
-    [(most, request)] = kinds
-    if most is not None and most < len(rooms):
-        raise InfeasibleError(
-            f"a pool of {len(rooms)} {name}, each with {request}, can never be ready: "
-            f"this node has room for {most} at once, even when idle. Make it smaller, "
-            f"or ask for less for each."
-        )
-
-
 A = TypeVar("A")
 
 
@@ -179,6 +136,24 @@ class PoolFinalizer:
             # and its node with it, refuses.
             with suppress(RuntimeError):
                 crew.loop.call_soon_threadsafe(crew.close, False)
+
+
+class OptionsWhereDefined:
+    """An actor's method, which has its options where the class says them."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def options(self, **options: object) -> NoReturn:
+            """Always raises; `OptionError` for one that no method has."""
+            check_method_options(options)
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise MisuseError(
+                f"{self.__name__} is a method of an actor, and has its options where "
+                f"its class defines it: write `@aiogpu.method({given or '...'})` above "
+                f"it, and call it by `.remote(...)`."
+            )
 
 
 class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
@@ -363,3 +338,12 @@ def _maker(actor: object) -> tuple[ActorInterface | None, Callable[[], object]]:
             f"or a function that makes one actor: `lambda: Model.remote('large')`."
         )
     return None, actor
+
+
+def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:
+    """The same handle or pool, for type checkers an object of the actor's class.
+
+    Methods under `@aiogpu.method` then have a `.remote` with their parameters and
+    results: `await aiogpu.typed(counter).add.remote(1)`.
+    """
+    return cast("A", handle)

@@ -11,15 +11,12 @@ import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from functools import update_wrapper
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
-from weakref import WeakValueDictionary
+from typing import Any, Final, Never, Protocol, TypeVar, overload
 
+from aiogpu.api.batching import Batching
 from aiogpu.api.misuse import options_of
 from aiogpu.api.options import LARGEST_COUNT, LONGEST_TIME
 from aiogpu.errors import MisuseError, OptionError
-
-if TYPE_CHECKING:
-    from aiogpu.api.gathering import BatchQueue, Call
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -28,49 +25,6 @@ R = TypeVar("R")
 _POSITIONAL: Final = {Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD}
 _ITEM: Final = Parameter("item", Parameter.POSITIONAL_ONLY)
 _SELF: Final = Parameter("self", Parameter.POSITIONAL_ONLY)
-
-
-class Batching:
-    """One decorated function.
-
-    Attributes:
-        name: of the function, for messages.
-        function: takes a list, and before it the instance if it is a method.
-        is_method: whether it does.
-        max_size: most items in a batch.
-        max_wait: seconds that the first of them waits for others.
-        max_concurrency: most batches at once, for each instance and loop.
-        gatherings: what goes on now, by the identities of loop and instance.
-        join: makes a call; None before the first.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Coroutine[Any, Any, Sequence[Any]]],
-        max_size: int,
-        max_wait: float,
-        max_concurrency: int,
-    ) -> None:
-        self.name = function.__qualname__.rpartition("<locals>.")[2]
-        self.function = function
-        self.is_method = len(inspect.signature(function).parameters) == 2
-        self.max_size = max_size
-        self.max_wait = max_wait
-        self.max_concurrency = max_concurrency
-        self.gatherings: WeakValueDictionary[tuple[int, int], BatchQueue]
-        self.gatherings = WeakValueDictionary()
-        self.join: Callable[[Batching, object, object], Call] | None = None
-
-    def __reduce__(self) -> tuple[type[Batching], tuple[Any, ...]]:
-        limits = (self.max_size, self.max_wait, self.max_concurrency)
-        return Batching, (self.function, *limits)
-
-    def load(self) -> Callable[[Batching, object, object], Call]:
-        """Import what the first call needs."""
-        from aiogpu.api.gathering import join
-
-        self.join = join
-        return join
 
 
 class BatchDecorator(Protocol):
@@ -148,7 +102,7 @@ def batch(
 
 def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def call_method(self: object, item: object, /) -> Any:
-        call = (batching.join or batching.load())(batching, self, item)
+        call = (batching.join or _load(batching))(batching, self, item)
         try:
             return await call
         except BaseException:
@@ -164,6 +118,14 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
     call.__annotations__ = {}  # the function's speak of lists
     call.__signature__ = Signature([_SELF, _ITEM] if batching.is_method else [_ITEM])
     return call  # type: ignore[no-any-return]
+
+
+def _load(batching: Batching) -> Callable[[Batching, object, object], Any]:
+    """Import what the first call needs."""
+    from aiogpu.api.gathering import join
+
+    batching.join = join
+    return join
 
 
 def _check_function(function: Any) -> None:

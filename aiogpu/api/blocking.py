@@ -48,7 +48,7 @@ def request(client: Client, name: str, start: Callable[[Any], int]) -> Any:
     """
     receiver = handle = handle_for(client, name)
     if passing and services.client is None:
-        from aiogpu.api.actor_link import carrying
+        from aiogpu.runtime.callers.caller import carrying
 
         receiver = carrying(handle)
     number = start(receiver)

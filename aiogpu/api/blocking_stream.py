@@ -194,7 +194,7 @@ def request_stream(
         stream = BlockingStream(inflow, client)
     receiver: Receiver = inflow
     if passing and services.client is None:
-        from aiogpu.api.actor_link import carrying
+        from aiogpu.runtime.callers.caller import carrying
 
         receiver = carrying(inflow)
     inflow.task_id = start(receiver)

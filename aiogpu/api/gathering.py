@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from aiogpu.errors import MisuseError, NoLoopError
 
 if TYPE_CHECKING:
-    from aiogpu.api.batch import Batching
+    from aiogpu.api.batching import Batching
 
 
 class Call(asyncio.Future[Any]):

@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.misuse import EnteredOnLoop, options_of
-from aiogpu.api.options import CHECKS, TaskOptions, check_kinds, unknown_option
+from aiogpu.api.options import CHECKS, TaskOptions, unknown_option
+from aiogpu.api.resources import check_kinds
 from aiogpu.api.session import check_thread, current_session, session_of
 from aiogpu.client.current import current, error_inside_task, host_of_task
 from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id

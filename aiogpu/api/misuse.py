@@ -9,7 +9,11 @@ that the package does not have is mostly one of Ray's. Light on purpose, as
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Sequence,
+)
 from functools import wraps
 from inspect import CO_GENERATOR, CO_VARARGS
 from types import MappingProxyType
@@ -125,26 +129,6 @@ class CalledFirstToIterate(CalledFirst):
         __iter__ = __aiter__ = CalledFirst.__await__
 
 
-class OptionsWhereDefined:
-    """An actor's method, which has its options where the class says them."""
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:
-
-        def options(self, **options: object) -> NoReturn:
-            """Always raises; `OptionError` for one that no method has."""
-            from aiogpu.api.actor_options import check_method_options
-
-            check_method_options(options)
-            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            raise MisuseError(
-                f"{self.__name__} is a method of an actor, and has its options where "
-                f"its class defines it: write `@aiogpu.method({given or '...'})` above "
-                f"it, and call it by `.remote(...)`."
-            )
-
-
 def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function refuse options that it has not by an `OptionError`.
 
@@ -222,3 +206,21 @@ def no_such_name(name: str, known: Sequence[str]) -> AttributeError:
         hint = f"did you mean {near[0]!r}?" if near else ""
     told = f"module 'aiogpu' has no attribute {name!r}" + (f": {hint}" if hint else "")
     return AttributeError(told)
+
+
+def parted(handles: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """So many of those that have ended, and all others."""
+    ready: list[Any] = []
+    pending: list[Any] = []
+    for handle in handles:
+        takes = len(ready) < count and handle.done()
+        (ready if takes else pending).append(handle)
+    return ready, pending
+
+
+def no_handle(what: str, one: object) -> MisuseError:
+    """The error for something else among the handles."""
+    return MisuseError(
+        f"{what} was given a list with {one!r} in it, which is no handle; give it "
+        f"what .remote() has returned. For other futures there is asyncio.wait()."
+    )

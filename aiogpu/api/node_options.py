@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from aiogpu.api.options import check_declared, check_seconds, check_text
+from aiogpu.api.options import check_seconds, check_text
+from aiogpu.api.resources import check_declared
 from aiogpu.core.model.units import memory_size, quantity
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError

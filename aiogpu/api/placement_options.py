@@ -26,6 +26,7 @@ from aiogpu.errors import InfeasibleError, OptionError
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Bundle, PlacementGroupSpec
 
+
 EXAMPLE: Final = 'aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}])'
 
 
@@ -144,7 +145,7 @@ def _bytes(option: str, value: object) -> int:
 
 
 def _bundle(option: str, value: object) -> Bundle:
-    from aiogpu.api.options import check_resources, devices_among
+    from aiogpu.api.resources import check_resources, devices_among
     from aiogpu.core.model.request import Bundle
 
     if not isinstance(value, Mapping):

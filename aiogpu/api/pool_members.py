@@ -11,21 +11,47 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    NamedTuple,
+)
 
 from aiogpu.api.actor import ActorHandle, link_of
-from aiogpu.api.actor_pool import check_room
-from aiogpu.errors import ActorDiedError, InfeasibleError, MisuseError, NodeError
+from aiogpu.errors import (
+    ActorDiedError,
+    InfeasibleError,
+    MisuseError,
+    NodeError,
+)
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface
-    from aiogpu.api.actor_pool import PoolLimits
     from aiogpu.api.handle import Handle
     from aiogpu.api.method import Link
+
+
+class PoolLimits(NamedTuple):
+    """How many actors there are.
+
+    Attributes:
+        size: at first.
+        least: when there is nothing to do.
+        most: when there is much.
+        target: unanswered calls that each may have before another actor is made.
+        idle_after: seconds without a call after which one goes.
+    """
+
+    size: int
+    least: int
+    most: int
+    target: int
+    idle_after: float
 
 
 class PoolActor:
@@ -390,3 +416,30 @@ class PoolScheduler:
         """Wait until no process is left."""
         ends = [member.ended for member in self._leaving]
         await asyncio.gather(*ends, return_exceptions=True)
+
+
+async def check_room(name: str, links: Sequence[Link]) -> None:
+    """Check that actors can live at once, if all of them ask for the same.
+
+    Args:
+        name: what errors call them.
+        links: to each.
+
+    Raises:
+        InfeasibleError: not even an idle node has room for so many.
+    """
+    from asyncio import gather
+
+    if len(links) < 2:
+        return  # what it asks for was looked at when it was made
+    rooms = await gather(*(link.room() for link in links), return_exceptions=True)
+    kinds = {room for room in rooms if not isinstance(room, BaseException)}
+    if len(kinds) != 1:
+        return  # what is wrong is told by those who wait until each is ready
+    [(most, request)] = kinds
+    if most is not None and most < len(rooms):
+        raise InfeasibleError(
+            f"a pool of {len(rooms)} {name}, each with {request}, can never be ready: "
+            f"this node has room for {most} at once, even when idle. Make it smaller, "
+            f"or ask for less for each."
+        )

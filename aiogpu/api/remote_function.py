@@ -22,13 +22,8 @@ from typing import (
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.mapper import Mapper
 from aiogpu.api.misuse import CalledFirst
-from aiogpu.api.options import (
-    MAX_BUFFERED,
-    TaskOptions,
-    check_kinds,
-    check_options,
-    not_buffered,
-)
+from aiogpu.api.options import MAX_BUFFERED, TaskOptions, check_options, not_buffered
+from aiogpu.api.resources import check_kinds
 from aiogpu.client.current import services
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue

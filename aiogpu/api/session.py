@@ -226,7 +226,7 @@ class Session(EnteredOnLoop):
         """Start a task for a handle or a stream that was made for it."""
         receiver: Receiver = handle
         if passing:
-            from aiogpu.api.actor_link import carrying
+            from aiogpu.runtime.callers.caller import carrying
 
             receiver = carrying(handle)
         start = partial(submit_early, site, payload, handle, receiver)

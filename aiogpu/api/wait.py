@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Generator, Iter
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
-from aiogpu.api.misuse import options_of
+from aiogpu.api.misuse import no_handle, options_of, parted
 from aiogpu.api.options import LONGEST_TIME
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import MisuseError, NodeError, NoLoopError, OptionError
@@ -238,16 +238,6 @@ def _block(
             client.note_wait(waiter, ())
 
 
-def parted(handles: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """So many of those that have ended, and all others."""
-    ready: list[Any] = []
-    pending: list[Any] = []
-    for handle in handles:
-        takes = len(ready) < count and handle.done()
-        (ready if takes else pending).append(handle)
-    return ready, pending
-
-
 def _checked(name: str, given: Any) -> list[Any]:
     """Handles that can be waited for here, as a list.
 
@@ -278,14 +268,6 @@ def _checked(name: str, given: Any) -> list[Any]:
             f"{what} was given {twice!r} more than once; give it each handle once."
         )
     return handles
-
-
-def no_handle(what: str, one: object) -> MisuseError:
-    """The error for something else among the handles."""
-    return MisuseError(
-        f"{what} was given a list with {one!r} in it, which is no handle; give it "
-        f"what .remote() has returned. For other futures there is asyncio.wait()."
-    )
 
 
 def _check_here(what: str, handles: list[Any]) -> None:

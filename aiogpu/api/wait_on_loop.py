@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from aiogpu.api.handle import Handle
-from aiogpu.api.wait import no_handle, parted
+from aiogpu.api.misuse import no_handle, parted
 from aiogpu.errors import MisuseError
 
 Parted = tuple[list[Handle[Any]], list[Handle[Any]]]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.api.actor_pool import PoolLimits, check_bounds
+from aiogpu.api.actor_pool import check_bounds
+from aiogpu.api.pool_members import PoolLimits
 from aiogpu.errors import OptionError
 
 

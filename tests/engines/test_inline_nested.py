@@ -142,7 +142,7 @@ def start_detached() -> None:
     detached_note, begun = seen.pop()
     handle = begun.remote()
     with pytest.raises(aiogpu.TaskTimeoutError):
-        aiogpu.get(handle, timeout=0.01)
+        aiogpu.get(handle, timeout=0.25)
     detached_note.remote("detached")
 
 
@@ -162,7 +162,7 @@ async def test_what_is_detached_outlives_its_parent(node: aiogpu.Session) -> Non
 @aiogpu.remote
 async def note_twice() -> None:
     seen.append("begin")
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)  # longer than `start_detached` waits
     seen.append("end")
 
 
@@ -332,7 +332,7 @@ async def stubborn() -> None:
 def leave_stubborn() -> str:
     handle = stubborn.remote()
     with pytest.raises(aiogpu.TaskTimeoutError):
-        aiogpu.get(handle, timeout=0.01)
+        aiogpu.get(handle, timeout=0.25)
     return "left"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
+from aiogpu.client.current import take_kept
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.errors import (
@@ -256,6 +257,11 @@ class Carrying:
             let_go()
 
     __del__ = _end
+
+
+def carrying(receiver: Receiver) -> Receiver:
+    """A receiver that holds the actors whose handles are sent, until it is told."""
+    return Carrying(receiver, take_kept().clear)
 
 
 class Then:
