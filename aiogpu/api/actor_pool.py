@@ -191,7 +191,7 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
         self, call: Callable[[RemoteMethod[..., Any]], Handle[Any]]
     ) -> Handle[Any]:
         # Late: `session` imports asyncio.
-        from aiogpu.api.session import check_thread
+        from aiogpu.api.loop_sessions import check_thread
 
         crew = self._tie.crew
         check_thread(crew.loop, f"{self.__name__}.remote()")

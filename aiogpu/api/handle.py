@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextvars import Context
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.misuse import NotItsResult
@@ -28,7 +27,7 @@ from aiogpu.errors import (
 from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import ValueStore, Waits
+    from aiogpu.client.port import ValueStore
     from aiogpu.observe.why import Why
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
@@ -177,8 +176,8 @@ class Handle(NotItsResult, asyncio.Future[T]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
-        from aiogpu.api.belonging import check_sender
         from aiogpu.api.borrow import borrow
+        from aiogpu.api.loop_sessions import check_sender
         from aiogpu.serialization.references import add_handle
 
         check_sender(self)
@@ -249,7 +248,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         """
         if asyncio._get_running_loop() is not self.get_loop():
             # Late: a handle in a worker has no session.
-            from aiogpu.api.session import check_thread
+            from aiogpu.api.loop_sessions import check_thread
 
             check_thread(self.get_loop(), f"cancel() of {self!r}")
         if not super().cancel(msg):
@@ -386,25 +385,3 @@ class Handle(NotItsResult, asyncio.Future[T]):
     def set_exception(self, exception: type | BaseException, /) -> NoReturn:
         """Only the task sets its error."""
         raise MisuseError(f"the error of {self.task_name} is set by its task alone.")
-
-
-HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
-
-
-def handle_maker(waits: Waits | None, far: ValueStore | None = None) -> HandleMaker:
-    """Return what makes the handles that fit an engine.
-
-    Args:
-        waits: who is to be told of waits, None for nobody.
-        far: who knows the values of a node that is another process.
-    """
-    if far is not None:
-        from aiogpu.api.far_handle import FarHandle
-
-        return partial(FarHandle, far=far)
-    if waits is None:
-        return Handle
-    # Late, so that the zygote's start need not wait for it.
-    from aiogpu.api.nested import ChildHandle
-
-    return partial(ChildHandle, waits=waits)

@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from aiogpu.api.loop_sessions import session_of
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
@@ -17,7 +18,6 @@ from aiogpu.api.session import (
     current_session,
     default_address,
     refuse_in_worker,
-    session_of,
     start_session,
 )
 from aiogpu.client.current import current, error_inside_task
@@ -91,7 +91,7 @@ class Opening(EnteredOnLoop):
         self._is_used = True
         refuse_in_worker("aiogpu.init()")
         loop = asyncio.get_running_loop()
-        session = session_of(loop)
+        session: Session | None = session_of(loop)
         if session is not None and (session.is_closing or session.has_lost_its_node):
             await session.shutdown()
             session = session_of(loop)

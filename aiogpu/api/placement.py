@@ -193,7 +193,7 @@ class Placement(EnteredOnLoop):
             NoLoopError: this is another thread than the event loop's.
         """
         # Late: user modules bring this one into every worker.
-        from aiogpu.api.session import check_thread
+        from aiogpu.api.loop_sessions import check_thread
 
         claim = self._own("remove()")
         check_thread(claim.granted.get_loop(), "remove() of a placement")

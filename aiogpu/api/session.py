@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
-from aiogpu.api.belonging import check_node
-from aiogpu.api.handle import Handle, Owner, handle_maker
+from aiogpu.api.handle import Handle, Owner
+from aiogpu.api.loop_sessions import check_node, sessions
 from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.client.current import current, passing
 from aiogpu.client.port import Receiver
@@ -35,7 +35,7 @@ from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Host
+    from aiogpu.client.port import Host, ValueStore, Waits
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import PickledValue
@@ -154,12 +154,30 @@ FROM_A_THREAD: Final = (
 """What to write in a thread that has no event loop, beside a program that has one."""
 
 
-sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
-"""One for each event loop; see `api.sessions`."""
-
-
 shut_down: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
 """Loops that had a node of `init`, which was shut down, and have no other since."""
+
+
+HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
+
+
+def handle_maker(waits: Waits | None, far: ValueStore | None = None) -> HandleMaker:
+    """Return what makes the handles that fit an engine.
+
+    Args:
+        waits: who is to be told of waits, None for nobody.
+        far: who knows the values of a node that is another process.
+    """
+    if far is not None:
+        from aiogpu.api.far_handle import FarHandle
+
+        return partial(FarHandle, far=far)
+    if waits is None:
+        return Handle
+    # Late, so that the zygote's start need not wait for it.
+    from aiogpu.api.nested import ChildHandle
+
+    return partial(ChildHandle, waits=waits)
 
 
 class Session(EnteredOnLoop):
@@ -469,17 +487,6 @@ class Session(EnteredOnLoop):
             self._engine.abandon()
 
 
-def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
-    """Refuse a call from another thread than an event loop's, if that has a node.
-
-    Raises:
-        NoLoopError: another thread runs this.
-    """
-    session = sessions.get(loop)
-    if session is not None:
-        session.check_thread(what)
-
-
 _get_running_loop: Final = asyncio._get_running_loop
 
 
@@ -505,7 +512,7 @@ def current_session(what: str = ".remote()") -> Session:
         NoLoopError: no event loop is running in this thread.
     """
     loop = _get_running_loop()
-    session = sessions.get(loop)  # type: ignore[arg-type]
+    session: Session | None = sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session
     refuse_in_worker("the node")
@@ -537,11 +544,6 @@ def no_loop(what: str) -> NoLoopError:
         f"inside an `async def`: a program runs that by aiogpu.run(main()), a server "
         f"and a notebook run it on the loop that they have."
     )
-
-
-def session_of(loop: asyncio.AbstractEventLoop | None) -> Session | None:
-    """The session of that loop, None if it has none."""
-    return sessions.get(loop)  # type: ignore[arg-type]
 
 
 def _disown_all() -> None:

@@ -283,7 +283,7 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
 
     def _check_thread(self, what: str) -> None:
         # Late: a stream in a worker has no session.
-        from aiogpu.api.session import check_thread
+        from aiogpu.api.loop_sessions import check_thread
 
         check_thread(self._inflow.loop, f"{what} of {self!r}")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.api.session import Session, current_session, session_of, sessions
+from aiogpu.api.loop_sessions import session_of, sessions
+from aiogpu.api.session import Session, current_session
 from aiogpu.client.current import host_of_task
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def submit(site: Site, payload: bytes) -> Handle[Any]:
 
 def stream(site: Site, payload: bytes) -> Stream[Any]:
     """The same for a generator; see `RemoteGenerator.remote`."""
-    session = session_of(_get_running_loop())
+    session: Session | None = session_of(_get_running_loop())
     if session is None:
         if host_beside_loop() is not None:
             from aiogpu.api.blocking_stream import stream_in_task
