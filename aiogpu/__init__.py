@@ -160,7 +160,7 @@ if not TYPE_CHECKING:
             return import_module("aiogpu.accelerators")
         module = _MODULE_OF.get(name)
         if module is None:
-            misnamed = import_module("aiogpu.api.misuse")
+            misnamed = import_module("aiogpu.api.usage_errors")
             raise misnamed.no_such_name(name, __all__)
         value = getattr(import_module(f"aiogpu.{module}"), name)
         globals()[name] = value

@@ -32,7 +32,7 @@ import click
 
 import aiogpu
 from aiogpu.runtime.connection import Peer
-from aiogpu.runtime.workers import replies as burst
+from aiogpu.runtime.workers import message_router as burst
 from benchmarks import tasks
 
 KEPT: Final = Path(__file__).with_name("counts.json")

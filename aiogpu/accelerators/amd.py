@@ -15,7 +15,7 @@ from aiogpu.core.model.units import GPU
 from aiogpu.errors import DeviceError
 
 from . import types
-from .listed import Listed, ListedAccelerator, entries, numbered, read
+from .listed_devices import Listed, ListedAccelerator, entries, numbered, read
 
 NODES: Final = "sys/class/kfd/kfd/topology/nodes"
 ROCR: Final = "ROCR_VISIBLE_DEVICES"

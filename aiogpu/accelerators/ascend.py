@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from aiogpu.core.model.request import Device
 
-from .listed import ListedAccelerator, numbered
+from .listed_devices import ListedAccelerator, numbered
 
 
 class Ascend(ListedAccelerator):

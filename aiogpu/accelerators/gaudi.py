@@ -11,7 +11,7 @@ from typing import Final
 
 from aiogpu.core.model.request import Device
 
-from .listed import ListedAccelerator, numbered, pci_address, read
+from .listed_devices import ListedAccelerator, numbered, pci_address, read
 from .types import INTEL_GAUDI
 
 CLASSES: Final = (("accel", "sys/class/accel"), ("hl", "sys/class/habanalabs"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import GPU
 
-from .listed import (
+from .listed_devices import (
     NONE,
     Listed,
     ListedAccelerator,

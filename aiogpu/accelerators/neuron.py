@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.model.request import Device
 
-from .listed import NONE, ListedAccelerator, index
+from .listed_devices import NONE, ListedAccelerator, index
 from .types import AWS_NEURON_CORE
 
 if TYPE_CHECKING:

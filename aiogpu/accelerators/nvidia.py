@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import GPU, device_quantity
 
-from .listed import is_left_alone, joined
+from .listed_devices import is_left_alone, joined
 from .visible import VISIBLE, Inventory, entries, require, resolve
 
 if TYPE_CHECKING:

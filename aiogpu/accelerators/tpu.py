@@ -15,7 +15,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import UNIT, quantity
 from aiogpu.errors import OptionError
 
-from .listed import ListedAccelerator, numbered, read
+from .listed_devices import ListedAccelerator, numbered, read
 
 if TYPE_CHECKING:
     from .base import Id

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 
-from .listed import NONE
+from .listed_devices import NONE
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -25,9 +25,9 @@ from aiogpu.api.actor_class import ActorInterface, no_method
 from aiogpu.api.actor_options import ActorOptions, check_actor_options
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.method import RemoteMethod, remote_method
-from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.remote_function import Decorated
 from aiogpu.api.resources import check_kinds
+from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import (
     ActorExit,
     current,
@@ -117,7 +117,7 @@ def revive(actor: int, name: str, home: str, face: ActorInterface) -> ActorHandl
         MisuseError: its node is another.
     """
     if services.client is not None:
-        from aiogpu.api.actor_far import FarLink
+        from aiogpu.api.worker_actor_link import FarLink
 
         return ActorHandle(FarLink.to(actor, name, home), face)
     from aiogpu.api.actor_link import ActorLink
@@ -159,7 +159,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         key = None if options.name is None else (options.namespace or "", options.name)
         asked = site, payload, key, options.get_if_exists
         if services.client is not None:
-            from aiogpu.api.actor_far import FarLink
+            from aiogpu.api.worker_actor_link import FarLink
 
             return ActorHandle(FarLink.create(*asked), self._face)
         from aiogpu.api.actor_link import ActorLink
@@ -331,7 +331,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     if services.client is not None:
         if is_loop_running():
             return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
-        from aiogpu.api.actor_far import find
+        from aiogpu.api.worker_actor_link import find
 
         far, face = find(name, namespace or "")
         return ActorHandle(far, face)
@@ -356,7 +356,7 @@ class NamedActor:
         return f"<NamedActor {self._name!r}>"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[Any]]:
-        from aiogpu.api.actor_far import find_softly
+        from aiogpu.api.worker_actor_link import find_softly
 
         found = yield from find_softly(self._name, self._namespace).__await__()
         return ActorHandle(*found)

@@ -16,7 +16,7 @@ from aiogpu.api.actor_class import PendingInterface, face_in, stranger
 from aiogpu.api.blocking import request
 from aiogpu.api.submission import host_beside_loop, may_use
 from aiogpu.client.current import note_passed, passing, take_kept
-from aiogpu.engines.acquaintance import site_of
+from aiogpu.engines.placeholder_spec import site_of
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
@@ -29,10 +29,10 @@ from aiogpu.runtime.callers.caller import Then, carrying
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface
     from aiogpu.api.handle import Handle
+    from aiogpu.api.result_group import ResultGroup
     from aiogpu.api.session import Awaited, Session
-    from aiogpu.api.several import ResultGroup
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Client, Host, Receiver
+    from aiogpu.client.interface import Client, Host, Receiver
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
 
 

@@ -28,19 +28,15 @@ from aiogpu.api.actor_class import ActorInterface, no_method
 from aiogpu.api.actor_options import check_method_options
 from aiogpu.api.mapper import Mapper
 from aiogpu.api.method import GeneratorMethod, RemoteMethod
-from aiogpu.api.misuse import (
-    CalledFirst,
-    EnteredOnLoop,
-    options_of,
-)
 from aiogpu.api.options import LONGEST_TIME, whole
-from aiogpu.api.pool_members import PoolLimits
+from aiogpu.api.pool_scheduler import PoolLimits
 from aiogpu.api.remote_function import Decorated
+from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
-    from aiogpu.api.pool_members import PoolScheduler
+    from aiogpu.api.pool_scheduler import PoolScheduler
 
 
 USUAL_TARGET: Final = 1
@@ -271,7 +267,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
                 "ActorPool() needs a running event loop, and there is none in this "
                 "thread. Make it inside an `async def` that runs by aiogpu.run(main())."
             )
-        from aiogpu.api.pool_members import PoolScheduler
+        from aiogpu.api.pool_scheduler import PoolScheduler
 
         self._tie = PoolFinalizer(PoolScheduler(face, make, bounds, loop))
 

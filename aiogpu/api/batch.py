@@ -14,8 +14,8 @@ from inspect import Parameter, Signature
 from typing import Any, Final, Never, Protocol, TypeVar, overload
 
 from aiogpu.api.batching import Batching
-from aiogpu.api.misuse import options_of
 from aiogpu.api.options import LARGEST_COUNT, LONGEST_TIME
+from aiogpu.api.usage_errors import options_of
 from aiogpu.errors import MisuseError, OptionError
 
 S = TypeVar("S")
@@ -122,7 +122,7 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
 
 def _load(batching: Batching) -> Callable[[Batching, object, object], Any]:
     """Import what the first call needs."""
-    from aiogpu.api.gathering import join
+    from aiogpu.api.batch_queue import join
 
     batching.join = join
     return join

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
-from aiogpu.api.misuse import refuse
 from aiogpu.api.options import check_seconds
+from aiogpu.api.usage_errors import refuse
 from aiogpu.client.current import client_of_task, is_loop_running, passing, services
 from aiogpu.errors import (
     MisuseError,
@@ -23,7 +23,7 @@ from aiogpu.errors import (
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Client
+    from aiogpu.client.interface import Client
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from aiogpu.api.misuse import NotItsResult
+from aiogpu.api.usage_errors import NotItsResult
 from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.serialization.exceptions import STOPPED, unpack_failure
@@ -20,8 +20,8 @@ from aiogpu.wire.messages import Failed
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aiogpu.api.several import ResultGroup
-    from aiogpu.client.port import Client, ValueStore
+    from aiogpu.api.result_group import ResultGroup
+    from aiogpu.client.interface import Client, ValueStore
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
 
@@ -96,7 +96,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
-        from aiogpu.api.borrow import borrow
+        from aiogpu.api.restored_handle import borrow
         from aiogpu.serialization.references import add_handle
 
         return borrow, (add_handle(self.task_name, self.share), self.task_name)
@@ -239,7 +239,7 @@ def share(handle: BlockingHandle[Any]) -> Reference:
     shares = shares_of(handle)
     if shares is not None:
         return shares.share(handle)  # type: ignore[no-any-return]
-    from aiogpu.api.borrow import value_of
+    from aiogpu.api.restored_handle import value_of
 
     return value_of(handle)
 
@@ -263,7 +263,7 @@ class Borrowed:
 
     def on_loop(self, name: str) -> Any:
         """The same handle for the event loop that runs."""
-        from aiogpu.api.borrow import borrow
+        from aiogpu.api.restored_handle import borrow
 
         return borrow(self.loan.id, name)
 

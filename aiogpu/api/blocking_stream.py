@@ -23,7 +23,7 @@ from aiogpu.errors import MisuseError, TaskCancelledError
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Client, Receiver
+    from aiogpu.client.interface import Client, Receiver
 
 T = TypeVar("T")
 _CLOSED: Final = "was closed"

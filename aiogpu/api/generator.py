@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, Un
 
 from aiogpu.api.definition import Definition
 from aiogpu.api.mapper import no_map
-from aiogpu.api.misuse import CalledFirstToIterate
 from aiogpu.api.options import TaskOptions, not_counted
 from aiogpu.api.remote_function import RemoteFunction, merged
+from aiogpu.api.usage_errors import CalledFirstToIterate
 from aiogpu.client.current import services
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue

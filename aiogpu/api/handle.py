@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.misuse import NotItsResult
+from aiogpu.api.usage_errors import NotItsResult
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -27,7 +27,7 @@ from aiogpu.errors import (
 from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import ValueStore
+    from aiogpu.client.interface import ValueStore
     from aiogpu.observe.why import Why
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
@@ -176,8 +176,8 @@ class Handle(NotItsResult, asyncio.Future[T]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
-        from aiogpu.api.borrow import borrow
         from aiogpu.api.loop_sessions import check_sender
+        from aiogpu.api.restored_handle import borrow
         from aiogpu.serialization.references import add_handle
 
         check_sender(self)
@@ -186,7 +186,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
         if self._shared is None:
-            from aiogpu.api.borrow import value_of
+            from aiogpu.api.restored_handle import value_of
 
             # Somebody wants it from here on, whoever withdraws.
             self._callbacks_added += 1

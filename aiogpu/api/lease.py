@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.loop_sessions import check_thread, session_of
-from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import CHECKS, TaskOptions, unknown_option
 from aiogpu.api.resources import check_kinds
 from aiogpu.api.session import current_session
+from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import current, error_inside_task, host_of_task
 from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
 from aiogpu.core.model.request import Shape, TaskSpec

@@ -13,7 +13,7 @@ from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import closed_node_error
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import ValueStore
+    from aiogpu.client.interface import ValueStore
 
 sessions: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
 """One `api.session.Session` for each event loop that has a node."""

@@ -33,9 +33,9 @@ from typing import (
 
 from aiogpu.api.definition import Definition, Parameters
 from aiogpu.api.handle import Handle
-from aiogpu.api.misuse import IteratedOnLoop
 from aiogpu.api.options import LARGEST_COUNT
 from aiogpu.api.remote_function import RemoteFunction
+from aiogpu.api.usage_errors import IteratedOnLoop
 from aiogpu.client.function_spec import Function, new_function_id
 from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar
 
-from aiogpu.api.misuse import options_of
+from aiogpu.api.usage_errors import options_of
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:

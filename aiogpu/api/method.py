@@ -28,8 +28,8 @@ from typing import (
 from aiogpu.api.actor_options import MethodOptions, check_method_options
 from aiogpu.api.definition import Parameters, signature_of, without_self
 from aiogpu.api.mapper import Mapper, no_map
-from aiogpu.api.misuse import CalledFirst, CalledFirstToIterate
 from aiogpu.api.options import MAX_BUFFERED, not_buffered, not_counted
+from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import NO_ARGUMENTS, dump_arguments
@@ -38,7 +38,7 @@ from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
-    from aiogpu.api.several import Start
+    from aiogpu.api.result_group import Start
     from aiogpu.api.stream import Stream
 
 
@@ -296,7 +296,7 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
         method = self._method
         payload = method.pack(args, kwargs)
         if method.returns:
-            from aiogpu.api.several import call_several
+            from aiogpu.api.result_group import call_several
 
             start = self._link.several(method.name, payload)
             return call_several(method.label, method.returns, start)  # type: ignore[return-value]

@@ -15,7 +15,7 @@ from aiogpu.serialization.exceptions import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.client.port import ValueStore, Waits
+    from aiogpu.client.interface import ValueStore, Waits
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiogpu.api.loop_sessions import session_of
-from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
 from aiogpu.api.session import (
@@ -20,6 +19,7 @@ from aiogpu.api.session import (
     refuse_in_worker,
     start_session,
 )
+from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import current, error_inside_task
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError

@@ -13,9 +13,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import CHECKS
 from aiogpu.api.placement_options import gang_of
+from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.errors import MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:

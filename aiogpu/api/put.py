@@ -64,6 +64,6 @@ def put(value: T) -> Putting[T]:
     payload = dump_result(value, PUT)
     if isinstance(payload, PickledValue):
         payload = packed(payload)
-    from aiogpu.api.borrow import put_here
+    from aiogpu.api.restored_handle import put_here
 
     return Putting(put_here(payload))

@@ -21,9 +21,9 @@ from typing import (
 
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.misuse import CalledFirst
 from aiogpu.api.options import MAX_BUFFERED, TaskOptions, check_options, not_buffered
 from aiogpu.api.resources import check_kinds
+from aiogpu.api.usage_errors import CalledFirst
 from aiogpu.client.current import services
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue
@@ -184,7 +184,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         if self._returns:
             from functools import partial
 
-            from aiogpu.api.several import submit_several
+            from aiogpu.api.result_group import submit_several
 
             return partial(submit_several, self._returns)
         if services.client is not None:

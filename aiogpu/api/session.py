@@ -25,9 +25,9 @@ from weakref import WeakSet
 
 from aiogpu.api.handle import Handle, Owner
 from aiogpu.api.loop_sessions import check_node, sessions
-from aiogpu.api.misuse import EnteredOnLoop
+from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.client.current import current, passing
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
@@ -35,7 +35,7 @@ from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Host, ValueStore, Waits
+    from aiogpu.client.interface import Host, ValueStore, Waits
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import PickledValue
@@ -169,7 +169,7 @@ def handle_maker(waits: Waits | None, far: ValueStore | None = None) -> HandleMa
         far: who knows the values of a node that is another process.
     """
     if far is not None:
-        from aiogpu.api.far_handle import FarHandle
+        from aiogpu.api.remote_handle import FarHandle
 
         return partial(FarHandle, far=far)
     if waits is None:

@@ -11,12 +11,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.api.stream_buffer import ItemBuffer
+from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Waits
+    from aiogpu.client.interface import Waits
     from aiogpu.observe.why import Why
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.stream import Stream
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Host
+    from aiogpu.client.interface import Host
 
 
 def session_of_caller(what: str = ".remote()") -> Session:

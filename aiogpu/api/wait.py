@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Generator, Iter
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
-from aiogpu.api.misuse import no_handle, options_of, parted
 from aiogpu.api.options import LONGEST_TIME
+from aiogpu.api.usage_errors import no_handle, options_of, parted
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import MisuseError, NodeError, NoLoopError, OptionError
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from aiogpu.api.handle import Handle
-from aiogpu.api.misuse import no_handle, parted
+from aiogpu.api.usage_errors import no_handle, parted
 from aiogpu.errors import MisuseError
 
 Parted = tuple[list[Handle[Any]], list[Handle[Any]]]

@@ -1,8 +1,8 @@
 """`aiogpu gpus`: the devices of this machine, and what is on each now.
 
 For a terminal that is wide enough a table, elsewhere lines, for programs JSON. What is
-seen, and how, is `aiogpu.engines.box`'s business. Who holds which share is known to the
-node that programs share, if one runs, and to any other node's own program.
+seen, and how, is `aiogpu.engines.device_report`'s business. Who holds which share is
+known to the node that programs share, if one runs, and to any other node's own program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from aiogpu.cli.shares import Shares, ask_shares
 from aiogpu.core.model.text import printable
-from aiogpu.engines.box import Box, Seen, look_around
+from aiogpu.engines.device_report import Box, Seen, look_around
 from aiogpu.observe.status import OtherProcess, amount
 
 SHOWN: Final = 4

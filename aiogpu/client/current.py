@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.errors import NodeError
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Client, Host
+    from aiogpu.client.interface import Client, Host
 
 
 class ActorExit(BaseException):

@@ -41,7 +41,7 @@ from aiogpu.wire.messages import (
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
 
 DECLARED: Final = 512
 """Functions that the node is taken to know; then all are declared anew. The node keeps

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from aiogpu.client.port import ValueStore, Waits
+from aiogpu.client.interface import ValueStore, Waits
 
 if TYPE_CHECKING:
     import asyncio
 
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver

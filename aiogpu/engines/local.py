@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.engines.recording import Recording
@@ -183,7 +183,7 @@ class LocalEngine:
 
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
-        from aiogpu.engines.hosting import drain_of, programs_of
+        from aiogpu.engines.server_info import drain_of, programs_of
         from aiogpu.observe.snapshot import snapshot
         from aiogpu.runtime.actors.listing import listed_actors
 
@@ -205,7 +205,7 @@ class LocalEngine:
 
     async def why(self, task: int) -> Why | None:
         """Return why a task waits; see `Engine.why`."""
-        from aiogpu.engines.hosting import programs_of
+        from aiogpu.engines.server_info import programs_of
         from aiogpu.observe.why import why
 
         scheduler = self._open_driver.scheduler
@@ -237,8 +237,8 @@ class LocalEngine:
         Raises:
             OptionError: a resource is limited that the node does not have.
         """
-        from aiogpu.engines.hosting import answers_of, premises_of
         from aiogpu.engines.recording import Recording
+        from aiogpu.engines.server_info import answers_of, premises_of
 
         supervisor = self._supervisor
         self._recording = Recording(self._open_driver, self._loop, supervisor.pool)

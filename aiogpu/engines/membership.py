@@ -261,8 +261,8 @@ class Membership(NodeClient):
             raise NodeDiedError(unreachable(self._path, error)) from error
 
     async def _move_in(self, welcome: Welcome) -> None:
-        from aiogpu.engines.hosting import unpack_capacity
         from aiogpu.engines.joining_options import check_joining_options
+        from aiogpu.engines.server_info import unpack_capacity
 
         ledger, policies = unpack_capacity(welcome.ledger)
         check_joining_options(self._options, ledger, policies, self._path)
@@ -456,5 +456,5 @@ def _import_early() -> None:
     """Import what a first call needs, while the node starts a zygote for it."""
     keep_pages()
     import aiogpu.engines.admission
-    import aiogpu.engines.hosting
+    import aiogpu.engines.server_info
     import aiogpu.serialization.pickler  # noqa: F401

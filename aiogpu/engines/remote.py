@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
+from aiogpu.engines.placeholder_spec import site_of
 from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
@@ -43,7 +43,7 @@ from aiogpu.wire.messages import (
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from aiogpu.client.function_spec import Site
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.core import effects
 from aiogpu.core.effects import NOTHING, Effect
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
@@ -29,11 +29,11 @@ from aiogpu.core.scheduler.scheduler import Scheduler, Step
 from aiogpu.runtime.actors.actor import is_complete, oversized
 from aiogpu.runtime.actors.registry import Actors
 from aiogpu.runtime.callers.caller import pass_on_all
-from aiogpu.runtime.calls import EACH, Call, Delay, tell_fault
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_shortage import Shortages
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import unfinished_in
+from aiogpu.runtime.pending_tasks import EACH, Call, Delay, tell_fault
 from aiogpu.runtime.results import OwnerNotifier, Streams
 from aiogpu.runtime.workers.commands import QueueRevoker
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from aiogpu.core.records import TaskRecord
     from aiogpu.runtime.callers.leases import Leases
     from aiogpu.runtime.devices.monitor import DeviceMonitor
+    from aiogpu.runtime.devices.null_release import NullDeviceRelease
     from aiogpu.runtime.devices.probe import Key
     from aiogpu.runtime.devices.release import DeviceRelease
-    from aiogpu.runtime.devices.unwatched import NullDeviceRelease
-    from aiogpu.runtime.faults import Faults
+    from aiogpu.runtime.internal_faults import Faults
     from aiogpu.runtime.objects.values import Value
     from aiogpu.wire.messages import Message
 
@@ -408,7 +408,7 @@ class Driver:
     def faults(self) -> Faults:
         """What becomes of the steps in which aiogpu fails; loaded with the first."""
         if self._faults is None:
-            from aiogpu.runtime.faults import Faults
+            from aiogpu.runtime.internal_faults import Faults
 
             self._faults = Faults(
                 self.scheduler, self._calls, self._pool, self.dispatcher, self.feed

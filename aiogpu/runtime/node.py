@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
-from aiogpu.runtime.devices.unwatched import NullDeviceRelease
+from aiogpu.runtime.devices.null_release import NullDeviceRelease
 from aiogpu.runtime.node_directory import remove_directory
 from aiogpu.runtime.zygote.launch import Ground
 from aiogpu.wire.messages import descriptor_path

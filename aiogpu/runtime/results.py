@@ -12,7 +12,7 @@ from aiogpu.core.model.ids import OWN, TaskId, WorkerId
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.observe.status import Failures
-from aiogpu.runtime.calls import Call, pass_on, tell_fault
+from aiogpu.runtime.pending_tasks import Call, pass_on, tell_fault
 from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, describe_death
 from aiogpu.runtime.workers.slots import LiveWorker

@@ -39,8 +39,8 @@ from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing.clock import HandClock
-from aiogpu.testing.paper import PaperTask, PaperWorker, told
-from aiogpu.testing.stage import Stage
+from aiogpu.testing.executor import Stage
+from aiogpu.testing.simulated import PaperTask, PaperWorker, told
 
 P = ParamSpec("P")
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import ChildReceiver
+    from aiogpu.client.interface import ChildReceiver
     from aiogpu.worker.connection import Channel
 
 

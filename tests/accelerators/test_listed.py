@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.accelerators.listed import choose, entries, is_left_alone, joined
+from aiogpu.accelerators.listed_devices import choose, entries, is_left_alone, joined
 from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.errors import InfeasibleError

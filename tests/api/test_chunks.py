@@ -15,7 +15,7 @@ from aiogpu.api import map as window
 from aiogpu.api.map import CALLS, GROWTH, LONGEST, MOST, TARGET, Results, Sizes
 from aiogpu.api.session import Session
 from aiogpu.client.function_spec import Site
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
 from aiogpu.serialization.exceptions import (
     RAISED,

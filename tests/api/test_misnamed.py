@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import aiogpu
-from aiogpu.api.misuse import NAMES_OF_RAY
+from aiogpu.api.usage_errors import NAMES_OF_RAY
 
 
 @pytest.mark.parametrize(

@@ -273,5 +273,5 @@ def test_an_actors_class_has_not_what_its_actors_have() -> None:
 def test_words_cost_the_objects_nothing(kind: type) -> None:
     """No `__getattr__`, which would slow each attribute; no room for a `__dict__`."""
     for one in inspect.getmro(kind):
-        if one.__module__ == "aiogpu.api.misuse":
+        if one.__module__ == "aiogpu.api.usage_errors":
             assert vars(one).keys().isdisjoint({"__getattr__", "__dict__", "__init__"})

@@ -15,12 +15,12 @@ import uvloop
 import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api import session as sessions
+from aiogpu.api.loop_sessions import session_of
 from aiogpu.api.session import (
     Session,
     SessionState,
     current_session,
     default_address,
-    session_of,
     start_session,
 )
 from aiogpu.client.current import current

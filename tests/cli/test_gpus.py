@@ -16,7 +16,7 @@ import pytest
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.cli.gpus import as_data, lines
 from aiogpu.core.model.request import Device
-from aiogpu.engines.box import Box, Seen, place_of
+from aiogpu.engines.device_report import Box, Seen, place_of
 from aiogpu.observe.status import OtherProcess
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus

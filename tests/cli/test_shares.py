@@ -12,7 +12,7 @@ from aiogpu.cli import joining
 from aiogpu.cli.gpus import as_data, lines
 from aiogpu.cli.shares import Shares, ask_shares
 from aiogpu.core.model.request import Device
-from aiogpu.engines.box import Box, Seen
+from aiogpu.engines.device_report import Box, Seen
 from tests.cli.pictures import BUSY, GIB, stand_in
 
 SHARES = Shares(BUSY.devices)

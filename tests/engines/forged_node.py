@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.engines.hosting import pack_capacity
+from aiogpu.engines.server_info import pack_capacity
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import Connection
 from aiogpu.wire.messages import ChildDone, Inquire, Join, Welcome

@@ -13,8 +13,8 @@ from aiogpu.core.model.request import Device
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
 from aiogpu.runtime.devices.memory_guard import LEFT, OVERHEAD, outgrowth_told
 from aiogpu.runtime.devices.monitor import CALM, SILENT
-from aiogpu.runtime.devices.owners import THIS_PROGRAM, Use
 from aiogpu.runtime.devices.probe_thread import EACH, SOONEST
+from aiogpu.runtime.devices.process_attribution import THIS_PROGRAM, Use
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
 from tests.cli.test_gpus import on_stub

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 
 
 def function() -> Function:

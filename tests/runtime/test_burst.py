@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.runtime.workers import replies as module
-from aiogpu.runtime.workers.replies import (
+from aiogpu.runtime.workers import message_router as module
+from aiogpu.runtime.workers.message_router import (
     EVERY,
     FEW,
     HEARING,

@@ -18,7 +18,7 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.timers import AlarmKind
 from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.workers.replies import InlinePoller
+from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.wire.codec import LARGE
 from tests.runtime import sites
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiogpu.client.function_spec import Site
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
 from aiogpu.runtime.callers.requests import NestedRequests

@@ -14,7 +14,7 @@ import pytest
 from aiogpu.core.model.ids import TaskId
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.procfs import Findings
-from aiogpu.runtime.calls import EACH
+from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers import pool
 from aiogpu.runtime.workers.death import Death

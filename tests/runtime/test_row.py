@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from aiogpu.client.function_spec import Site
-from aiogpu.runtime.calls import Call
 from aiogpu.runtime.driver import SubmitBatch
+from aiogpu.runtime.pending_tasks import Call
 from tests.runtime import sites
 
 SITE = sites.site()

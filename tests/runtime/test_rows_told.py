@@ -21,7 +21,7 @@ from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.callers.caller import Child, Client
 from aiogpu.runtime.callers.requests import NestedRequests
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.workers.replies import InlinePoller
+from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit

@@ -11,7 +11,7 @@ from aiogpu.client.plain_data import dump_plain
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.engines.hosting import pack_capacity, unpack_capacity
+from aiogpu.engines.server_info import pack_capacity, unpack_capacity
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.callers.status_codec import status_codec
 

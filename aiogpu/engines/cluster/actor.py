@@ -31,7 +31,7 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.actor_host import Place
     from aiogpu.engines.cluster.engine import RayEngine

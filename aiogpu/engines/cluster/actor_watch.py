@@ -15,7 +15,7 @@ from aiogpu.runtime.actors.actor import ActorEnd, died
 from aiogpu.serialization.serializer import dump_whole
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.engines.cluster.actor import ClusterActor
     from aiogpu.wire.messages import Failed
 

@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from aiogpu.client.function_spec import Site
 from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines import ray
-from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.cluster.actor import ClusterActor, Nobody
 from aiogpu.engines.cluster.actor_host import Blueprint, PlainHost
 from aiogpu.engines.cluster.failure import died_of
 from aiogpu.engines.cluster.shared import met, terms_met
 from aiogpu.engines.cluster.soft_host import SoftHost
 from aiogpu.engines.cluster.terms import options_of_actor, request_of_actor, terms_of
+from aiogpu.engines.placeholder_spec import site_of
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actors.actor import name_taken
 from aiogpu.runtime.callers.leases import removed
@@ -28,7 +28,7 @@ from aiogpu.serialization.serializer import dump_whole, load_result
 from aiogpu.wire.messages import ASYNC
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.payload import Terms

@@ -20,7 +20,7 @@ from aiogpu.engines.cluster.shared import arrived, failure_in
 from aiogpu.serialization.payload import Contents, Payload
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.shared import Shared
     from aiogpu.engines.ray import Ref

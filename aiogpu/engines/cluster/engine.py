@@ -28,12 +28,12 @@ from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.serialization.exceptions import RAISED
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver

@@ -20,7 +20,7 @@ from aiogpu.worker.execute import is_coroutine
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.values import ClusterValues
 

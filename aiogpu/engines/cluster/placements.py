@@ -36,7 +36,7 @@ from aiogpu.runtime.callers.leases import removed
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.engines.cluster.engine import RayEngine
 
 KNOWN: Final = 1024

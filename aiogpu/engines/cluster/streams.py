@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiogpu.engines.cluster.shared import arrived
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import ItemReceiver
+    from aiogpu.client.interface import ItemReceiver
     from aiogpu.engines.cluster.calls import Calls, Live
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.accelerators.listed import NOSET, is_left_alone
+from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
 from aiogpu.accelerators.types import AWS_NEURON_CORE
 from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.errors import DeviceError, OptionError

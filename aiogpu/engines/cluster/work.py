@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.accelerators.listed import is_left_alone
+from aiogpu.accelerators.listed_devices import is_left_alone
 from aiogpu.client.current import current, host_of_task, passing, take_kept
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import TaskFailure, packed, stopped

@@ -17,7 +17,7 @@ from typing import Final
 
 from aiogpu.client.current import error_inside_task
 from aiogpu.client.function_spec import Site
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.execute import Executor

@@ -22,7 +22,7 @@ from aiogpu.wire.messages import ASYNC
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.client.current import host_of_task, take_kept
-from aiogpu.client.port import Host
+from aiogpu.client.interface import Host
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.recovery import may_retry
 from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings
-from aiogpu.runtime.calls import Call, pass_on
 from aiogpu.runtime.objects.values import unfinished_in
+from aiogpu.runtime.pending_tasks import Call, pass_on
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.serialization.serializer import is_retried
 from aiogpu.wire.messages import Done, Failed

@@ -24,8 +24,8 @@ from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.engines.inline.turns import Turns
 from aiogpu.errors import AiogpuError, NodeClosedError
 from aiogpu.runtime.actors.registry import FIRST_CALL
-from aiogpu.runtime.calls import Call
 from aiogpu.runtime.devices.binding import Assignment
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.serialization.references import PickledValue
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from aiogpu.serialization.exceptions import pack_failure
 from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
 
 OWN_FRAMES: Final = "/aiogpu/engines/inline/"
 """Marks this package's own frames, which a user's traceback leaves out."""

@@ -21,7 +21,7 @@ from aiogpu.engines.inline.raising import Raising
 from aiogpu.engines.inline.supplies import supplied
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.actors.actor import Actor
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.serialization.exceptions import LEFT, STOPPED, unpack_failure
 from aiogpu.wire.messages import Demand, Failed, Invoke, Leave, Message
 

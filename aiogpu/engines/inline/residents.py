@@ -23,14 +23,14 @@ from aiogpu.errors import (
 )
 from aiogpu.runtime.actors.actor import Actor, ActorState, died
 from aiogpu.runtime.actors.registry import FIRST_CALL, Register
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers.death import describe_loss
 from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire.messages import ASYNC, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.core.resources.ledger import Lease
     from aiogpu.engines.base import Room
     from aiogpu.engines.inline.node import InlineNode

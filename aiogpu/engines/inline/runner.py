@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiogpu.client.function_spec import Site
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.core.records import TaskState, WorkerRecord, WorkerState, move_task
 from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job, acting_job
@@ -25,7 +25,7 @@ from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.offspring import Offspring
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.supplies import Expected, expect, expected
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 
 _log: Final = logging.getLogger(__name__)
 

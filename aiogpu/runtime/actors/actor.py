@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.client.function_spec import Site
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import (
     ActorDiedError,
@@ -25,8 +25,14 @@ from aiogpu.errors import (
     NodeClosedError,
     SerializationError,
 )
-from aiogpu.runtime.calls import EACH, Borrower, Delay, internal_error, tell_safely
 from aiogpu.runtime.objects.values import Value
+from aiogpu.runtime.pending_tasks import (
+    EACH,
+    Borrower,
+    Delay,
+    internal_error,
+    tell_safely,
+)
 from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.serializer import NONE_PAYLOAD

@@ -9,14 +9,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.client.function_spec import Site
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actors.actor import Actor, ActorState, died, name_taken
 from aiogpu.runtime.callers.caller import Caller
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers.death import Death, describe_loss
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker

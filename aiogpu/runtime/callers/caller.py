@@ -20,7 +20,7 @@ from aiogpu.errors import (
     TaskCancelledError,
     WorkerDiedError,
 )
-from aiogpu.runtime.calls import pass_on
+from aiogpu.runtime.pending_tasks import pass_on
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import result_part
 from aiogpu.wire.codec import LARGE
@@ -45,7 +45,7 @@ from aiogpu.wire.messages import (
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.objects.segments import BorrowerReferences

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.queue.sharded_dict import ShardedDict
@@ -28,7 +28,7 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import InfeasibleError, PlacementRemovedError
 from aiogpu.linux.cgroup_hierarchy import PROC
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.wire.codec import pack
 from aiogpu.wire.messages import LEASE_MARK
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from aiogpu.core.effects import Effect, Granted
     from aiogpu.core.model.request import TaskSpec
     from aiogpu.runtime.devices.binding import Assignment
+    from aiogpu.runtime.devices.null_release import NullDeviceRelease
     from aiogpu.runtime.devices.probe import Key
     from aiogpu.runtime.devices.release import DeviceRelease
-    from aiogpu.runtime.devices.unwatched import NullDeviceRelease
 
 
 AGAIN: Final = 1.0

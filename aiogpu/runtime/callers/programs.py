@@ -40,11 +40,11 @@ from aiogpu.linux.syscalls import user
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import ActorRequests, NestedRequests
 from aiogpu.runtime.callers.status_codec import status_codec
-from aiogpu.runtime.calls import internal_error
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Routes
+from aiogpu.runtime.pending_tasks import internal_error
 from aiogpu.runtime.zygote.config import Program
 from aiogpu.runtime.zygote.generations import Zygotes
 from aiogpu.serialization.exceptions import RAISED, pack_failure, pack_own_error
@@ -629,7 +629,7 @@ class Clients:
                 except (AiogpuError, OSError):
                     raise
                 except Exception as error:
-                    from aiogpu.runtime.faults import tell_asker
+                    from aiogpu.runtime.internal_faults import tell_asker
 
                     what = f"took in {type(message).__name__} of a program"
                     if not tell_asker(client, message, internal_error(what, error)):

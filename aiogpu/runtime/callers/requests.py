@@ -22,7 +22,7 @@ from aiogpu.client.function_spec import (
     Site,
     new_function_id,
 )
-from aiogpu.client.port import Receiver
+from aiogpu.client.interface import Receiver
 from aiogpu.client.spec_codec import (
     Terms,
 )
@@ -44,10 +44,10 @@ from aiogpu.runtime.callers.caller import (
     check_claims,
     count_fresh,
 )
-from aiogpu.runtime.calls import Call, internal_error, tell_safely
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.objects.exchange import KINDS, ValueRequests
 from aiogpu.runtime.objects.store import Store
+from aiogpu.runtime.objects.value_requests import KINDS, ValueRequests
+from aiogpu.runtime.pending_tasks import Call, internal_error, tell_safely
 from aiogpu.serialization.exceptions import RAISED, pack_failure, unpack_failure
 from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire.messages import (

@@ -19,9 +19,9 @@ from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.devices.binding import held_of, limits_of
 from aiogpu.runtime.devices.memory_shortage import gpu_out_of_memory, neighbours_of
-from aiogpu.runtime.devices.owners import Use
 from aiogpu.runtime.devices.probe import Key
 from aiogpu.runtime.devices.probe_thread import DeviceThread
+from aiogpu.runtime.devices.process_attribution import Use
 
 OVERHEAD: Final = 1 << 30
 """Bytes that a process may use beyond what was reserved. What frameworks are limited

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiogpu.core.records import WorkerRecord
     from aiogpu.core.resources.ledger import Lease, Ledger
     from aiogpu.core.scheduler.scheduler import Scheduler
-    from aiogpu.runtime.calls import Call
+    from aiogpu.runtime.pending_tasks import Call
     from aiogpu.wire.messages import Failed, RanOut
 
 

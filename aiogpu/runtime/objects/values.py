@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.calls import tell_fault
+from aiogpu.runtime.pending_tasks import tell_fault
 from aiogpu.serialization.payload import Payload
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.wire.messages import Failed
 
 

@@ -16,7 +16,7 @@ from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.core.scheduler.workers import Workers
 from aiogpu.memory.control_page import ALL, ControlPage
-from aiogpu.runtime.calls import Call
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import (

@@ -19,14 +19,14 @@ from typing import Final
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeError
 from aiogpu.linux.procfs import ExitEvidence
-from aiogpu.runtime.calls import EACH
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Console
+from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, stillbirth
-from aiogpu.runtime.workers.replies import InlinePoller, MessageRouter
+from aiogpu.runtime.workers.message_router import InlinePoller, MessageRouter
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
 from aiogpu.runtime.zygote.generations import Zygotes
 from aiogpu.runtime.zygote.process import Zygote

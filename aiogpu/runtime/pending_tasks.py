@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from aiogpu.client.function_spec import (
-    Site,
-)
-from aiogpu.client.port import ItemReceiver, Receiver
+from aiogpu.client.function_spec import Site
+from aiogpu.client.interface import ItemReceiver, Receiver
 from aiogpu.errors import (
     AiogpuError,
     DeadlockError,

@@ -14,9 +14,10 @@ from aiogpu.serialization.exceptions import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.client.port import ValueStore
+    from aiogpu.client.interface import ValueStore
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
+
 
 T = TypeVar("T")
 

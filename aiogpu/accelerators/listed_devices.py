@@ -20,14 +20,22 @@ from aiogpu.errors import DeviceError, OptionError
 if TYPE_CHECKING:
     from .base import Id, Unwatched
 
+
 Listed = tuple[str, str, Sequence[int | str]]
 """A variable, its value, and the ids that the value names."""
 
+
 NOSET: Final = "AIOGPU_NOSET_"
 """Prefix of the switch that leaves a variable to the user."""
+
+
 NONE: Final = ("", "NoDevFiles")
 """Values that name no device; Slurm writes the second."""
+
+
 ON: Final = frozenset({"1", "true", "yes", "on"})
+
+
 MOST_DIGITS: Final = 9
 """More digits than the index of any device has, and always an `int` at once."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from aiogpu.api.session import Session
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Client
+    from aiogpu.client.interface import Client
     from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
     from aiogpu.wire.messages import Failed

@@ -9,11 +9,7 @@ that the package does not have is mostly one of Ray's. Light on purpose, as
 from __future__ import annotations
 
 import sys
-from collections.abc import (
-    Callable,
-    Generator,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Sequence
 from functools import wraps
 from inspect import CO_GENERATOR, CO_VARARGS
 from types import MappingProxyType

@@ -29,11 +29,18 @@ if TYPE_CHECKING:
     from aiogpu.engines.local import LocalEngine
     from aiogpu.runtime.callers.programs import Answer, Clients, ServerInfo
 
+
 _TEXT: Final = str | None
+
+
 _DEVICE: Final = (
     *(int | str, _TEXT, _TEXT, _TEXT, int, Maybe((int, int)), _TEXT, [str], _TEXT),
 )
+
+
 _POLICY: Final = (str, bool | int | float | str | None)
+
+
 _CAPACITY: Final = ([(str, int)], [(str, [_DEVICE])], [_POLICY])
 
 

@@ -16,23 +16,15 @@ from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
 from aiogpu.runtime.callers.caller import Child
-from aiogpu.runtime.calls import internal_error, tell_safely
+from aiogpu.runtime.pending_tasks import internal_error, tell_safely
 from aiogpu.serialization.exceptions import pack_own_error
-from aiogpu.wire.messages import (
-    Ask,
-    Fetch,
-    Find,
-    Inquire,
-    Message,
-    Submit,
-    TakeLease,
-)
+from aiogpu.wire.messages import Ask, Fetch, Find, Inquire, Message, Submit, TakeLease
 
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect
     from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.runtime.callers.caller import Caller
-    from aiogpu.runtime.calls import Call
+    from aiogpu.runtime.pending_tasks import Call
     from aiogpu.runtime.workers.dispatch import TaskDispatcher
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.runtime.workers.slots import LiveWorker

@@ -15,20 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    NamedTuple,
-)
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.actor import ActorHandle, link_of
-from aiogpu.errors import (
-    ActorDiedError,
-    InfeasibleError,
-    MisuseError,
-    NodeError,
-)
+from aiogpu.errors import ActorDiedError, InfeasibleError, MisuseError, NodeError
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface

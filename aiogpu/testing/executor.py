@@ -13,8 +13,8 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.status import Holdings
 from aiogpu.observe.why import stall_in_words, why_waiting
 from aiogpu.testing.clock import HandClock
-from aiogpu.testing.onlooker import Onlooker
-from aiogpu.testing.paper import Event, News, PaperWorker, told
+from aiogpu.testing.observer import Onlooker
+from aiogpu.testing.simulated import Event, News, PaperWorker, told
 
 
 class Stage(Onlooker):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from aiogpu.accelerators.base import Accelerator, DeviceWatch, Health, Sample
-from aiogpu.accelerators.listed import read
+from aiogpu.accelerators.listed_devices import read
 from aiogpu.accelerators.nvidia import BY_BUS, ORDER, inventory
 from aiogpu.accelerators.registry import vendors
 from aiogpu.accelerators.visible import VISIBLE, entries

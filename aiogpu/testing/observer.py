@@ -6,7 +6,7 @@ from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing.paper import News, PaperTask, PaperWorker
+from aiogpu.testing.simulated import News, PaperTask, PaperWorker
 
 
 class Onlooker:

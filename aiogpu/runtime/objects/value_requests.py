@@ -25,7 +25,7 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.runtime.callers.caller import Caller
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import Store

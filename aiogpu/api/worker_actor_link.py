@@ -20,9 +20,10 @@ from aiogpu.worker.nested import task_client
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface
-    from aiogpu.api.several import ResultGroup
+    from aiogpu.api.result_group import ResultGroup
     from aiogpu.client.function_spec import Site
-    from aiogpu.client.port import Client
+    from aiogpu.client.interface import Client
+
 
 _links: Final[WeakValueDictionary[int, FarLink]] = WeakValueDictionary()
 

@@ -11,7 +11,7 @@ from aiogpu.errors import TaskCancelledError
 from aiogpu.runtime.objects.values import Value, known
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Client, ValueStore
+    from aiogpu.client.interface import Client, ValueStore
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 

@@ -19,14 +19,14 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from aiogpu.client.port import ItemReceiver
+from aiogpu.client.interface import ItemReceiver
 from aiogpu.core.model.text import printable
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.callers.caller import Carrying, Child
-from aiogpu.runtime.calls import Delay
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Console
+from aiogpu.runtime.pending_tasks import Delay
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire.messages import (
@@ -47,7 +47,7 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.client.port import Receiver
+    from aiogpu.client.interface import Receiver
     from aiogpu.runtime.connection import Peer
 
 
