@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from aiogpu.client.function_spec import Site
-from aiogpu.client.node_client import too_large
 from aiogpu.core.model.text import terms
 from aiogpu.core.model.units import GPU_MEMORY, MEMORY
 from aiogpu.core.resources.ledger import Ledger
@@ -47,4 +46,7 @@ def check_arguments(site: Site, payload: bytes) -> None:
 
 def _check_size(what: str, payload: bytes) -> None:
     if len(payload) > LARGEST_PAYLOAD:
+        # Late: a program with a node of its own has no client of another.
+        from aiogpu.client.node_client import too_large
+
         raise too_large(what, payload)
