@@ -240,7 +240,7 @@ def test_programs_share_it_and_it_goes_on(joined_by):
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors are taken for another machine's, though all nodes are on this one."""
-    from aiogpu.engines.cluster.notifier import CancelSender
+    from aiogpu.engines.cluster.telling import CancelSender
 
     monkeypatch.setattr(CancelSender, "reaches", lambda *_: False)
 
@@ -302,7 +302,7 @@ async def test_a_node_that_dies_holds_up_no_cancels(joined, gate, monkeypatch):
             joined.kill(node)
         return False
 
-    from aiogpu.engines.cluster.notifier import CancelSender
+    from aiogpu.engines.cluster.telling import CancelSender
 
     lost, runs = doomed.spin.remote(gate.path, "lost"), living.spin
     await gate.entered("lost")
