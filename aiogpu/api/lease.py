@@ -74,10 +74,12 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
     return site_of(options.spec(NAME, _nothing.id)), options.timeout
 
 
-def placement_site(gang: PlacementGroupSpec, priority: int) -> Site:
+def placement_site(placement_group: PlacementGroupSpec, priority: int) -> Site:
     """Return what the node is asked for a placement."""
-    shape = Shape(gang.request())
-    return site_of(TaskSpec(gang.name, shape, _nothing.id, priority=priority))
+    shape = Shape(placement_group.request())
+    return site_of(
+        TaskSpec(placement_group.name, shape, _nothing.id, priority=priority)
+    )
 
 
 def site_of(spec: TaskSpec) -> Site:

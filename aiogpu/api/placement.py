@@ -1,4 +1,4 @@
-"""Several shares of the node, held together for tasks and actors: a gang reservation.
+"""Several shares of the node, held together for tasks and actors: a placement group.
 
 `async with aiogpu.placement([{"GPU": 1}, {"GPU": 1}]) as group:` has both GPUs, or
 waits for both; `f.options(placement=group, bundle=0).remote()` runs on the first.
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.options import CHECKS
-from aiogpu.api.placement_options import gang_of
+from aiogpu.api.placement_options import placement_group_of
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.errors import MisuseError, PlacementRemovedError
 
@@ -102,35 +102,37 @@ class Placement(EnteredOnLoop):
 
     def __init__(
         self,
-        gang: PlacementGroupSpec,
+        placement_group: PlacementGroupSpec,
         claim: PlacementClaim | None = None,
     ) -> None:
-        self._gang = gang
+        self._placement_group = placement_group
         self._claim = claim
 
-    def gang_of(self) -> PlacementGroupSpec:
+    def placement_group_of(self) -> PlacementGroupSpec:
         """Return what the node is asked for; for `options(placement=...)`."""
-        return self._gang
+        return self._placement_group
 
     @property
     def id(self) -> str:
         """Tells it from all others."""
-        return self._gang.key
+        return self._placement_group.key
 
     @property
     def name(self) -> str:
         """For errors and `status()`."""
-        return self._gang.name
+        return self._placement_group.name
 
     @property
     def strategy(self) -> str:
         """How its bundles are laid out."""
-        return self._gang.strategy
+        return self._placement_group.strategy
 
     @property
     def bundles(self) -> tuple[Mapping[str, float], ...]:
         """What each bundle holds, `{"CPU": 2.0, "GPU": 1.0}`."""
-        return tuple(bundle.request().as_numbers() for bundle in self._gang.bundles)
+        return tuple(
+            bundle.request().as_numbers() for bundle in self._placement_group.bundles
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -139,11 +141,12 @@ class Placement(EnteredOnLoop):
         return granted.done() and self._own("is_ready").lost is None
 
     def __repr__(self) -> str:
-        gang = self._gang
-        return f"<Placement {gang.name} {gang.strategy} {gang}>"
+        placement_group = self._placement_group
+        name, strategy = placement_group.name, placement_group.strategy
+        return f"<Placement {name} {strategy} {placement_group}>"
 
     def __len__(self) -> int:
-        return len(self._gang.bundles)
+        return len(self._placement_group.bundles)
 
     def _as_called(self) -> str:
         return "aiogpu.placement(...)"
@@ -213,7 +216,7 @@ class Placement(EnteredOnLoop):
         return self._claim
 
     def __reduce__(self) -> tuple[Callable[..., Placement], tuple[PlacementGroupSpec]]:
-        return Placement, (self._gang,)
+        return Placement, (self._placement_group,)
 
 
 @options_of("a placement")
@@ -249,12 +252,14 @@ def placement(
     from aiogpu.api.lease import placement_site, session_for
 
     called = CHECKS["name"]("name", name) or NAME
-    gang = gang_of(bundles, strategy, called, secrets.token_hex(8))
+    placement_group = placement_group_of(
+        bundles, strategy, called, secrets.token_hex(8)
+    )
     first = CHECKS["priority"]("priority", priority)
-    site = placement_site(gang, first)
+    site = placement_site(placement_group, first)
     claim = PlacementClaim(session_for("aiogpu.placement()"), called)
     claim.ask(site)
-    return Placement(gang, claim)
+    return Placement(placement_group, claim)
 
 
 def _note_seen(granted: asyncio.Future[None]) -> None:

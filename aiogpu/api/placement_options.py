@@ -34,14 +34,14 @@ def check_placement(option: str, value: object) -> PlacementGroupSpec | None:
     """Check the placement of a task or an actor; raises `OptionError`."""
     if value is None:
         return None
-    gang: PlacementGroupSpec | None = getattr(type(value), "gang_of", lambda _: None)(
-        value
-    )
-    if gang is None:
+    placement_group: PlacementGroupSpec | None = getattr(
+        type(value), "placement_group_of", lambda _: None
+    )(value)
+    if placement_group is None:
         raise OptionError(
             f"{option}={value!r} must be what aiogpu.placement(...) has given, or None."
         )
-    return gang
+    return placement_group
 
 
 def check_bundle(option: str, value: object) -> int:
@@ -63,15 +63,15 @@ def check_bundle(option: str, value: object) -> int:
 
 
 def within(
-    gang: PlacementGroupSpec | None,
+    placement_group: PlacementGroupSpec | None,
     index: int,
     asking: Callable[[int], Request],
     cpus: int | None,
 ) -> Request:
-    """Return what a member of a gang asks for, in one of its bundles.
+    """Return what a member of a placement group asks for, in one of its bundles.
 
     Args:
-        gang: whose member it is.
+        placement_group: whose member it is.
         index: of the bundle, -1 for any.
         asking: what it asks for, given how many CPUs.
         cpus: those that were named; None for one where its bundle has one, else none.
@@ -84,30 +84,37 @@ def within(
 
     from aiogpu.core.model.request import BundleRef
 
-    if gang is None:
+    if placement_group is None:
         raise OptionError(
             f"bundle={index} is the number of a placement's bundle; say placement= as "
             f"well."
         )
-    if index >= len(gang.bundles):
+    if index >= len(placement_group.bundles):
         raise OptionError(
-            f"bundle={index} is none of {gang.name}, which has the bundles 0 to "
-            f"{len(gang.bundles) - 1}: {gang}."
+            f"bundle={index} is none of {placement_group.name}, which has the bundles "
+            f"0 to "
+            f"{len(placement_group.bundles) - 1}: {placement_group}."
         )
     wanted = [asking(UNIT), asking(0)] if cpus is None else [asking(cpus)]
     for request in wanted:
-        if gang.holding(index, request):
-            return replace(request, gang=BundleRef(gang.key, gang.name, index))
-    which = f"any bundle of {gang.name}, {gang}"
+        if placement_group.holding(index, request):
+            return replace(
+                request,
+                placement_group=BundleRef(
+                    placement_group.key, placement_group.name, index
+                ),
+            )
+    which = f"any bundle of {placement_group.name}, {placement_group}"
     if index >= 0:
-        which = f"bundle {index} of {gang.name}, {gang.bundles[index]}"
+        bundle = placement_group.bundles[index]
+        which = f"bundle {index} of {placement_group.name}, {bundle}"
     raise InfeasibleError(
         f"{wanted[-1]} does not fit into {which}. Ask for less, or for a placement "
         f"with larger bundles."
     )
 
 
-def gang_of(
+def placement_group_of(
     bundles: object, strategy: object, name: str, key: str
 ) -> PlacementGroupSpec:
     """Return what the node is asked for a placement.

@@ -49,13 +49,15 @@ _ACTING: Final = Maybe(
 )
 
 
-_GANG: Final = Maybe((str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None, int)]))
+_PLACEMENT_GROUP: Final = Maybe(
+    (str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None, int)])
+)
 
 
 _FIELDS: Final = (
     *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
     *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
-    *(bool, _GANG),
+    *(bool, _PLACEMENT_GROUP),
 )
 
 
@@ -83,7 +85,7 @@ class Terms(NamedTuple):
     acting: tuple[Any, ...] | None = None
     window: int = 0
     is_lease: bool = False
-    gang: tuple[Any, ...] | None = None
+    placement_group: tuple[Any, ...] | None = None
 
     @classmethod
     def of(cls, site: Site) -> Terms:
@@ -111,7 +113,9 @@ class Terms(NamedTuple):
             acting=None if site.actor is None else _acting(site.actor),
             window=site.window,
             is_lease=spec.is_lease,
-            gang=None if request.gang is None else _gang(request.gang),
+            placement_group=None
+            if request.placement_group is None
+            else _placement_group(request.placement_group),
         )
 
     def pack(self) -> bytes:
@@ -147,7 +151,9 @@ class Terms(NamedTuple):
             self.spread,
             None if self.where is None else DeviceSelector(*self.where),
             self.gpu_memory,
-            None if self.gang is None else _gang_of(self.gang),
+            None
+            if self.placement_group is None
+            else _placement_group_of(self.placement_group),
         )
         spec = TaskSpec(
             name=self.name,
@@ -187,25 +193,28 @@ def _may_be(terms: Terms) -> bool:
         and min(terms.gpu_memory, terms.max_retries) >= -1
         and all(0 <= each < float("inf") for each in seconds)
         and (not terms.is_lease or (terms.is_endless and terms.acting is None))
-        and (terms.gang is None or _may_be_in(terms, _gang_of(terms.gang)))
+        and (
+            terms.placement_group is None
+            or _may_be_in(terms, _placement_group_of(terms.placement_group))
+        )
     )
 
 
-def _may_be_in(terms: Terms, gang: PlacementGroupSpec | BundleRef) -> bool:
-    """Return whether it is a gang, and asks for what that is; or a member of one."""
-    if isinstance(gang, BundleRef):
-        return gang.bundle >= ANY and not terms.is_lease
-    scalars = [n for each in gang.bundles for _, n in each.scalars]
-    shares = [n for each in gang.bundles for _, n in each.devices]
-    asked = gang.request()
+def _may_be_in(terms: Terms, placement_group: PlacementGroupSpec | BundleRef) -> bool:
+    """Return whether it asks for what its group is, or is a member of one."""
+    if isinstance(placement_group, BundleRef):
+        return placement_group.bundle >= ANY and not terms.is_lease
+    scalars = [n for each in placement_group.bundles for _, n in each.scalars]
+    shares = [n for each in placement_group.bundles for _, n in each.devices]
+    asked = placement_group.request()
     return (
         terms.is_lease
-        and len(gang.bundles) <= MOST_BUNDLES
+        and len(placement_group.bundles) <= MOST_BUNDLES
         and not any(n > UNIT and n % UNIT for n in shares)
-        and gang.strategy in STRATEGIES
+        and placement_group.strategy in STRATEGIES
         and (asked.scalars, asked.devices) == (terms.scalars, terms.devices)
         and min((*scalars, *shares, 1)) >= 0
-        and all(map(_holds_something, gang.bundles))
+        and all(map(_holds_something, placement_group.bundles))
     )
 
 
@@ -218,14 +227,22 @@ def _holds_something(bundle: Bundle) -> bool:
     return GPU in dict(bundle.devices) and min(others, default=1) > 0
 
 
-def _gang(gang: PlacementGroupSpec | BundleRef) -> tuple[Any, ...]:
-    """A gang, or which bundle of one, as plain values."""
-    if isinstance(gang, BundleRef):
-        return gang.key, gang.name, gang.bundle, "", ()
-    return gang.key, gang.name, ANY, gang.strategy, tuple(map(tuple, gang.bundles))
+def _placement_group(
+    placement_group: PlacementGroupSpec | BundleRef,
+) -> tuple[Any, ...]:
+    """A placement group, or which bundle of one, as plain values."""
+    if isinstance(placement_group, BundleRef):
+        return placement_group.key, placement_group.name, placement_group.bundle, "", ()
+    return (
+        placement_group.key,
+        placement_group.name,
+        ANY,
+        placement_group.strategy,
+        tuple(map(tuple, placement_group.bundles)),
+    )
 
 
-def _gang_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
+def _placement_group_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
     key, name, bundle, strategy, bundles = told
     if not bundles:
         return BundleRef(key, name, bundle)

@@ -228,10 +228,10 @@ class Engine(Protocol):
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a lease; gives its id, with which `cancel` gives it up, or back.
 
-        For a placement, `site.spec.shape.request.gang` is the `PlacementGroupSpec`: its
-        key, bundles and strategy. Tasks that run in it have a `BundleRef` there, with
-        the same key and a bundle's index. Its receiver is told an empty payload once
-        all bundles are held.
+        For a placement, `site.spec.shape.request.placement_group` is the
+        `PlacementGroupSpec`: its key, bundles and strategy. Tasks that run in it have
+        a `BundleRef` there, with the same key and a bundle's index. Its receiver is
+        told an empty payload once all bundles are held.
 
         Raises:
             InfeasibleError: there will never be enough for it.

@@ -136,10 +136,17 @@ def _queue_of(
         clients=clients_seen(node.clients, held, programs),
         placements=tuple(
             placement_status(
-                *(gang.record, node.ledger, len(gang.living), pids),
-                reasons.of(gang.record) if gang.record.worker is None else "",
+                *(
+                    placement_group.record,
+                    node.ledger,
+                    len(placement_group.living),
+                    pids,
+                ),
+                reasons.of(placement_group.record)
+                if placement_group.record.worker is None
+                else "",
             )
-            for gang in node.gangs.values()
+            for placement_group in node.placement_groups.values()
         ),
         outages=find_outages(node, now),
     )

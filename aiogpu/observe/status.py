@@ -146,7 +146,7 @@ class DeviceStatus:
 
 
 def scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
-    """What a lease holds of undivided resources; a gang's, what its members leave."""
+    """What a lease holds of undivided resources; a group's, what its members leave."""
     for name, amount in lease.request.scalars:
         free = (part.free.get(name, 0) for part in lease.parts)
         yield name, max(sum(free), 0) if lease.parts else amount
@@ -192,7 +192,7 @@ class Holdings:
     def of_scalar(self, name: str) -> tuple[Holder, ...]:
         """The holders of an undivided resource; a blocked task holds no CPU.
 
-        A gang holds what none of its members does.
+        A placement group holds what none of its members does.
         """
         return tuple(
             self._holder(worker, part)
@@ -783,19 +783,25 @@ def placement_status(
     """Picture one.
 
     Args:
-        record: the gang, as the queue has it.
+        record: the placement group, as the queue has it.
         ledger: of the node.
         members: how many there are.
         pids: process ids, by who holds something.
         reason: why it waits, if it does.
     """
-    gang, worker = record.spec.shape.request.gang, record.worker
-    assert isinstance(gang, PlacementGroupSpec), record
-    parts = ledger.gangs.get(gang.key)
+    placement_group, worker = record.spec.shape.request.placement_group, record.worker
+    assert isinstance(placement_group, PlacementGroupSpec), record
+    parts = ledger.placement_groups.get(placement_group.key)
     state = _GROUP_STATES.get(record.state, TaskState.WAITING.value)
-    asked = [bundle.request().as_numbers() for bundle in gang.bundles]
+    asked = [bundle.request().as_numbers() for bundle in placement_group.bundles]
     return PlacementStatus(
-        *(record.id, record.spec.name, gang.key, state, gang.strategy),
+        *(
+            record.id,
+            record.spec.name,
+            placement_group.key,
+            state,
+            placement_group.strategy,
+        ),
         tuple(BundleStatus(one, one, {}) for one in asked)
         if parts is None
         else tuple(map(_granted, parts, asked)),

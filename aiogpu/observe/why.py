@@ -190,7 +190,7 @@ def wait_in_words(node: SchedulerState, record: TaskRecord, now: float) -> str:
     if outage is not None and not record.spec.is_lease:
         return str(outage)
     if lacks := tell_lacks(node, record):
-        within = record.spec.shape.request.gang
+        within = record.spec.shape.request.placement_group
         return lacks + (f" in {within}" if isinstance(within, BundleRef) else "")
     if placement := awaited_gang(node, record):
         return f"waits for {placement}, its placement"
@@ -220,9 +220,9 @@ def tell_lacks(node: Stock, record: TaskRecord) -> str:
 
 
 def awaited_gang(node: Stock, record: TaskRecord) -> str:
-    """The name of its gang, if that is not granted yet; empty otherwise."""
-    within = record.spec.shape.request.gang
-    if isinstance(within, BundleRef) and within.key not in node.ledger.gangs:
+    """The name of its placement group, if that is not granted yet; empty otherwise."""
+    within = record.spec.shape.request.placement_group
+    if isinstance(within, BundleRef) and within.key not in node.ledger.placement_groups:
         return within.name
     return ""
 

@@ -95,9 +95,9 @@ class OwnerNotifier:
             case Failure.EVICTED:
                 from aiogpu.runtime.callers.leases import removed
 
-                gang = spec.shape.request.gang
-                assert gang is not None, effect
-                call.tell(removed(gang.name, spec.name, reason))
+                placement_group = spec.shape.request.placement_group
+                assert placement_group is not None, effect
+                call.tell(removed(placement_group.name, spec.name, reason))
             case Failure.MISFIT:
                 from aiogpu.runtime.callers.leases import misfit
 

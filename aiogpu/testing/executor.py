@@ -115,7 +115,7 @@ class Stage(Onlooker):
     def _grant(self, granted: effects.Granted) -> None:
         task, lease = self._by_id[granted.task], granted.lease
         if lease.parts:
-            self.gangs[task.spec.name] = granted.holder
+            self.placement_groups[task.spec.name] = granted.holder
             return
         assert not self.scheduler.ledger.drains(lease), granted
         task.gpus = dict(binding_of(task.spec, lease)[1]).get(GPU, ())
@@ -136,7 +136,7 @@ class Stage(Onlooker):
         assert not task.is_forgotten, id_
         task.is_forgotten = True
         self.leases.pop(task.spec.name, None)
-        self.gangs.pop(task.spec.name, None)
+        self.placement_groups.pop(task.spec.name, None)
 
     def _tell(self, id_: TaskId, news: News, reason: str = "") -> None:
         owner = self._by_id[id_]

@@ -17,7 +17,7 @@ class Onlooker:
         tasks: all tasks ever submitted, by name.
         workers: the workers that are not gone, by id.
         leases: the holders of leases that were granted and not given back, by name.
-        gangs: the same of gangs.
+        placement_groups: the same of placement groups.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -25,7 +25,7 @@ class Onlooker:
         self.tasks: dict[str, PaperTask] = {}
         self.workers: dict[WorkerId, PaperWorker] = {}
         self.leases: dict[str, WorkerId] = {}
-        self.gangs: dict[str, WorkerId] = {}
+        self.placement_groups: dict[str, WorkerId] = {}
         self._by_id: list[PaperTask] = []
 
     @property
@@ -99,7 +99,7 @@ class Onlooker:
     def check(self) -> None:
         """Assert that the scheduler's picture is sound, and agrees with this one."""
         self.scheduler.check()
-        held = {*self.leases.values(), *self.gangs.values()}
+        held = {*self.leases.values(), *self.placement_groups.values()}
         known_workers = {holder.id for holder in self.scheduler.holders}
         assert known_workers == {*self.workers, *held, *self.unsettled}
         states = (
@@ -109,7 +109,7 @@ class Onlooker:
         known = set().union(*map(self._in_state, states))
         seen = [t for w in self.workers.values() for t in (*w.sent, *w.void)]
         names = {task.spec.name for task in seen} | self.leases.keys()
-        names |= self.gangs.keys()
+        names |= self.placement_groups.keys()
         assert known == names, (known, names)
         assert len(seen) + len(held) == len(names), "a task was sent to two workers"
         for task in self._by_id:

@@ -342,8 +342,8 @@ class World(Stage):
             self._wake(moment)
 
     def _end_one_holder(self) -> bool:
-        """Give a lease back, or remove a gang; False if there is none."""
-        for name in [*self.leases, *self.gangs]:
+        """Give a lease back, or remove a placement group; False if there is none."""
+        for name in [*self.leases, *self.placement_groups]:
             self.cancel(name)
             if name in self.leases:
                 self.give_back(name)

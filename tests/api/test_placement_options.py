@@ -9,13 +9,13 @@ import pytest
 import aiogpu
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.api.placement import Placement
-from aiogpu.api.placement_options import gang_of
+from aiogpu.api.placement_options import placement_group_of
 from aiogpu.core.model.request import MOST_BUNDLES, BundleRef, Request
 from aiogpu.core.model.units import UNIT
 
 
 def group(*bundles: dict[str, Any]) -> Placement:
-    return Placement(gang_of(bundles, "PACK", "group", "key"))
+    return Placement(placement_group_of(bundles, "PACK", "group", "key"))
 
 
 def asked(**options: Any) -> Request:
@@ -100,7 +100,7 @@ def test_a_bundle_that_is_not_there() -> None:
 
 def test_none_is_no_placement() -> None:
     assert asked(placement=None, bundle=None) == asked()
-    assert asked(placement=None, bundle=-1).gang is None
+    assert asked(placement=None, bundle=-1).placement_group is None
 
 
 def test_what_fits_no_bundle_is_told_with_both() -> None:
@@ -133,4 +133,4 @@ def test_a_cpu_is_asked_for_where_there_is_one(
     within = group({"GPU": 1, "CPU": 1}, {"GPU": 0.5})
     request = asked(placement=within, bundle=bundle, **options)
     assert dict(request.scalars).get("CPU", 0) == cpus
-    assert request.gang == BundleRef("key", "group", bundle)
+    assert request.placement_group == BundleRef("key", "group", bundle)

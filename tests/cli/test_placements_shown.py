@@ -11,19 +11,19 @@ from aiogpu.cli.listing import KINDS
 from aiogpu.cli.sections import sections
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus
-from tests.core.ganged import GangWorld
+from tests.core.placement_group_world import GangWorld
 
 
 def shown() -> NodeStatus:
     """One that is held and used, one that waits, and one that ends."""
     w = GangWorld(cpus=8, gpus=3)
-    w.gang("held", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
+    w.placement_group("held", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("held", "m", 0, num_gpus=0.25, num_cpus=1)
-    w.gang("ends", {"GPU": 1})
+    w.placement_group("ends", {"GPU": 1})
     w.submit_in("ends", "n", num_gpus=1)
-    w.gang("waits", {"GPU": 1}, strategy="SPREAD")
+    w.placement_group("waits", {"GPU": 1}, strategy="SPREAD")
     w.cancel("ends")
-    pids = {w.gangs["held"]: 4711}
+    pids = {w.placement_groups["held"]: 4711}
     return snapshot(w.scheduler, pids, w.now)
 
 

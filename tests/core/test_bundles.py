@@ -1,4 +1,4 @@
-"""Gangs in the ledger: whole or not at all, and a ledger of its own for each bundle."""
+"""Placement groups in the ledger: whole or not at all, a ledger for each bundle."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,7 +29,7 @@ from aiogpu.core.resources.placement_group import (
     why_infeasible,
     would_help,
 )
-from tests.core.ganged import bundle, gang_of, request_of
+from tests.core.placement_group_world import bundle, placement_group_of, request_of
 
 GIB = 1 << 30
 
@@ -46,7 +46,9 @@ def ledger_of(gpus=2, cpus=4, types=(), memory=0, **scalars) -> Ledger:
 
 
 def take(ledger, *bundles, strategy="PACK"):
-    lease = take_grouped(ledger, gang_of(*bundles, strategy=strategy).request())
+    lease = take_grouped(
+        ledger, placement_group_of(*bundles, strategy=strategy).request()
+    )
     ledger.check()
     return lease
 
@@ -58,13 +60,15 @@ def take_in(ledger, index=ANY, key="gang", **amounts):
         if name in amounts
     }
     request = request_of(amounts, **options)
-    lease = take_grouped(ledger, replace(request, gang=BundleRef(key, key, index)))
+    lease = take_grouped(
+        ledger, replace(request, placement_group=BundleRef(key, key, index))
+    )
     ledger.check()
     return lease
 
 
 def where(lease):
-    """The devices of each bundle of a gang's lease."""
+    """The devices of each bundle of a placement group's lease."""
     return [
         sorted({at for kind in part.masks for at in _in(part.masks[kind])})
         for part in lease.parts
@@ -82,7 +86,7 @@ def test_a_gang_holds_all_of_its_bundles():
     assert ledger.available() == {"CPU": 2.0, "GPU": 0.5}
     give_back_group(ledger, lease)
     assert ledger.available() == {"CPU": 4.0, "GPU": 2.0}
-    assert not ledger.gangs
+    assert not ledger.placement_groups
     ledger.check()
 
 
@@ -133,7 +137,8 @@ def test_another_layout_is_tried_where_the_best_fit_fails():
     shares.take([(0, 1000), (1, 4000)])
     # Best fit has 0.5 and then 0.4 of the first two apart, and no place for two of 0.3.
     lease = take_grouped(
-        ledger, gang_of(*({"GPU": n} for n in (0.5, 0.4, 0.3, 0.3))).request()
+        ledger,
+        placement_group_of(*({"GPU": n} for n in (0.5, 0.4, 0.3, 0.3))).request(),
     )
     assert where(lease) == [[0], [0], [1], [1]]
 
@@ -194,7 +199,9 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
     lease = take(ledger, {"GPU": 1, "type": "A100"}, {"GPU": 1})
     assert where(lease) == [[1], [0]]
     assert take_in(ledger, 0, GPU=1, accelerator_type="A100") is not None
-    request = replace(request_of({"GPU": 1}, "A100"), gang=BundleRef("gang", "gang", 1))
+    request = replace(
+        request_of({"GPU": 1}, "A100"), placement_group=BundleRef("gang", "gang", 1)
+    )
     assert take_grouped(ledger, request) is None
     reason = why_infeasible(ledger, request)
     assert "no bundle that it may use could hold it" in reason
@@ -223,20 +230,22 @@ def test_devices_that_are_set_aside_serve_no_member():
     ],
 )
 def test_what_can_never_be_granted(bundles, strategy, reason):
-    told = why_infeasible(ledger_of(), gang_of(*bundles, strategy=strategy).request())
+    told = why_infeasible(
+        ledger_of(), placement_group_of(*bundles, strategy=strategy).request()
+    )
     assert told is None if reason is None else reason in told
 
 
 def test_how_many_members_there_is_room_for():
     ledger = ledger_of()
     within = BundleRef("gang", "gang")
-    quarter = replace(request_of({"GPU": 0.25, "CPU": 1}), gang=within)
+    quarter = replace(request_of({"GPU": 0.25, "CPU": 1}), placement_group=within)
     assert room_for(ledger, quarter) == 1
-    gang = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
-    assert room_for(ledger, gang.request) == 1
+    placement_group = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
+    assert room_for(ledger, placement_group.request) == 1
     assert room_for(ledger, quarter) == 2
     assert room_for(ledger, quarter, are_lent=True) == 4
-    cpu = replace(request_of({"CPU": 1}), gang=within)
+    cpu = replace(request_of({"CPU": 1}), placement_group=within)
     assert room_for(ledger, cpu) == 2
     assert room_for(ledger, cpu, are_lent=True) is None
     outside = request_of({"GPU": 0.25, "CPU": 1})
@@ -246,13 +255,15 @@ def test_how_many_members_there_is_room_for():
 def test_whom_a_lease_would_help():
     ledger = ledger_of()
     plain = ledger.take(request_of({"CPU": 1}))
-    gang = gang_of({"GPU": 0.5}, {"GPU": 0.5})
-    take_grouped(ledger, gang.request())
+    placement_group = placement_group_of({"GPU": 0.5}, {"GPU": 0.5})
+    take_grouped(ledger, placement_group.request())
     member = take_in(ledger, 0, GPU=0.5)
-    other = gang_of({"CPU": 4}, name="other").request()
+    other = placement_group_of({"CPU": 4}, name="other").request()
 
     def within(key, index):
-        return replace(request_of({"GPU": 0.5}), gang=BundleRef(key, key, index))
+        return replace(
+            request_of({"GPU": 0.5}), placement_group=BundleRef(key, key, index)
+        )
 
     assert would_help(ledger, plain, other)
     assert not would_help(ledger, member, other)
@@ -275,15 +286,15 @@ def test_what_a_bundle_could_hold():
 
 
 def test_how_they_are_told():
-    gang = gang_of({"GPU": 0.5, "CPU": 2}, {"CPU": 1})
-    assert str(gang) == "[{CPU: 2, GPU: 0.5}, {CPU: 1}]"
-    told = str(gang.request())
+    placement_group = placement_group_of({"GPU": 0.5, "CPU": 2}, {"CPU": 1})
+    assert str(placement_group) == "[{CPU: 2, GPU: 0.5}, {CPU: 1}]"
+    told = str(placement_group.request())
     assert told == "{CPU: 3, GPU: 0.5} in [{CPU: 2, GPU: 0.5}, {CPU: 1}]"
-    member = replace(request_of({"CPU": 1}), gang=BundleRef("k", "mine", 1))
+    member = replace(request_of({"CPU": 1}), placement_group=BundleRef("k", "mine", 1))
     assert str(member) == "{CPU: 1} in bundle 1 of mine"
     assert str(BundleRef("k", "mine")) == "any bundle of mine"
-    assert gang.holding(ANY, request_of({"CPU": 1})) == [0, 1]
-    assert gang.holding(1, request_of({"CPU": 2})) == []
+    assert placement_group.holding(ANY, request_of({"CPU": 1})) == [0, 1]
+    assert placement_group.holding(1, request_of({"CPU": 2})) == []
 
 
 def test_layouts_are_tried_for_a_while_only():
@@ -292,7 +303,7 @@ def test_layouts_are_tried_for_a_while_only():
     shares.take([(at, 50 * at) for at in range(6)])
     # All but the last fit, in each of many ways.
     wanted = [0.31] * 18 + [0.3]
-    layout = Layout(ledger, gang_of(*({"GPU": n} for n in wanted)), {}, None)
+    layout = Layout(ledger, placement_group_of(*({"GPU": n} for n in wanted)), {}, None)
     before = list(shares.free)
     assert layout.find() is None
     assert shares.free == before
@@ -300,13 +311,15 @@ def test_layouts_are_tried_for_a_while_only():
 
 def test_a_gang_goes_without_what_is_kept_for_another():
     ledger = ledger_of(gpus=2)
-    gang = gang_of({"GPU": 0.5}, {"CPU": 1}, strategy=SPREAD)
-    request = gang.request()
-    assert take_group(ledger, gang, request, {"GPU": 0b11}) is None
-    assert take_group(ledger, gang, request, {}, {"CPU": 4 * UNIT}) is None
-    two = gang_of({"CPU": 1}, {"CPU": 1})
+    placement_group = placement_group_of({"GPU": 0.5}, {"CPU": 1}, strategy=SPREAD)
+    request = placement_group.request()
+    assert take_group(ledger, placement_group, request, {"GPU": 0b11}) is None
+    assert take_group(ledger, placement_group, request, {}, {"CPU": 4 * UNIT}) is None
+    two = placement_group_of({"CPU": 1}, {"CPU": 1})
     assert take_group(ledger, two, two.request(), {}, {"CPU": 3 * UNIT}) is None
-    lease = take_group(ledger, gang, request, {"GPU": 0b01}, {"CPU": 3 * UNIT})
+    lease = take_group(
+        ledger, placement_group, request, {"GPU": 0b01}, {"CPU": 3 * UNIT}
+    )
     assert where(lease) == [[1], []]
 
 
@@ -356,11 +369,11 @@ def test_a_gang_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strat
 
 @given(st.lists(AMOUNTS, min_size=1, max_size=6))
 def test_what_is_feasible_is_what_an_idle_node_grants(wanted):
-    gang = gang_of(*({"GPU": amount} for amount in wanted))
+    placement_group = placement_group_of(*({"GPU": amount} for amount in wanted))
     ledger = ledger_of(gpus=3)
-    is_feasible = why_infeasible(ledger, gang.request()) is None
+    is_feasible = why_infeasible(ledger, placement_group.request()) is None
     assert is_feasible == fits_by_force([UNIT] * 3, wanted)
-    assert is_feasible == (take_grouped(ledger, gang.request()) is not None)
+    assert is_feasible == (take_grouped(ledger, placement_group.request()) is not None)
 
 
 def test_bundles_reserve_bytes_of_their_gpus():
@@ -393,7 +406,7 @@ def test_bytes_beside_whole_gpus_say_which_are_large_enough():
     assert where(lease) == [[1]]
     whole = take_in(ledger, GPU=1, gpu_memory=16 * GIB)
     assert ledger.reserved(whole) == (("GPU", 1, 16 * GIB),)
-    why = why_infeasible(ledger, gang_of({"gpu_memory": 17 * GIB}).request())
+    why = why_infeasible(ledger, placement_group_of({"gpu_memory": 17 * GIB}).request())
     assert "for bundle 0" in why
 
 

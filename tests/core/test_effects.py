@@ -5,7 +5,7 @@ from typing import get_args
 
 from aiogpu.core import effects
 from aiogpu.core.model.config import SchedulerConfig
-from tests.core.ganged import GangWorld
+from tests.core.placement_group_world import GangWorld
 
 TOLD = ("settled", "lost", "expired", "deadlocked", "disowned")
 
@@ -42,7 +42,7 @@ def test_a_short_life_shows_every_effect():
     w.cancel("warned")
     w.cancel("reclaimed")
     w.give_back("reclaimed")
-    w.gang("gang", {"GPU": 0.5})
+    w.placement_group("gang", {"GPU": 0.5})
     w.submit_in("gang", "evicted")
     w.submit_in("gang", "misfit", num_gpus=0.6)
     w.cancel("gang")

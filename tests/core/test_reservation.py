@@ -17,7 +17,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.reservation import STANDS, STANDS_LONGEST, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.ganged import GangWorld
+from tests.core.placement_group_world import GangWorld
 
 AFTER = 1.0
 PATIENCE = SchedulerConfig(reserve_after=AFTER, cancel_grace=2.0)
@@ -527,10 +527,10 @@ def test_a_plan_stands_for_longer_where_nothing_has_come_back():
 
 
 def test_what_is_only_tried_does_not_change_a_plan():
-    """A gang that does not fit takes one bundle and gives it back, at each look."""
+    """A group that does not fit takes one bundle and gives it back, at each look."""
     w = GangWorld(gpus=3, config=PATIENCE)
     w.submit("long", num_gpus=1)
-    w.gang("gang", {"GPU": 0.7}, {"GPU": 0.7}, {"GPU": 0.6})
+    w.placement_group("gang", {"GPU": 0.7}, {"GPU": 0.7}, {"GPU": 0.6})
     w.advance(AFTER)
     w.tell(Scheduler.wake)
     plan = w.scheduler.reservation

@@ -16,7 +16,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
-from tests.core.ganged import GangWorld
+from tests.core.placement_group_world import GangWorld
 
 ONE = WorkerId(1)
 SHAPE = Shape(Request.of({CPU: UNIT}, {}))
@@ -201,7 +201,7 @@ def test_so_it_is_while_one_is_to_run_alone(seed: int, programs: int):
 def test_each_member_of_a_gang_is_taken_in_by_itself():
     """Who is in it is stopped when it is removed."""
     world = GangWorld(cpus=1)
-    world.gang("gang", {CPU: 1})
+    world.placement_group("gang", {CPU: 1})
     for name in ("runs", "waits"):
         world.submit_in("gang", name, num_cpus=1)
     spec = world.tasks["waits"].spec

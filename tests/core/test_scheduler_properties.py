@@ -36,7 +36,7 @@ from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import BOUNDLESS
 from aiogpu.errors import InfeasibleError, LimitError
-from tests.core.ganged import GangWorld
+from tests.core.placement_group_world import GangWorld
 from tests.drawing import examples
 
 GIB = 1 << 30
@@ -253,8 +253,8 @@ def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
 
 
 def lies_in_bundles(request: Request) -> bool:
-    """Whether it asks for a gang, whose bundles may share devices."""
-    return isinstance(request.gang, PlacementGroupSpec)
+    """Whether it asks for a placement group, whose bundles may share devices."""
+    return isinstance(request.placement_group, PlacementGroupSpec)
 
 
 def share(clients, id_, record, less) -> float:

@@ -15,7 +15,7 @@ import pytest
 import aiogpu
 from aiogpu.api.lease import placement_site
 from aiogpu.api.placement import Placement
-from aiogpu.api.placement_options import gang_of
+from aiogpu.api.placement_options import placement_group_of
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.serialization.payload import MARK, Contents, pack
@@ -156,12 +156,14 @@ async def test_terms_that_nobody_can_have(
 
 
 async def test_a_placement_ends_with_its_program(node: Service) -> None:
-    gang = gang_of([{"GPU": 1}, {"CPU": 1}], "PACK", "group", "key")
-    member = tasks.add.options(placement=Placement(gang), num_gpus=0.5)
+    placement_group = placement_group_of(
+        [{"GPU": 1}, {"CPU": 1}], "PACK", "group", "key"
+    )
+    member = tasks.add.options(placement=Placement(placement_group), num_gpus=0.5)
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            client.say(declared(1, placement_site(gang, 0)), TakeLease(1, 1))
+            client.say(declared(1, placement_site(placement_group, 0)), TakeLease(1, 1))
             assert client.hear(ChildDone).child == 1
             assert (await aiogpu.available_resources())["GPU"] == 0
             assert (await aiogpu.status()).placements[0].client == client.number

@@ -12,7 +12,7 @@ import pytest
 from aiogpu.api.lease import placement_site
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.api.placement import Placement
-from aiogpu.api.placement_options import gang_of
+from aiogpu.api.placement_options import placement_group_of
 from aiogpu.client.function_spec import ActorTerms, Site, new_site_id
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.request import BundleRef
@@ -67,14 +67,16 @@ def test_a_site_there_and_back(options: dict[str, Any]) -> None:
         assert getattr(theirs.spec, name) == getattr(ours.spec, name), name
 
 
-GANG = gang_of([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}], "SPREAD", "group", "key")
+GANG = placement_group_of(
+    [{"GPU": 1, "CPU": 2}, {"GPU": 0.5}], "SPREAD", "group", "key"
+)
 
 
 def test_a_placement_there_and_back() -> None:
     ours = placement_site(GANG, 3)
     theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
     assert theirs.spec.shape == ours.spec.shape
-    assert theirs.spec.shape.request.gang == GANG
+    assert theirs.spec.shape.request.placement_group == GANG
     assert theirs.spec.is_lease
     assert theirs.spec.is_grouped
 
@@ -83,7 +85,7 @@ def test_a_member_there_and_back() -> None:
     ours = site_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
     theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
     assert theirs.spec.shape == ours.spec.shape
-    assert theirs.spec.shape.request.gang == BundleRef("key", "group", 1)
+    assert theirs.spec.shape.request.placement_group == BundleRef("key", "group", 1)
 
 
 BUNDLE = ((("CPU", 20_000),), (("GPU", 10_000),), None)
@@ -92,14 +94,30 @@ BUNDLE = ((("CPU", 20_000),), (("GPU", 10_000),), None)
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"gang": ("key", "group", -2, "", ())},
-        {"gang": ("key", "group", 0, "", ()), "is_lease": True, "is_endless": True},
-        {"gang": ("key", "group", -1, "PACK", (BUNDLE,))},
-        {"gang": ("key", "group", -1, "PACK", (BUNDLE,) * 300), "is_lease": True},
-        {"gang": ("key", "group", -1, "TIGHT", (BUNDLE,)), "is_lease": True},
-        {"gang": ("key", "group", -1, "PACK", ((), BUNDLE)), "is_lease": True},
+        {"placement_group": ("key", "group", -2, "", ())},
         {
-            "gang": ("key", "g", -1, "PACK", (((), (("GPU", 15_000),), None),)),
+            "placement_group": ("key", "group", 0, "", ()),
+            "is_lease": True,
+            "is_endless": True,
+        },
+        {"placement_group": ("key", "group", -1, "PACK", (BUNDLE,))},
+        {
+            "placement_group": ("key", "group", -1, "PACK", (BUNDLE,) * 300),
+            "is_lease": True,
+        },
+        {"placement_group": ("key", "group", -1, "TIGHT", (BUNDLE,)), "is_lease": True},
+        {
+            "placement_group": ("key", "group", -1, "PACK", ((), BUNDLE)),
+            "is_lease": True,
+        },
+        {
+            "placement_group": (
+                "key",
+                "g",
+                -1,
+                "PACK",
+                (((), (("GPU", 15_000),), None),),
+            ),
             "is_lease": True,
             "scalars": (),
             "devices": (("GPU", 15_000),),

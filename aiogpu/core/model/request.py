@@ -112,7 +112,7 @@ ANY: Final = -1
 """As the index of a bundle: whichever has room."""
 
 MOST_BUNDLES: Final = 256
-"""Of one gang."""
+"""Of one placement group."""
 
 Amounts = tuple[tuple[str, int], ...]
 
@@ -192,7 +192,9 @@ class PlacementGroupSpec(NamedTuple):
             scalars.update(dict(bundle.scalars))
             devices.update(dict(bundle.devices))
         return Request(
-            tuple(sorted(scalars.items())), tuple(sorted(devices.items())), gang=self
+            tuple(sorted(scalars.items())),
+            tuple(sorted(devices.items())),
+            placement_group=self,
         )
 
     def holding(self, index: int, request: Request) -> list[int]:
@@ -207,10 +209,10 @@ class PlacementGroupSpec(NamedTuple):
 
 
 class BundleRef(NamedTuple):
-    """Where a member of a gang takes what it asks for.
+    """Where a member of a placement group takes what it asks for.
 
     Attributes:
-        key, name: those of the gang.
+        key, name: those of the placement group.
         bundle: index of the bundle, or `ANY`.
     """
 
@@ -237,8 +239,8 @@ class Request:
         gpu_memory: bytes of device memory on each GPU, 0 where nothing was said of
             it, or `BY_SHARE`. With a `devices` amount of 0 it is all that is asked
             of one GPU.
-        gang: the bundles of which it is the sum, granted together; or the gang from a
-            bundle of which it takes; None for what stands alone.
+        placement_group: the bundles of which it is the sum, granted together; or the
+            bundle of a group from which it takes; None for what stands alone.
     """
 
     scalars: tuple[tuple[str, int], ...] = ()
@@ -247,7 +249,7 @@ class Request:
     spread: bool = False
     where: DeviceSelector | None = None
     gpu_memory: int = 0
-    gang: PlacementGroupSpec | BundleRef | None = None
+    placement_group: PlacementGroupSpec | BundleRef | None = None
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
@@ -261,7 +263,7 @@ class Request:
             self.spread,
             self.where,
             self.gpu_memory,
-            self.gang,
+            self.placement_group,
         )
 
     def __hash__(self) -> int:
@@ -321,7 +323,11 @@ class Request:
                 f"{GPU_MEMORY}: {'share' if is_share else size(self.gpu_memory)}"
             )
         told = "{" + ", ".join(terms) + "}"
-        return told if self.gang is None else f"{told} in {self.gang}"
+        return (
+            told
+            if self.placement_group is None
+            else f"{told} in {self.placement_group}"
+        )
 
 
 def _sorted(amounts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -435,7 +441,7 @@ class TaskSpec:
         is_lease: whether it is a lease for others' processes and has no worker. It is
             endless as well, and its `max_calls` is 1, so that it follows nobody.
         lane: of tasks that no other task has started.
-        is_grouped: whether it is a gang, or runs in one.
+        is_grouped: whether it is a placement group, or runs in one.
     """
 
     name: str
@@ -456,5 +462,5 @@ class TaskSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lane", (-self.priority, 0))
-        is_grouped = self.shape.request.gang is not None
+        is_grouped = self.shape.request.placement_group is not None
         object.__setattr__(self, "is_grouped", is_grouped)

@@ -130,11 +130,11 @@ class DominantShare:
 
 
 def _amounts(request: Request) -> list[tuple[str, int]]:
-    if isinstance(request.gang, BundleRef):
-        return []  # its gang has it already
-    if isinstance(request.gang, PlacementGroupSpec):
+    if isinstance(request.placement_group, BundleRef):
+        return []  # its placement group has it already
+    if isinstance(request.placement_group, PlacementGroupSpec):
         held: Counter[str] = Counter()
-        for bundle in request.gang.bundles:
+        for bundle in request.placement_group.bundles:
             held.update(dict(_amounts(bundle.request())))
         return list(held.items())
     found = [*request.scalars, *request.devices]

@@ -60,10 +60,10 @@ class Lease:
         shares: device shares by kind, in the order of `request.devices`.
         is_lent: whether its CPUs are given back for as long as its task waits.
         usage: charges its client for it; None where no clients share the node.
-        home: the bundle of a gang from which it was taken, None for the node itself.
-        parts: of a gang's lease, its bundles.
-        memories: of a gang's, as `shares`: the `gpu_memory` that each was taken for;
-            empty where none of its bundles names any.
+        home: the bundle from which it was taken, None for the node itself.
+        parts: of a placement group's lease, its bundles.
+        memories: of a placement group's, as `shares`: the `gpu_memory` that each was
+            taken for; empty where none of its bundles names any.
         holder: the worker that has it, None before one has.
     """
 
@@ -122,7 +122,7 @@ class ByDevice:
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
             on = self._on[kind]
             for index, _ in shares:
-                # Two bundles of a gang may be on one device.
+                # Two bundles of a placement group may be on one device.
                 on[index].pop(lease.id, None)
 
     def check(self, leases: Iterable[Lease]) -> None:
@@ -139,7 +139,7 @@ class Ledger:
     """The node's resources: exact amounts, taken and given back whole.
 
     Attributes:
-        gangs: the bundles of the gangs that were granted, by key; see `bundles`.
+        placement_groups: the bundles of those that were granted, by key.
         ended: how many leases that somebody held have ended, those of bundles as
             well. A lease that was only tried on does not count.
     """
@@ -152,7 +152,7 @@ class Ledger:
         self.device_sets = {devices.kind: devices for devices in device_sets}
         self.leases: dict[LeaseId, Lease] = {}
         self._by_device: ByDevice | None = None
-        self.gangs: dict[str, tuple[BundleLedger, ...]] = {}
+        self.placement_groups: dict[str, tuple[BundleLedger, ...]] = {}
         self.ended = 0
         self._last_id = 0
 
@@ -448,16 +448,16 @@ class Ledger:
             self.device_sets[kind].check()
         if self._by_device is not None:
             self._by_device.check(self.leases.values())
-        for gang in self.gangs.values():
-            for bundle in gang:
+        for placement_group in self.placement_groups.values():
+            for bundle in placement_group:
                 bundle.check()
 
 
 class BundleLedger(Ledger):
-    """What one bundle of a gang holds, and who of its members has what of it.
+    """What one bundle of a placement group holds, and which member has what.
 
     Attributes:
-        key: of the gang.
+        key: of the placement group.
         index: of the bundle.
         bundle: what was asked for.
         masks: by kind, the devices of which it holds something.

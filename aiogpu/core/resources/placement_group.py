@@ -41,19 +41,19 @@ class Layout:
     def __init__(
         self,
         ledger: Ledger,
-        gang: PlacementGroupSpec,
+        placement_group: PlacementGroupSpec,
         barred: Mapping[str, int],
         kept: Mapping[str, int] | None,
     ) -> None:
         self._ledger = ledger
         self._barred = barred
         self._kept = kept
-        self._is_spread = gang.strategy == SPREAD
+        self._is_spread = placement_group.strategy == SPREAD
         self._requests = [
-            bundle.request(spread=self._is_spread) for bundle in gang.bundles
+            bundle.request(spread=self._is_spread) for bundle in placement_group.bundles
         ]
-        numbers = range(len(gang.bundles))
-        self._order = sorted(numbers, key=lambda i: _ease(gang.bundles[i]))
+        numbers = range(len(placement_group.bundles))
+        self._order = sorted(numbers, key=lambda i: _ease(placement_group.bundles[i]))
         self._steps = STEPS + len(self._order)
         self._found: dict[int, Lease] = {}
 
@@ -143,8 +143,8 @@ COUNTED: Final = 10_000
 
 def could_take(ledger: Ledger, request: Request) -> bool:
     """Whether a ledger could give now what a request asks for; changes nothing."""
-    if isinstance(request.gang, PlacementGroupSpec):
-        leases = Layout(ledger, request.gang, {}, None).find() or []
+    if isinstance(request.placement_group, PlacementGroupSpec):
+        leases = Layout(ledger, request.placement_group, {}, None).find() or []
     else:
         lease = ledger.take(request)
         leases = [] if lease is None else [lease]
@@ -170,8 +170,8 @@ class Withheld(Protocol):
 
 
 def bundles_for(ledger: Ledger, within: BundleRef) -> Sequence[BundleLedger]:
-    """The bundles from which a member may take; none until its gang is granted."""
-    parts = ledger.gangs.get(within.key, ())
+    """The bundles from which a member may take; none until its group is granted."""
+    parts = ledger.placement_groups.get(within.key, ())
     return parts if within.bundle == ANY else parts[within.bundle : within.bundle + 1]
 
 
@@ -181,7 +181,7 @@ def take_grouped(
     reservation: Withheld | None = None,
     warm: Affinity = COLD,
 ) -> Lease | None:
-    """Take what a gang asks for, or a member of one; `Ledger.take` for all others.
+    """Take what a group asks for, or a member of one; `Ledger.take` for all others.
 
     Args:
         ledger: the node's.
@@ -189,18 +189,18 @@ def take_grouped(
         reservation: what is kept for another, None for nothing.
         warm: see `Ledger.take`.
     """
-    gang = request.gang
-    if isinstance(gang, BundleRef):
-        for part in bundles_for(ledger, gang):
+    placement_group = request.placement_group
+    if isinstance(placement_group, BundleRef):
+        for part in bundles_for(ledger, placement_group):
             barred, kept = _withheld(reservation, part)
             lease = part.take(request, barred, kept, warm)
             if lease is not None:
                 return lease
         return None
     barred, kept = _withheld(reservation, None)
-    if gang is None:
+    if placement_group is None:
         return ledger.take(request, barred, kept, warm)
-    return take_group(ledger, gang, request, barred or {}, kept)
+    return take_group(ledger, placement_group, request, barred or {}, kept)
 
 
 def _withheld(
@@ -214,45 +214,51 @@ def _withheld(
 
 def take_group(
     ledger: Ledger,
-    gang: PlacementGroupSpec,
+    placement_group: PlacementGroupSpec,
     request: Request,
     barred: Mapping[str, int],
     kept: Mapping[str, int] | None = None,
 ) -> Lease | None:
-    """Take all bundles of a gang, or nothing; the lease has them as its parts."""
-    leases = Layout(ledger, gang, barred, kept).find()
+    """Take all bundles of a group, or nothing; the lease has them as its parts."""
+    leases = Layout(ledger, placement_group, barred, kept).find()
     if leases is None:
         return None
     lease = ledger.merge(leases, request)
-    lease.parts = ledger.gangs[gang.key] = tuple(
-        BundleLedger(ledger, gang.key, index, gang.bundles[index], one.shares).open()
+    lease.parts = ledger.placement_groups[placement_group.key] = tuple(
+        BundleLedger(
+            ledger,
+            placement_group.key,
+            index,
+            placement_group.bundles[index],
+            one.shares,
+        ).open()
         for index, one in enumerate(leases)
     )
     return lease
 
 
 def give_back_group(ledger: Ledger, lease: Lease) -> None:
-    """End a gang's lease; none of its members holds anything any more."""
-    for part in ledger.gangs.pop(lease.parts[0].key):
+    """End a placement group's lease; none of its members holds anything any more."""
+    for part in ledger.placement_groups.pop(lease.parts[0].key):
         part.close()
     ledger.give_back(lease)
 
 
 def would_help(ledger: Ledger, lease: Lease, request: Request) -> bool:
     """Whether a request that does not fit might, if this lease were given back."""
-    gang, home = request.gang, lease.home
-    if gang is None and home is None:
+    placement_group, home = request.placement_group, lease.home
+    if placement_group is None and home is None:
         return ledger.would_help(lease, request)
-    if not isinstance(gang, BundleRef):
-        return gang is not None and home is None
-    if home is None or home.key != gang.key:
+    if not isinstance(placement_group, BundleRef):
+        return placement_group is not None and home is None
+    if home is None or home.key != placement_group.key:
         return False
-    return gang.bundle in (ANY, home.index)
+    return placement_group.bundle in (ANY, home.index)
 
 
 def candidates(ledger: Ledger, request: Request) -> list[BundleLedger]:
     """The bundles for which a member may wait; those that would do now come first."""
-    within = request.gang
+    within = request.placement_group
     assert isinstance(within, BundleRef), request
     parts = [p for p in bundles_for(ledger, within) if p.could_ever(request)]
     # Sorting keeps the order of bundles that are alike.
@@ -266,27 +272,28 @@ def roomiest(ledger: Ledger, request: Request) -> BundleLedger | None:
 
 def why_infeasible(ledger: Ledger, request: Request) -> str | None:
     """A clause that says why a request never fits; None if it may."""
-    gang = request.gang
-    if gang is None:
+    placement_group = request.placement_group
+    if placement_group is None:
         return ledger.why_infeasible(request)
-    if isinstance(gang, BundleRef):
-        parts = bundles_for(ledger, gang)
+    if isinstance(placement_group, BundleRef):
+        parts = bundles_for(ledger, placement_group)
         if any(part.could_ever(request) for part in parts):
             return None
-        if gang.key not in ledger.gangs:
+        if placement_group.key not in ledger.placement_groups:
             return None
         have = ", ".join(f"{part.index}: {_told(part)}" for part in parts)
         return f"no bundle that it may use could hold it ({have or 'there is none'})"
-    if gang.strategy == STRICT_SPREAD and len(gang.bundles) > 1:
+    if placement_group.strategy == STRICT_SPREAD and len(placement_group.bundles) > 1:
         return (
-            f"STRICT_SPREAD has each of its {len(gang.bundles)} bundles on a machine "
-            f"of its own, and this node is one; SPREAD has them on different devices"
+            f"STRICT_SPREAD has each of its {len(placement_group.bundles)} bundles on "
+            f"a machine of its own, and this node is one; SPREAD has them on different "
+            f"devices"
         )
-    for index, bundle in enumerate(gang.bundles):
+    for index, bundle in enumerate(placement_group.bundles):
         reason = find_infeasible(ledger.capacity, ledger.device_sets, bundle.request())
         if reason is not None:
             return f"for bundle {index}, {bundle}, {reason}"
-    if Layout(ledger.emptied(), gang, {}, None).find() is None:
+    if Layout(ledger.emptied(), placement_group, {}, None).find() is None:
         return "its bundles do not all fit at once"
     return None
 
@@ -311,10 +318,14 @@ def room_for(ledger: Ledger, request: Request, are_lent: bool = False) -> int | 
     None where there is no end to them; for a group itself, and for members of one that
     is not granted yet, 1.
     """
-    gang = request.gang
-    if gang is None:
+    placement_group = request.placement_group
+    if placement_group is None:
         return ledger.room_for(request, are_lent)
-    parts = bundles_for(ledger, gang) if isinstance(gang, BundleRef) else ()
+    parts = (
+        bundles_for(ledger, placement_group)
+        if isinstance(placement_group, BundleRef)
+        else ()
+    )
     if not parts:
         return 1
     held = [name for name, _ in request.scalars if not (are_lent and name == CPU)]

@@ -145,8 +145,8 @@ class _Rest:
 
     def _try(self, request: Request) -> bool:
         parts: Sequence[Ledger] = (self._ledger,)
-        if isinstance(request.gang, BundleRef):
-            parts = bundles_for(self._ledger, request.gang)
+        if isinstance(request.placement_group, BundleRef):
+            parts = bundles_for(self._ledger, request.placement_group)
         return any(could_take(self._copy_of(part), request) for part in parts)
 
 

@@ -57,7 +57,11 @@ def check(node: SchedulerState) -> None:
 
 def _check_gangs(node: SchedulerState, leases: list[Lease]) -> None:
     """What members hold is what their bundles say, and who is granted has bundles."""
-    parts = [part for gang in node.ledger.gangs.values() for part in gang]
+    parts = [
+        part
+        for placement_group in node.ledger.placement_groups.values()
+        for part in placement_group
+    ]
     for part in parts:
         held = [lease.id for lease in leases if lease.home is part]
         assert sorted([0, *held]) == sorted(part.leases), (part, held)
@@ -65,11 +69,15 @@ def _check_gangs(node: SchedulerState, leases: list[Lease]) -> None:
         return
     homes = {id(lease.home) for lease in leases if lease.home is not None}
     assert homes <= {id(part) for part in parts}, homes
-    assert node.ledger.gangs.keys() <= node.gangs.keys(), node.gangs
-    for key, known in node.gangs.items():
+    assert node.ledger.placement_groups.keys() <= node.placement_groups.keys(), (
+        node.placement_groups
+    )
+    for key, known in node.placement_groups.items():
         state = known.record.state
         assert node.tasks.get(known.record.id) is known.record, key
-        assert (key in node.ledger.gangs) is (state is not TaskState.WAITING), key
+        assert (key in node.ledger.placement_groups) is (
+            state is not TaskState.WAITING
+        ), key
         assert known.is_open or state is not TaskState.RUNNING, key
         assert all(task in node.tasks for task in map(_id_of, known.living)), key
 

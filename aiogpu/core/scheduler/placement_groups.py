@@ -35,14 +35,16 @@ GONE: Final = (TaskState.STOPPING, TaskState.ENDED)
 def enter(
     node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...] | None
 ) -> list[Effect]:
-    """Take in a new gang, or a member of one that may have to wait for its grant."""
-    gang = record.spec.shape.request.gang
-    assert gang is not None, record
-    known = node.gangs.get(gang.key)
-    if isinstance(gang, PlacementGroupSpec):
+    """Take in a new group, or a member of one that may have to wait for its grant."""
+    placement_group = record.spec.shape.request.placement_group
+    assert placement_group is not None, record
+    known = node.placement_groups.get(placement_group.key)
+    if isinstance(placement_group, PlacementGroupSpec):
         if known is not None:
             return _refuse(node, record, Failure.MISFIT, TWICE)
-        node.gangs[gang.key] = PlacementGroup(record, gang)
+        node.placement_groups[placement_group.key] = PlacementGroup(
+            record, placement_group
+        )
     elif known is None or known.record.state in GONE:
         return _refuse(node, record, Failure.EVICTED, UNKNOWN)
     elif reason := _why_misfit(node, known, record):
@@ -69,7 +71,7 @@ def _refuse(
 def _why_misfit(
     node: SchedulerState, known: PlacementGroup, record: TaskRecord
 ) -> str | None:
-    """Return why it can never run in its gang, as far as that is known yet."""
+    """Return why it can never run in its group, as far as that is known yet."""
     if not known.is_open:
         return None
     request = record.spec.shape.request
@@ -79,9 +81,9 @@ def _why_misfit(
 
 
 def advance_groups(node: SchedulerState, now: float, effects: list[Effect]) -> bool:
-    """Let members go on, or end with their gang; whether any may be placed now."""
+    """Let members go on, or end with their group; whether any may be placed now."""
     has_changed = False
-    for key, known in list(node.gangs.items()):
+    for key, known in list(node.placement_groups.items()):
         state = known.record.state
         if state is TaskState.RUNNING and not known.is_open:
             has_changed |= _open(node, known, now, effects)
@@ -139,5 +141,5 @@ def _end(
         give_back_group(node.ledger, holder.lease)
         node.end(record)
         effects.append(Forget(record.id))
-    del node.gangs[key]
+    del node.placement_groups[key]
     return True

@@ -196,7 +196,7 @@ def _may_be_free(node: SchedulerState, request: Request) -> bool:
     """
     usable = node.ledger.device_sets[GPU].usable(UNIT, request)
     part = None
-    if request.gang is not None:
+    if request.placement_group is not None:
         part = roomiest(node.ledger, request)
         usable &= part.masks[GPU] if part is not None else 0
     for worker in node.holders:

@@ -64,9 +64,9 @@ def reserve(
         before: what was kept for the task until now.
     """
     request = record.spec.shape.request
-    if isinstance(request.gang, PlacementGroupSpec):
-        return _for_gang(node, record, request.gang, now)
-    if request.gang is None:
+    if isinstance(request.placement_group, PlacementGroupSpec):
+        return _for_gang(node, record, request.placement_group, now)
+    if request.placement_group is None:
         return _plan(node, record, None, now, before)
     parts = candidates(node.ledger, request)
     if before is not None and before.part in parts:
@@ -125,9 +125,12 @@ def seen_of(node: SchedulerState) -> tuple[int, ...]:
 
 
 def _for_gang(
-    node: SchedulerState, record: TaskRecord, gang: PlacementGroupSpec, now: float
+    node: SchedulerState,
+    record: TaskRecord,
+    placement_group: PlacementGroupSpec,
+    now: float,
 ) -> Reservation | None:
-    """The same for a gang: what its bundles will be on, once enough has ended."""
+    """The same for a group: what its bundles will be on, once enough has ended."""
     rest, until = node.ledger.copy(), 0.0
     aside = {k: each.aside_mask for k, each in node.ledger.device_sets.items()}
     held = sorted(_holds(node, None), key=lambda hold: hold.ends)
@@ -135,7 +138,7 @@ def _for_gang(
         if hold is not None:
             rest.suppose(hold.lease, is_held=False)
             until = hold.ends
-        leases = Layout(rest, gang, aside, None).find()
+        leases = Layout(rest, placement_group, aside, None).find()
         if leases is not None:
             break
     else:

@@ -810,7 +810,7 @@ class Scheduler(SchedulerState):
         if self.workers.idle > self.most_idle:
             # After placing, so that work comes first.
             retire_idle(self, now, effects)
-        if self.gangs and not self.is_closing:
+        if self.placement_groups and not self.is_closing:
             from aiogpu.core.scheduler.placement_groups import advance_groups
 
             if advance_groups(self, now, effects):

@@ -63,8 +63,10 @@ class Lack(NamedTuple):
 def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
     """The resources for which a waiting task waits; in its bundle, if it has one."""
     request, ledger = record.spec.shape.request, ledger_for(node, record)
-    if isinstance(request.gang, BundleRef) and not isinstance(ledger, BundleLedger):
-        return  # nobody knows yet what its gang will have
+    if isinstance(request.placement_group, BundleRef) and not isinstance(
+        ledger, BundleLedger
+    ):
+        return  # nobody knows yet what its placement group will have
     rival = rival_of(node, record)
     is_found = False
     for name, asked in request.scalars:
@@ -77,7 +79,7 @@ def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
     for kind, asked in request.devices:
         devices = ledger.device_sets[kind]
         barred = rival.barred.get(kind, 0) if rival else 0
-        if isinstance(request.gang, PlacementGroupSpec):
+        if isinstance(request.placement_group, PlacementGroupSpec):
             lack = _of_all(devices, asked, barred)
             if not is_found or lack.free - lack.kept < asked:
                 yield lack
@@ -89,13 +91,13 @@ def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
 def ledger_for(node: Stock, record: TaskRecord) -> Ledger:
     """Of what a task takes what it asks for: the node's, or its bundle's."""
     request = record.spec.shape.request
-    if isinstance(request.gang, BundleRef):
+    if isinstance(request.placement_group, BundleRef):
         return roomiest(node.ledger, request) or node.ledger
     return node.ledger
 
 
 def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
-    """Return what a gang is short of: whichever of its bundles has no place."""
+    """Return what a group is short of: whichever of its bundles has no place."""
     mask = devices.mask_of_type(None)
     free, kept = (
         sum(devices.free[at] for at in indices(those))

@@ -153,7 +153,7 @@ class Outage:
 
 @dataclass(slots=True, eq=False)
 class PlacementGroup:
-    """One gang.
+    """One placement group.
 
     Attributes:
         record: it, as the queue has it.
@@ -165,7 +165,7 @@ class PlacementGroup:
     """
 
     record: TaskRecord
-    gang: PlacementGroupSpec
+    placement_group: PlacementGroupSpec
     members: dict[TaskId, TaskRecord] = field(default_factory=dict)
     pending: dict[TaskId, tuple[TaskId, ...] | None] = field(default_factory=dict)
     is_open: bool = False
@@ -262,7 +262,7 @@ class Reservation:
         return record.since + timeout + grace <= self.until
 
     def _concerns(self, record: TaskRecord) -> bool:
-        within = record.spec.shape.request.gang
+        within = record.spec.shape.request.placement_group
         if not isinstance(within, BundleRef):
             return self.part is None
         part = self.part
@@ -281,7 +281,7 @@ class SchedulerState:
         delayed: tasks that have failed and will wait again some time later.
         expecting: tasks whose arguments are not all there yet, and whose results
             those are, as far as they are tasks of this node.
-        gangs: those that are asked for or held, by key.
+        placement_groups: those that are asked for or held, by key.
         granted: who stands for the holders of leases, by id; also of such as were
             given back, while their devices were not seen free.
         restarts: of what is endless.
@@ -305,7 +305,7 @@ class SchedulerState:
         self.tasks: ShardedDict[TaskRecord] = ShardedDict()
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.expecting: dict[TaskId, tuple[TaskId, ...]] = {}
-        self.gangs: dict[str, PlacementGroup] = {}
+        self.placement_groups: dict[str, PlacementGroup] = {}
         self.granted: dict[WorkerId, WorkerRecord] = {}
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}

@@ -103,7 +103,7 @@ class ClusterActor:
 
     def _live(self, receiver: Receiver) -> Live:
         live = Live(self.name, receiver, self.engine.loop.time(), actor=self.id)
-        live.within = self.site.spec.shape.request.gang
+        live.within = self.site.spec.shape.request.placement_group
         live.knows = self.knows
         return live
 

@@ -171,14 +171,14 @@ class ClusterActors:
         if self._engine.is_open:
             self.known(actor).leave()
 
-    def evict(self, gang: PlacementGroupSpec) -> None:
+    def evict(self, placement_group: PlacementGroupSpec) -> None:
         """A placement was removed: who lives in it ends."""
         for actor in list(self._actors.values()):
-            within = actor.site.spec.shape.request.gang
-            if within is None or within.key != gang.key or actor.why_failed:
+            within = actor.site.spec.shape.request.placement_group
+            if within is None or within.key != placement_group.key or actor.why_failed:
                 continue
             name = actor.site.spec.name
-            actor.evict(_death(name, removed(gang.name, name, REMOVED)))
+            actor.evict(_death(name, removed(placement_group.name, name, REMOVED)))
 
     def give_up(self, actor: int, error: Exception) -> None:
         """One waits for a place that the cluster does not have any more."""

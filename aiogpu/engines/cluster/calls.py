@@ -88,7 +88,7 @@ class Live:
     ) -> None:
         self.name = name
         self.request = request
-        self.within = None if request is None else request.gang
+        self.within = None if request is None else request.placement_group
         self.on_end: Callable[[], object] | None = None
         self.receiver: Receiver | None = receiver
         self.refs: Sequence[Ref] = ()

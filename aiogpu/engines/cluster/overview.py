@@ -202,7 +202,7 @@ class Overview:
         return why(task, live, survey, now) if task in live else None
 
     async def why_placement(
-        self, task: int, gang: PlacementGroupSpec, now: float
+        self, task: int, placement_group: PlacementGroupSpec, now: float
     ) -> Why | None:
         """Return why a placement of this program waits."""
         from aiogpu.engines.cluster.waiting import why_placement
@@ -211,7 +211,11 @@ class Overview:
             return None
         survey = await asked(ray.survey)
         live = self._calls.live.get(task)
-        return None if live is None else why_placement(task, live, gang, survey, now)
+        return (
+            None
+            if live is None
+            else why_placement(task, live, placement_group, survey, now)
+        )
 
 
 def _nodes_and_growth() -> tuple[Sequence[Node], bool]:

@@ -47,20 +47,20 @@ class Own:
     """One that was asked for here, and not removed.
 
     Attributes:
-        gang: its bundles.
+        placement_group: its bundles.
         group: Ray's own.
         receiver: who is told of it.
     """
 
-    __slots__ = ("gang", "group", "receiver")
+    __slots__ = ("group", "placement_group", "receiver")
 
     def __init__(
         self,
-        gang: PlacementGroupSpec,
+        placement_group: PlacementGroupSpec,
         group: Any,
         receiver: Receiver,
     ) -> None:
-        self.gang = gang
+        self.placement_group = placement_group
         self.group = group
         self.receiver = receiver
 
@@ -87,79 +87,85 @@ class Placements:
         Raises:
             InfeasibleError: the cluster can never give it.
         """
-        engine, gang = self._engine, site.spec.shape.request.gang
-        assert isinstance(gang, PlacementGroupSpec), site
+        engine, placement_group = self._engine, site.spec.shape.request.placement_group
+        assert isinstance(placement_group, PlacementGroupSpec), site
         check_priority(site.spec)
-        self._check(gang)
-        bundles = [bundle_of(bundle) for bundle in gang.bundles]
-        group = ray.new_group(bundles, strategy=gang.strategy, name=gang.key)
-        self._groups[gang.key] = group
-        live = Live(gang.name, receiver, engine.loop.time())
+        self._check(placement_group)
+        bundles = [bundle_of(bundle) for bundle in placement_group.bundles]
+        group = ray.new_group(
+            bundles, strategy=placement_group.strategy, name=placement_group.key
+        )
+        self._groups[placement_group.key] = group
+        live = Live(placement_group.name, receiver, engine.loop.time())
         number = engine.calls.begin(live)
         live.stop = partial(self.release, number)
         live.told_as = b""
-        self.own[number] = Own(gang, group, receiver)
+        self.own[number] = Own(placement_group, group, receiver)
         engine.calls.watch(number, (group.ready(),))
         return number
 
-    def _check(self, gang: PlacementGroupSpec) -> None:
+    def _check(self, placement_group: PlacementGroupSpec) -> None:
         overview = self._engine.overview
-        if any(bundle.gpu_memory for bundle in gang.bundles):
+        if any(bundle.gpu_memory for bundle in placement_group.bundles):
             raise OptionError(
-                f"{gang.name} names gpu_memory in a bundle, which a Ray cluster cannot "
-                f"reserve; leave it out, or run on a node of aiogpu's own."
+                f"{placement_group.name} names gpu_memory in a bundle, which a Ray "
+                f"cluster cannot reserve; leave it out, or run on a node of aiogpu's "
+                f"own."
             )
-        for bundle in gang.bundles:
+        for bundle in placement_group.bundles:
             overview.check_request(
-                f"a bundle of {gang.name}", _untyped(bundle.request())
+                f"a bundle of {placement_group.name}", _untyped(bundle.request())
             )
-        if gang.strategy == STRICT_PACK:
-            whole = Request.of(*_sums(gang))
-            overview.check_request(f"{gang.name}, packed strictly,", whole)
+        if placement_group.strategy == STRICT_PACK:
+            whole = Request.of(*_sums(placement_group))
+            overview.check_request(f"{placement_group.name}, packed strictly,", whole)
         nodes = overview.count_nodes()
-        if gang.strategy == STRICT_SPREAD and len(gang.bundles) > nodes:
+        if (
+            placement_group.strategy == STRICT_SPREAD
+            and len(placement_group.bundles) > nodes
+        ):
             raise InfeasibleError(
-                f"{gang.name} asks for {len(gang.bundles)} bundles, each on a machine "
-                f"of its own (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, "
-                f"or say strategy='SPREAD'."
+                f"{placement_group.name} asks for {len(placement_group.bundles)} "
+                f"bundles, each on a machine of its own (STRICT_SPREAD), and this "
+                f"cluster has {nodes}. Add nodes, or say strategy='SPREAD'."
             )
-        bundles = [_untyped(bundle.request()) for bundle in gang.bundles]
-        overview.check_together(gang.name, bundles)
+        bundles = [_untyped(bundle.request()) for bundle in placement_group.bundles]
+        overview.check_together(placement_group.name, bundles)
 
     def release(self, number: int) -> bool:
         """Remove a placement that was asked for here; False if it is none."""
         own = self.own.pop(number, None)
         if own is None:
             return False
-        gang = own.gang
-        self._groups.pop(gang.key, None)
-        members = set(self._evicted(gang))
+        placement_group = own.placement_group
+        self._groups.pop(placement_group.key, None)
+        members = set(self._evicted(placement_group))
         if members:
-            self._emptying[gang.key] = own.group, members
+            self._emptying[placement_group.key] = own.group, members
             engine = self._engine
-            engine.loop.call_later(engine.grace + 1, self._remove, gang.key)
+            engine.loop.call_later(engine.grace + 1, self._remove, placement_group.key)
         else:
             ray.remove_group(own.group)
         return True
 
-    def _evicted(self, gang: PlacementGroupSpec) -> list[int]:
+    def _evicted(self, placement_group: PlacementGroupSpec) -> list[int]:
         """Tell all in it that it is none any more; gives those that have to stop."""
         engine = self._engine
         if engine.has_actors:
-            engine.actors.evict(gang)
+            engine.actors.evict(placement_group)
         stopping = []
         for number, live in list(engine.calls.live.items()):
-            if live.within is None or live.within.key != gang.key:
+            if live.within is None or live.within.key != placement_group.key:
                 continue
             if number not in engine.calls.live:
                 continue  # its actor has told it by now
             receiver = live.receiver
-            error: Exception = removed(gang.name, live.name, REMOVED)
+            error: Exception = removed(placement_group.name, live.name, REMOVED)
             if live.actor:
                 error = died_of(live.name, error)
             engine.cancel(number)
             if number in engine.calls.ending:
-                live.on_end = partial(self._note_end, gang.key, number)
+                live.on_end = partial(self._note_end, placement_group.key, number)
                 stopping.append(number)
             if receiver is not None:
                 receiver.fail(error)
@@ -179,7 +185,7 @@ class Placements:
     def refusal(self, site: Site) -> AiogpuError | None:
         """Why nobody with this spec is taken; None if he is in none, or may be."""
         request = site.spec.shape.request
-        within = request.gang
+        within = request.placement_group
         if not isinstance(within, BundleRef):
             return None
         group = self._group_of(within)
@@ -200,7 +206,7 @@ class Placements:
         if found is None and within.key not in self._emptying:
             found = ray.find_group(within.key)
             if len(self._groups) >= KNOWN:
-                kept = {own.gang.key for own in self.own.values()}
+                kept = {own.placement_group.key for own in self.own.values()}
                 self._groups = {k: v for k, v in self._groups.items() if k in kept}
             if found is not None:
                 self._groups[within.key] = found
@@ -212,7 +218,7 @@ class Placements:
         Raises:
             PlacementRemovedError: it was removed meanwhile.
         """
-        within = request.gang
+        within = request.placement_group
         if not isinstance(within, BundleRef):
             return options
         group = self._group_of(within)
@@ -235,8 +241,8 @@ class Placements:
         if live is None or not isinstance(live.within, BundleRef):
             return None
         for other, own in self.own.items():
-            if own.gang.key == live.within.key and self.is_waiting(other):
-                return own.gang.name
+            if own.placement_group.key == live.within.key and self.is_waiting(other):
+                return own.placement_group.name
         return None
 
     async def why(self, number: int) -> Why | None:
@@ -250,9 +256,11 @@ class Placements:
         if own is None:
             return None
         if live is not None:
-            return await self._engine.overview.why_placement(number, own.gang, now)
-        held = own.gang.request().as_numbers()
-        return Why(own.gang.name, number, "running", request=held)
+            return await self._engine.overview.why_placement(
+                number, own.placement_group, now
+            )
+        held = own.placement_group.request().as_numbers()
+        return Why(own.placement_group.name, number, "running", request=held)
 
     def fail(self, error: Exception) -> None:
         """None of them is there any more, or will be."""
@@ -282,8 +290,8 @@ def _untyped(request: Request) -> Request:
     return Request(request.scalars, request.devices)
 
 
-def _sums(gang: PlacementGroupSpec) -> tuple[dict[str, int], dict[str, int]]:
-    whole = gang.request()
+def _sums(placement_group: PlacementGroupSpec) -> tuple[dict[str, int], dict[str, int]]:
+    whole = placement_group.request()
     scalars = {
         name: TYPE_SHARE if name.startswith(TYPE_PREFIX) else parts
         for name, parts in whole.scalars

@@ -77,21 +77,25 @@ def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why
 
 
 def why_placement(
-    task: int, live: Live, gang: PlacementGroupSpec, survey: Survey, now: float
+    task: int,
+    live: Live,
+    placement_group: PlacementGroupSpec,
+    survey: Survey,
+    now: float,
 ) -> Why:
     """Say why a placement waits for its bundles.
 
     Args:
         task: its number.
         live: what is known of it.
-        gang: its bundles.
+        placement_group: its bundles.
         survey: the cluster now.
         now: the moment for which it is said.
     """
-    whole = gang.request()
+    whole = placement_group.request()
     asked = Request(whole.scalars, whole.devices)
     return Why(
-        name=gang.name,
+        name=placement_group.name,
         task=task,
         state="waiting",
         seconds=now - live.since,

@@ -100,8 +100,8 @@ class InlineLeases:
             raise NodeClosedError("this node is being shut down.")
         check_site(site, node.ledger)
         record = node.new_record(site)
-        if (gang := site.spec.shape.request.gang) is not None:
-            self.placements.names[gang.key] = gang.name
+        if (placement_group := site.spec.shape.request.placement_group) is not None:
+            self.placements.names[placement_group.key] = placement_group.name
         self._tenants[record.id] = Tenant(record, receiver)
         self.look()
         return record.id
@@ -144,9 +144,9 @@ class InlineLeases:
             return False
         holder = tenant.record.worker
         lease = None if holder is None else holder.lease
-        gang = tenant.record.spec.shape.request.gang
-        if gang is not None:
-            self.placements.remove(gang.key, lease)
+        placement_group = tenant.record.spec.shape.request.placement_group
+        if placement_group is not None:
+            self.placements.remove(placement_group.key, lease)
         elif lease is not None:
             self._node.ledger.give_back(lease)
         self.look()

@@ -41,11 +41,11 @@ class InlinePlacements:
 
     def refusal(self, spec: TaskSpec) -> AiogpuError | None:
         """Why nobody with this spec is taken; None if he is in none, or may be."""
-        gang = spec.shape.request.gang
-        if not isinstance(gang, BundleRef):
+        placement_group = spec.shape.request.placement_group
+        if not isinstance(placement_group, BundleRef):
             return None
-        if gang.key not in self.names:
-            return removed(gang.name, spec.name, UNKNOWN)
+        if placement_group.key not in self.names:
+            return removed(placement_group.name, spec.name, UNKNOWN)
         reason = why_infeasible(self._node.ledger, spec.shape.request)
         return None if reason is None else misfit(spec, reason)
 
@@ -80,10 +80,10 @@ class InlinePlacements:
 
     def members_of(self, record: TaskRecord) -> int:
         """Return how many tasks and actors were given one that have not ended."""
-        gang = record.spec.shape.request.gang
-        assert gang is not None, record
-        actors = {one.actor.id for one in self._residents_in(gang.key)}
-        return len({*actors, *(job.id for job in self._jobs_in(gang.key))})
+        placement_group = record.spec.shape.request.placement_group
+        assert placement_group is not None, record
+        actors = {one.actor.id for one in self._residents_in(placement_group.key)}
+        return len({*actors, *(job.id for job in self._jobs_in(placement_group.key))})
 
     def _jobs_in(self, key: str) -> list[Job]:
         return [job for job in self._node.jobs.values() if _is_in(key, job.record.spec)]
@@ -94,8 +94,8 @@ class InlinePlacements:
 
 
 def _is_in(key: str, spec: TaskSpec) -> bool:
-    gang = spec.shape.request.gang
-    return isinstance(gang, BundleRef) and gang.key == key
+    placement_group = spec.shape.request.placement_group
+    return isinstance(placement_group, BundleRef) and placement_group.key == key
 
 
 def _end(job: Job, error: AiogpuError) -> None:

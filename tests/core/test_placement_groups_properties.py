@@ -1,4 +1,4 @@
-"""The same stories as those of the scheduler, with gangs and their members in them."""
+"""The same stories as those of the scheduler, with placement groups in them."""
 
 from contextlib import suppress
 
@@ -35,13 +35,13 @@ BUNDLES = st.lists(
 )
 
 
-def is_gang(task) -> bool:
-    """Whether a paper task is a gang."""
+def is_placement_group(task) -> bool:
+    """Whether a paper task is a placement group."""
     return lies_in_bundles(task.spec.shape.request)
 
 
 class SharedGangMachine(NodeMachine):
-    """A node of several programs, some of which ask for gangs."""
+    """A node of several programs, some of which ask for placement groups."""
 
     @rule(
         bundles=BUNDLES,
@@ -57,7 +57,7 @@ class SharedGangMachine(NodeMachine):
             "client": self.joined(client),
         }
         with suppress(LimitError, InfeasibleError):
-            self.w.gang(name, *bundles, **options)
+            self.w.placement_group(name, *bundles, **options)
 
     @rule(
         data=st.data(),
@@ -75,17 +75,21 @@ class SharedGangMachine(NodeMachine):
         ),
     )
     def submit_in_a_gang(self, data, index, amounts, options):
-        gangs = [name for name, task in self.w.tasks.items() if is_gang(task)]
-        if not gangs:
+        placement_groups = [
+            name for name, task in self.w.tasks.items() if is_placement_group(task)
+        ]
+        if not placement_groups:
             return
-        gang = data.draw(st.sampled_from(gangs))
-        bundles = self.w.tasks[gang].spec.shape.request.gang.bundles
+        placement_group = data.draw(st.sampled_from(placement_groups))
+        bundles = self.w.tasks[
+            placement_group
+        ].spec.shape.request.placement_group.bundles
         parents = sorted(self.w.running | self.w.blocked)
         parent = data.draw(st.sampled_from([None, *parents])) if parents else None
         cpus, gpus = amounts
         with suppress(LimitError):
             self.w.submit_in(
-                gang,
+                placement_group,
                 f"t{len(self.w.tasks)}",
                 min(index, len(bundles) - 1),
                 num_cpus=cpus,
@@ -94,10 +98,10 @@ class SharedGangMachine(NodeMachine):
                 **options,
             )
 
-    @precondition(lambda self: self.w.gangs)
+    @precondition(lambda self: self.w.placement_groups)
     @rule(data=st.data())
     def remove_a_gang(self, data):
-        self.w.cancel(data.draw(st.sampled_from(sorted(self.w.gangs))))
+        self.w.cancel(data.draw(st.sampled_from(sorted(self.w.placement_groups))))
 
 
 class GangMachine(SharedGangMachine):

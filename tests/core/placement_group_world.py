@@ -1,4 +1,4 @@
-"""A world in which gangs are asked for, and tasks that run in them."""
+"""A world in which placement groups are asked for, and tasks that run in them."""
 
 from dataclasses import replace
 
@@ -33,17 +33,17 @@ def bundle(amounts: dict[str, float]) -> Bundle:
     return Bundle.of(request_of(amounts, of_type, gpu_memory=memory))
 
 
-def gang_of(
+def placement_group_of(
     *bundles: dict[str, float], strategy: str = PACK, name="gang"
 ) -> PlacementGroupSpec:
-    """A gang of that name, which is its key as well."""
+    """A placement group of that name, which is its key as well."""
     return PlacementGroupSpec(name, name, strategy, tuple(map(bundle, bundles)))
 
 
 class GangWorld(World):
-    """Knows a gang by its name."""
+    """Knows a placement group by its name."""
 
-    def gang(
+    def placement_group(
         self,
         name: str,
         *bundles: dict[str, float],
@@ -52,12 +52,12 @@ class GangWorld(World):
         client: int = 0,
         key: str | None = None,
     ) -> None:
-        """Ask for a gang, as `lease` does for a lease."""
-        gang = gang_of(*bundles, strategy=strategy, name=name)
-        gang = gang._replace(key=key or name)
+        """Ask for a placement group, as `lease` does for a lease."""
+        placement_group = placement_group_of(*bundles, strategy=strategy, name=name)
+        placement_group = placement_group._replace(key=key or name)
         spec = TaskSpec(
             name,
-            Shape(gang.request()),
+            Shape(placement_group.request()),
             max_calls=1,
             max_retries=0,
             priority=priority,
@@ -68,7 +68,7 @@ class GangWorld(World):
 
     def submit_in(
         self,
-        gang: str,
+        placement_group: str,
         name: str,
         index: int = ANY,
         *,
@@ -82,7 +82,9 @@ class GangWorld(World):
     ) -> None:
         """Submit a task by a new name that takes what it asks for from a bundle."""
         request = request or request_of({CPU: num_cpus, GPU: num_gpus})
-        request = replace(request, gang=BundleRef(gang, gang, index))
+        request = replace(
+            request, placement_group=BundleRef(placement_group, placement_group, index)
+        )
         by = self.tasks[parent].id if parent else None
         expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
         spec = TaskSpec(name, Shape(request), **options)

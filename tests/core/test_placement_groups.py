@@ -1,4 +1,4 @@
-"""Gangs in the queue, those who run in them, and how both end."""
+"""Placement groups in the queue, those who run in them, and how both end."""
 
 from dataclasses import replace
 
@@ -24,44 +24,46 @@ from aiogpu.core.scheduler.state import REMEMBERED
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
-from tests.core.ganged import GangWorld, gang_of, request_of
+from tests.core.placement_group_world import GangWorld, placement_group_of, request_of
 
 
 def why_of(w: GangWorld, name: str):
     record = w.scheduler.tasks.get(w.tasks[name].id)
-    return why(w.scheduler, record, dict.fromkeys(w.gangs.values(), 4711), w.now)
+    return why(
+        w.scheduler, record, dict.fromkeys(w.placement_groups.values(), 4711), w.now
+    )
 
 
 def test_a_gang_is_granted_at_once_and_without_a_worker():
     w = GangWorld(gpus=2)
-    w.gang("gang", {"GPU": 1}, {"GPU": 0.5})
-    assert list(w.gangs) == ["gang"]
+    w.placement_group("gang", {"GPU": 1}, {"GPU": 0.5})
+    assert list(w.placement_groups) == ["gang"]
     assert not w.workers
     assert w.free_gpus == [0, 0.5]
     w.cancel("gang")
     assert w.free_gpus == [1, 1]
     assert w.forgotten == {"gang"}
     assert w.told == {}
-    assert not w.scheduler.gangs
+    assert not w.scheduler.placement_groups
 
 
 def test_a_gang_waits_whole_and_in_its_turn():
     w = GangWorld(cpus=8, gpus=2)
     w.submit("before", num_gpus=0.1)
-    w.gang("gang", {"GPU": 1}, {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1}, {"GPU": 1})
     w.submit("after", num_gpus=1)
     assert w.waiting == {"gang"}
     assert w.running == {"before", "after"}
     w.finish("after")
     assert w.waiting == {"gang"}
     w.finish("before")
-    assert list(w.gangs) == ["gang"]
+    assert list(w.placement_groups) == ["gang"]
 
 
 def test_members_wait_for_their_gang_and_run_in_its_bundles():
     w = GangWorld(cpus=8, gpus=2)
     w.submit("before", num_gpus=1)
-    w.gang("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1})
     w.submit_in("gang", "first", 0, num_cpus=1, num_gpus=1)
     w.submit_in("gang", "second", 1, num_gpus=0.5)
     w.submit_in("gang", "third", 1, num_gpus=0.6)
@@ -79,7 +81,7 @@ def test_members_wait_for_their_gang_and_run_in_its_bundles():
 
 def test_who_stands_alone_takes_nothing_of_a_gang():
     w = GangWorld(cpus=8, gpus=1)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit("alone", num_gpus=0.5)
     assert w.waiting == {"alone"}
     assert "held by gang" in str(why_of(w, "alone"))
@@ -89,7 +91,7 @@ def test_who_stands_alone_takes_nothing_of_a_gang():
 
 def test_a_gang_that_is_removed_ends_its_members():
     w = GangWorld(cpus=8, gpus=1)
-    w.gang("gang", {"GPU": 1, "CPU": 2})
+    w.placement_group("gang", {"GPU": 1, "CPU": 2})
     w.submit_in("gang", "runs", num_gpus=1, num_cpus=1)
     w.submit_in("gang", "waits", num_gpus=0.5)
     w.submit("alone", num_gpus=1)
@@ -105,7 +107,7 @@ def test_a_gang_that_is_removed_ends_its_members():
 
 def test_a_member_that_will_not_stop_is_killed_and_holds_its_gang_till_then():
     w = GangWorld(cpus=8, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "stubborn", num_gpus=1, max_calls=1)
     w.cancel("gang")
     assert w.free_gpus == [0]
@@ -119,7 +121,7 @@ def test_a_member_that_will_not_stop_is_killed_and_holds_its_gang_till_then():
 def test_devices_of_a_member_are_seen_free_before_its_gang_ends():
     w = GangWorld(cpus=8, gpus=1)
     w.settles = True
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "member", num_gpus=0.5, max_calls=1)
     w.finish("member")
     assert w.unsettled
@@ -132,7 +134,7 @@ def test_devices_of_a_member_are_seen_free_before_its_gang_ends():
 def test_a_gang_that_waits_is_withdrawn_with_its_members():
     w = GangWorld(gpus=1)
     w.submit("before", num_gpus=1)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "member", num_gpus=1)
     w.cancel("gang")
     assert w.told == {"member": "evicted"}
@@ -151,7 +153,7 @@ def test_nobody_joins_a_gang_that_is_not_there():
 
 def test_nobody_joins_a_gang_that_is_being_removed():
     w = GangWorld(gpus=1)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "runs", num_gpus=0.5)
     w.cancel("gang")
     w.submit_in("gang", "late", num_gpus=0.5)
@@ -162,8 +164,8 @@ def test_nobody_joins_a_gang_that_is_being_removed():
 
 def test_a_gang_is_not_asked_for_twice():
     w = GangWorld(gpus=1)
-    w.gang("gang", {"GPU": 0.5})
-    w.gang("twin", {"GPU": 0.5}, key="gang")
+    w.placement_group("gang", {"GPU": 0.5})
+    w.placement_group("twin", {"GPU": 0.5}, key="gang")
     assert w.told == {"twin": "misfit"}
     assert w.free_gpus == [0.5]
 
@@ -173,7 +175,7 @@ def test_who_can_never_run_in_its_gang_is_told(is_granted):
     w = GangWorld(gpus=1)
     if not is_granted:
         w.submit("before", num_gpus=1)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     request = request_of({"GPU": 1}, "H200")
     w.submit_in("gang", "member", request=request)
     w.submit_in("gang", "twin", request=request)
@@ -189,7 +191,7 @@ def test_who_can_never_run_in_its_gang_is_told(is_granted):
 
 def test_a_bundle_that_is_not_there_holds_nobody():
     w = GangWorld(gpus=1)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "member", 7, num_gpus=0.5)
     assert w.told == {"member": "misfit"}
     assert "there is none" in w.tasks["member"].reason
@@ -199,7 +201,7 @@ def test_a_member_waits_for_its_arguments_too():
     w = GangWorld(cpus=8, gpus=1)
     w.submit("before", num_gpus=1)
     w.submit("made")
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "both", num_gpus=0.5, needs=["made"])
     w.submit_in("gang", "early", num_gpus=0.5, needs=["made"])
     w.supply("early")
@@ -220,17 +222,17 @@ def test_a_member_waits_for_its_arguments_too():
 def test_a_member_that_is_cancelled_while_its_gang_waits_is_gone():
     w = GangWorld(gpus=1)
     w.submit("before", num_gpus=1)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "member", num_gpus=1)
     w.cancel("member")
     w.finish("before")
-    assert list(w.gangs) == ["gang"]
+    assert list(w.placement_groups) == ["gang"]
     assert not w.running
 
 
 def test_children_run_in_the_same_gang():
     w = GangWorld(cpus=1, gpus=1)
-    w.gang("gang", {"GPU": 1, "CPU": 1})
+    w.placement_group("gang", {"GPU": 1, "CPU": 1})
     w.submit_in("gang", "parent", num_cpus=1, num_gpus=0.5)
     w.submit_in("gang", "child", num_cpus=1, num_gpus=0.5, parent="parent")
     assert w.waiting == {"child"}
@@ -243,7 +245,7 @@ def test_children_run_in_the_same_gang():
 
 def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
     w = GangWorld(cpus=4, gpus=2)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "parent", num_gpus=0.6)
     w.submit_in("gang", "child", num_gpus=0.6, parent="parent")
     w.wait_for("parent", "child")
@@ -258,7 +260,7 @@ def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
 
 def test_a_child_of_a_kind_that_its_gang_has_none_of_never_fits():
     w = GangWorld(cpus=4, gpus=2)
-    w.gang("gang", {"CPU": 1})
+    w.placement_group("gang", {"CPU": 1})
     w.submit("parent", num_gpus=1)
     w.submit_in("gang", "child", num_cpus=1, parent="parent")
     w.wait_for("parent", "child")
@@ -268,11 +270,11 @@ def test_a_child_of_a_kind_that_its_gang_has_none_of_never_fits():
 def test_a_gang_that_its_waiters_keep_from_being_granted_fails_with_its_members():
     w = GangWorld(cpus=4, gpus=1)
     w.submit("parent", num_gpus=0.5)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "child", num_gpus=1, parent="parent")
     w.wait_for("parent", "child")
     assert w.told == {"gang": "deadlocked", "child": "evicted"}
-    w.gang("other", {"GPU": 0.5})
+    w.placement_group("other", {"GPU": 0.5})
     w.submit_in("other", "fits", num_gpus=0.5, parent="parent")
     w.wait_for("parent", "fits")
     assert "fits" in w.running
@@ -282,10 +284,10 @@ def test_small_tasks_do_not_starve_a_gang():
     w = GangWorld(cpus=8, gpus=2)
     for number in range(4):
         w.submit(f"s{number}", num_gpus=0.5)
-    w.gang("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1}, strategy=SPREAD)
+    w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1}, strategy=SPREAD)
     w.advance(2.0)
     count = 4
-    while not w.gangs:
+    while not w.placement_groups:
         name = min(w.running)
         w.submit(f"s{count}", num_gpus=0.5)
         count += 1
@@ -298,7 +300,7 @@ def test_small_tasks_do_not_starve_a_gang():
 def test_nothing_is_kept_for_a_gang_that_waits_for_what_is_held_without_end():
     w = GangWorld(cpus=8, gpus=2)
     w.lease("mine", num_gpus=1)
-    w.gang("gang", {"GPU": 1}, {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1}, {"GPU": 1})
     w.submit("s0", num_gpus=0.5)
     w.advance(2.0)
     w.submit("s1", num_gpus=0.5)
@@ -309,7 +311,7 @@ def test_nothing_is_kept_for_a_gang_that_waits_for_what_is_held_without_end():
 
 def test_small_members_do_not_starve_a_great_one():
     w = GangWorld(cpus=8, gpus=2)
-    w.gang("gang", {"CPU": 1}, {"GPU": 1})
+    w.placement_group("gang", {"CPU": 1}, {"GPU": 1})
     w.submit_in("gang", "s0", num_gpus=0.5)
     w.submit_in("gang", "s1", num_gpus=0.5)
     w.submit_in("gang", "great", num_gpus=1)
@@ -330,7 +332,7 @@ def test_small_members_do_not_starve_a_great_one():
 def test_small_members_do_not_starve_one_beside_a_sick_device():
     """[B24] What is kept for it is on the device that is well."""
     w = GangWorld(gpus=2)
-    w.gang("gang", {"GPU": 2})
+    w.placement_group("gang", {"GPU": 2})
     w.tell(Scheduler.device_sick, "GPU", 0, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
     w.submit_in("gang", "s1", num_gpus=0.5)
@@ -350,7 +352,7 @@ def test_small_members_do_not_starve_one_beside_a_sick_device():
 def test_a_member_of_any_bundle_waits_for_one_that_ends():
     """Not for the first, which is sick or held without end."""
     w = GangWorld(gpus=3)
-    w.gang("gang", {"GPU": 1}, {"GPU": 1}, {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, {"GPU": 1})
     w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
     w.tell(Scheduler.device_sick, "GPU", 1, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
@@ -370,7 +372,7 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
 
 def test_what_was_kept_in_a_bundle_is_kept_there_on():
     w = GangWorld(gpus=2)
-    w.gang("gang", {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1})
+    w.placement_group("gang", {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1})
     w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
     w.submit_in("gang", "computes", 0, num_cpus=1)
     w.submit_in("gang", "long", 1, num_gpus=1)
@@ -388,7 +390,7 @@ def test_what_was_kept_in_a_bundle_is_kept_there_on():
 
 def test_members_that_follow_each_other_leave_the_ledger_alone():
     w = GangWorld(cpus=4, gpus=1, took=1e-5)
-    w.gang("gang", {"CPU": 1}, {"GPU": 0.5})
+    w.placement_group("gang", {"CPU": 1}, {"GPU": 0.5})
     pace = DurationEstimate()
     for number in range(6):
         w.submit_in("gang", f"t{number}", num_cpus=1, pace=pace)
@@ -398,12 +400,12 @@ def test_members_that_follow_each_other_leave_the_ledger_alone():
     assert w.queued
     for number in range(1, 6):
         w.finish(f"t{number}")
-    assert w.scheduler.ledger.gangs["gang"][0].is_idle
+    assert w.scheduler.ledger.placement_groups["gang"][0].is_idle
 
 
 def test_an_overdrawn_bundle_lets_nobody_follow():
     w = GangWorld(cpus=4, took=1e-5)
-    w.gang("gang", {"CPU": 1})
+    w.placement_group("gang", {"CPU": 1})
     w.submit_in("gang", "parent", num_cpus=1)
     w.submit_in("gang", "child", num_cpus=1, parent="parent")
     w.wait_for("parent", "child")
@@ -417,14 +419,16 @@ def test_an_overdrawn_bundle_lets_nobody_follow():
 
 def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
     w = GangWorld(cpus=4, gpus=2)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "m", num_gpus=0.5, retries_oom=True, max_calls=1)
     w.finish("m", ran_out=True)
     assert "m" in w.running
-    assert w.scheduler.ledger.gangs["gang"][0].device_sets["GPU"].free[0] == 0
+    assert (
+        w.scheduler.ledger.placement_groups["gang"][0].device_sets["GPU"].free[0] == 0
+    )
     w.finish("m")
     w.cancel("gang")
-    w.gang("half", {"GPU": 0.5})
+    w.placement_group("half", {"GPU": 0.5})
     w.submit_in("half", "n", num_gpus=0.5, retries_oom=True, max_calls=1)
     w.finish("n", ran_out=True)
     assert w.told["n"] == "settled"
@@ -432,7 +436,7 @@ def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
 
 def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_gang():
     w = GangWorld(cpus=4, gpus=1)
-    w.gang("gang", {"CPU": 1})
+    w.placement_group("gang", {"CPU": 1})
     w.submit("other")
     w.submit_in("gang", "m", num_cpus=1)
     w.tell(Scheduler.memory_short, w.worker_of("m"))
@@ -443,8 +447,8 @@ def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_gang():
 
 def test_a_gang_closes_with_its_node():
     w = GangWorld(cpus=4, gpus=2)
-    w.gang("gang", {"GPU": 1})
-    w.gang("late", {"GPU": 2})
+    w.placement_group("gang", {"GPU": 1})
+    w.placement_group("late", {"GPU": 2})
     w.submit_in("gang", "runs", num_gpus=0.5)
     w.submit_in("gang", "waits", num_gpus=0.6)
     w.submit_in("late", "expects", num_gpus=0.5)
@@ -457,18 +461,18 @@ def test_a_gang_closes_with_its_node():
 
 def test_ended_members_are_forgotten():
     w = GangWorld(cpus=1)
-    w.gang("gang", {"CPU": 1})
+    w.placement_group("gang", {"CPU": 1})
     for number in range(4 * REMEMBERED):
         w.submit_in("gang", f"t{number}", num_cpus=1)
         w.finish(f"t{number}")
-    assert len(w.scheduler.gangs["gang"].members) <= 2 * REMEMBERED
+    assert len(w.scheduler.placement_groups["gang"].members) <= 2 * REMEMBERED
 
 
 def test_a_gang_counts_for_its_program_and_its_members_do_not():
     w = GangWorld(cpus=8, gpus=4)
     w.join(1)
     w.join(2)
-    w.gang("gang", {"GPU": 2}, client=1)
+    w.placement_group("gang", {"GPU": 2}, client=1)
     w.submit_in("gang", "m", num_gpus=1, client=1)
     clients = w.scheduler.clients
     assert clients.of(1).held == {"GPU": 20_000}
@@ -482,7 +486,7 @@ def test_a_gang_counts_for_its_program_and_its_members_do_not():
 def test_a_program_that_has_come_anew_is_not_forgotten_with_what_was_before():
     w = GangWorld(cpus=8, gpus=2)
     w.join(1)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.exits = False
     w.submit_in("gang", "m", num_gpus=1, max_calls=1, client=2)
     w.finish("m")
@@ -495,18 +499,18 @@ def test_a_program_that_has_come_anew_is_not_forgotten_with_what_was_before():
 def test_a_gang_that_can_never_be_granted_is_refused():
     w = GangWorld(gpus=2)
     with pytest.raises(InfeasibleError, match="on a machine of its own"):
-        w.gang("gang", {"GPU": 1}, {"GPU": 1}, strategy=STRICT_SPREAD)
+        w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, strategy=STRICT_SPREAD)
 
 
 def test_why_a_gang_waits():
     w = GangWorld(cpus=4, gpus=2)
     w.submit("before", num_gpus=0.7)
     w.submit("other", num_gpus=0.7)
-    w.gang("gang", {"GPU": 0.3}, {"GPU": 0.4})
+    w.placement_group("gang", {"GPU": 0.3}, {"GPU": 0.4})
     told = str(why_of(w, "gang"))
     assert "GPU 0.7: 0.6 of 2 free (0: 0.3, 1: 0.3)" in told
     assert "held by before" in told
-    w.gang("cpus", {"CPU": 3}, {"GPU": 0.1})
+    w.placement_group("cpus", {"CPU": 3}, {"GPU": 0.1})
     told = str(why_of(w, "cpus"))
     assert "CPU 3: 2 of 4 free" in told
     assert "GPU 0.1" not in told
@@ -514,7 +518,7 @@ def test_why_a_gang_waits():
 
 def test_what_a_gang_leaves_is_told_of_who_holds_what():
     w = GangWorld(cpus=4, gpus=1)
-    w.gang("gang", {"GPU": 0.5, "CPU": 2})
+    w.placement_group("gang", {"GPU": 0.5, "CPU": 2})
     w.submit_in("gang", "m", num_gpus=0.2, num_cpus=1)
     seen = snapshot(w.scheduler, {}, w.now)
     held = {one.task: one.share for one in seen.devices[0].holders}
@@ -527,13 +531,15 @@ def test_what_a_gang_leaves_is_told_of_who_holds_what():
 
 
 def test_the_request_of_a_gang_is_the_sum_of_its_bundles():
-    request = gang_of({"GPU": 1, "CPU": 1}, {"GPU": 0.5}, {"CPU": 2}).request()
+    request = placement_group_of(
+        {"GPU": 1, "CPU": 1}, {"GPU": 0.5}, {"CPU": 2}
+    ).request()
     assert request.as_numbers() == {"CPU": 3.0, "GPU": 1.5}
 
 
 def test_a_child_looks_at_all_bundles_before_its_wait_is_given_up():
     w = GangWorld(cpus=4, gpus=1)
-    w.gang("gang", {"CPU": 1}, {"GPU": 1})
+    w.placement_group("gang", {"CPU": 1}, {"GPU": 1})
     w.submit_in("gang", "parent", num_gpus=0.6)
     w.submit_in("gang", "child", num_gpus=0.6, parent="parent")
     w.wait_for("parent", "child")
@@ -543,9 +549,9 @@ def test_a_child_looks_at_all_bundles_before_its_wait_is_given_up():
 def test_a_gang_that_is_awaited_within_another_is_no_deadlock():
     w = GangWorld(cpus=4, gpus=2)
     w.submit("before", num_gpus=1)
-    w.gang("gang", {"GPU": 1}, {"CPU": 1})
+    w.placement_group("gang", {"GPU": 1}, {"CPU": 1})
     w.submit_in("gang", "parent", num_gpus=1)
-    w.gang("other", {"GPU": 1, "CPU": 1})
+    w.placement_group("other", {"GPU": 1, "CPU": 1})
     w.submit_in("other", "child", num_gpus=1, parent="parent")
     w.wait_for("parent", "child")
     assert w.told == {}
@@ -555,7 +561,7 @@ def test_a_gang_that_is_awaited_within_another_is_no_deadlock():
 
 def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     w = GangWorld(cpus=1, gpus=1, took=1e-5)
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "m0", num_gpus=1)
     w.submit_in("gang", "m1", num_gpus=1)
     for number in range(3):
@@ -573,19 +579,19 @@ def test_a_gang_whose_holders_lend_their_cpus_is_planned_with_what_they_have():
     w.submit("parent", num_gpus=1)
     w.submit("child", parent="parent")
     w.wait_for("parent", "child")
-    w.gang("gang", {"GPU": 1, "CPU": 2})
+    w.placement_group("gang", {"GPU": 1, "CPU": 2})
     w.advance(2.0)
     assert w.scheduler.reservation is not None
     assert w.scheduler.reservation.record.spec.name == "gang"
     w.finish("child")
     w.finish("parent")
-    assert list(w.gangs) == ["gang"]
+    assert list(w.placement_groups) == ["gang"]
 
 
 def test_a_gang_that_waits_for_children_of_who_holds_cpus_is_found_out():
     w = GangWorld(cpus=2, resources={"license": 1})
     w.submit("parent", resources={"license": 1})
-    w.gang("gang", {"license": 1, "CPU": 1})
+    w.placement_group("gang", {"license": 1, "CPU": 1})
     w.submit_in("gang", "child", num_cpus=1, parent="parent")
     w.wait_for("parent", "child")
     assert w.told == {"gang": "deadlocked", "child": "evicted"}
@@ -595,7 +601,7 @@ def test_the_picture_says_for_which_placement_one_waits():
     w = GangWorld(cpus=2, gpus=1)
     w.submit("before", num_gpus=1)
     w.submit("made")
-    w.gang("gang", {"GPU": 1})
+    w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "early", num_gpus=1, needs=["made"])
     w.supply("early")
     seen = snapshot(w.scheduler, {}, w.now)
@@ -610,10 +616,10 @@ def test_the_picture_says_for_which_placement_one_waits():
 
 def test_what_is_kept_of_a_bundle_is_nothing_of_another_gangs():
     w = GangWorld(cpus=1, gpus=2, took=1e-5)
-    for gang in ("kept", "other"):
-        w.gang(gang, {"GPU": 1})
-        w.submit_in(gang, f"{gang}0", num_gpus=1)
-        w.submit_in(gang, f"{gang}1", num_gpus=1)
+    for placement_group in ("kept", "other"):
+        w.placement_group(placement_group, {"GPU": 1})
+        w.submit_in(placement_group, f"{placement_group}0", num_gpus=1)
+        w.submit_in(placement_group, f"{placement_group}1", num_gpus=1)
     w.advance(2.0)
     w.tell(Scheduler.wake)
     assert w.scheduler.reservation.record.spec.name == "kept1"
@@ -623,7 +629,7 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_another_gangs():
 
 def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
     w = GangWorld(cpus=1, gpus=1)
-    request = replace(request_of({"GPU": 1}), gang=BundleRef("gone", "gone"))
+    request = replace(request_of({"GPU": 1}), placement_group=BundleRef("gone", "gone"))
     record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0, 0.0, OWN)
     assert reserve(w.scheduler, record, 0.0) is None
     assert why_infeasible(w.scheduler.ledger, request) is None
@@ -631,10 +637,10 @@ def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
 
 def test_placements_in_words():
     w = GangWorld(cpus=SHOWN + 1, gpus=2)
-    w.gang("first", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
+    w.placement_group("first", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("first", "m", 0, num_gpus=0.25, num_cpus=1)
-    w.gang("second", *[{"CPU": 1}] * (SHOWN + 1))
-    pids = dict.fromkeys(w.gangs.values(), 4711)
+    w.placement_group("second", *[{"CPU": 1}] * (SHOWN + 1))
+    pids = dict.fromkeys(w.placement_groups.values(), 4711)
     told = str(snapshot(w.scheduler, pids, w.now))
     assert "first  PACK  ready  pid 4711, 1 in it" in told
     assert "bundle 0: {CPU: 2, GPU: 1} on GPU 0, used: {CPU: 1, GPU: 0.25}" in told
@@ -649,18 +655,18 @@ def test_a_gang_whose_program_has_other_tasks_is_asked_whether_it_fits():
     w.join(1)
     w.join(2)
     w.submit("all", num_gpus=2, client=2)
-    w.gang("g", {"GPU": 1}, {"GPU": 1}, client=1)
+    w.placement_group("g", {"GPU": 1}, {"GPU": 1}, client=1)
     w.submit("mine", num_gpus=0.5, client=1)
     w.submit("theirs", num_gpus=0.25, client=2)
     w.finish("all")
-    assert "g" in w.gangs
+    assert "g" in w.placement_groups
     assert w.waiting == {"mine", "theirs"}
     w.scheduler.check()
 
 
 def test_a_bundle_tells_what_is_free_of_its_bytes():
     w = GangWorld(cpus=2, gpus=1, gpu_memory=10)
-    w.gang("gang", {"GPU": 0.5, "gpu_memory": 6}, {"CPU": 1})
+    w.placement_group("gang", {"GPU": 0.5, "gpu_memory": 6}, {"CPU": 1})
     told = snapshot(w.scheduler, {}, w.now).placements[0].bundles
     assert told[0].free["gpu_memory"] == 6
     assert "gpu_memory" not in told[1].free
