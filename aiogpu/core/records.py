@@ -14,7 +14,13 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.model.request import Environment, Lane, Request, TaskSpec
+from aiogpu.core.model.request import (
+    UNLIMITED,
+    Environment,
+    Lane,
+    Request,
+    TaskSpec,
+)
 from aiogpu.core.model.units import BY_SHARE, GPU
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.errors import InternalError
@@ -178,7 +184,6 @@ class TaskRecord:
 
     Attributes:
         id: also its place in the order of submission.
-        retries_left: -1 is without end.
         since: when it was submitted.
         retries: how often it was tried again.
         starts_failed: workers in a row that ended before they took the task.
@@ -191,7 +196,6 @@ class TaskRecord:
 
     id: TaskId
     spec: TaskSpec
-    retries_left: int
     since: float = 0.0
     client: ClientId = OWN
     state: TaskState = TaskState.WAITING
@@ -202,6 +206,12 @@ class TaskRecord:
     is_alone: bool = False
     kin: Kin | None = None
     stop: Stop | None = None
+
+    @property
+    def retries_left(self) -> int:
+        """How often it may be tried again; -1 is without end."""
+        most = self.spec.max_retries
+        return most if most == UNLIMITED else most - self.retries
 
 
 @dataclass(slots=True, eq=False)

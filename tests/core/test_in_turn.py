@@ -40,7 +40,7 @@ class Line:
         if what == "push":
             self.last += 1
             spec = TaskSpec("t", SHAPES[shape], priority=priority)
-            self.ready.push(TaskRecord(TaskId(self.last), spec, 0, float(self.last)))
+            self.ready.push(TaskRecord(TaskId(self.last), spec, float(self.last)))
         elif what == "leave" and (waiting := self.waiting):
             record = waiting[choice % len(waiting)]
             move_task(record, TaskState.ENDED)

@@ -13,7 +13,7 @@ SPEC = TaskSpec("f", Shape(Request()))
 def line(count: int) -> tuple[FifoQueue, list[TaskRecord]]:
     """A line of so many, and who stands in it."""
     lane = FifoQueue()
-    records = [TaskRecord(TaskId(number), SPEC, 0) for number in range(count)]
+    records = [TaskRecord(TaskId(number), SPEC) for number in range(count)]
     for record in records:
         lane.push(record)
     return lane, records
@@ -91,7 +91,7 @@ def test_nobody_is_lost_while_the_line_is_swept(step):
     assert head is not None
     assert lane.position(head) == 0
     for number in range(500, 510):
-        lane.push(TaskRecord(TaskId(number), SPEC, 0))
+        lane.push(TaskRecord(TaskId(number), SPEC))
     assert drain(lane)[-10:] == list(range(500, 510))
 
 
@@ -135,7 +135,7 @@ def test_a_place_far_behind_is_at_least_told_while_the_line_is_swept():
 
 def test_the_place_of_one_that_is_not_there_is_the_end():
     lane, _ = line(3)
-    assert lane.position(TaskRecord(TaskId(9), SPEC, 0)) == 3
+    assert lane.position(TaskRecord(TaskId(9), SPEC)) == 3
 
 
 def test_those_like_the_first_are_taken_together():
@@ -146,6 +146,6 @@ def test_those_like_the_first_are_taken_together():
     assert [record.id for record in lane.take(2)] == [0, 1]
     assert [record.id for record in lane.take(9)] == [3]
     assert len(lane) == 2
-    lane.extend([TaskRecord(TaskId(6), other, 0), TaskRecord(TaskId(7), SPEC, 0)])
+    lane.extend([TaskRecord(TaskId(6), other), TaskRecord(TaskId(7), SPEC)])
     assert [record.id for record in lane.take(9)] == [4]
     assert drain(lane) == [5, 6, 7]

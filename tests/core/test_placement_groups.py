@@ -630,7 +630,7 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_another_gangs():
 def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
     w = GangWorld(cpus=1, gpus=1)
     request = replace(request_of({"GPU": 1}), placement_group=BundleRef("gone", "gone"))
-    record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0, 0.0, OWN)
+    record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0.0, OWN)
     assert reserve(w.scheduler, record, 0.0) is None
     assert why_infeasible(w.scheduler.ledger, request) is None
 

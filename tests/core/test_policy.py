@@ -13,13 +13,15 @@ from aiogpu.testing import World
 
 @pytest.mark.parametrize(("retries", "granted"), [(0, 0), (1, 1), (3, 3)])
 def test_retries_are_used_up(retries, granted):
-    record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request())), retries)
+    record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request()), max_retries=retries))
     assert [may_retry(record) for _ in range(5)].count(True) == granted
     assert record.retries_left == 0
 
 
 def test_retries_without_end():
-    record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request())), UNLIMITED)
+    record = TaskRecord(
+        TaskId(1), TaskSpec("f", Shape(Request()), max_retries=UNLIMITED)
+    )
     assert all(may_retry(record) for _ in range(100))
     assert record.retries_left == UNLIMITED
 

@@ -15,7 +15,7 @@ ENVIRONMENTS = [Shape(ONE.request, (("X", value),)) for value in "12"]
 def task(number: int, *, shape: Shape = ONE, priority: int = 0) -> TaskRecord:
     """A waiting task."""
     spec = TaskSpec(f"t{number}", shape, priority=priority)
-    return TaskRecord(TaskId(number), spec, 0)
+    return TaskRecord(TaskId(number), spec)
 
 
 def queue(*records: TaskRecord) -> ReadyQueue:

@@ -31,7 +31,7 @@ def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:
 @pytest.mark.parametrize("before", TaskState)
 @pytest.mark.parametrize("after", TaskState)
 def test_a_task_moves_where_its_table_leads(before, after):
-    record = TaskRecord(TaskId(7), spec_of(Request()), 0, state=before)
+    record = TaskRecord(TaskId(7), spec_of(Request()), state=before)
     if after in TASK_LEADS_TO[before]:
         move_task(record, after)
         assert record.state is after
@@ -91,7 +91,7 @@ def test_without_devices_the_environment_alone_binds():
 
 
 def test_a_task_stands_by_its_priority_until_it_has_kin():
-    record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request()), priority=2), 0)
+    record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request()), priority=2))
     assert sort_key(record) == (-2, 0)
     record.kin = Kin((-5, -1))
     assert sort_key(record) == (-5, -1)

@@ -18,7 +18,7 @@ SPEC = TaskSpec("embed", Shape(REQUEST))
 
 
 def record(task: int, since: float = 0.0) -> TaskRecord:
-    return TaskRecord(TaskId(task), SPEC, 3, since, ClientId(5))
+    return TaskRecord(TaskId(task), SPEC, since, ClientId(5))
 
 
 @pytest.fixture

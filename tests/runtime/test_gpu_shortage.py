@@ -70,7 +70,7 @@ def worker_of(node: Scheduler, name: str | None, lease: Lease | None) -> WorkerR
     worker.lease = lease
     if name is not None:
         spec = TaskSpec(name, Shape(Request()), 1)
-        worker.task = TaskRecord(TaskId(int(worker.id)), spec, 0)
+        worker.task = TaskRecord(TaskId(int(worker.id)), spec)
     return worker
 
 
@@ -122,7 +122,7 @@ def test_an_actor_or_who_has_said_so_is_not_told_of_retry_oom(
 ) -> None:
     worker = worker_of(node, None, lease_of(0, share=5000))
     spec = TaskSpec("Model", Shape(Request()), 1, **{which: True})
-    worker.task = TaskRecord(TaskId(1), spec, 0)
+    worker.task = TaskRecord(TaskId(1), spec)
     error = gpu_out_of_memory("Model.score", worker, node, peak=0, told="ran out")
     assert str(error).endswith(
         "Ask for more with gpu_memory=, or let it use less, such as smaller batches."

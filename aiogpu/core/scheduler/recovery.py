@@ -25,7 +25,6 @@ from aiogpu.core.effects import Effect, Fail, Failure, Forget, Settle
 from aiogpu.core.model.config import STARTS_ALLOWED
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import (
-    UNLIMITED,
     DeviceSelector,
     Request,
     Shape,
@@ -109,8 +108,6 @@ def may_retry(record: TaskRecord) -> bool:
     """Use up one retry of the task; False if it has none left."""
     if record.retries_left == 0:
         return False
-    if record.retries_left != UNLIMITED:
-        record.retries_left -= 1
     record.retries += 1
     return True
 

@@ -162,7 +162,7 @@ class Scheduler(SchedulerState):
         """
         if self.is_closing:
             return [Fail(task, Failure.ABANDONED), Forget(task)]
-        record = TaskRecord(task, spec, spec.max_retries, now, client)
+        record = TaskRecord(task, spec, now, client)
         if parent is not None:
             starter = self.tasks.get(parent)
             if starter is None or starter.state is TaskState.STOPPING:
@@ -230,9 +230,8 @@ class Scheduler(SchedulerState):
                 return False
             self.clients.now = now
             program.unfinished += count
-        retries = spec.max_retries
         records = [
-            TaskRecord(TaskId(task), spec, retries, now, client)
+            TaskRecord(TaskId(task), spec, now, client)
             for task in range(first, first + count)
         ]
         self.tasks.extend(first, records)

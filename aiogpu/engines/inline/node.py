@@ -91,7 +91,7 @@ class InlineNode:
         """A record for one more task, with the next number."""
         self._last_task += 1
         spec, now = site.spec, self.clock()
-        return TaskRecord(TaskId(self._last_task), spec, spec.max_retries, now)
+        return TaskRecord(TaskId(self._last_task), spec, now)
 
     def grace_of(self, job: Job) -> float:
         """Seconds after which this job, if cancelled, is left behind."""

@@ -176,7 +176,7 @@ class Resident:
         creation, site = self.creation, self.actor.site
         sent = self.actor.calls.get(message.call)
         receiver = sent.receiver if sent is not None else None
-        record = TaskRecord(TaskId(message.call), site.spec, 0, creation.record.since)
+        record = TaskRecord(TaskId(message.call), site.spec, creation.record.since)
         return Invocation(
             record,
             Call(
