@@ -293,3 +293,16 @@ def test_what_fails_for_a_deadlock_may_be_nobodys_child():
     w.submit("child", parent="parent", needs=["other"])
     w.wait_for("parent", "child")
     assert w.told == {"other": "deadlocked"}
+
+
+def test_what_was_kept_for_a_task_that_goes_on_with_a_lease_is_placed():
+    """It lay idle until something else happened."""
+    w = World(cpus=1.5, config=SchedulerConfig(reserve_after=0.0))
+    w.submit("first")
+    w.submit("half", num_cpus=0.5)
+    w.submit("second")
+    w.submit("small", num_cpus=0.5, environment={"X": "1"})
+    w.finish("half")
+    assert w.waiting == {"second", "small"}
+    w.finish("first")
+    assert w.running == {"second", "small"}

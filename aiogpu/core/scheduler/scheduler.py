@@ -65,7 +65,12 @@ from aiogpu.core.scheduler.recovery import (
     settle_all,
 )
 from aiogpu.core.scheduler.revocation import look, on_revoked, on_skipped, revoke, spoil
-from aiogpu.core.scheduler.state import SchedulerState, await_results, resolve
+from aiogpu.core.scheduler.state import (
+    Reservation,
+    SchedulerState,
+    await_results,
+    resolve,
+)
 from aiogpu.core.scheduler.task_tree import (
     adopt,
     detach,
@@ -330,6 +335,7 @@ class Scheduler(SchedulerState):
             The rest is for `finish`.
         """
         settled: list[TaskRecord] = []
+        kept = self.reservation
         worker = self.workers.get(worker_id)
         if worker is None or worker.is_killed or self.exclusive.is_wanted:
             return settled
@@ -358,24 +364,35 @@ class Scheduler(SchedulerState):
                 client = self.clients.of(settled[0].client)
                 client.unfinished -= len(settled)
                 self.clients.forget(client)
+            self._place_if_let_go(kept, now, effects)
         return settled
 
     def _go_on(
         self, worker: WorkerRecord, key: BucketKey, now: float, effects: list[Effect]
     ) -> None:
         """Give a worker that has ended a task of this kind its next one, if any."""
+        kept = self.reservation
         if worker.queue:
             take_turn(self, worker, now, effects)
+            self._place_if_let_go(kept, now, effects)
             return
         worker.is_revoking = False
         by_shape = self.ready.by_shape
         if by_shape and not self.is_closing:
             bucket = by_shape.get(key)
             if bucket is not None and hand_over(self, worker, bucket, effects, now):
+                self._place_if_let_go(kept, now, effects)
                 return
         release(self, worker, now, effects)
         idle, exclusive = self.workers.idle, self.exclusive
         if by_shape or idle > self.most_idle or exclusive.is_wanted:
+            self._place(now, effects)
+
+    def _place_if_let_go(
+        self, kept: Reservation | None, now: float, effects: list[Effect]
+    ) -> None:
+        """Place others if the task that something was kept for went on with a lease."""
+        if kept is not None and self.reservation is not kept:
             self._place(now, effects)
 
     @event
