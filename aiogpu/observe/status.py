@@ -146,7 +146,7 @@ class DeviceStatus:
 
 
 def scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
-    """What a lease holds of undivided resources; a group's, what its members leave."""
+    """Undivided resources of a lease; of a placement group's, what members leave."""
     for name, amount in lease.request.scalars:
         free = (part.free.get(name, 0) for part in lease.parts)
         yield name, max(sum(free), 0) if lease.parts else amount
@@ -211,15 +211,16 @@ class Holdings:
             for share, memory in shares_of(lease, devices):
                 holder = self._holder(worker, share[1], memory)
                 holders[share[0]].append(holder)
+        aside = devices.availability.aside
         return tuple(
             self._with_what_was_seen(
                 index,
                 DeviceStatus(
                     *(devices.kind, device.id, device.type, device.uuid, device.name),
                     device.memory,
-                    0.0 if index in devices.aside else number(devices.free[index]),
+                    0.0 if index in aside else number(devices.free[index]),
                     tuple(holders[index]),
-                    devices.aside.get(index),
+                    aside.get(index),
                     index in devices.unverified,
                     devices.memory_reserved(index),
                 ),

@@ -149,7 +149,7 @@ class Shortage:
 
 
 def _told(devices: DeviceSet, index: int, name: str) -> str:
-    if index in devices.aside:
+    if index in devices.availability.aside:
         return "set aside"
     if name == GPU_MEMORY:
         return written(name, devices.filling.free_memory(index))
@@ -410,7 +410,7 @@ def why_waiting(node: SchedulerState, record: TaskRecord, holdings: Holdings) ->
         bound=bound,
         is_held_up=node.exclusive.bars(record),
         reservation=describe(node, _concerning(node, record), holdings.now),
-        is_held_endlessly=is_held_endlessly(node, record, lacks, holdings.now),
+        is_held_endlessly=is_held_endlessly(node, record, lacks),
         placement=awaited_gang(node, record),
         outage=None if record.spec.is_lease else outage,
     )

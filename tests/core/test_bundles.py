@@ -16,12 +16,11 @@ from aiogpu.core.model.request import (
     Device,
 )
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.placement_group import (
     Layout,
     bundles_for,
-    give_back_group,
     room_for,
     roomiest,
     take_group,
@@ -84,7 +83,7 @@ def test_a_gang_holds_all_of_its_bundles():
     lease = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     assert where(lease) == [[0], [1]]
     assert ledger.available() == {"CPU": 2.0, "GPU": 0.5}
-    give_back_group(ledger, lease)
+    ledger.give_back(lease)
     assert ledger.available() == {"CPU": 4.0, "GPU": 2.0}
     assert not ledger.placement_groups
     ledger.check()
@@ -200,7 +199,8 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
     assert where(lease) == [[1], [0]]
     assert take_in(ledger, 0, GPU=1, accelerator_type="A100") is not None
     request = replace(
-        request_of({"GPU": 1}, "A100"), placement_group=BundleRef("gang", "gang", 1)
+        request_of({"GPU": 1}, "A100"),
+        placement_group=BundleRef("gang", "gang", 1),
     )
     assert take_grouped(ledger, request) is None
     reason = why_infeasible(ledger, request)
@@ -212,9 +212,9 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
 def test_devices_that_are_set_aside_serve_no_member():
     ledger = ledger_of()
     take(ledger, {"GPU": 1})
-    ledger.device_sets["GPU"].mark_sick(0, "it burns")
+    ledger.device_sets["GPU"].availability.note(0, Cause.SICK, "it burns")
     assert take_in(ledger, GPU=0.5) is None
-    ledger.device_sets["GPU"].mark_well(0)
+    ledger.device_sets["GPU"].availability.note(0, Cause.SICK, None)
     assert take_in(ledger, GPU=0.5) is not None
 
 
@@ -362,7 +362,7 @@ def test_a_gang_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strat
         assert member is not None
         assert take_in(ledger, part.index, GPU=0.0001) is None
         ledger.give_back(member)
-    give_back_group(ledger, lease)
+    ledger.give_back(lease)
     assert ledger.device_sets["GPU"].free == free
     ledger.check()
 
@@ -394,7 +394,7 @@ def test_bundles_reserve_bytes_of_their_gpus():
     for one in (half, named, bare):
         ledger.give_back(one)
         ledger.check()
-    give_back_group(ledger, lease)
+    ledger.give_back(lease)
     ledger.check()
     assert ledger.available()["gpu_memory"] == 16 * GIB
 
@@ -422,13 +422,3 @@ def test_a_bundle_could_hold_no_more_bytes_than_it_names():
     one = bundle({"GPU": 0.5, "gpu_memory": 6 * GIB})
     assert one.could_hold(request_of({"GPU": 0.25}, gpu_memory=6 * GIB))
     assert not one.could_hold(request_of({"GPU": 0.25}, gpu_memory=6 * GIB + 1))
-
-
-def test_a_gangs_leases_are_filed_as_one():
-    ledger = ledger_of(gpus=2)
-    assert not ledger.by_device.on("GPU", 0)  # from here on leases are filed
-    lease = take(ledger, {"GPU": 1}, {"GPU": 0.5})
-    assert [list(ledger.by_device.on("GPU", at)) for at in range(2)] == [[lease]] * 2
-    give_back_group(ledger, lease)
-    assert not any(ledger.by_device.on("GPU", at) for at in range(2))
-    ledger.check()

@@ -125,7 +125,6 @@ class Both:
     def take_again(self, ask: Ask, lease: Lease) -> None:
         """Undo `give_back`."""
         self.ledger.leases[lease.id] = lease
-        self.ledger.by_device.add(lease)
         memory = lease.request.gpu_memory
         self.ledger.device_sets[GPU].take(lease.shares[0], memory)
         self.put(ask, lease)

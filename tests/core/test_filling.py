@@ -4,7 +4,7 @@ import pytest
 
 from aiogpu.core.model.request import Device, Request, named_bytes
 from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
-from aiogpu.core.resources.devices import DeviceOccupancy, DeviceSet
+from aiogpu.core.resources.devices import Cause, DeviceOccupancy, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 
 GIB = 1 << 30
@@ -130,7 +130,7 @@ def test_memory_is_told_of_where_that_of_a_gpu_is_known():
     assert "gpu_memory" not in node(0, 0).available()
     assert node(0, 8).totals()["gpu_memory"] == 8 * GIB
     ledger = node(8, 8)
-    ledger.device_sets["GPU"].set_aside(0, "it is stuck")
+    ledger.device_sets["GPU"].availability.note(0, Cause.UNSETTLED, "it is stuck")
     assert ledger.available()["gpu_memory"] == 8 * GIB
     assert ledger.totals()["gpu_memory"] == 16 * GIB
 
@@ -172,18 +172,6 @@ def test_only_a_share_or_less_is_reserved_by_name():
     assert named_bytes(5_000, 10) == named_bytes(0, 10) == 10
     assert named_bytes(UNIT, 10) == named_bytes(5_000, 0) == 0
     assert named_bytes(5_000, BY_SHARE) == 0
-
-
-def test_a_device_alone_is_moved_alone():
-    two = DeviceOccupancy([40, 80])
-    two.move(1, 2_500, 10, 1)
-    other = two.alone(1)
-    assert (other.capacity, other.named_mask) == ((80,), 1)
-    assert other == other.alone(0)
-    other.move(0, 2_500, 10, 1)
-    assert (two.free_memory(1), other.free_memory(0)) == (70, 60)
-    assert (two.free, other.free) == ([10_000, 7_500], [5_000])
-    assert other.fullest(0, spread=False) == 0
 
 
 def test_fillings_are_alike_by_what_they_hold():

@@ -31,7 +31,7 @@ from aiogpu.core.queue.fair_share import LONGEST, Limits
 from aiogpu.core.queue.ready import precedence
 from aiogpu.core.records import TaskRecord, TaskState, sort_key
 from aiogpu.core.resources.ledger import Lease, Ledger
-from aiogpu.core.resources.placement_group import give_back_group, take_grouped
+from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import BOUNDLESS
@@ -240,10 +240,7 @@ def could_take(ledger: Ledger, record: TaskRecord) -> bool:
     lease = take_grouped(ledger, record.spec.shape.request)
     if lease is None:
         return False
-    if lease.parts:
-        give_back_group(ledger, lease)
-    else:
-        ledger.give_back(lease)
+    ledger.give_back(lease)
     return True
 
 
@@ -274,7 +271,6 @@ def share_then(clients, record) -> float:
 def take_again(ledger: Ledger, lease: Lease) -> None:
     """Undo `give_back`."""
     ledger.leases[lease.id] = lease
-    ledger.by_device.add(lease)
     for name, amount in lease.request.scalars:
         ledger.free[name] -= amount
     for kind, share, memory in lease.held():
@@ -677,7 +673,9 @@ class NodeMachine(RuleBasedStateMachine):
         gpus = self.w.scheduler.ledger.device_sets[GPU]
         for lease in self.w.scheduler.ledger.leases.values():
             held = {index for shares in lease.shares for index, _ in shares}
-            assert lease.id in self.before or not held & set(gpus.aside), lease
+            assert lease.id in self.before or not held & set(gpus.availability.aside), (
+                lease
+            )
         self.before = set(self.w.scheduler.ledger.leases)
 
     @invariant()

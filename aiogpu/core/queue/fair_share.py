@@ -351,12 +351,18 @@ class Clients:
         """Return what a request asks for of each resource, in parts."""
         return [(name, parts) for name, parts, _ in self.portion_of(request).amounts]
 
+    def beyond(
+        self, client: Client, request: Request, held: Mapping[str, int]
+    ) -> Iterator[tuple[str, int]]:
+        """What of a request, beside what is held, is more than a program may hold."""
+        most = client.most
+        for name, parts in self.amounts_of(request) if most else ():
+            if held.get(name, 0) + parts > most.get(name, inf):
+                yield name, parts
+
     def allows(self, id_: ClientId, request: Request) -> bool:
         """Whether a request is within what a program may hold, if it holds no more."""
-        most = self.of(id_).most
-        return all(
-            parts <= most.get(name, parts) for name, parts in self.amounts_of(request)
-        )
+        return not any(self.beyond(self.of(id_), request, {}))
 
     def admit(self, id_: ClientId, request: Request) -> None:
         """Let a program submit one more task, or say why it may not.
@@ -375,26 +381,20 @@ class Clients:
                 f"its node lets it have {most} (max_waiting). Await some of them "
                 f"before it submits more, or join the node with a higher limit."
             )
-        for name, parts in self.amounts_of(request) if client.most else ():
-            if parts > client.most.get(name, parts):
-                may = _told(name, client.most[name])
-                raise InfeasibleError(
-                    f"the task asks for {_told(name, parts)} {spoken(name)}, and its "
-                    f"node lets this program hold {may} at once: it would wait for "
-                    f"ever. Ask for less, or join the node with a higher limit."
-                )
+        for name, parts in self.beyond(client, request, {}):
+            may = _told(name, client.most[name])
+            raise InfeasibleError(
+                f"the task asks for {_told(name, parts)} {spoken(name)}, and its "
+                f"node lets this program hold {may} at once: it would wait for "
+                f"ever. Ask for less, or join the node with a higher limit."
+            )
 
     def bars(self, record: TaskRecord) -> bool:
         """Return whether a task must wait since its program holds all that it may."""
         client = self.of(record.client)
-        if client.is_behind:
-            return True
-        if not client.most:
-            return False
-        return any(
-            client.held.get(name, 0) + parts > client.most.get(name, inf)
-            for name, parts, _ in self.portion_of(record.spec.shape.request).amounts
-        )
+        if client.is_behind or not client.most:
+            return client.is_behind
+        return any(self.beyond(client, record.spec.shape.request, client.held))
 
     def exceeds(self, client: Client) -> bool:
         """Return whether nothing more of a program may begin with a lease that it has.
@@ -415,8 +415,9 @@ class Clients:
             [
                 f"{_told(name, client.held.get(name, 0))} of at most "
                 f"{_told(name, client.most[name])} {spoken(name)}"
-                for name, parts in self.amounts_of(record.spec.shape.request)
-                if client.held.get(name, 0) + parts > client.most.get(name, inf)
+                for name, _ in self.beyond(
+                    client, record.spec.shape.request, client.held
+                )
             ]
         )
 
@@ -425,8 +426,16 @@ class Clients:
         told = self.why_barred(record)
         return f"; this program holds {told} that its node lets it have" if told else ""
 
-    def share_of(self, client: Client, request: Request) -> tuple[float, float]:
+    def share_of(
+        self, client: Client, request: Request, *, has_it: bool = False
+    ) -> tuple[float, float]:
         """The part that a program holds of what a request asks for, by weight.
+
+        Args:
+            client: the program.
+            request: what is asked for.
+            has_it: whether one lease that it holds is of this request, and counts as
+                not granted.
 
         Returns:
             Of the resource of which it is the greatest: as it is now, and as it would
@@ -437,7 +446,7 @@ class Clients:
         if not held:
             return 0.0, portion.cost / client.weight
         for name, parts, one in portion.amounts:
-            has = held.get(name, 0)
+            has = held.get(name, 0) - parts * has_it
             now = max(now, has * one)
             then = max(then, (has + parts) * one)
         return now / client.weight, max(then, now + LEAST) / client.weight
@@ -446,15 +455,6 @@ class Clients:
         """The greatest part that a program holds of any resource."""
         shares = (n / max(self._capacity[name], 1) for name, n in client.held.items())
         return max(shares, default=0.0)
-
-    def share_without(self, client: Client, request: Request) -> tuple[float, float]:
-        """The same, if it had not been granted one lease that it has been."""
-        held, now, then = client.held, 0.0, 0.0
-        for name, parts, one in self.portion_of(request).amounts:
-            has = held.get(name, 0)
-            now = max(now, (has - parts) * one)
-            then = max(then, has * one)
-        return now / client.weight, max(then, now + LEAST) / client.weight
 
     def enter(self, record: TaskRecord, now: float, *, is_waiting: bool) -> None:
         """A task was submitted; `is_waiting`: others of its program wait already."""

@@ -20,7 +20,8 @@ by free amount, and the amounts in order.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.request import Device, Request, named_bytes
@@ -48,15 +49,6 @@ class DeviceOccupancy:
         self.named_mask = 0
         # Parts of those who have named their bytes: these stand for no memory.
         self._apart = [0] * len(self.capacity)
-
-    def alone(self, index: int) -> DeviceOccupancy:
-        """A copy of one device, as the only one: to be moved without moving this."""
-        other = DeviceOccupancy(self.capacity[index : index + 1])
-        other.free = [self.free[index]]
-        other.named = [self.named[index]]
-        other.named_mask = self.named_mask >> index & 1
-        other._apart = [self._apart[index]]
-        return other
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceOccupancy) and (
@@ -100,11 +92,6 @@ class DeviceOccupancy:
         implied = UNIT - self.free[index] - self._apart[index]
         return capacity * (implied + amount) // UNIT + self.named[index] <= capacity
 
-    def has_room(self, index: int, amount: int, memory: int) -> bool:
-        """Return whether a device has room for what a request takes of each."""
-        part = min(amount, UNIT)
-        return self.free[index] >= part and self.has_memory(index, part, memory)
-
     def with_memory(self, mask: int, amount: int, memory: int) -> int:
         """Those devices of a mask that have the memory for a share."""
         # Where nobody has named bytes, the parts say all of it.
@@ -138,8 +125,19 @@ class DeviceOccupancy:
             assert 0 <= self.free_memory(index) <= capacity, (index, named)
 
 
+class Cause(Enum):
+    """Why a device is given to nobody for now, in the order in which it is told."""
+
+    UNSETTLED = "unsettled"
+    """Ended tasks have left something on it."""
+    SICK = "sick"
+    """It fails; that comes and goes by itself."""
+    FOREIGN = "foreign"
+    """Processes that are none of the node's are on it."""
+
+
 class DeviceAvailability:
-    """Why devices of one kind are not to be used.
+    """Which devices of one kind are not to be used; bundles share their node's.
 
     Attributes:
         aside: why a device is given to nobody for now, by index; others only read it.
@@ -151,91 +149,39 @@ class DeviceAvailability:
         self.aside: dict[int, str] = {}
         self.aside_mask = 0
         self.avoided_mask = 0
-        self._unsettled: dict[int, str] = {}
-        self._sick: dict[int, str] = {}
-        self._foreign: dict[int, str] = {}
-        self._followed: DeviceAvailability | None = None
-        self._followers: list[DeviceAvailability] = []
+        self._reasons: dict[int, dict[Cause, str]] = {}
 
-    def follow(self, other: DeviceAvailability) -> None:
-        """Have the same devices aside as `other`, for the same reasons, from now on."""
-        self._followed = other
-        other._followers.append(self)
-        self._copy(other)
+    def note(self, index: int, cause: Cause, reason: str | None) -> None:
+        """Give a device to nobody for a reason, or for None, no longer for that cause.
 
-    def unfollow(self) -> None:
-        """End `follow`."""
-        followed, self._followed = self._followed, None
-        assert followed is not None, self
-        followed._followers.remove(self)
-
-    def _copy(self, other: DeviceAvailability) -> None:
-        self.aside = other.aside
-        self.aside_mask, self.avoided_mask = other.aside_mask, other.avoided_mask
-
-    def set_aside(self, index: int, reason: str) -> None:
-        """Give a device to nobody until it is back; who has a share of it keeps it."""
-        self._unsettled[index] = reason
-        self._judge(index)
-
-    def put_back(self, index: int) -> None:
-        """Undo `set_aside`; nothing happens where it was not."""
-        self._unsettled.pop(index, None)
-        self._judge(index)
-
-    def mark_sick(self, index: int, reason: str) -> None:
-        """The same as `set_aside`, for a reason that comes and goes by itself."""
-        self._sick[index] = reason
-        self._judge(index)
-
-    def mark_well(self, index: int) -> None:
-        """Undo `mark_sick`; nothing happens where it was not."""
-        self._sick.pop(index, None)
-        self._judge(index)
-
-    def note_foreign(self, index: int, reason: str | None, *, is_avoided: bool) -> None:
-        """Processes are on a device that are none of the node's; None: none any more.
-
-        Args:
-            index: the device.
-            reason: who they are.
-            is_avoided: whether others are chosen first; else it is set aside.
+        Whoever has a share of it keeps it.
         """
-        bit = 1 << index
-        self._foreign.pop(index, None)
-        self.avoided_mask &= ~bit
-        if reason is not None and is_avoided:
-            self.avoided_mask |= bit
-        elif reason is not None:
-            self._foreign[index] = reason
-        self._judge(index)
-
-    def _judge(self, index: int) -> None:
-        """Put together why a device is given to nobody, if it is not."""
-        seen, sick = self._unsettled.get(index, ""), self._sick.get(index, "")
+        bit, reasons = 1 << index, self._reasons.setdefault(index, {})
+        reasons.pop(cause, None)
+        if reason is not None:
+            reasons[cause] = reason
+        if not reasons:
+            del self._reasons[index]
+            self.aside.pop(index, None)
+            self.aside_mask &= ~bit
+            return
+        seen, sick = reasons.get(Cause.UNSETTLED, ""), reasons.get(Cause.SICK, "")
         # Both may tell of one failure, in the same words.
         fresh = [reason for reason in sick.split("; ") if reason not in seen]
-        others = self._foreign.get(index, "")
-        if seen or sick or others:
-            self.aside[index] = "; ".join(filter(None, (seen, *fresh, others)))
-            self.aside_mask |= 1 << index
-        else:
-            self.aside.pop(index, None)
-            self.aside_mask &= ~(1 << index)
-        for follower in self._followers:
-            follower._copy(self)
+        told = filter(None, (seen, *fresh, reasons.get(Cause.FOREIGN)))
+        self.aside[index] = "; ".join(told)
+        self.aside_mask |= bit
 
-    def check_aside(self) -> None:
+    def avoid(self, index: int, *, is_avoided: bool) -> None:
+        """Choose a device after all others, or no longer."""
+        bit = 1 << index
+        self.avoided_mask = self.avoided_mask & ~bit | bit * is_avoided
+
+    def check(self) -> None:
         """Assert that the mask is that of the reasons."""
         mask = sum(1 << index for index in self.aside)
         assert mask == self.aside_mask, (self.aside, self.aside_mask)
-        if self._followed is not None:
-            assert self.aside is self._followed.aside, self
-            assert self.aside_mask == self._followed.aside_mask, self
-            assert self.avoided_mask == self._followed.avoided_mask, self
-            return
-        known = self._unsettled.keys() | self._sick.keys() | self._foreign.keys()
-        assert self.aside.keys() == known, (self.aside, known)
+        assert self.aside.keys() == self._reasons.keys(), (self.aside, self._reasons)
 
 
 Share = tuple[int, int]
@@ -250,12 +196,13 @@ _REMEMBERED: Final = 256
 """Conditions of which it is remembered which devices fulfil them."""
 
 
-class DeviceSet(DeviceAvailability):
+class DeviceSet:
     """Shares of the devices of one kind, such as all GPUs of the node.
 
     Attributes:
         kind: the name of the resource, "GPU".
         devices: the devices, by index.
+        availability: which of them are not to be used.
         filling: what is taken of each; others only read it.
         free: the free parts of each device, by index; others only read it.
         free_mask: the devices of which no part is taken; others only read it.
@@ -263,9 +210,14 @@ class DeviceSet(DeviceAvailability):
             nobody could see that the memory behind it is free.
     """
 
-    def __init__(self, kind: str, devices: Sequence[Device]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        kind: str,
+        devices: Sequence[Device],
+        availability: DeviceAvailability | None = None,
+    ) -> None:
         self.kind = kind
+        self.availability = availability or DeviceAvailability()
         self.devices = tuple(devices)
         # What is asked of GPU memory says nothing of other kinds of devices.
         self._has_memory = kind == GPU
@@ -361,18 +313,10 @@ class DeviceSet(DeviceAvailability):
         """Whether the devices of a mask, chosen for `amount`, are free for it now."""
         part = min(amount, UNIT)
         return (
-            not mask & self.aside_mask
+            not mask & self.availability.aside_mask
             and all(self.free[index] >= part for index in indices(mask))
             and self._with_memory(mask, amount, request) == mask
         )
-
-    def emptiest(self, mask: int) -> Iterator[int]:
-        """The devices of a mask, those first of which most is free; then the lowest."""
-        filed_at = [self._at[level] for level in reversed(self._levels)]
-        for filed in (self.free_mask, *filed_at):
-            yield from indices(mask & filed)
-            mask &= ~filed
-        yield from indices(mask)
 
     def choose(
         self, amount: int, request: Request, barred: int = 0, warm: Affinity = COLD
@@ -389,8 +333,8 @@ class DeviceSet(DeviceAvailability):
             barred: mask of devices that may not be used.
             warm: devices for each of which something is ready, and sets of them.
         """
-        if self.avoided_mask:
-            best = barred | self.avoided_mask
+        if avoided := self.availability.avoided_mask:
+            best = barred | avoided
             if found := self._choose(amount, request, best, warm):
                 return found
         return self._choose(amount, request, barred, warm)
@@ -401,7 +345,8 @@ class DeviceSet(DeviceAvailability):
         # Of GPUs at once: most requests are for these.
         kind = request.accelerator_type
         kind = kind if self._has_memory else self.wanted_type(request)
-        allowed = self._of_type.get(kind, 0) & ~(barred | self.aside_mask)
+        barred |= self.availability.aside_mask
+        allowed = self._of_type.get(kind, 0) & ~barred
         named = self.filling.named_mask
         if named or request.gpu_memory or request.where is not None:
             allowed = self._with_memory(
@@ -516,5 +461,5 @@ class DeviceSet(DeviceAvailability):
         filed.pop(0, None)
         assert filed == self._at, (self.free, self._at)
         assert sorted(filed) == self._levels, (self.free, self._levels)
-        self.check_aside()
+        self.availability.check()
         self.filling.check()

@@ -2,14 +2,14 @@
 
 A lease holds scalars and shares of devices together or not at all. The ledger does not
 know what a lease is for. `check()` asserts its invariant: capacity less all leases is
-what is free. The leases of each device are indexed, so that finding out when a device
-will be free looks at its own leases alone. A `BundleLedger` is the ledger of one bundle
-of a placement group: whatever holds of a node's ledger holds of a bundle as well.
+what is free. A `BundleLedger` is the ledger of one bundle of a placement group:
+whatever holds of a node's ledger holds of a bundle as well. What would be if some
+leases had ended is tried on a `copy()`, by `suppose()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -86,53 +86,13 @@ class Lease:
             for share, memory in zip(shares, memories, strict=True):
                 yield kind, share, memory
 
-    def part_of(self, kind: str, index: int) -> int:
-        """Return what it holds of a device."""
-        return sum(
-            part
-            for (name, _), shares in zip(self.request.devices, self.shares, strict=True)
-            if name == kind
-            for at, part in shares
-            if at == index
-        )
-
-
-class ByDevice:
-    """The leases of a ledger that have shares."""
-
-    def __init__(self, kinds: Iterable[str]) -> None:
-        self._on: dict[str, dict[int, dict[LeaseId, Lease]]] = {k: {} for k in kinds}
-
-    def on(self, kind: str, index: int) -> Collection[Lease]:
-        """Those that hold something of a device."""
-        return self._on[kind].get(index, {}).values()
-
-    def add(self, lease: Lease) -> None:
-        """A lease was taken."""
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            on = self._on[kind]
+    def masks(self) -> Iterator[tuple[str, int]]:
+        """Its devices as masks, by kind."""
+        for (kind, _), shares in zip(self.request.devices, self.shares, strict=True):
+            mask = 0
             for index, _ in shares:
-                if index in on:
-                    on[index][lease.id] = lease
-                else:
-                    on[index] = {lease.id: lease}
-
-    def discard(self, lease: Lease) -> None:
-        """A lease has ended."""
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            on = self._on[kind]
-            for index, _ in shares:
-                # Two bundles of a placement group may be on one device.
-                on[index].pop(lease.id, None)
-
-    def check(self, leases: Iterable[Lease]) -> None:
-        """Assert that it knows these leases and no others. Costs O(leases)."""
-        fresh = ByDevice(self._on)
-        for lease in leases:
-            fresh.add(lease)
-        for kind, on in self._on.items():
-            held = {index: some for index, some in on.items() if some}
-            assert held == fresh._on[kind], (kind, held)
+                mask |= 1 << index
+            yield kind, mask
 
 
 class Ledger:
@@ -151,7 +111,6 @@ class Ledger:
         self.free = dict(scalars)
         self.device_sets = {devices.kind: devices for devices in device_sets}
         self.leases: dict[LeaseId, Lease] = {}
-        self._by_device: ByDevice | None = None
         self.placement_groups: dict[str, tuple[BundleLedger, ...]] = {}
         self.ended = 0
         self._last_id = 0
@@ -204,18 +163,7 @@ class Ledger:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
-        if self._by_device is not None:
-            self._by_device.add(lease)
         return lease
-
-    @property
-    def by_device(self) -> ByDevice:
-        """The leases that hold something of a device; kept from the first look on."""
-        if self._by_device is None:
-            self._by_device = ByDevice(self.device_sets)
-            for lease in self.leases.values():
-                self._by_device.add(lease)
-        return self._by_device
 
     def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
         """Make one lease of several, which together hold what a request asks for."""
@@ -223,8 +171,6 @@ class Ledger:
         memories: dict[str, list[int]] = {kind: [] for kind in shares}
         for lease in leases:
             del self.leases[lease.id]
-            if self._by_device is not None:
-                self._by_device.discard(lease)
             for kind, share, memory in lease.held():
                 shares[kind].append(share)
                 memories[kind].append(memory)
@@ -267,6 +213,8 @@ class Ledger:
     def give_back(self, lease: Lease) -> None:
         """End a lease; all it held is free at once.
 
+        Of a placement group's, no member holds anything any more.
+
         Raises:
             KeyError: the lease was given back before.
         """
@@ -278,8 +226,6 @@ class Ledger:
             self.resume(lease)
         for name, amount in lease.request.scalars:
             home.free[name] += amount
-        if home._by_device is not None:
-            home._by_device.discard(lease)
         if lease.memories:
             for kind, share, memory in lease.held():
                 home.device_sets[kind].give_back((share,), memory)
@@ -289,6 +235,8 @@ class Ledger:
                 lease.request.devices, lease.shares, strict=True
             ):
                 home.device_sets[kind].give_back(shares, memory)
+        if lease.parts:
+            del self.placement_groups[lease.parts[0].key]
         if lease.usage is not None:
             lease.usage.end()
 
@@ -332,8 +280,9 @@ class Ledger:
         """The same with what is taken now, by leases that the copy does not know."""
         other = self.emptied()
         other.free = dict(self.free)
-        for lease in self.leases.values():
-            other._move_devices(lease, 1)
+        for id_, lease in self.leases.items():
+            if id_ not in other.leases:
+                other._move_devices(lease, 1)
         return other
 
     def suppose(self, lease: Lease, *, is_held: bool) -> None:
@@ -394,11 +343,10 @@ class Ledger:
 
     def drains(self, lease: Lease) -> bool:
         """Whether a lease holds something of a device that is given to nobody now."""
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            mask = self.device_sets[kind].aside_mask
-            if mask and any(mask >> index & 1 for index, _ in shares):
-                return True
-        return False
+        sets = self.device_sets
+        return any(
+            mask & sets[kind].availability.aside_mask for kind, mask in lease.masks()
+        )
 
     def totals(self) -> dict[str, float]:
         """Capacity in the user's terms; every resource by name."""
@@ -416,7 +364,11 @@ class Ledger:
         """
         available = {name: number(max(amount, 0)) for name, amount in self.free.items()}
         for kind, devices in self.device_sets.items():
-            given = [i for i in range(len(devices.free)) if i not in devices.aside]
+            given = [
+                i
+                for i in range(len(devices.free))
+                if i not in devices.availability.aside
+            ]
             available[kind] = number(sum(devices.free[index] for index in given))
             if any(devices.filling.capacity):
                 free = sum(map(devices.filling.free_memory, given))
@@ -446,8 +398,6 @@ class Ledger:
             assert filling == self.device_sets[kind].filling, (kind, filling)
             assert all(0 <= amount <= UNIT for amount in filling.free), kind
             self.device_sets[kind].check()
-        if self._by_device is not None:
-            self._by_device.check(self.leases.values())
         for placement_group in self.placement_groups.values():
             for bundle in placement_group:
                 bundle.check()
@@ -520,13 +470,8 @@ class BundleLedger(Ledger):
     def open(self) -> BundleLedger:
         """Take in members; from now on it lacks the devices that the node lacks."""
         for kind, devices in self.device_sets.items():
-            devices.follow(self._whole.device_sets[kind])
+            devices.availability = self._whole.device_sets[kind].availability
         return self
-
-    def close(self) -> None:
-        """Undo `open`."""
-        for devices in self.device_sets.values():
-            devices.unfollow()
 
     def emptied(self) -> BundleLedger:
         """The same with nobody in it and nothing set aside."""
@@ -560,7 +505,9 @@ class BundleLedger(Ledger):
         for kind, amount in request.devices:
             devices = self.device_sets[kind]
             usable = devices.usable(amount, request) & self.masks[kind]
-            if (usable & ~devices.aside_mask).bit_count() < max(amount // UNIT, 1):
+            if (usable & ~devices.availability.aside_mask).bit_count() < max(
+                amount // UNIT, 1
+            ):
                 return False
         return True
 

@@ -6,7 +6,7 @@ is divided into bundles, a `BundleLedger` each, from which its tasks take their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from aiogpu.core.model.request import (
@@ -99,7 +99,7 @@ class Layout:
         """Return what is barred, and the devices of the bundles that have some."""
         barred = dict(self._barred)
         for lease in self._found.values():
-            for kind, mask in masks_of(lease):
+            for kind, mask in lease.masks():
                 barred[kind] = barred.get(kind, 0) | mask
         return barred
 
@@ -128,29 +128,28 @@ def _look_of(devices: DeviceSet, at: int) -> tuple[object, ...]:
     return devices.free[at], device.type, device.parent is None, *memory
 
 
-def masks_of(lease: Lease) -> Iterable[tuple[str, int]]:
-    """The devices of a lease as masks, by kind."""
-    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-        mask = 0
-        for at, _ in shares:
-            mask |= 1 << at
-        yield kind, mask
-
-
 COUNTED: Final = 10_000
 """Members of one bundle that are counted."""
 
 
-def could_take(ledger: Ledger, request: Request) -> bool:
-    """Whether a ledger could give now what a request asks for; changes nothing."""
+def try_on(
+    ledger: Ledger, request: Request, barred: Mapping[str, int] | None = None
+) -> list[Lease]:
+    """The leases that a ledger could give now for a request, given back already.
+
+    None of them where it does not fit. `barred`: devices by kind that are not to be
+    used, as masks.
+    """
     if isinstance(request.placement_group, PlacementGroupSpec):
-        leases = Layout(ledger, request.placement_group, {}, None).find() or []
+        leases = (
+            Layout(ledger, request.placement_group, barred or {}, None).find() or []
+        )
     else:
-        lease = ledger.take(request)
+        lease = ledger.take(request, barred)
         leases = [] if lease is None else [lease]
     for lease in leases:
         ledger.give_back(lease)
-    return bool(leases)
+    return leases
 
 
 class Withheld(Protocol):
@@ -235,13 +234,6 @@ def take_group(
         for index, one in enumerate(leases)
     )
     return lease
-
-
-def give_back_group(ledger: Ledger, lease: Lease) -> None:
-    """End a placement group's lease; none of its members holds anything any more."""
-    for part in ledger.placement_groups.pop(lease.parts[0].key):
-        part.close()
-    ledger.give_back(lease)
 
 
 def would_help(ledger: Ledger, lease: Lease, request: Request) -> bool:

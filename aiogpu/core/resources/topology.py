@@ -1,7 +1,7 @@
 """Which devices fast links join, and which set of them is joined best.
 
 A set is better the more pairs of it are linked. On small machines all sets are
-compared; where there would be too many, each set grows from one device, link by link.
+compared; where there would be too many, it is the lowest devices.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 TRIED: Final = 300
-"""Sets that are compared one by one: all those of four of a box of eight."""
-
-GROWN_OF: Final = 32
-"""Devices, the lowest, among which larger sets are grown."""
+"""Sets that are compared at most: more than there are of four of a box of eight."""
 
 
 class Topology:
@@ -64,34 +61,16 @@ class Topology:
         best, most = lowest, self.count(lowest)
         if most == full or lowest == mask:
             return best
-        if comb(mask.bit_count(), wanted) <= TRIED:
-            bits = [1 << index for index in indices(mask)]
-            sets: Iterator[int] = map(sum, combinations(bits, wanted))
-        else:
-            sets = self._grow(mask, wanted)
-        for candidate in sets:
+        bits = [1 << index for index in indices(mask)]
+        if comb(len(bits), wanted) > TRIED:
+            return best
+        for candidate in map(sum, combinations(bits, wanted)):
             count = self.count(candidate)
             if count > most:
                 best, most = candidate, count
                 if most == full:
                     break
         return best
-
-    def _grow(self, mask: int, wanted: int) -> Iterator[int]:
-        """A set around each device of the lowest, by the most links at each step."""
-        pool = [1 << i for i in indices(_lowest(mask, GROWN_OF))]
-        if wanted > len(pool):
-            return
-        for seed in pool:
-            chosen = seed
-            rest = [bit for bit in pool if bit != seed]
-            for _ in range(wanted - 1):
-                ties = [
-                    (self._joined[bit.bit_length() - 1] & chosen).bit_count()
-                    for bit in rest
-                ]
-                chosen |= rest.pop(ties.index(max(ties)))
-            yield chosen
 
 
 def indices(mask: int) -> Iterator[int]:

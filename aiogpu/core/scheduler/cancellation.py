@@ -29,39 +29,46 @@ from aiogpu.core.scheduler.timers import AlarmKind
 MOMENT: Final = 1e-3
 """Seconds that pass between two interrupts at least."""
 
+HAS_NOT_BEGUN: Final = (
+    TaskState.WAITING,
+    TaskState.DELAYED,
+    TaskState.EXPECTING,
+    TaskState.STARTING,
+)
+"""No code of a task in these has run, or of its last try: it ends at once."""
+
 
 def withdraw(
     node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
 ) -> None:
     """Stop a task in whichever state it is; its owner waits for nothing."""
-    if record.state is TaskState.WAITING:
+    state = record.state
+    if state is TaskState.STOPPING:
+        return
+    if state in HAS_NOT_BEGUN:
+        if state is TaskState.DELAYED:
+            del node.delayed[record.id]
+        elif state is TaskState.EXPECTING:
+            del node.expecting[record.id]
+        elif state is TaskState.STARTING:
+            unclaim(node, record)
         node.end(record)
-        node.ready.discard(record)
+        if state is TaskState.WAITING:
+            node.ready.discard(record)
         effects.append(Forget(record.id))
-    elif record.state is TaskState.DELAYED:
-        del node.delayed[record.id]
-        node.end(record)
-        effects.append(Forget(record.id))
-    elif record.state is TaskState.EXPECTING:
-        del node.expecting[record.id]
-        node.end(record)
-        effects.append(Forget(record.id))
-    elif record.state is TaskState.STARTING:
-        unclaim(node, record)
-        node.end(record)
-        effects.append(Forget(record.id))
-    elif record.state is TaskState.QUEUED:
-        assert record.worker is not None, record
-        move_task(record, TaskState.STOPPING)
-        revoke(record.worker, effects)
-    elif record.state is not TaskState.STOPPING and record.spec.is_lease:
-        reclaim(record, effects)
-    elif record.state is not TaskState.STOPPING:
-        assert record.worker is not None, record
-        move_task(record, TaskState.STOPPING)
+        return
+    worker = record.worker
+    assert worker is not None, record
+    move_task(record, TaskState.STOPPING)
+    if state is TaskState.QUEUED:
+        revoke(worker, effects)
+    elif not record.spec.is_lease:
         interrupt(node, record, now, effects)
-        if record.worker.queue:
-            revoke(record.worker, effects)
+        if worker.queue:
+            revoke(worker, effects)
+    elif not record.spec.is_grouped:
+        # It is `lease_returned` when nobody holds it any more.
+        effects.append(Reclaim(record.id, worker.id))
 
 
 def unclaim(node: SchedulerState, record: TaskRecord) -> None:
@@ -115,8 +122,7 @@ def retire_idle(node: SchedulerState, now: float, effects: list[Effect]) -> None
     """Retire those that have been idle longest, if there are too many."""
     while node.workers.idle > node.most_idle:
         worker = node.workers.pop_idle(node.spares.kept)
-        let_end(node, worker, now)
-        effects.append(Retire(worker.id))
+        retire(node, worker, now, effects)
 
 
 def evict_idle_worker(node: SchedulerState, now: float, effects: list[Effect]) -> None:
@@ -125,8 +131,7 @@ def evict_idle_worker(node: SchedulerState, now: float, effects: list[Effect]) -
     while len(limit.leaving) < limit.refused and node.workers.idle:
         worker = node.workers.pop_idle(_none)
         limit.leaving.add(worker.id)
-        let_end(node, worker, now)
-        effects.append(Retire(worker.id))
+        retire(node, worker, now, effects)
 
 
 def _none(_: Environment) -> int:
@@ -149,8 +154,7 @@ def retire_clean(
         worker.is_stale = True
     for worker in node.workers.clean(environment):
         node.workers.leave_idle(worker)
-        let_end(node, worker, now)
-        effects.append(Retire(worker.id))
+        retire(node, worker, now, effects)
 
 
 def retire_bound(
@@ -160,21 +164,20 @@ def retire_bound(
     for worker in node.workers.bound_to(kind, index):
         if worker.state is WorkerState.BUSY:
             worker.is_stale = True
-            continue
-        node.workers.leave_idle(worker)
-        let_end(node, worker, now)
-        effects.append(Retire(worker.id))
+        else:
+            node.workers.leave_idle(worker)
+            retire(node, worker, now, effects)
+
+
+def retire(
+    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    """Tell a worker without a task to end."""
+    let_end(node, worker, now)
+    effects.append(Retire(worker.id))
 
 
 def let_end(node: SchedulerState, worker: WorkerRecord, now: float) -> None:
     """A worker gets no more work, and a while to end."""
     move_worker(worker, WorkerState.ENDING)
     node.timers.set(now + node.config.exit_grace, AlarmKind.END, worker.id)
-
-
-def reclaim(record: TaskRecord, effects: list[Effect]) -> None:
-    """Nobody may hold a lease any more; it is `LeaseReturned` when nobody does."""
-    assert record.worker is not None, record
-    move_task(record, TaskState.STOPPING)
-    if not record.spec.is_grouped:
-        effects.append(Reclaim(record.id, record.worker.id))

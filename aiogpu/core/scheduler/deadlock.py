@@ -8,16 +8,15 @@ is the banker's algorithm (Dijkstra, EWD 108) turned round.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from math import inf
 
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.request import BundleRef, Request
 from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, TaskState
 from aiogpu.core.resources.ledger import Lease, Ledger
-from aiogpu.core.resources.placement_group import bundles_for, could_take
+from aiogpu.core.resources.placement_group import bundles_for, try_on
 from aiogpu.core.scheduler.state import SchedulerState, with_expected
 
 
@@ -98,7 +97,7 @@ class _Rest:
         self._waiting = list(holders)
         self._known: dict[Request, bool] = {}
         self._clients = node.clients
-        self._held: Counter[tuple[ClientId, str]] = Counter()
+        self._held: dict[ClientId, Counter[str]] = defaultdict(Counter)
         for record in self._waiting:
             self._move(record, -1)
 
@@ -120,7 +119,7 @@ class _Rest:
         if self._clients is not None:
             for name, parts in self._clients.amounts_of(lease.request):
                 if name != CPU:
-                    self._held[record.client, name] -= sign * parts
+                    self._held[record.client][name] -= sign * parts
         copy = self._copy_of(lease.home or self._ledger)
         copy.suppose(lease, is_held=sign < 0)
 
@@ -137,17 +136,14 @@ class _Rest:
         """Return whether a program may have that beside what those that wait hold."""
         if self._clients is None:
             return True
-        most = self._clients.of(id_).most
-        return all(
-            self._held[id_, name] + parts <= most.get(name, inf)
-            for name, parts in self._clients.amounts_of(request)
-        )
+        client = self._clients.of(id_)
+        return not any(self._clients.beyond(client, request, self._held[id_]))
 
     def _try(self, request: Request) -> bool:
         parts: Sequence[Ledger] = (self._ledger,)
         if isinstance(request.placement_group, BundleRef):
             parts = bundles_for(self._ledger, request.placement_group)
-        return any(could_take(self._copy_of(part), request) for part in parts)
+        return any(try_on(self._copy_of(part), request) for part in parts)
 
 
 def _waiter(record: TaskRecord) -> TaskRecord | None:

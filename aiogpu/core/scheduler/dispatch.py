@@ -22,7 +22,6 @@ from aiogpu.core.effects import (
     Failure,
     Forget,
     Granted,
-    Retire,
     Spawn,
 )
 from aiogpu.core.model.ids import TaskId, WorkerId
@@ -37,8 +36,8 @@ from aiogpu.core.records import (
     move_worker,
 )
 from aiogpu.core.resources.ledger import Lease
-from aiogpu.core.resources.placement_group import give_back_group, would_help
-from aiogpu.core.scheduler.cancellation import interrupt, let_end
+from aiogpu.core.resources.placement_group import would_help
+from aiogpu.core.scheduler.cancellation import interrupt, let_end, retire
 from aiogpu.core.scheduler.placement import may_go_on
 from aiogpu.core.scheduler.revocation import watch
 from aiogpu.core.scheduler.state import Restarts, SchedulerState
@@ -79,10 +78,7 @@ def return_lease(
         move_worker(holder, WorkerState.SETTLING)
     else:
         del node.granted[holder.id]
-        if lease.parts:
-            give_back_group(node.ledger, lease)
-        else:
-            node.ledger.give_back(lease)
+        node.ledger.give_back(lease)
     node.end(record)
     effects.append(Forget(record.id))
 
@@ -182,8 +178,7 @@ def welcome(
         record.starts_failed = 0
         effects.append(assign(node, record, worker, lease, now))
     elif worker.is_stale:
-        let_end(node, worker, now)
-        effects.append(Retire(worker.id))
+        retire(node, worker, now, effects)
     else:
         node.workers.put_idle(worker)
 
@@ -224,8 +219,7 @@ def release(
         let_end(node, worker, now)
         return
     if worker.is_stale:
-        let_end(node, worker, now)
-        effects.append(Retire(worker.id))
+        retire(node, worker, now, effects)
         return
     assert worker.lease is not None, worker
     node.ledger.give_back(worker.lease)

@@ -350,7 +350,7 @@ def _is_fairest(
 ) -> bool:
     """Return whether it is the turn of one that has a lease, and not of others."""
     client, request = clients.of(head.client), lease.request
-    now, floor = clients.share_without(client, request)
+    now, floor = clients.share_of(client, request, has_it=True)
     shares = []
     for record in rivals:
         other = clients.of(record.client)

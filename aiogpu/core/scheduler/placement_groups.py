@@ -15,7 +15,6 @@ from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
 from aiogpu.core.records import TaskRecord, TaskState
 from aiogpu.core.resources.placement_group import (
     bundles_for,
-    give_back_group,
     why_infeasible,
 )
 from aiogpu.core.scheduler.state import (
@@ -138,7 +137,7 @@ def _end(
         assert holder is not None, record
         assert holder.lease is not None, holder
         del node.granted[holder.id]
-        give_back_group(node.ledger, holder.lease)
+        node.ledger.give_back(holder.lease)
         node.end(record)
         effects.append(Forget(record.id))
     del node.placement_groups[key]

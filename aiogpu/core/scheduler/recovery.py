@@ -37,12 +37,10 @@ from aiogpu.core.records import (
     TaskState,
     WorkerRecord,
     WorkerState,
-    move_task,
     move_worker,
 )
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
-from aiogpu.core.resources.placement_group import roomiest
 from aiogpu.core.scheduler.deadlock import find_deadlocks
 from aiogpu.core.scheduler.revocation import count_begun, return_task
 from aiogpu.core.scheduler.state import (
@@ -86,22 +84,13 @@ def retry_outages(node: SchedulerState, now: float) -> None:
                 del node.outages[environment]
 
 
-def _restarts(node: SchedulerState, record: TaskRecord) -> Restarts:
-    return node.restarts.setdefault(record.id, Restarts())
-
-
 def note_death(node: SchedulerState, record: TaskRecord, now: float) -> bool:
     """Its worker has died; False if that has happened too often in a row."""
-    restarts = _restarts(node, record)
+    restarts = node.restarts.setdefault(record.id, Restarts())
     if now - restarts.began >= node.config.sound_after:
         restarts.in_a_row = 0
     restarts.in_a_row += 1
     return restarts.in_a_row <= node.config.restarts_in_a_row
-
-
-def pause_of(node: SchedulerState, record: TaskRecord) -> float:
-    """Seconds until it is begun anew."""
-    return node.config.retry_delay(_restarts(node, record).in_a_row)
 
 
 def may_retry(record: TaskRecord) -> bool:
@@ -114,27 +103,18 @@ def may_retry(record: TaskRecord) -> bool:
 
 def retry_later(node: SchedulerState, record: TaskRecord, now: float) -> None:
     """Have a task wait again, at once or after a while; it holds nothing any more."""
+    failures = record.retries
     if record.spec.is_endless:
-        delay = pause_of(node, record)
-    else:
-        delay = node.config.retry_delay(record.retries)
+        failures = node.restarts.setdefault(record.id, Restarts()).in_a_row
+    delay = node.config.retry_delay(failures)
     # It may have answered before the kill that was to make room.
     record.killed_for = None
     if delay == 0:
         node.wait_again(record)
         return
-    record.worker = None
     if node.exclusive.is_wanted:
         node.exclusive.leave(record)
-    move_task(record, TaskState.DELAYED)
-    node.delayed[record.id] = record
-    node.timers.set(now + delay, AlarmKind.RETRY, record.id)
-
-
-def go_on_waiting(node: SchedulerState, record: TaskRecord) -> None:
-    """A task has been delayed for long enough."""
-    del node.delayed[record.id]
-    node.wait_again(record)
+    node.delay(record, now + delay, AlarmKind.RETRY)
 
 
 def widened(spec: TaskSpec) -> TaskSpec | None:
@@ -180,35 +160,13 @@ def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
 
 def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
     """Return whether it would never get what it asks for now."""
+    # Loaded late: most programs never run out of device memory.
+    from aiogpu.core.scheduler.reservation import is_held_for_good
+
     request, clients = record.spec.shape.request, node.clients
     if clients is not None and not clients.allows(record.client, request):
         return True
-    return not _may_be_free(node, request)
-
-
-def _may_be_free(node: SchedulerState, request: Request) -> bool:
-    """Return whether a device that could serve it is held by nobody without end.
-
-    Whichever has served its share could serve it whole.
-    """
-    usable = node.ledger.device_sets[GPU].usable(UNIT, request)
-    part = None
-    if request.placement_group is not None:
-        part = roomiest(node.ledger, request)
-        usable &= part.masks[GPU] if part is not None else 0
-    for worker in node.holders:
-        lease, task = worker.lease, worker.task
-        if lease is None or lease.home is not part:
-            continue
-        if task is not None and task.spec.is_endless:
-            held = zip(lease.request.devices, lease.shares, strict=True)
-            usable &= ~sum(
-                1 << index
-                for (kind, _), shares in held
-                if kind == GPU
-                for index, _ in shares
-            )
-    return usable != 0
+    return is_held_for_good(node, record)
 
 
 def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
@@ -258,19 +216,8 @@ def on_worker_gone(
     for number, record in enumerate(inflight[: max(begun, 1)]):
         record.worker = None
         has_run = not is_new and number < begun
-        note = ""
-        if (
-            record.killed_for is Memory.DEVICE
-            and has_run
-            and not record.spec.is_endless
-        ):
-            # What used more than it had reserved would do so again, but alone.
-            is_wanted = record.state is not TaskState.STOPPING and not node.is_closing
-            is_kept = is_wanted and try_exclusively(node, record)
-        else:
-            note = GIVEN_UP if _is_given_up(node, record, has_run, now) else ""
-            is_kept = not note and _try_again(node, record, has_run, now)
-        if not is_kept:
+        note = _try_again(node, record, has_run, now)
+        if note is not None:
             _lose(node, record, worker.id, effects, note)
         if record.kin is not None:
             on_task_ended(node, record, now, effects)
@@ -278,19 +225,36 @@ def on_worker_gone(
 
 def _try_again(
     node: SchedulerState, record: TaskRecord, has_run: bool, now: float
-) -> bool:
-    """Try a task again whose worker has gone; False if it may not be."""
-    if not (_has_another_run if has_run else _has_another_start)(node, record):
-        return False
-    if record.killed_for is Memory.HOST and not record.spec.is_endless:
-        record.killed_for = None
-        node.exclusive.await_turn(node, record, now)
-    elif has_run:
-        retry_later(node, record, now)
-    else:
+) -> str | None:
+    """Try a task again whose worker has gone, else what there is to say of its loss."""
+    is_wanted, is_endless = (
+        record.state is not TaskState.STOPPING,
+        record.spec.is_endless,
+    )
+    if not has_run:
+        record.starts_failed += 1
+        if not is_wanted or record.starts_failed >= STARTS_ALLOWED:
+            return ""
         record.killed_for = None
         node.wait_again(record)
-    return True
+        return None
+    may_go_on = is_wanted and not node.is_closing
+    if record.killed_for is Memory.DEVICE and not is_endless:
+        # What used more than it had reserved would do so again, but alone.
+        return None if may_go_on and try_exclusively(node, record) else ""
+    may_restart = is_endless and is_wanted and record.retries_left != 0
+    if may_restart and not note_death(node, record, now):
+        return GIVEN_UP
+    if record.killed_for is Memory.HOST and record.is_alone:
+        return ""  # it does not even fit alone
+    if not (may_go_on and may_retry(record)):
+        return ""
+    if record.killed_for is Memory.HOST and not is_endless:
+        record.killed_for = None
+        node.exclusive.await_turn(node, record, now)
+    else:
+        retry_later(node, record, now)
+    return None
 
 
 def _stand_back(
@@ -327,31 +291,6 @@ def _remove(node: SchedulerState, worker: WorkerRecord) -> Lease | None:
     return lease
 
 
-def _has_another_start(_: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether a task whose worker ended before it had begun gets another one."""
-    record.starts_failed += 1
-    is_wanted = record.state is not TaskState.STOPPING
-    return is_wanted and record.starts_failed < STARTS_ALLOWED
-
-
-def _has_another_run(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether a task that its worker's end has hit is tried again."""
-    is_wanted = record.state is not TaskState.STOPPING
-    if record.killed_for is Memory.HOST and record.is_alone:
-        return False  # it does not even fit alone
-    return is_wanted and not node.is_closing and may_retry(record)
-
-
-def _is_given_up(
-    node: SchedulerState, record: TaskRecord, has_run: bool, now: float
-) -> bool:
-    """Return whether what should never end has died too often in a row."""
-    is_wanted = record.state is not TaskState.STOPPING and record.retries_left != 0
-    if not (has_run and record.spec.is_endless and is_wanted):
-        return False
-    return not note_death(node, record, now)
-
-
 def _lose(
     node: SchedulerState,
     record: TaskRecord,
@@ -375,12 +314,8 @@ def returned_devices(
         return []
     lease = _remove(node, worker)
     assert lease is not None, worker
-    held = zip(lease.request.devices, lease.shares, strict=True)
-    return [
-        (node.ledger.device_sets[kind], index)
-        for (kind, _), shares in held
-        for index, _ in shares
-    ]
+    sets = node.ledger.device_sets
+    return [(sets[kind], index) for kind, (index, _), _ in lease.held()]
 
 
 def settle_all(node: SchedulerState) -> None:

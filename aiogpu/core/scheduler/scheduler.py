@@ -33,6 +33,7 @@ from aiogpu.core.records import (
     WorkerRecord,
     WorkerState,
 )
+from aiogpu.core.resources.devices import Cause, DeviceAvailability
 from aiogpu.core.scheduler.cancellation import (
     evict_idle_worker,
     go_on_stopping,
@@ -58,7 +59,6 @@ from aiogpu.core.scheduler.dispatch import (
 from aiogpu.core.scheduler.placement import note_stuck, place
 from aiogpu.core.scheduler.recovery import (
     end_specially,
-    go_on_waiting,
     on_worker_gone,
     retry_outages,
     returned_devices,
@@ -563,7 +563,7 @@ class Scheduler(SchedulerState):
         self, now: float, effects: list[Effect], kind: str, index: int, reason: str
     ) -> None:
         """A device is unfit for new tasks until it is well, and why."""
-        self.ledger.device_sets[kind].mark_sick(index, reason)
+        self._availability(kind).note(index, Cause.SICK, reason)
         self._leave_unreserved(kind, index)
         self._clear_off(effects)
         retire_bound(self, kind, index, now, effects)
@@ -575,7 +575,7 @@ class Scheduler(SchedulerState):
         """A device that was sick may be used again."""
         # What they have opened there may be from before a reset.
         retire_bound(self, kind, index, now, effects)
-        self.ledger.device_sets[kind].mark_well(index)
+        self._availability(kind).note(index, Cause.SICK, None)
 
     @event
     def device_foreign(
@@ -592,8 +592,10 @@ class Scheduler(SchedulerState):
         `reason` says who; None: no more. `is_avoided`: others are chosen before it;
         else it is given to nobody meanwhile.
         """
-        devices = self.ledger.device_sets[kind]
-        devices.note_foreign(index, reason, is_avoided=is_avoided)
+        is_avoided &= reason is not None
+        devices = self._availability(kind)
+        devices.avoid(index, is_avoided=is_avoided)
+        devices.note(index, Cause.FOREIGN, None if is_avoided else reason)
         self._leave_unreserved(kind, index)
         self._clear_off(effects)
 
@@ -617,7 +619,7 @@ class Scheduler(SchedulerState):
     ) -> None:
         """The devices of a worker that has gone do not become free, and why."""
         for devices, index in returned_devices(self, worker):
-            devices.set_aside(index, reason)
+            devices.availability.note(index, Cause.UNSETTLED, reason)
         self._clear_off(effects)
 
     @event
@@ -625,7 +627,7 @@ class Scheduler(SchedulerState):
         self, _now: float, _: list[Effect], kind: str, index: int
     ) -> None:
         """A device that was set aside is free again."""
-        self.ledger.device_sets[kind].put_back(index)
+        self._availability(kind).note(index, Cause.UNSETTLED, None)
 
     @event
     def lease_returned(
@@ -641,6 +643,9 @@ class Scheduler(SchedulerState):
         `devices_free` and `devices_stuck` follows, of that holder.
         """
         return_lease(self, holder, settles, effects)
+
+    def _availability(self, kind: str) -> DeviceAvailability:
+        return self.ledger.device_sets[kind].availability
 
     def _leave_unreserved(self, kind: str, index: int) -> None:
         """Keep a device for nobody; what was kept is made anew, and elsewhere."""
@@ -759,7 +764,7 @@ class Scheduler(SchedulerState):
         elif alarm.kind is AlarmKind.ALONE:
             self.exclusive.give_up(self, record)
         elif alarm.kind is AlarmKind.RETRY:
-            go_on_waiting(self, record)
+            self.wait_again(record)
             end_deadlocks(self, now, effects)
         elif record.state is not TaskState.STOPPING:
             effects.append(Fail(record.id, Failure.EXPIRED))

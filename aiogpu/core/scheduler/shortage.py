@@ -20,7 +20,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Ledger
 from aiogpu.core.resources.placement_group import roomiest
 from aiogpu.core.resources.topology import indices
-from aiogpu.core.scheduler.reservation import reserve
+from aiogpu.core.scheduler.reservation import is_held_for_good
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
 
 
@@ -101,7 +101,7 @@ def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
     mask = devices.mask_of_type(None)
     free, kept = (
         sum(devices.free[at] for at in indices(those))
-        for those in (mask & ~devices.aside_mask, mask & barred)
+        for those in (mask & ~devices.availability.aside_mask, mask & barred)
     )
     return Lack(devices.kind, asked, free, kept, mask, bool(barred), devices.kind)
 
@@ -111,7 +111,7 @@ def _of_devices(
 ) -> Lack:
     """What is short of devices: shares of them, or where there are enough, memory."""
     mask &= devices.usable(asked, request)
-    given = mask & ~devices.aside_mask
+    given = mask & ~devices.availability.aside_mask
     part, memory = min(asked, UNIT), devices.demand(request)
     with_shares = [
         index for index in indices(given & ~barred) if devices.free[index] >= part
@@ -145,16 +145,19 @@ def find_bound(node: SchedulerState) -> int:
 
 
 def is_held_endlessly(
-    node: SchedulerState, record: TaskRecord, lacks: list[Lack], now: float
+    node: SchedulerState, record: TaskRecord, lacks: list[Lack]
 ) -> bool:
     """Return whether a waiting task lacks something that others hold without end."""
     if not lacks:
         return find_bound(node) > 0 and all(map(runs_endlessly, node.workers))
     sets = ledger_for(node, record).device_sets
-    if any(lack.mask and sets[lack.kind].aside_mask & lack.mask for lack in lacks):
+    if any(
+        lack.mask and sets[lack.kind].availability.aside_mask & lack.mask
+        for lack in lacks
+    ):
         # A device that is set aside comes back some time, though nobody knows when.
         return False
-    return reserve(node, record, now) is None
+    return is_held_for_good(node, record)
 
 
 def runs_endlessly(worker: WorkerRecord) -> bool:

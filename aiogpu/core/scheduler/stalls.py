@@ -81,7 +81,7 @@ def _look_at(
     if node.clients is not None and node.clients.bars(record):
         return now + after
     lacks = list(find_lacks(node, record))
-    if not is_held_endlessly(node, record, lacks, now):
+    if not is_held_endlessly(node, record, lacks):
         return now + after
     # Who has something for a moment only may give it back as soon.
     youngest = min(

@@ -39,7 +39,7 @@ from aiogpu.core.records import (
 )
 from aiogpu.core.resources.devices import COLD
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
-from aiogpu.core.resources.placement_group import give_back_group, take_grouped
+from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.core.scheduler.timers import AlarmKind, Timers
 from aiogpu.core.scheduler.workers import Spares, WorkerLimit, Workers
 
@@ -67,12 +67,9 @@ class ExclusiveRetries:
     def await_turn(self, node: SchedulerState, record: TaskRecord, now: float) -> None:
         """A task that holds nothing any more shall run alone."""
         record.is_alone = True
-        record.worker = None
-        move_task(record, TaskState.DELAYED)
-        node.delayed[record.id] = record
+        node.delay(record, now + node.config.alone_within, AlarmKind.ALONE)
         self._waiting.append(record)
         self.is_wanted = True
-        node.timers.set(now + node.config.alone_within, AlarmKind.ALONE, record.id)
 
     def bars(self, record: TaskRecord) -> bool:
         """Return whether a task must not start now, so that another can run alone."""
@@ -105,8 +102,6 @@ class ExclusiveRetries:
     def give_up(self, node: SchedulerState, record: TaskRecord) -> None:
         """A task has waited for its turn for too long: it is tried like any other."""
         if record in self._waiting:
-            self.leave(record)
-            del node.delayed[record.id]
             node.wait_again(record)
 
     def leave(self, record: TaskRecord) -> None:
@@ -232,13 +227,7 @@ class Reservation:
             return False
         if any(name in self.kept for name, _ in lease.request.scalars):
             return True
-        return any(
-            self.barred.get(kind, 0) >> index & 1
-            for (kind, _), shares in zip(
-                lease.request.devices, lease.shares, strict=True
-            )
-            for index, _ in shares
-        )
+        return any(self.barred.get(kind, 0) & mask for kind, mask in lease.masks())
 
     def lets_pass(self, record: TaskRecord) -> bool:
         """Return whether a task may take what is kept, or takes none of that."""
@@ -382,10 +371,7 @@ class SchedulerState:
         lease = self._take(record)
         if lease is None:
             return False
-        if lease.parts:
-            give_back_group(self.ledger, lease)
-        else:
-            self.ledger.give_back(lease)
+        self.ledger.give_back(lease)
         return True
 
     def _take(self, record: TaskRecord) -> Lease | None:
@@ -399,9 +385,8 @@ class SchedulerState:
         warm = COLD
         if len(request.devices) == 1 and spec.max_calls != 1:
             limit = limit_of(request) if request.gpu_memory else 0
-            key = spec.shape.environment, request.devices[0][0], limit
-            warmth = self.workers.warmth
-            warm = warmth.single(*key), warmth.several(*key)
+            kind = request.devices[0][0]
+            warm = self.workers.affinity(spec.shape.environment, kind, limit)
         if spec.is_grouped:
             if reservation is not None and reservation.lets_pass(record):
                 reservation = None
@@ -489,9 +474,17 @@ class SchedulerState:
         assert worker.lease is not None, worker
         self.ledger.resume(worker.lease)
 
+    def delay(self, record: TaskRecord, until: float, alarm: AlarmKind) -> None:
+        """Set a task aside that holds nothing any more, until an alarm rings."""
+        record.worker = None
+        move_task(record, TaskState.DELAYED)
+        self.delayed[record.id] = record
+        self.timers.set(until, alarm, record.id)
+
     def wait_again(self, record: TaskRecord) -> None:
         """Put a task that holds nothing any more where it stood in the queue."""
         record.worker = None
+        self.delayed.pop(record.id, None)
         if self.exclusive.is_wanted:
             self.exclusive.leave(record)
         move_task(record, TaskState.WAITING)

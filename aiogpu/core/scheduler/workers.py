@@ -2,9 +2,9 @@
 
 A worker that was assigned devices keeps them for life (CUDA reads its variable once),
 and its environment as well. So idle workers are found by their binding; where several
-devices are equally good, one for which a worker waits spares a process
-(`AffinityIndex`). A worker that was assigned nothing yet is clean: any task of its
-environment can have it.
+devices are equally good, one for which a worker waits spares a process (`affinity`).
+A worker that was assigned nothing yet is clean: any task of its environment can have
+it.
 
 Spares are clean workers that are kept ready, so that a fresh process costs a task
 nothing. They are kept for an environment once a task of it has taken a process of its
@@ -18,12 +18,13 @@ lowered to what is there, and rises again step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.records import Binding, WorkerRecord, WorkerState, move_worker
+from aiogpu.core.resources.devices import COLD, Affinity
 from aiogpu.core.scheduler.timers import AlarmKind
 
 if TYPE_CHECKING:
@@ -31,60 +32,11 @@ if TYPE_CHECKING:
 
 
 _Key = tuple[Environment, str, int]
-
-
-class AffinityIndex:
-    """Devices with an idle worker, as masks: by environment, kind and memory limit."""
-
-    def __init__(self) -> None:
-        self._single: dict[_Key, int] = {}
-        self._several: dict[_Key, dict[int, None]] = {}
-
-    def add(self, binding: Binding) -> None:
-        """The first idle worker of a binding has come."""
-        key, mask = _place(binding)
-        if mask & (mask - 1):
-            self._several.setdefault(key, {})[mask] = None
-        elif mask:
-            self._single[key] = self._single.get(key, 0) | mask
-
-    def discard(self, binding: Binding) -> None:
-        """The last idle worker of a binding has gone."""
-        key, mask = _place(binding)
-        if mask & (mask - 1):
-            several = self._several[key]
-            del several[mask]
-            if not several:
-                del self._several[key]
-        elif mask:
-            left = self._single[key] ^ mask
-            if left:
-                self._single[key] = left
-            else:
-                del self._single[key]
-
-    def single(self, environment: Environment, kind: str, limit: int = 0) -> int:
-        """The devices for each of which a worker waits that has it alone."""
-        return self._single.get((environment, kind, limit), 0)
-
-    def several(
-        self, environment: Environment, kind: str, limit: int = 0
-    ) -> Sequence[int]:
-        """The sets of more than one device for which a worker waits."""
-        return tuple(self._several.get((environment, kind, limit), ()))
-
-    def check(self, bindings: Iterable[Binding]) -> None:
-        """Assert that it holds what these bindings say. Costs O(bindings)."""
-        fresh = AffinityIndex()
-        for binding in bindings:
-            fresh.add(binding)
-        assert fresh._single == self._single, (fresh._single, self._single)
-        held = {key: set(masks) for key, masks in self._several.items()}
-        assert {key: set(masks) for key, masks in fresh._several.items()} == held
+"""Environment, kind of devices, and what limits the use of their memory."""
 
 
 def _place(binding: Binding) -> tuple[_Key, int]:
-    """Where a binding is filed; 0 for a mask where it is not."""
+    """Where a binding is filed, and its devices as a mask; 0 where it is not."""
     environment, devices, limit = binding
     if len(devices) != 1:
         return (environment, "", 0), 0
@@ -271,16 +223,15 @@ class Workers:
     Attributes:
         get: gives the worker of an id, None once it is gone.
         idle: how many wait for work.
-        warmth: which devices idle workers are bound to.
     """
 
     def __init__(self) -> None:
         self._records: dict[WorkerId, WorkerRecord] = {}
         self.get: Callable[[WorkerId], WorkerRecord | None] = self._records.get
         self.idle = 0
-        self.warmth = AffinityIndex()
         self._bound: dict[WorkerId, WorkerRecord] = {}
         self._by_binding: dict[Binding, list[WorkerRecord]] = {}
+        self._warm: dict[_Key, Affinity] = {}
         self._clean: dict[Environment, dict[WorkerId, WorkerRecord]] = {}
         self._unclaimed: dict[Environment, dict[WorkerId, WorkerRecord]] = {}
         self._last_id = 0
@@ -312,12 +263,31 @@ class Workers:
         if not stack:
             return None
         record = stack[-1]
-        self._leave_idle(record)
+        self.leave_idle(record)
         return record
 
     def has_bound(self, binding: Binding) -> bool:
         """Return whether an idle worker has that binding."""
         return binding in self._by_binding
+
+    def affinity(self, environment: Environment, kind: str, limit: int) -> Affinity:
+        """The devices, and the sets of several, for which a worker waits."""
+        return self._warm.get((environment, kind, limit), COLD)
+
+    def _note_warm(self, binding: Binding, *, is_there: bool) -> None:
+        """The first idle worker of a binding has come, or the last one has gone."""
+        key, mask = _place(binding)
+        single, several = self._warm.get(key, COLD)
+        if not mask & (mask - 1):
+            single ^= mask
+        elif is_there:
+            several = (*several, mask)
+        else:
+            several = tuple(other for other in several if other != mask)
+        if single or several:
+            self._warm[key] = single, several
+        else:
+            self._warm.pop(key, None)
 
     def take_clean(self, environment: Environment) -> WorkerRecord | None:
         """Remove an idle worker to which nothing was assigned yet."""
@@ -325,7 +295,7 @@ class Workers:
         if not clean:
             return None
         record = next(iter(clean.values()))
-        self._leave_idle(record)
+        self.leave_idle(record)
         return record
 
     def take_unclaimed(self, environment: Environment) -> WorkerRecord | None:
@@ -375,7 +345,8 @@ class Workers:
         stack = self._by_binding.get(binding)
         if stack is None:
             self._by_binding[binding] = [record]
-            self.warmth.add(binding)
+            if binding[1]:
+                self._note_warm(binding, is_there=True)
         else:
             stack.append(record)
 
@@ -403,14 +374,11 @@ class Workers:
             if not self._bound:
                 raise KeyError("no worker is idle")
             record = next(iter(self._bound.values()))
-        self._leave_idle(record)
+        self.leave_idle(record)
         return record
 
     def leave_idle(self, record: WorkerRecord) -> None:
         """Remove this very worker from those that can take work."""
-        self._leave_idle(record)
-
-    def _leave_idle(self, record: WorkerRecord) -> None:
         self.idle -= 1
         binding = record.binding
         if binding is None:
@@ -427,7 +395,8 @@ class Workers:
             stack.remove(record)
         if not stack:
             del self._by_binding[binding]
-            self.warmth.discard(binding)
+            if binding[1]:
+                self._note_warm(binding, is_there=False)
 
     def _leave_unclaimed(self, record: WorkerRecord) -> None:
         unclaimed = self._unclaimed.get(record.environment, {})
@@ -437,7 +406,7 @@ class Workers:
     def remove(self, record: WorkerRecord) -> None:
         """Forget a worker whose process has ended; moves it to GONE."""
         if record.state is WorkerState.IDLE:
-            self._leave_idle(record)
+            self.leave_idle(record)
         self._leave_unclaimed(record)
         move_worker(record, WorkerState.GONE)
         del self._records[record.id]
@@ -467,4 +436,11 @@ class Workers:
         assert all(self._by_binding.values()), self
         assert all(self._clean.values()), self
         assert all(self._unclaimed.values()), self
-        self.warmth.check(self._by_binding)
+        fresh = Workers()
+        for binding in self._by_binding:
+            fresh._note_warm(binding, is_there=True)
+        said, held = (
+            {key: (single, set(several)) for key, (single, several) in one.items()}
+            for one in (self._warm, fresh._warm)
+        )
+        assert said == held, (said, held)

@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.core.model.request import BundleRef
 from aiogpu.core.records import TaskState
-from aiogpu.core.resources.placement_group import (
-    bundles_for,
-    give_back_group,
-    why_infeasible,
-)
+from aiogpu.core.resources.placement_group import bundles_for, why_infeasible
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.errors import AiogpuError
 from aiogpu.runtime.callers.leases import misfit, removed
@@ -76,7 +72,7 @@ class InlinePlacements:
         for key, lease in list(self._ending.items()):
             if all(part.is_idle for part in bundles_for(ledger, BundleRef(key, ""))):
                 del self._ending[key]
-                give_back_group(ledger, lease)
+                ledger.give_back(lease)
 
     def members_of(self, record: TaskRecord) -> int:
         """Return how many tasks and actors were given one that have not ended."""
