@@ -10,29 +10,216 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
+from itertools import groupby
+from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 
 import aiogpu
 
-from .timeline import Span, device_label, peak
-
 if TYPE_CHECKING:
-    from .chart import Screen
-    from .julia import Band, Picture, Scene
+    from aiogpu.cli.julia import Band, Picture, Scene
 
     Task = aiogpu.RemoteFunction[[Scene, int, int], Band]
+
+
+class Span(NamedTuple):
+    """One task's time in its worker.
+
+    Attributes:
+        task: its number.
+        gpus: the devices that it held.
+        pid: its process.
+        begin: when its code began, by `time.monotonic()`.
+        end: when it ended.
+    """
+
+    task: int
+    gpus: tuple[int | str, ...]
+    pid: int
+    begin: float
+    end: float
+
+
+def lanes(spans: Iterable[Span], gpu: int | str) -> list[list[Span]]:
+    """Spread a device's spans over as few lanes as hold them without overlap."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        if gpu not in span.gpus:
+            continue
+        for lane in found:
+            if lane[-1].end <= span.begin:
+                lane.append(span)
+                break
+        else:
+            found.append([span])
+    return found
+
+
+def peak(spans: Iterable[Span], gpu: int | str) -> int:
+    """Return how many tasks ran on a device at the same time, at most."""
+    # Of an end and a beginning at the same moment, the end comes first.
+    changes = sorted(
+        change
+        for span in spans
+        if gpu in span.gpus
+        for change in ((span.begin, 1), (span.end, -1))
+    )
+    running = highest = 0
+    for _, change in changes:
+        running += change
+        highest = max(highest, running)
+    return highest
+
+
+def device_label(gpu: int | str) -> str:
+    """A short name: an index with its kind, or the beginning of a UUID."""
+    return gpu[:12] if isinstance(gpu, str) else f"GPU {gpu}"
+
+
+Gpu = int | str
+COLORS: Final = ("cyan", "magenta", "green", "yellow", "blue", "red", "white")
+SHADES: Final = tuple(
+    f"rgb({min(255, 20 * n)},{min(255, 9 * n + n * n // 3)},{40 + 10 * n})"
+    for n in range(16)
+)
+PREVIEW: Final = (48, 24)
+"""Columns and rows of pixels; two rows go into one line of text."""
+
+
+def timeline(
+    spans: Sequence[Span], gpus: Mapping[Gpu, str], width: int, *, is_ascii: bool
+) -> Text:
+    """One row per device and place on it; a bar begins with its task's number."""
+    idle, fill = (".", "=") if is_ascii else ("·", "█")
+    margin = max(map(len, gpus.values()), default=0) + 2
+    columns = max(10, width - margin - 1)
+    begin = min((span.begin for span in spans), default=0.0)
+    end = max((span.end for span in spans), default=0.0)
+    scale = columns / max(end - begin, 1e-3)
+    text = Text(no_wrap=True)
+    for gpu, label in gpus.items():
+        for row, lane in enumerate(lanes(spans, gpu) or [[]]):
+            text.append(("" if row else label).ljust(margin), "bold")
+            at = 0
+            for span in lane:
+                first = max(at, int((span.begin - begin) * scale))
+                last = max(first + 1, int((span.end - begin) * scale))
+                text.append(idle * (first - at), "dim")
+                text.append_text(_bar(span, min(last, columns) - first, fill))
+                at = last
+            text.append(idle * (columns - at) + "\n", "dim")
+    seconds = f"{end - begin:.2f} s"
+    text.append(" " * margin + "0 s" + seconds.rjust(columns - 3), "dim")
+    return text
+
+
+def _bar(span: Span, width: int, fill: str) -> Text:
+    """A bar with its task's number, if that has room."""
+    number = str(span.task)
+    label = number if len(number) <= width else ""
+    color = COLORS[span.task % len(COLORS)]
+    return Text.assemble((label, f"bold {color}"), (fill * (width - len(label)), color))
+
+
+def thumbnail(levels: Sequence[Sequence[int]]) -> Text:
+    """Two rows of pixels a line: the upper half of each character, and the lower."""
+    text = Text(no_wrap=True)
+    for upper, lower in zip(levels[::2], levels[1::2], strict=True):
+        # Runs of one colour are joined: a frame is a tenth of its size then.
+        for (above, below), run in groupby(zip(upper, lower, strict=True)):
+            style = f"{SHADES[above]} on {SHADES[below]}"
+            text.append("▀" * len(list(run)), style)
+        text.append("\n")
+    return text
+
+
+class Screen:
+    """Where a fan-out is shown. Enter it before the first task.
+
+    Attributes:
+        pixels: columns and rows of the picture that `add` wants; None for none.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._is_ascii = self._console.options.ascii_only
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        has_pixels = (
+            self._console.color_system in ("256", "truecolor") and not self._is_ascii
+        )
+        self.pixels = PREVIEW if self._is_live and has_pixels else None
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._gpus: dict[Gpu, str] = {}
+        self._begin = 0.0
+
+    def __enter__(self) -> Screen:
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def print(self, line: str) -> None:
+        """Print a line, in a terminal above the drawing."""
+        self._console.print(line, markup=False)
+
+    def begin(self, gpus: Sequence[Gpu], now: float) -> None:
+        """Say which devices there are, in order, and that the clock runs."""
+        self._begin = now
+        self._gpus = {gpu: device_label(gpu) for gpu in gpus}
+
+    def add(
+        self,
+        finished: Sequence[Span],
+        running: Sequence[Span],
+        levels: Sequence[Sequence[int]],
+    ) -> None:
+        """Show that the last of `finished` has ended."""
+        if not self._is_live:
+            self.print(self._line(finished[-1]))
+            return
+        picture = [thumbnail(levels)] if levels else []
+        chart = self._timeline([*finished, *running])
+        self._live.update(Group(*picture, chart), refresh=True)
+
+    def finish(self, finished: Sequence[Span]) -> None:
+        """Draw the chart, where it has not been drawn all along."""
+        if not self._is_live:
+            self._console.print(self._timeline(finished))
+
+    def _timeline(self, spans: Sequence[Span]) -> Text:
+        width = self._console.width
+        return timeline(spans, self._gpus, width, is_ascii=self._is_ascii)
+
+    def _line(self, span: Span) -> str:
+        begin = self._begin
+        gpus = ", ".join(self._gpus[gpu] for gpu in span.gpus)
+        return (
+            f"task {span.task:3}  {gpus}  pid {span.pid}  "
+            f"from {span.begin - begin:6.3f} s to {span.end - begin:6.3f} s"
+        )
+
 
 LOGICAL: Final = 2
 """GPUs of the demo's node on a machine that has none."""
 AT_ONCE: Final = 64
 """Tasks that run at the same time at most, however small their shares."""
-NAME: Final = "band-"
+TASK_NAME: Final = "band-"
 """A task's name without its number, by which `status` tells them apart."""
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
@@ -85,8 +272,7 @@ def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> No
             f"band has one at least. Ask for fewer tasks or for a larger --size."
         )
     require_numpy()
-    from .chart import Screen
-    from .julia import Picture, Scene, band
+    from aiogpu.cli.julia import Picture, Scene, band
 
     try:
         task = band.options(num_gpus=share)
@@ -139,7 +325,9 @@ async def fan_out(
         begin = time.monotonic()
         screen.begin(ids, begin)
         handles = [
-            task.options(name=f"{NAME}{number}").remote(picture.scene, number, count)
+            task.options(name=f"{TASK_NAME}{number}").remote(
+                picture.scene, number, count
+            )
             for number in range(count)
         ]
         screen.print(headline(picture.scene, node))
@@ -148,7 +336,7 @@ async def fan_out(
         for soonest in asyncio.as_completed(handles):
             part = await soonest
             picture.add(part)
-            spans.append(part.span)
+            spans.append(Span(part.number, part.gpus, part.pid, part.begin, part.end))
             running = running_spans(await aiogpu.status(), running)
             levels = picture.preview(*screen.pixels) if screen.pixels else []
             screen.add(spans, list(running.values()), levels)
@@ -176,7 +364,7 @@ def running_spans(
                 known = running.get(holder.pid)
                 gpus = (*known.gpus, device.id) if known else (device.id,)
                 seen = before[holder.pid].begin if holder.pid in before else now
-                number = int(holder.task.removeprefix(NAME))
+                number = int(holder.task.removeprefix(TASK_NAME))
                 running[holder.pid] = Span(number, gpus, holder.pid, seen, now)
     return running
 

@@ -6,16 +6,29 @@ What is tried, and how, is `aiogpu.runtime.checks`'s business.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import click
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
+import aiogpu
+from aiogpu.cli import connect
+from aiogpu.cli.status import holder_data
+from aiogpu.cli.tables import held_by
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.text import printable
+from aiogpu.engines.device_report import Box, Seen, look_around
+from aiogpu.observe.status import DeviceStatus, OtherProcess, amount
 from aiogpu.runtime.checks.doctor import all_checks
 from aiogpu.runtime.checks.finding import Check, Finding, Level, examine
 
@@ -73,3 +86,310 @@ def line(finding: Finding) -> Text:
     after = [part for part in (finding.means, finding.advice) if part]
     text.append(" ".join([f"{told}.", *after]) if after else told)
     return text
+
+
+PATIENCE: Final = 5.0
+"""Seconds in which the node has to answer."""
+
+
+class Shares(NamedTuple):
+    """What the user's node says of its devices.
+
+    Attributes:
+        devices: those that it has.
+        note: why nothing is known of them, though there may be a node; "" otherwise.
+    """
+
+    devices: tuple[DeviceStatus, ...] = ()
+    note: str = ""
+
+    def of(self, kind: str, device: Device) -> DeviceStatus | None:
+        """Return what the node says of a device; None if it does not have it."""
+        for one in self.devices:
+            is_known = one.uuid is not None and device.uuid is not None
+            is_it = one.uuid == device.uuid if is_known else one.id == device.id
+            if one.kind == kind and is_it:
+                return one
+        return None
+
+    def told(self, kind: str, device: Device) -> str:
+        """Who holds what of a device, and how much is free, in words."""
+        found = self.of(kind, device)
+        if found is None:
+            return ""
+        if found.aside is not None:
+            return f"set aside: {found.aside}"
+        holders = ", ".join(held_by(found, with_others=False))
+        free = f"{found.free:g} free"
+        return f"{holders}; {free}" if holders else free
+
+    def data(self, kind: str, device: Device) -> dict[str, Any]:
+        """The same for programs; nothing if the node does not have it."""
+        found = self.of(kind, device)
+        if found is None:
+            return {}
+        holders = [holder_data(one) for one in found.holders]
+        return {"free": found.free, "aside": found.aside, "holders": holders}
+
+
+async def ask_shares() -> Shares:
+    """Ask the user's node, if there may be one; no node is no failure."""
+    address = connect.default_address()
+    try:
+        connect.check_there(address)
+    except click.ClickException:
+        return Shares()
+    except aiogpu.NodeError as error:
+        return _unknown(str(error))
+    try:
+        async with connect.joined(address, PATIENCE) as node:
+            return Shares((await node.status()).devices)
+    except (click.ClickException, aiogpu.AiogpuError) as error:
+        told = error.message if isinstance(error, click.ClickException) else str(error)
+        return _unknown(told)
+
+
+def _unknown(told: str) -> Shares:
+    """Nothing is known of the shares, for the reason that an error has told."""
+    why = told.partition(". ")[0].rstrip(".")
+    return Shares(note=f"Who holds what is not known: {why}.")
+
+
+SHOWN: Final = 4
+"""Processes of a device that are named."""
+WIDE: Final = 10_000
+"""Columns in which any table fits."""
+COLUMNS: Final = (
+    *("", "name", "held", "memory", "busy", "linked to", "near", "processes"),
+)
+NOTHING: Final = Shares()
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Tell programs, not people.")
+def gpus(as_json: bool) -> int:
+    """Show the GPUs and other devices that a node would share out.
+
+    A box without any is no failure: it is said why, and the exit code is 0. It is 2
+    if a variable, such as CUDA_VISIBLE_DEVICES, names what is not there. If the node
+    runs that `aiogpu start` has started, it is shown who holds what.
+
+    \b
+    Examples:
+      aiogpu gpus
+      aiogpu gpus --json
+    """  # noqa: D301 - click's mark for lines to be left as they are
+    log = logging.getLogger("aiogpu")
+    heard = Heard()
+    log.addHandler(heard)
+    try:
+        box = heard.added_to(asyncio.run(look_around()))
+        shares = asyncio.run(ask_shares()) if box.seen else NOTHING
+        if shares.note:
+            box = box._replace(notes=(*box.notes, shares.note))
+    finally:
+        log.removeHandler(heard)
+    if as_json:
+        click.echo(json.dumps(as_data(box, shares), indent=1))
+        return 0
+    screen = Console(highlight=False)
+    if screen.is_terminal and has_room(box, screen, shares):
+        show_table(box, screen, shares)
+    else:
+        click.echo("\n".join(lines(box, shares)))
+    return 0
+
+
+class Heard(logging.Handler):
+    """What detection warns of, which is as good as what it says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning, each once."""
+        self._lines[record.getMessage().removeprefix("! ")] = None
+
+    def added_to(self, box: Box) -> Box:
+        """With what was not said before."""
+        fresh = [
+            line
+            for line in self._lines
+            if not any(line.partition(";")[0] in note for note in box.notes)
+        ]
+        return box._replace(notes=(*fresh, *box.notes))
+
+
+def as_data(box: Box, shares: Shares = NOTHING) -> dict[str, Any]:
+    """All that was seen, as JSON has it: bytes as they are, None for the unknown."""
+    return {
+        "devices": [
+            _device_data(seen) | shares.data(seen.kind, seen.device)
+            for seen in box.seen
+        ],
+        "notes": list(box.notes),
+    }
+
+
+def _device_data(seen: Seen) -> dict[str, Any]:
+    device, sample, health = seen.device, seen.sample, seen.health
+    return {
+        "kind": seen.kind,
+        "id": device.id,
+        "uuid": device.uuid,
+        "name": device.name,
+        "type": device.type,
+        "compute_capability": device.compute_capability,
+        "pci": device.pci,
+        "parent": device.parent,
+        "links": sorted(device.links),
+        "numa_node": seen.numa_node,
+        "cpus": seen.cpus or None,
+        "memory": device.memory or None,
+        "used": None if sample is None else sample.used,
+        "utilisation": None if sample is None else sample.utilisation,
+        "processes": None
+        if seen.processes is None
+        else [
+            {"pid": one.pid, "name": one.name or None, "memory": one.memory}
+            for one in seen.processes
+        ],
+        "problem": None if sample is None else sample.problem,
+        "errors": [] if health is None else list(health.errors),
+        "action": None if health is None else health.action,
+        "is_lost": bool(health and health.is_lost),
+    }
+
+
+def lines(box: Box, shares: Shares = NOTHING) -> Iterator[str]:
+    """Each device with its facts below it, a line each."""
+    for seen in box.seen:
+        name = seen.device.name or seen.device.type or "without a name"
+        yield f"{seen.kind} {seen.device.id}  {name}"
+        for name, told in facts(seen, box, shares):
+            yield f"  {name:<11} {told}"
+    yield from box.notes
+
+
+def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str, str]]:
+    """Return what is known of a device, each fact with its name."""
+    device, sample = seen.device, seen.sample
+    busy = None if sample is None else sample.utilisation
+    capability = device.compute_capability
+    known = (
+        ("uuid", device.uuid if device.uuid != device.id else None),
+        ("type", device.type),
+        ("capability", capability and ".".join(map(str, capability))),
+        ("pci", device.pci),
+        ("part of", device.parent),
+        ("held", printable(shares.told(seen.kind, device))),
+        ("memory", memory(seen)),
+        ("busy", None if busy is None else f"{busy} %"),
+        ("linked to", ", ".join(_ids_of(device.links, box))),
+        ("near", near(seen)),
+        ("health", health(seen)),
+        ("processes", processes(seen)),
+    )
+    for name, told in known:
+        if told:
+            yield name, told
+
+
+def memory(seen: Seen) -> str:
+    """Return how much of it is in use, and how much there is."""
+    there = amount(seen.device.memory)
+    if seen.sample is None or seen.sample.used is None:
+        return there
+    used = f"{amount(seen.sample.used, '0')} used"
+    return f"{used} of {there}" if there else used
+
+
+def near(seen: Seen) -> str:
+    """Where it is attached."""
+    node = "" if seen.numa_node is None else f"NUMA node {seen.numa_node}"
+    cpus = f"CPUs {seen.cpus}" if seen.cpus else ""
+    return ", ".join(filter(None, (node, cpus)))
+
+
+def health(seen: Seen) -> str:
+    """Return whether it is well, as far as its driver can tell."""
+    if seen.sample is None or seen.health is None:
+        return "not known: its driver is not asked"
+    problem = seen.sample.problem
+    told = [*seen.health.errors]
+    if seen.sample.is_lost or seen.health.is_lost:
+        told.append(f"lost ({problem})" if problem else "lost")
+    elif problem is not None:
+        told.append(f"cannot be asked what is on it ({problem})")
+    if seen.health.action:
+        told.append(f"the driver asks for this: {seen.health.action}")
+    if told:
+        return "; ".join(told)
+    return "well" if seen.health.action is not None else "answers"
+
+
+def processes(seen: Seen) -> str:
+    """Who is on it."""
+    if seen.sample is None or seen.sample.problem is not None:
+        return ""
+    if seen.processes is None:
+        return "not listed by its driver"
+    told = [_process(one) for one in seen.processes[:SHOWN]]
+    if len(seen.processes) > SHOWN:
+        told.append(f"and {len(seen.processes) - SHOWN} more")
+    return ", ".join(told) or "none"
+
+
+def _process(process: OtherProcess) -> str:
+    told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
+    return told if process.memory is None else f"{told} {amount(process.memory, '0')}"
+
+
+def _ids_of(uuids: frozenset[str], box: Box) -> list[str]:
+    return [str(one.device.id) for one in box.seen if one.device.uuid in uuids]
+
+
+def show_table(box: Box, screen: Console, shares: Shares = NOTHING) -> None:
+    """A row for each device, and below the table what has no room in it."""
+    if box.seen:
+        screen.print(_table(box, shares))
+    for seen in box.seen:
+        told = health(seen)
+        style = "green" if told in ("well", "answers") else "red"
+        screen.print(f"{seen.kind} {seen.device.id}: {told}", style=style, markup=False)
+    for note in box.notes:
+        screen.print(note, markup=False)
+
+
+def has_room(box: Box, screen: Console, shares: Shares = NOTHING) -> bool:
+    """Whether the table's words are whole on that screen; lines are read anywhere."""
+    if not box.seen:
+        return True
+    boundless = screen.options.update_width(WIDE)
+    table = _table(box, shares)
+    return Measurement.get(screen, boundless, table).minimum <= screen.width
+
+
+def _table(box: Box, shares: Shares) -> Table:
+    """Without the columns in which nothing would stand."""
+    rows = [
+        [f"{seen.kind} {seen.device.id}", *_cells(seen, box, shares)]
+        for seen in box.seen
+    ]
+    table = Table(box=SIMPLE, pad_edge=False)
+    columns = list(zip(*rows, strict=True))
+    used = [any(column) for column in columns]
+    for name, is_used in zip(COLUMNS, used, strict=True):
+        if is_used:
+            table.add_column(name)
+    for row in rows:
+        cells = (cell for cell, is_used in zip(row, used, strict=True) if is_used)
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _cells(seen: Seen, box: Box, shares: Shares) -> tuple[str, ...]:
+    known = dict(facts(seen, box, shares))
+    name = seen.device.name or seen.device.type or ""
+    return (name, *(known.get(each, "") for each in COLUMNS[2:]))

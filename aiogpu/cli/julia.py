@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 import aiogpu
 
-from .timeline import Span
-
 STEPS: Final = 1000
 """A point that has not escaped by then counts as inside."""
 LEVELS: Final = 16
@@ -49,11 +47,25 @@ class Scene(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A task's result: its rows, and where and when they were computed."""
+    """A task's result: its rows, and where and when they were computed.
 
+    Attributes:
+        number: the task's number.
+        first_row: where its rows begin.
+        counts: the rows.
+        gpus: the devices that the task held.
+        pid: its process.
+        begin: when its code began, by `time.monotonic()`.
+        end: when it ended.
+    """
+
+    number: int
     first_row: int
     counts: Counts
-    span: Span
+    gpus: tuple[int | str, ...]
+    pid: int
+    begin: float
+    end: float
 
 
 def escape_counts(scene: Scene, first: int, end: int) -> Counts:
@@ -80,7 +92,7 @@ def band(scene: Scene, number: int, of: int) -> Band:
     first, end = scene.band(number, of)
     counts = escape_counts(scene, first, end)
     gpus = tuple(aiogpu.get_gpu_ids())
-    return Band(first, counts, Span(number, gpus, os.getpid(), begin, time.monotonic()))
+    return Band(number, first, counts, gpus, os.getpid(), begin, time.monotonic())
 
 
 class Picture:

@@ -1,21 +1,69 @@
-"""The `aiogpu` command: finds the subcommand and ends with the right exit code.
+"""The three standard streams of the `aiogpu` command, whatever it was started with.
 
-Subcommands are imported when they are asked for, so that `aiogpu --version` is
-quick. 0 is success, 1 a failure, 2 bad input, 130 an interrupt, 141 a pipe that
-nobody reads.
+Each of them may be closed, be a pipe that nobody reads any more, or a file on a disk
+that is full.
 """
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final, NoReturn
 
 import click
+from click.shell_completion import get_completion_class
 
 import aiogpu
-from aiogpu.cli.streams import NO_ROOM, let_go, open_streams, written_out
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
+
+BROKEN_PIPE: Final = 141
+"""What shells report of a program that SIGPIPE ended: 128 + 13."""
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def open_streams() -> None:
+    """Put nothing where a stream was closed, by `>&-`.
+
+    Otherwise the next socket that is opened becomes the standard output. What an
+    encoding cannot say, as ASCII none of the bars, is a question mark.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # What a command is run with, or a node, has it as well.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+@contextmanager
+def written_out() -> Iterator[None]:
+    """Have all written when the block ends.
+
+    Raises:
+        SystemExit: nobody reads it, as after `| head`; that is no error to be told.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        let_go()
+        sys.exit(BROKEN_PIPE)
+
+
+def let_go() -> None:
+    """Write no more, nor let the exit try it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
 
 COMMANDS: Final = (
     "completion",
@@ -34,8 +82,11 @@ COMMANDS: Final = (
 )
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
 ELSEWHERE: Final = {
-    "list": ("listing", "list_command"),
-    "timeline": ("spans", "timeline"),
+    "completion": ("main", "completion"),
+    "gpus": ("doctor", "gpus"),
+    "list": ("status", "list_command"),
+    "stop": ("start", "stop"),
+    "timeline": ("trace", "timeline"),
 }
 """Those whose module has another name: module and attribute."""
 COMPLETE: Final = "_AIOGPU_COMPLETE"
@@ -123,3 +174,26 @@ def main() -> NoReturn:
         click.echo(f"Error: what is printed has no room: {error.strerror}.", err=True)
         code = 1
     sys.exit(code or 0)
+
+
+SHELLS: Final = ("bash", "zsh", "fish")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print the script that has a shell complete `aiogpu` commands.
+
+    Of `aiogpu why`, the tasks and actors that the running node has are completed too.
+
+    \b
+    Examples:
+      eval "$(aiogpu completion bash)"        in ~/.bashrc
+      eval "$(aiogpu completion zsh)"         in ~/.zshrc, after compinit
+      aiogpu completion fish | source         in ~/.config/fish/config.fish
+    """  # noqa: D301 - click's mark for lines to be left as they are
+    known = get_completion_class(shell)
+    assert known is not None, shell
+    script = known(cli, {}, "aiogpu", COMPLETE)
+    # Its own `source()` starts a bash first, to see how old that is.
+    click.echo(script.source_template % script.source_vars())

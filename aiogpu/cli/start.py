@@ -15,13 +15,14 @@ from typing import Any, Final
 import click
 
 from aiogpu.api.node_options import check_node_options
-from aiogpu.cli.quantities import Number, Seconds, Whole, size
-from aiogpu.core.model.text import terms
-from aiogpu.daemon.detach import start_detached
-from aiogpu.daemon.place import Place
-from aiogpu.daemon.plan import DRAIN, Plan
+from aiogpu.cli import connect
+from aiogpu.cli.connect import Number, Seconds, Whole, size
+from aiogpu.core.model.text import span, terms
+from aiogpu.daemon.place import Place, Record
+from aiogpu.daemon.process import DRAIN, Plan
 from aiogpu.daemon.readiness import Ready
-from aiogpu.daemon.unit import unit
+from aiogpu.daemon.start import start_detached, unit
+from aiogpu.daemon.stop import stop as stop_node
 from aiogpu.runtime.callers.programs import default_socket
 
 FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
@@ -32,8 +33,6 @@ NO_HEAD: Final = (
     "say --head: it starts the node of this box. There are no others to join by "
     "--address. Programs join this one by aiogpu.init(address='auto')."
 )
-
-
 OPTIONS: Final = (
     click.option("--num-cpus", type=Number(min=0), help="CPUs to share out."),
     click.option("--num-gpus", type=Whole(min=0), help="GPUs; if not, as found."),
@@ -270,4 +269,40 @@ def unit_of(plan: Plan) -> str:
         os.environ,
         opens_within=plan.opens_within,
         ends_within=plan.drain + plan.ends_within,
+    )
+
+
+@click.command()
+@connect.address_option
+@click.option("--force", is_flag=True, help="Kill it, with all that runs on it.")
+@click.option(
+    "--drain",
+    type=Seconds(0),
+    help="Seconds for what runs; those of `aiogpu start` if not given.",
+)
+def stop(address: str, force: bool, drain: float | None) -> None:
+    """Stop the node that `aiogpu start` has started.
+
+    It takes no new work, lets what runs end for a while, then ends it. Said twice, it
+    ends at once. The exit code is 0 if no node runs afterwards.
+    """
+    if force and drain is not None:
+        raise click.UsageError("--force leaves no time for --drain; give one of them.")
+    place = Place.at(connect.where(address))
+    ended = stop_node(place, force=force, drain=drain, on_wait=_tell_wait)
+    if ended is None:
+        click.echo(f"No node runs at {place.socket}.")
+        return
+    how = "Killed" if ended.is_forced else "Stopped"
+    click.echo(
+        f"{how} the node at {ended.record.socket} (pid {ended.record.pid}) in "
+        f"{span(ended.seconds)}."
+    )
+
+
+def _tell_wait(record: Record, seconds: float) -> None:
+    click.echo(
+        f"Stopping the node at {record.socket} (pid {record.pid}); what runs has "
+        f"{span(seconds)} to end.",
+        err=True,
     )

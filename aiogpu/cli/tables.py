@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 import aiogpu
-from aiogpu.cli.grid import Cell, Column, Table
+from aiogpu.cli.terminal import Cell, Column, Table
 from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import span, terms
 from aiogpu.core.queue.fair_share import Limits

@@ -7,10 +7,9 @@ from typing import Final
 import click
 
 import aiogpu
-from aiogpu.cli import joining
-from aiogpu.cli.grid import printable_all, text_of
-from aiogpu.cli.screen import print_table
+from aiogpu.cli import connect
 from aiogpu.cli.tables import full_name, task_table
+from aiogpu.cli.terminal import print_table, printable_all, text_of
 
 COMPLETED: Final = 1.0
 """Seconds that a node has to tell which tasks there are, when a shell asks."""
@@ -20,16 +19,16 @@ def known_tasks(
     context: click.Context, _argument: click.Parameter, begun: str
 ) -> list[str]:
     """The tasks and actors of the running node that begin so; none if none runs."""
-    address = context.params.get("address") or joining.default_address()
+    address = context.params.get("address") or connect.default_address()
 
-    async def names(node: joining.Node) -> list[str]:
+    async def names(node: connect.Node) -> list[str]:
         status = await node.status()
         actors = [one.name for one in status.actors if one.name is not None]
         tasks = [told for one in status.tasks for told in (str(one.id), one.name)]
         return sorted({*actors, *tasks})
 
     try:
-        known = joining.ask(address, names, COMPLETED)
+        known = connect.ask(address, names, COMPLETED)
     except (click.ClickException, aiogpu.AiogpuError, OSError):
         return []  # a shell has no place to show why
     return [name for name in known if name.startswith(begun) and name.isprintable()]
@@ -37,7 +36,7 @@ def known_tasks(
 
 @click.command()
 @click.argument("task", metavar="TASK", shell_complete=known_tasks)
-@joining.address_option
+@connect.address_option
 def why(task: str, address: str) -> None:
     """Say why TASK waits, who holds what it needs, and whose turn it is.
 
@@ -58,9 +57,9 @@ def why(task: str, address: str) -> None:
     if not task:
         raise click.BadParameter("is empty.", param_hint="TASK")
     if task.isdecimal() and task.isascii():
-        say(joining.ask(address, lambda node: node.why(int(task))))
+        say(connect.ask(address, lambda node: node.why(int(task))))
         return
-    joining.ask(address, lambda node: _of_name(node, task))
+    connect.ask(address, lambda node: _of_name(node, task))
 
 
 def say(told: aiogpu.Why) -> None:
@@ -68,7 +67,7 @@ def say(told: aiogpu.Why) -> None:
     click.echo(str(printable_all(told)))
 
 
-async def _of_name(node: joining.Node, name: str) -> None:
+async def _of_name(node: connect.Node, name: str) -> None:
     status = await node.status()
     named = {one.id for one in status.actors if name in (one.name, full_name(one))}
     found = [one for one in status.tasks if one.name == name or one.id in named]

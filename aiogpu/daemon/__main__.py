@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from aiogpu.daemon.plan import Plan
-from aiogpu.daemon.process import run_detached
+from aiogpu.daemon.process import Plan, run_detached
 
 
 def main() -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import stat
+import time
+from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiogpu.errors import NodeStartError
+from aiogpu.errors import NodeRunningError, NodeStartError
 from aiogpu.runtime.callers.programs import (
     LOGS,
     SHARED,
@@ -125,3 +130,206 @@ def check_socket(path: str) -> None:
             f"the node is to listen at {path}, but that is {kind(found)}, which is "
             f"left as it is. Move it away, or name another path by --socket."
         )
+
+
+RECORD_SIZE: Final = 1 << 16
+WRITTEN_WITHIN: Final = 5.0
+"""Seconds from a node's lock until it says who it is."""
+_PAUSE: Final = 0.01
+
+
+class Record(NamedTuple):
+    """What a pidfile says.
+
+    Attributes:
+        pid: the node's process.
+        started: when that began, in ticks since the machine's start.
+        socket: where it listens.
+        logs: the directory of its logs.
+        drain: seconds that it gives to what runs when it is asked to stop.
+        ends_within: seconds that its end takes after that, at most.
+        version: of aiogpu.
+    """
+
+    pid: int
+    started: int
+    socket: str
+    logs: str
+    drain: float
+    ends_within: float
+    version: str
+
+    @property
+    def is_alive(self) -> bool:
+        """True if that very process has not ended."""
+        return start_time(self.pid) == self.started
+
+
+def start_time(pid: int) -> int | None:
+    """When a process began, in ticks since boot; None if it has ended (proc(5))."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # Field 3, the state, is the first after the name; field 22 is its start.
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def read_record(path: str) -> Record | None:
+    """Return what the pidfile says; None if there is none, or nothing of use in it.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
+    # O_NONBLOCK: opening a named pipe would wait for a writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except PermissionError:
+        raise
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        fields = json.loads(os.read(descriptor, RECORD_SIZE))
+        return Record(**fields)
+    except PermissionError:
+        raise
+    except (OSError, ValueError, TypeError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def living_node(path: str) -> Record | None:
+    """The node that serves at a pidfile's place; None if none does."""
+    record = read_record(path)
+    return record if record is not None and record.is_alive else None
+
+
+def holds_claim(pid: int, path: str) -> bool:
+    """Whether a process is this user's and has the pidfile open, as its node has.
+
+    A node holds its `Claim` from before it writes the pidfile until it ends, so this is
+    true while it starts and while it closes as well, when it does not listen.
+
+    Args:
+        pid: the process; the caller holds a pidfd of it.
+        path: of the pidfile.
+    """
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+            return False
+        pidfile = os.lstat(path)
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        with suppress(OSError):  # it was closed meanwhile
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), pidfile):
+                return True
+    return False
+
+
+class Claim:
+    """A place, held for one node until its process ends."""
+
+    def __init__(self, path: str, descriptor: int, directory: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._directory = directory
+
+    def __repr__(self) -> str:
+        return f"<Claim {self._path}>"
+
+    @classmethod
+    def take(cls, place: Place) -> Claim:
+        """Hold the place; what a dead node has left there is taken over.
+
+        Raises:
+            NodeRunningError: another node holds it.
+            NodeStartError: the pidfile cannot be made.
+        """
+        path = place.pidfile
+        while True:
+            try:
+                descriptor = os.open(
+                    path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
+            except OSError as error:
+                raise _no_pidfile(path, error) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise _taken(place) from None
+            if _is_there(path, descriptor):
+                return cls(path, descriptor, _hold_directory(path))
+            os.close(descriptor)  # its node has just removed it: there is a next one
+
+    def write(self, record: Record) -> None:
+        """Say who holds it.
+
+        Raises:
+            NodeStartError: it cannot be written, as on a full disk.
+        """
+        text = json.dumps(record._asdict()).encode()
+        try:
+            os.ftruncate(self._descriptor, 0)
+            if os.pwrite(self._descriptor, text, 0) != len(text):
+                raise OSError(None, "it could be written in part only")
+        except OSError as error:
+            raise _no_pidfile(self._path, error) from error
+
+    def release(self) -> None:
+        """Remove the file, then give up the lock."""
+        if _is_there(self._path, self._descriptor):
+            with suppress(OSError):
+                os.unlink(self._path)
+        os.close(self._descriptor)
+        os.close(self._directory)
+
+
+def _is_there(path: str, descriptor: int) -> bool:
+    """Return whether the open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _hold_directory(path: str) -> int:
+    """Lock the directory, so that systemd-tmpfiles(8) lets old files in it be."""
+    directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return directory
+
+
+def _no_pidfile(path: str, error: OSError) -> NodeStartError:
+    return NodeStartError(
+        f"the node's pidfile {path} cannot be written: {error.strerror}. Make room "
+        f"or allow it, or name another place by --socket."
+    )
+
+
+def _taken(place: Place) -> NodeRunningError:
+    """The error that names who is there, as soon as he says so."""
+    ends = time.monotonic() + WRITTEN_WITHIN
+    while (record := living_node(place.pidfile)) is None:
+        if time.monotonic() >= ends:
+            return NodeRunningError(
+                f"another node is starting or stopping at {place.socket}. Try again "
+                f"in a moment, or name another place by --socket."
+            )
+        time.sleep(_PAUSE)
+    is_usual = record.socket == default_socket()
+    address = "auto" if is_usual else record.socket
+    stop = "aiogpu stop" if is_usual else f"aiogpu stop --socket {record.socket}"
+    return NodeRunningError(
+        f"a node runs at {record.socket} already (pid {record.pid}). Join it by "
+        f"aiogpu.init(address={address!r}), end it by `{stop}`, or start another at a "
+        f"place of its own by --socket."
+    )

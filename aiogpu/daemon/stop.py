@@ -15,9 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiogpu.daemon.pidfile import Claim, Record, holds_claim, living_node
-from aiogpu.daemon.place import Place
-from aiogpu.daemon.service import remove
+from aiogpu.daemon.place import Claim, Place, Record, holds_claim, living_node
+from aiogpu.daemon.process import remove
 from aiogpu.errors import NodeError, NodeRunningError
 from aiogpu.linux.syscalls import user
 from aiogpu.runtime.callers.programs import check_meeting

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 import aiogpu
-from aiogpu.cli import joining
+from aiogpu.cli import connect
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.status import (
     ActorStatus,
@@ -141,7 +141,7 @@ def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:
     @asynccontextmanager
     async def joined(
         _address: str, _patience: float | None = None
-    ) -> AsyncIterator[joining.Node]:
+    ) -> AsyncIterator[connect.Node]:
         yield node
 
-    patch.setattr(joining, "joined", joined)
+    patch.setattr(connect, "joined", joined)

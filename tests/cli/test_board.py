@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from aiogpu.cli.board import board, in_order
-from aiogpu.cli.grid import plain
-from aiogpu.cli.keyboard import LONGEST, Decoder
-from aiogpu.cli.view import ORDERS, View
+from aiogpu.cli.terminal import plain
+from aiogpu.cli.top import LONGEST_SEQUENCE, ORDERS, Decoder, View, board, in_order
 from aiogpu.observe.status import Holder
 from tests.cli.pictures import BUSY, IDLE
 from tests.cli.view_program import LONG
@@ -147,7 +145,7 @@ def test_tasks_are_sorted() -> None:
         ([b"\x1bOA\x1bO", b"F"], ["up", "end"]),
         ([b"\x1bq"], ["q"]),
         ([b"\x1b[1;5Cj"], ["j"]),
-        ([b"\x1b[" + b"1" * LONGEST + b"j"], ["1", "1", "j"]),
+        ([b"\x1b[" + b"1" * LONGEST_SEQUENCE + b"j"], ["1", "1", "j"]),
         (["ä".encode() + b"k"], ["k"]),
     ],
     ids=repr,

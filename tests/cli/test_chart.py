@@ -6,8 +6,7 @@ import io
 
 from rich.console import Console
 
-from aiogpu.cli.chart import Screen, thumbnail, timeline
-from aiogpu.cli.timeline import Span
+from aiogpu.cli.demo import Screen, Span, thumbnail, timeline
 
 SPANS = [
     Span(1, (0,), 11, 0.0, 5.0),

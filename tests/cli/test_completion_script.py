@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import aiogpu
-from aiogpu.cli import joining
+from aiogpu.cli import connect
 from aiogpu.cli.main import cli
 from aiogpu.cli.why import known_tasks
 from tests.cli.pictures import BUSY, stand_in
@@ -90,5 +90,5 @@ def test_tasks_and_actors_of_the_running_node_are_offered(
     def fail(_address: str, _patience: float) -> object:
         raise aiogpu.NodeDiedError("it has ended.")
 
-    monkeypatch.setattr(joining, "joined", fail)
+    monkeypatch.setattr(connect, "joined", fail)
     assert known_tasks(context, argument, "s") == []

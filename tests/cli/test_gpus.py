@@ -14,7 +14,7 @@ import pexpect
 import pytest
 
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.cli.gpus import as_data, lines
+from aiogpu.cli.doctor import as_data, lines
 from aiogpu.core.model.request import Device
 from aiogpu.engines.device_report import Box, Seen, place_of
 from aiogpu.observe.status import OtherProcess

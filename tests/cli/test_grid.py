@@ -3,7 +3,7 @@
 import pytest
 from rich.cells import cell_len
 
-from aiogpu.cli.grid import Column, Table, cut, fitted, grid, plain
+from aiogpu.cli.terminal import Column, Table, cut, fitted, grid, plain
 from aiogpu.core.model.text import printable
 
 TABLE = Table(

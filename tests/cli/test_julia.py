@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from aiogpu.cli.julia import STEPS, Band, Picture, Scene, escape_counts
-from aiogpu.cli.timeline import Span
 
-SPAN = Span(0, (0,), 1, 0.0, 1.0)
+RAN = ((0,), 1, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("of", [1, 3, 17, 40])
@@ -17,7 +16,7 @@ def test_bands_are_the_whole(of: int) -> None:
     picture = Picture(scene)
     for number in range(of):
         first, end = scene.band(number, of)
-        picture.add(Band(first, escape_counts(scene, first, end), SPAN))
+        picture.add(Band(number, first, escape_counts(scene, first, end), *RAN))
     assert picture.equals_serial()
 
 
@@ -26,7 +25,7 @@ def test_a_wrong_pixel_is_seen() -> None:
     picture = Picture(scene)
     counts = escape_counts(scene, 0, 40)
     counts[3, 5] ^= 1
-    picture.add(Band(0, counts, SPAN))
+    picture.add(Band(0, 0, counts, *RAN))
     assert not picture.equals_serial()
 
 
@@ -41,7 +40,7 @@ def test_a_preview_is_dark_where_nothing_is_yet() -> None:
     scene = Scene.of(40, 7)
     picture = Picture(scene)
     assert picture.preview(3, 2) == [[0, 0, 0], [0, 0, 0]]
-    picture.add(Band(20, np.full((20, 40), STEPS, np.uint16), SPAN))
+    picture.add(Band(1, 20, np.full((20, 40), STEPS, np.uint16), *RAN))
     assert picture.preview(3, 2) == [[0, 0, 0], [15, 15, 15]]
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 
-from aiogpu.cli.board import picture
-from aiogpu.cli.data import placement_data
-from aiogpu.cli.grid import Line, grid
-from aiogpu.cli.listing import KINDS
-from aiogpu.cli.sections import sections
+from aiogpu.cli.status import KINDS, placement_data, sections
+from aiogpu.cli.terminal import Line, grid
+from aiogpu.cli.top import picture
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus
 from tests.core.placement_group_world import GangWorld

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.cli import joining
-from aiogpu.cli.gpus import as_data, lines
-from aiogpu.cli.shares import Shares, ask_shares
+from aiogpu.cli import connect
+from aiogpu.cli.doctor import Shares, as_data, ask_shares, lines
 from aiogpu.core.model.request import Device
 from aiogpu.engines.device_report import Box, Seen
 from tests.cli.pictures import BUSY, GIB, stand_in
@@ -63,13 +62,13 @@ async def test_without_a_node_nothing_is_said(
 async def test_a_node_is_asked_or_it_is_said_why_it_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining, "check_there", lambda _: None)
+    monkeypatch.setattr(connect, "check_there", lambda _: None)
     stand_in(monkeypatch, BUSY)
     assert await ask_shares() == SHARES
 
     def fail(_address: str, _patience: float) -> object:
         raise aiogpu.NodeDiedError("the node has ended. Start it anew.")
 
-    monkeypatch.setattr(joining, "joined", fail)
+    monkeypatch.setattr(connect, "joined", fail)
     told = (await ask_shares()).note
     assert told == "Who holds what is not known: the node has ended."

@@ -53,7 +53,7 @@ def test_streams_may_be_closed(closed: str) -> None:
 def test_no_file_takes_the_place_of_a_closed_stream() -> None:
     ran = shell(
         "python=" + sys.executable + "; $python -c '"
-        "from aiogpu.cli.streams import open_streams\n"
+        "from aiogpu.cli.main import open_streams\n"
         "import os, sys\n"
         "open_streams()\n"
         'print(*map(os.readlink, (f"/proc/self/fd/{n}" for n in (0, 1))),'

@@ -11,9 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from aiogpu.cli import start as start_command
-from aiogpu.cli.start import start, told
-from aiogpu.cli.stop import stop
-from aiogpu.daemon.plan import Plan
+from aiogpu.cli.start import start, stop, told
+from aiogpu.daemon.process import Plan
 from aiogpu.daemon.readiness import Ready
 
 

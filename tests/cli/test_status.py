@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 from rich.cells import cell_len
 
 import aiogpu
-from aiogpu.cli import joining
-from aiogpu.cli.grid import plain
+from aiogpu.cli import connect
 from aiogpu.cli.main import cli
-from aiogpu.cli.sections import sections
+from aiogpu.cli.status import sections
+from aiogpu.cli.terminal import plain
 from aiogpu.observe.status import NodeStatus, TaskStatus
 from tests.cli.pictures import BUSY, IDLE, JOB, stand_in
 
@@ -300,7 +300,7 @@ def test_where_no_node_is_named_it_is_the_users_own(
 ) -> None:
     for given, meant in (("inline", "auto"), ("", "auto"), ("/run/x", "/run/x")):
         monkeypatch.setenv("AIOGPU_ADDRESS", given)
-        assert joining.default_address() == meant
+        assert connect.default_address() == meant
 
 
 @pytest.mark.parametrize("command", ["completion", "list", "status", "top", "why"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.cli.timeline import Span, device_label, lanes, peak
+from aiogpu.cli.demo import Span, device_label, lanes, peak
 
 
 def span(task: int, begin: float, end: float, *gpus: int) -> Span:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.cli.trail import Trail
+from aiogpu.cli.logs import Trail
 from aiogpu.runtime.output.task_log import Pages
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.session import current_session
-from aiogpu.cli import joining
+from aiogpu.cli import connect
 from aiogpu.engines.local import LocalEngine
 from tests.engines import tasks
 from tests.engines.actor_classes import Counter
@@ -117,8 +117,8 @@ async def test_a_node_that_does_not_answer_is_left(
         monkeypatch.setattr(current_session()._ask(), "status", asyncio.Event().wait)
         asked = """
             import sys
-            from aiogpu.cli import joining
-            joining.ask(sys.argv[1], lambda node: node.status(), 0.1)
+            from aiogpu.cli import connect
+            connect.ask(sys.argv[1], lambda node: node.status(), 0.1)
         """
         told = await asyncio.to_thread(failing, asked, path)
         assert f"the node at {path} has not answered within 0.1 s" in told
@@ -130,5 +130,5 @@ async def test_who_never_lets_anybody_join_is_not_waited_for(tmp_path: Path) -> 
         silent.bind(path)
         silent.listen()
         with pytest.raises(click.ClickException, match=r"not answered within 0\.1 s"):
-            async with joining.joined(path, 0.1):
+            async with connect.joined(path, 0.1):
                 pass

@@ -8,9 +8,9 @@ import sys
 import pexpect
 import pytest
 
-from aiogpu.cli.grid import grid, plain
-from aiogpu.cli.sections import sections
+from aiogpu.cli.status import sections
 from aiogpu.cli.tables import worker_table
+from aiogpu.cli.terminal import grid, plain
 from tests.cli.pictures import BUSY
 from tests.program import environment
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import aiogpu
-from aiogpu.cli import joining
+from aiogpu.cli import connect
 from aiogpu.cli.main import cli
 from aiogpu.cli.main import main as command
 from aiogpu.observe.status import NodeStatus, TaskStatus
@@ -45,12 +45,12 @@ NODES = {
 @asynccontextmanager
 async def joined(
     _address: str, _patience: float | None = None
-) -> AsyncIterator[joining.Node]:
+) -> AsyncIterator[connect.Node]:
     yield NODES[name]
 
 
 if __name__ == "__main__":
     name = sys.argv.pop(1)
-    joining.joined = joined
+    connect.joined = joined
     assert cli is not None
     command()

@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiogpu.daemon.pidfile import Record, living_node
-from aiogpu.daemon.place import Place
+from aiogpu.daemon.place import Place, Record, living_node
 from aiogpu.daemon.stop import stop
 from tests.deaths.remains import living, wait_for_an_end
 from tests.program import environment

@@ -10,8 +10,7 @@ import sys
 from contextlib import suppress
 
 from aiogpu.daemon.place import Place
-from aiogpu.daemon.plan import Plan
-from aiogpu.daemon.process import run_here
+from aiogpu.daemon.process import Plan, run_here
 from aiogpu.engines.base import NodeOptions
 from tests.daemon.paper_node import PaperNode
 

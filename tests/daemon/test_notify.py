@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.daemon.notify import Notifier
+from aiogpu.daemon.readiness import Notifier
 
 
 @pytest.fixture(params=["file", "abstract"])

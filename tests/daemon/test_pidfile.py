@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.daemon import pidfile
-from aiogpu.daemon.pidfile import Claim, Record, living_node, read_record, start_time
-from aiogpu.daemon.place import Place
+from aiogpu.daemon import place as pidfile
+from aiogpu.daemon.place import (
+    Claim,
+    Place,
+    Record,
+    living_node,
+    read_record,
+    start_time,
+)
 from aiogpu.errors import NodeRunningError, NodeStartError
 
 
@@ -92,7 +98,7 @@ def test_a_file_without_a_lock_is_taken_over(place: Place) -> None:
 def test_the_lock_ends_with_its_process(place: Place) -> None:
     program = (
         "import os, signal, sys\n"
-        "from aiogpu.daemon.pidfile import Claim\n"
+        "from aiogpu.daemon.place import Claim\n"
         "from aiogpu.daemon.place import Place\n"
         "claim = Claim.take(Place.at(sys.argv[1]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

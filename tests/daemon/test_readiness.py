@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiogpu.daemon.place import Place
-from aiogpu.daemon.plan import Plan
+from aiogpu.daemon.process import Plan
 from aiogpu.daemon.readiness import Ready, hear, tell_failure, tell_ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, DeviceError, NodeStartError

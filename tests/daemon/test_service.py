@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.daemon import service as service_module
-from aiogpu.daemon.notify import Notifier
-from aiogpu.daemon.pidfile import Claim, living_node
-from aiogpu.daemon.place import Place
-from aiogpu.daemon.plan import Plan
-from aiogpu.daemon.readiness import Ready
-from aiogpu.daemon.service import Service, bind, wished
+from aiogpu.daemon import process as service_module
+from aiogpu.daemon.place import Claim, Place, living_node
+from aiogpu.daemon.process import Plan, Service, bind, wished
+from aiogpu.daemon.readiness import Notifier, Ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import DeviceError, NodeClosedError, NodeStartError
 from tests.daemon.paper_node import PaperNode

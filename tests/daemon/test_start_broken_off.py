@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.daemon.pidfile import Record
+from aiogpu.daemon.place import Record
 from tests.daemon.box import LIMIT, Box
 
 pytestmark = pytest.mark.slow

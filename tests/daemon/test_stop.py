@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from aiogpu.daemon import pidfile
+from aiogpu.daemon import place as pidfile
 from aiogpu.daemon import stop as stop_module
-from aiogpu.daemon.pidfile import Claim, Record, living_node, start_time
-from aiogpu.daemon.place import Place
+from aiogpu.daemon.place import Claim, Place, Record, living_node, start_time
 from aiogpu.daemon.stop import stop
 from aiogpu.errors import NodeError
 from tests.daemon.box import Box

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.daemon.unit import quoted, unit
+from aiogpu.daemon.start import quoted, unit
 
 ODD = ["/opt/py thon/bin/python", "-m", "aiogpu", '{"a b": 50%}', "$HOME", "c:\\d", ""]
 

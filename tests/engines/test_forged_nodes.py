@@ -19,8 +19,8 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
-from aiogpu.cli.shares import ask_shares
-from aiogpu.daemon.pidfile import start_time
+from aiogpu.cli.doctor import ask_shares
+from aiogpu.daemon.place import start_time
 from tests.engines.forged_node import forged
 from tests.program import environment
 

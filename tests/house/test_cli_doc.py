@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from aiogpu.cli.board import board
-from aiogpu.cli.data import VERSION, status_data
-from aiogpu.cli.grid import plain
 from aiogpu.cli.main import COMMANDS, cli
-from aiogpu.cli.view import ORDERS, View
+from aiogpu.cli.status import VERSION, status_data
+from aiogpu.cli.terminal import plain
+from aiogpu.cli.top import ORDERS, View, board
 from tests.cli.pictures import BUSY, stand_in
 
 DOCS = Path(__file__).parents[2] / "docs"

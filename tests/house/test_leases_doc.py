@@ -9,8 +9,15 @@ import pytest
 import aiogpu
 from aiogpu.api.lease import OPTIONS
 from aiogpu.api.node_options import FOREIGN
-from aiogpu.cli.command import NOT_EXECUTABLE, NOT_FOUND, SENT_ON
-from aiogpu.cli.run import FAILED, KILLED_AFTER, NOT_IN_TIME, run
+from aiogpu.cli.run import (
+    FAILED,
+    KILLED_AFTER,
+    NOT_EXECUTABLE,
+    NOT_FOUND,
+    NOT_IN_TIME,
+    SENT_ON,
+    run,
+)
 from aiogpu.runtime.devices.probe_thread import EACH
 from aiogpu.runtime.devices.release import LIMIT
 from aiogpu.wire.messages import LEASE_MARK

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from aiogpu.cli import start as start_command
-from aiogpu.cli.start import start, told
-from aiogpu.cli.stop import stop
-from aiogpu.daemon import journal, plan
+from aiogpu.cli.start import start, stop, told
+from aiogpu.daemon import journal
+from aiogpu.daemon import process as plan
 from aiogpu.daemon.place import LONGEST, Place
 from aiogpu.daemon.readiness import Ready
-from aiogpu.daemon.unit import CARRIED, NAME
+from aiogpu.daemon.start import CARRIED, NAME
 from aiogpu.runtime.output import task_log
 
 PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text()

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.cli.board import board
-from aiogpu.cli.grid import plain
-from aiogpu.cli.view import View
+from aiogpu.cli.terminal import plain
+from aiogpu.cli.top import View, board
 from tests.cli.pictures import BUSY
 from tests.terminal.screens import PROMPT, Screen, screen
 

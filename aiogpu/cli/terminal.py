@@ -7,19 +7,25 @@ how wide characters are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
+from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
+import click
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.segment import Segment
+from rich.style import Style
 
 from aiogpu.core.model.text import printable
 
 T = TypeVar("T")
 GAP: Final = 2
 """Blanks between two columns."""
-
 Cell = str | tuple[str, str]
 """Text, or text and a style of rich's."""
 Line = list[tuple[str, str]]
@@ -192,3 +198,88 @@ def within(line: Line, width: int) -> Line:
         kept.append((cut(text, width) if width > 0 else "", style))
         width -= wide(text)
     return [piece for piece in kept if piece[0]]
+
+
+def is_terminal() -> bool:
+    """Return whether a person looks at what is printed."""
+    return sys.stdout.isatty()
+
+
+@cache
+def _style(told: str) -> Style:
+    return Style.parse(told)
+
+
+class Lines:
+    """Lines as rich draws them; each fits already."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = lines
+
+    def __rich_console__(
+        self, _console: Console, _options: ConsoleOptions
+    ) -> RenderResult:
+        for number, line in enumerate(self._lines):
+            if number:
+                yield Segment.line()
+            for text, style in line:
+                yield Segment(text, _style(style) if style else None)
+
+
+class Picture:
+    """What is drawn to the terminal, once or again and again in the same place.
+
+    Attributes:
+        is_live: whether each drawing takes the place of the last.
+    """
+
+    def __init__(self, *, is_live: bool, is_whole_screen: bool = False) -> None:
+        self.is_live = is_live
+        self._console = Console(highlight=False)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            screen=is_whole_screen,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal, as it is now."""
+        return self._console.size.width
+
+    @property
+    def height(self) -> int:
+        """Lines of the terminal, as it is now."""
+        return self._console.size.height
+
+    def __enter__(self) -> Picture:
+        if self.is_live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def draw(self, lines: Iterable[Line]) -> None:
+        """Show these lines."""
+        if self.is_live:
+            self._live.update(Lines(list(lines)), refresh=True)
+        else:
+            # The prompt of a shell is to begin on a line of its own.
+            self._console.print(Lines([*lines, []]), soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """Print a table: as wide as a terminal is, or whole where nobody looks."""
+    if is_terminal():
+        picture = Picture(is_live=False)
+        picture.draw(grid(table, picture.width))
+    else:
+        click.echo("\n".join(plain(grid(table))))

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Final
 import click
 
 import aiogpu
-from aiogpu.cli import joining
+from aiogpu.cli import connect
 from aiogpu.engines.base import NodeOptions
 from aiogpu.observe.trace import trace_of
 
 if TYPE_CHECKING:
     from aiogpu.observe.recorder import Span
 
+
 STDOUT: Final = "-"
 
 
 @click.command()
 @click.argument("out", metavar="FILE", type=click.Path(dir_okay=False))
-@joining.address_option
+@connect.address_option
 def timeline(out: str, address: str) -> None:
     """Write what has run on the node to FILE, `-` for stdout.
 
@@ -39,8 +40,8 @@ def timeline(out: str, address: str) -> None:
       1  no node runs, or the file cannot be written
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
-    joining.check_there(address)
-    spans = aiogpu.run(_spans_of(joining.where(address)))
+    connect.check_there(address)
+    spans = aiogpu.run(_spans_of(connect.where(address)))
     text = json.dumps(trace_of(spans), separators=(",", ":"))
     if out == STDOUT:
         click.echo(text)
