@@ -1,6 +1,6 @@
-"""How quantities are written on the command line, and how a mistake in one is told.
+"""Which node a command asks, how it joins it, and how quantities are written.
 
-Click's own words for them are those of a programmer, such as "float range".
+Click's own words for quantities are those of a programmer, such as "float range".
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""`aiogpu doctor`: what this machine allows, tried and told.
+"""`aiogpu doctor` and `aiogpu gpus`: what this machine allows, and what is in it.
 
-One line for each mechanism; what is not well says what that means and what to do.
-What is tried, and how, is `aiogpu.runtime.checks`'s business.
+`doctor` has one line for each mechanism; what is not well says what that means and what
+to do (`aiogpu.runtime.checks`). `gpus` shows the devices and what is on each now
+(`aiogpu.engines.device_report`): a table for a terminal that is wide enough, lines
+elsewhere, JSON for programs. Who holds which share is known to the node that programs
+share, if one runs, and to any other node's own program.
 """
 
 from __future__ import annotations

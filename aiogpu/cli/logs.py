@@ -1,4 +1,7 @@
-"""The lines of a log, oldest first, across the files that it was turned into."""
+"""`aiogpu logs`: what tasks have printed on the node, and what the node says itself.
+
+The lines of a log come oldest first, across the files that it was rotated into.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The three standard streams of the `aiogpu` command, whatever it was started with.
+"""The `aiogpu` command: finds the subcommand and ends with the right exit code.
 
-Each of them may be closed, be a pipe that nobody reads any more, or a file on a disk
-that is full.
+Subcommands are imported when they are asked for, so that `aiogpu --version` is quick.
+0 is success, 1 a failure, 2 bad input, 130 an interrupt, 141 a pipe that nobody reads.
+Each of the three standard streams may be closed, be a pipe that nobody reads any more,
+or a file on a disk that is full.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""A command that runs as if its user's shell had started it: a process and its tree.
+"""`aiogpu run -- COMMAND`: a command waits its turn for GPUs that others use too.
 
-It stays in the process group in which this one is: what the terminal sends, Ctrl-C or
-Ctrl-Z, the kernel sends to both, and job control is the shell's business with both.
-What others send to this process alone is sent on.
+It holds a lease of the user's node for as long as the command or anything that it has
+started lives. 125 is a failure of this program's own, 124 a turn that has not come in
+time; 126, 127 and all else are as from a shell.
+
+The command stays in the process group in which this one is: what the terminal sends,
+Ctrl-C or Ctrl-Z, the kernel sends to both, and job control is the shell's business with
+both. What others send to this process alone is sent on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`aiogpu start --head`: a node that all programs of this user share.
+"""`aiogpu start --head` and `aiogpu stop`: a node that all programs of a user share.
 
-Options are named as Ray's where they mean the same. What a node is and does is said
-by `aiogpu.daemon`.
+Options are named as Ray's where they mean the same. What a node is and does is said by
+`aiogpu.daemon`.
 """
 
 from __future__ import annotations

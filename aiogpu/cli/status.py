@@ -1,8 +1,9 @@
-"""A `NodeStatus` as JSON has it: the schema that `docs/service-json.md` describes.
+"""`aiogpu status` and `aiogpu list`: who holds what, what waits and why, at one glance.
 
-Names and meanings stay while `VERSION` does; what is new is added, and readers leave
-alone what they do not know. All numbers are in base units: bytes, seconds, whole
-devices. None is for what is not known, or not there.
+As JSON a `NodeStatus` has the schema that `docs/service-json.md` describes. Names and
+meanings stay while `VERSION` does; what is new is added, and readers leave alone what
+they do not know. All numbers are in base units: bytes, seconds, whole devices. None is
+for what is not known, or not there.
 """
 
 from __future__ import annotations

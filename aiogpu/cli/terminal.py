@@ -1,8 +1,8 @@
-"""Rows under columns, in as many columns of a terminal as there are.
+"""What a terminal shows: rows under columns, and a picture that is drawn anew.
 
-What has no room is shortened, then left out, whichever a reader misses least. A cell
-is text and a style; nothing here knows what it says. One of the doors to rich, for
-how wide characters are.
+What has no room is shortened, then left out, whichever a reader misses least. A cell is
+text and a style; nothing here knows what it says. One of the doors to rich, for how
+wide characters are.
 """
 
 from __future__ import annotations

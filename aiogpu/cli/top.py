@@ -1,6 +1,7 @@
-r"""Keys as they are pressed, on a terminal that is given back as it was.
+r"""`aiogpu top`: the running node, live, on the whole screen.
 
-Ctrl-C, Ctrl-Z and Ctrl-\ stay what they are: signals.
+Keys are read as they are pressed, on a terminal that is given back as it was. Ctrl-C,
+Ctrl-Z and Ctrl-\ stay what they are: signals.
 """
 
 from __future__ import annotations

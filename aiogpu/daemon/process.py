@@ -1,4 +1,10 @@
-"""What a node is to be: decided by the command, carried out by the node's process."""
+"""The process that is a node which programs share: opened, met, drained, gone.
+
+Detached, it has no terminal and belongs to no shell; in the foreground it is the
+`aiogpu start --block` command itself. What it is to be is a `Plan`, which the command
+decides. Asked to stop, it lets what runs end for a while; asked twice, it stops at
+once. Door to uvloop.
+"""
 
 from __future__ import annotations
 

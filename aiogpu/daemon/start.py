@@ -1,4 +1,9 @@
-"""The unit by which systemd keeps a node for a user; see systemd.service(5)."""
+"""Starts a node: detached, and waits until it is ready; or by systemd, as a unit.
+
+Detached, it is a fresh interpreter in a session of its own, not a fork: what has
+threads must not fork, and users' programs may ask for a node as well. For the unit see
+systemd.service(5).
+"""
 
 from __future__ import annotations
 
