@@ -16,7 +16,7 @@ from aiogpu.api.actor_class import PendingInterface, face_in, stranger
 from aiogpu.api.blocking import request
 from aiogpu.api.submission import host_beside_loop, may_use
 from aiogpu.client.current import note_passed, passing, take_kept
-from aiogpu.engines.placeholder_spec import site_of
+from aiogpu.client.function_spec import placeholder_site
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
@@ -151,7 +151,7 @@ class ActorLink:
         if not isinstance(found, asyncio.Future):
             return cls.to(session, found, actors)
         called = f"the actor {name!r}"
-        link = cls(session, called, site_of(called))
+        link = cls(session, called, placeholder_site(called))
         link._actors = actors
         link._await(found, PendingInterface(called), missing)
         return link

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.serialization.serializer import RETRY_NONE, Retried, dump_whole
-
-if TYPE_CHECKING:
-    from aiogpu.core.model.request import Request, TaskSpec
-
+from aiogpu.wire.messages import SERIAL
 
 _NO_WINDOWS: Final[Mapping[str, int]] = {}
 
@@ -105,3 +103,15 @@ class Site:
 def new_site_id() -> int:
     """An id for a site; no two sites of this process share one."""
     return next(_site_ids)
+
+
+def placeholder_site(name: str, face: object = None) -> Site:
+    """Return what is known of the class of such an actor.
+
+    Args:
+        name: how errors call it.
+        face: what handles are made of, None where they have come.
+    """
+    spec = TaskSpec(name, Shape(Request()))
+    terms = ActorTerms(SERIAL, {}, {}, face=face)
+    return Site(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)

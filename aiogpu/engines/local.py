@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.engines.recording import Recording
     from aiogpu.observe.recorder import Span
-    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.status import NodeStatus, Program
     from aiogpu.observe.why import Why
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.actors.registry import Actors
     from aiogpu.runtime.callers.leases import LeaseReceiver
+    from aiogpu.runtime.callers.programs import Answer
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import Store
@@ -183,13 +184,12 @@ class LocalEngine:
 
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
-        from aiogpu.engines.server_info import drain_of, programs_of
         from aiogpu.observe.snapshot import snapshot
         from aiogpu.runtime.actors.listing import listed_actors
 
         supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
         pids, notifier = supervisor.pids, driver.notifier
-        programs = programs_of(supervisor.clients)
+        programs = self._programs
         seen = snapshot(driver.scheduler, pids, now, supervisor.observed, programs)
 
         def place_of(actor: Actor) -> tuple[int, int] | None:
@@ -200,12 +200,11 @@ class LocalEngine:
             seen,
             actors=listed_actors(driver.actors.all(), place_of, notifier.client_of),
             failures=notifier.failures.at(time.monotonic()),
-            draining=drain_of(supervisor.clients, now),
+            draining=self._draining(now),
         )
 
     async def why(self, task: int) -> Why | None:
         """Return why a task waits; see `Engine.why`."""
-        from aiogpu.engines.server_info import programs_of
         from aiogpu.observe.why import why
 
         scheduler = self._open_driver.scheduler
@@ -213,8 +212,7 @@ class LocalEngine:
         if record is None:
             return None
         supervisor, now = self._supervisor, self._loop.time()
-        programs = programs_of(supervisor.clients)
-        return why(scheduler, record, supervisor.pids, now, programs)
+        return why(scheduler, record, supervisor.pids, now, self._programs)
 
     async def why_task(self, number: int) -> Why | None:
         """The same; see `Engine.why_task`."""
@@ -238,7 +236,7 @@ class LocalEngine:
             OptionError: a resource is limited that the node does not have.
         """
         from aiogpu.engines.recording import Recording
-        from aiogpu.engines.server_info import answers_of, premises_of
+        from aiogpu.engines.server_info import premises_of
 
         supervisor = self._supervisor
         self._recording = Recording(self._open_driver, self._loop, supervisor.pool)
@@ -253,9 +251,49 @@ class LocalEngine:
                 self.store.memory.total,
                 limits,
             ),
-            answers_of(self),
+            self._answers(),
             logs,
         )
+
+    @property
+    def _programs(self) -> dict[int, Program]:
+        """Who has joined, by their numbers."""
+        from aiogpu.observe.status import Program
+
+        clients = self._supervisor.clients
+        found = {} if clients is None else clients.programs
+        return {number: Program(*who) for number, who in found.items()}
+
+    def _draining(self, now: float) -> float | None:
+        """Seconds that what runs has, if the node is being stopped; None if not."""
+        clients = self._supervisor.clients
+        ends_at = None if clients is None else clients.ends_at
+        return None if ends_at is None else max(0.0, ends_at - now)
+
+    def _answers(self) -> Mapping[str, Answer]:
+        """What other programs can ask of the node, by what it is called."""
+        from aiogpu.wire import messages as names
+
+        async def total(_number: int) -> object:
+            return await self.total()
+
+        async def available(_number: int) -> object:
+            return await self.available()
+
+        async def status(_number: int) -> object:
+            return await self.status()
+
+        async def timeline(_number: int) -> object:
+            return [tuple(span) for span in self.spans()]
+
+        return {
+            names.RESOURCES: total,
+            names.AVAILABLE: available,
+            names.STATUS: status,
+            names.WHY: self.why,
+            names.WHY_TASK: self.why,
+            names.TIMELINE: timeline,
+        }
 
     def spans(self) -> list[Span]:
         """Return what has run where and when, since it lets other programs join."""

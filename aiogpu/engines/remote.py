@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from aiogpu.client.function_spec import placeholder_site
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
-from aiogpu.engines.placeholder_spec import site_of
 from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
@@ -276,7 +276,7 @@ class RemoteActors:
         """An actor of which a handle has come; see `ActorsPort.held`."""
         self._engine.check_open()
         self._engine.hold(actor)
-        return RemoteActor(self._engine, actor, site_of(name))
+        return RemoteActor(self._engine, actor, placeholder_site(name))
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
@@ -314,7 +314,7 @@ class _Sought(FutureReceiver):
 
     def _read(self, payload: bytes) -> RemoteActor:
         identity, of_class, face = load_result(payload)
-        return RemoteActor(self._engine, identity, site_of(of_class, face))
+        return RemoteActor(self._engine, identity, placeholder_site(of_class, face))
 
     def reject(self, failed: Failed) -> None:
         """Nobody has the name, or the node cannot tell."""

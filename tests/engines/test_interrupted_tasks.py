@@ -37,8 +37,9 @@ class Written:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs tasks."""
-    ray = pytest.importorskip("aiogpu.engines.ray")
-    from aiogpu.engines.cluster import loops, work
+    ray = pytest.importorskip("aiogpu.engines.ray.ray_api")
+    from aiogpu.engines.ray import worker_process as loops
+    from aiogpu.engines.ray import worker_process as work
 
     monkeypatch.setattr(ray, "task_id", lambda: "00" * 24)
     monkeypatch.setattr(work, "take_place", lambda *_place: None)
@@ -97,7 +98,7 @@ def run(work: Any, function: Callable[[], Any]) -> Any:
 
 def outcome(work: Any, function: Callable[[], Any]) -> str:
     """How a task ends."""
-    from aiogpu.engines.cluster.failure import TaskFailure
+    from aiogpu.engines.ray.errors import TaskFailure
 
     try:
         run(work, function)
@@ -115,7 +116,9 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
     task: Callable[[], Any], work: Any
 ) -> None:
     """The next task in that worker is none the worse for it."""
-    from aiogpu.engines.cluster import host, interrupts, loops
+    from aiogpu.engines.ray import cancellation as interrupts
+    from aiogpu.engines.ray import worker_process as host
+    from aiogpu.engines.ray import worker_process as loops
 
     modules = (work, host, interrupts, loops, asyncio.base_events, asyncio.runners)
     files = frozenset(module.__file__ for module in modules)
@@ -137,7 +140,7 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
 def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(
     work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from aiogpu.engines.cluster.calls import Calls
+    from aiogpu.engines.ray.tasks import Calls
 
     loop = asyncio.new_event_loop()
     calls, done = Calls(loop), []
@@ -157,8 +160,8 @@ def test_a_cancelled_call_of_an_actor_ends_no_code_that_runs_its_loop(
     work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop is the actor's: all its later calls wait on it."""
-    from aiogpu.engines.cluster import cancels
-    from aiogpu.engines.cluster.interrupts import interrupts
+    from aiogpu.engines.ray import cancellation as cancels
+    from aiogpu.engines.ray.cancellation import interrupts
 
     heard = cancels.Cancels(f"of-test-{os.getpid()}")
     monkeypatch.setattr(heard, "_is_running", lambda: True)

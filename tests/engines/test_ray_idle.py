@@ -42,7 +42,7 @@ class Leaving:
 
     def waiting(self) -> int:
         """How many calls have not ended, as this process sees it."""
-        from aiogpu.engines.cluster import host
+        from aiogpu.engines.ray import worker_process as host
 
         return sum(len(engine.calls.live) for engine in host._engines.values())
 

@@ -13,9 +13,9 @@ from aiogpu.core.model.units import UNIT
 from aiogpu.errors import InfeasibleError
 
 pytest.importorskip("ray", reason="Ray is not installed here")
-from aiogpu.engines.cluster import overview as module
-from aiogpu.engines.cluster.census import Node
-from aiogpu.engines.cluster.overview import Overview
+from aiogpu.engines.ray import status as module
+from aiogpu.engines.ray.ray_api import Node
+from aiogpu.engines.ray.status import Overview
 
 pytestmark = pytest.mark.ray
 

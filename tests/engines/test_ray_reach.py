@@ -8,13 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aiogpu.engines.cluster import reach
-from aiogpu.engines.cluster.reach import (
-    GREETING,
-    answers,
-    check_reachable,
-    place_of,
-)
+from aiogpu.engines.ray import cluster as reach
+from aiogpu.engines.ray.cluster import GREETING, answers, check_reachable, place_of
 from aiogpu.errors import NodeError
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -33,7 +33,7 @@ async def test_cancelling_never_has_the_loop_wait(
 ) -> None:
     """While Ray does not say that it has taken a call up, the loop goes on turning."""
     async with aiogpu.init(address="ray", num_cpus=4):
-        from aiogpu.engines import ray
+        from aiogpu.engines.ray import ray_api as ray
 
         slow = v.gated.remote(gate.path, "slow", 1)
         await gate.entered("slow")

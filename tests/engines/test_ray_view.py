@@ -9,17 +9,17 @@ import pytest
 
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import UNIT
-from aiogpu.engines.cluster.capacity import (
+from aiogpu.engines.ray.ray_api import Node, Survey, has_types, survey_of
+from aiogpu.engines.ray.status import (
     amounts,
     at_once,
     fits_one,
     kinds,
     lacking,
+    status_of,
     told,
+    why,
 )
-from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
-from aiogpu.engines.cluster.picture import status_of
-from aiogpu.engines.cluster.waiting import why
 
 GPU_1 = Request.of({"CPU": UNIT}, {"GPU": UNIT})
 GPU_4 = Request.of({"CPU": UNIT}, {"GPU": 4 * UNIT})

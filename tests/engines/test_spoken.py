@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.engines.cluster.spoken import spoken, understood
+from aiogpu.engines.ray.actors import spoken, understood
 
 
 @given(

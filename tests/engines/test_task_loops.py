@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import pytest
 
-from aiogpu.engines.cluster import interrupts as interrupting
-from aiogpu.engines.cluster import loops
-from aiogpu.engines.cluster.interrupts import interrupts
-from aiogpu.engines.cluster.loops import TaskLoop
+from aiogpu.engines.ray import cancellation as interrupting
+from aiogpu.engines.ray import worker_process as loops
+from aiogpu.engines.ray.cancellation import interrupts
+from aiogpu.engines.ray.worker_process import TaskLoop
 from tests.engines.tripwire import Tripwire
 
 OWN_CODE: Final = frozenset(

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from aiogpu.engines.cluster import turns
-from aiogpu.engines.cluster.turns import Numbers, Turns
+from aiogpu.engines.ray import actors as turns
+from aiogpu.engines.ray.actors import Numbers, Turns
 
 
 async def begun(numbers: list[int], all_turns: Turns) -> list[int]:

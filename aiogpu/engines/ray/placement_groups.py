@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiogpu.core.model.request import (
     ANY,
@@ -21,10 +21,11 @@ from aiogpu.core.model.request import (
 )
 from aiogpu.core.model.units import TYPE_PREFIX, TYPE_SHARE
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
-from aiogpu.engines import ray
-from aiogpu.engines.cluster.calls import Live
-from aiogpu.engines.cluster.failure import died_of
-from aiogpu.engines.cluster.terms import bundle_of, check_priority
+from aiogpu.engines.ray import ray_api as ray
+from aiogpu.engines.ray.errors import died_of
+from aiogpu.engines.ray.options import bundle_of, check_priority
+from aiogpu.engines.ray.status import ClusterPort
+from aiogpu.engines.ray.tasks import Live
 from aiogpu.errors import (
     AiogpuError,
     InfeasibleError,
@@ -37,7 +38,7 @@ from aiogpu.runtime.callers.leases import removed
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
     from aiogpu.client.interface import Receiver
-    from aiogpu.engines.cluster.engine import RayEngine
+
 
 KNOWN: Final = 1024
 """Groups that were found by their names and are remembered."""
@@ -65,6 +66,28 @@ class Own:
         self.receiver = receiver
 
 
+class GroupActors(Protocol):
+    """The actors of an engine, some of which may live in a placement."""
+
+    def evict(self, placement_group: PlacementGroupSpec) -> None:
+        """A placement was removed: who lives in it ends."""
+        ...
+
+
+class GroupEngine(ClusterPort, Protocol):
+    """What placements ask of their engine."""
+
+    @property
+    def has_actors(self) -> bool:
+        """True if anybody has asked for its actors."""
+        ...
+
+    @property
+    def actors(self) -> GroupActors:
+        """Its actors."""
+        ...
+
+
 class Placements:
     """See above, for one engine.
 
@@ -72,7 +95,7 @@ class Placements:
         own: those that were asked for here, by number.
     """
 
-    def __init__(self, engine: RayEngine) -> None:
+    def __init__(self, engine: GroupEngine) -> None:
         self.own: dict[int, Own] = {}
         self._engine = engine
         self._groups: dict[str, Any] = {}

@@ -1,38 +1,182 @@
-"""Values to which handles refer, as one process of a program on Ray knows them.
+"""Payloads and values as Ray keeps and carries them.
 
-A value is an object in Ray's store, or a small payload that is here, or the reason why
-there is none; or it is promised, while its task is still to be started. Ids are drawn
-so that no two processes give the same one.
+A plain payload is bytes to Ray as well. What is more, a pickle with buffers beside it
+or handles in it, goes as one object whose buffers Ray leaves in its shared memory, and
+whose handles it sees, so that it counts who holds what. A `Shared` is a value that
+handles in several processes stand for.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from aiogpu.engines import ray
-from aiogpu.engines.cluster.failure import OWN_FRAMES
-from aiogpu.engines.cluster.payload import (
-    Broken,
-    Carried,
-    Stored,
-    Terms,
-    kept_in,
-    made,
-    stored,
-)
+from aiogpu.engines.ray import ray_api as ray
+from aiogpu.engines.ray.errors import OWN_FRAMES
 from aiogpu.errors import ProtocolError, TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
-from aiogpu.serialization.payload import Contents
+from aiogpu.serialization.payload import MARK, Contents, Payload
+from aiogpu.serialization.references import PickledValue
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
-    from aiogpu.engines.ray import Handle, Ref
+    from aiogpu.engines.ray.ray_api import Handle, Ref
+
+
+Terms = tuple[str, Mapping[str, int], Mapping[str, str]]
+"""How the calls of an actor are run: `mode`, `limits`, `groups` of `ActorTerms`."""
+
+
+Passed = tuple[int, "Handle", Terms]
+"""An actor of which a handle goes along: its id, Ray's handle, and how it is called."""
+
+
+IN_STORE: Final = 1
+"""In place of a segment's id: the pickle and its buffers are in Ray's store."""
+
+
+class Stored:
+    """See above.
+
+    Attributes:
+        stream: the pickle.
+        buffers: what was left out of it.
+        references: the values to which it holds handles, by their ids.
+        actors: the same for actors, with what it takes to call them.
+    """
+
+    __slots__ = ("actors", "buffers", "references", "stream")
+
+    def __init__(
+        self,
+        stream: bytes,
+        buffers: Sequence[Any] = (),
+        references: tuple[tuple[int, Ref], ...] = (),
+        actors: tuple[Passed, ...] = (),
+    ) -> None:
+        self.stream = stream
+        self.buffers = buffers
+        self.references = references
+        self.actors = actors
+
+    def __repr__(self) -> str:
+        return f"<Stored {len(self.stream)} bytes, {len(self.buffers)} buffers>"
+
+    def __reduce__(self) -> tuple[type[Stored], tuple[object, ...]]:
+        apart = [PickleBuffer(buffer) for buffer in self.buffers]
+        return Stored, (self.stream, apart, self.references, self.actors)
+
+
+class Broken:
+    """Stands in the store for a value that will never be there.
+
+    Attributes:
+        fields: why, as a `Failed` says it.
+    """
+
+    __slots__ = ("fields",)
+
+    def __init__(self, fields: tuple[Any, ...]) -> None:
+        self.fields = fields
+
+    def __reduce__(self) -> tuple[type[Broken], tuple[object, ...]]:
+        return Broken, (self.fields,)
+
+
+class Carried:
+    """An actor to which a pickle holds a handle: Ray's goes along, as a holder too.
+
+    Attributes:
+        id: of the actor.
+        handle: Ray's own.
+        terms: how it is called.
+    """
+
+    __slots__ = ("handle", "id", "terms")
+
+    def __init__(self, identity: int, handle: Handle, terms: Terms) -> None:
+        self.id = identity
+        self.handle = handle
+        self.terms = terms
+
+    def __repr__(self) -> str:
+        return f"<Carried {self.id}>"
+
+
+class Kept:
+    """What a payload of this process is to Ray; the payload's `source`.
+
+    Attributes:
+        ref: of the same in Ray's store, None if it is not there.
+        references: the values to which the pickle holds handles.
+        actors: those to which it does.
+    """
+
+    __slots__ = ("actors", "ref", "references")
+
+    def __init__(
+        self,
+        ref: Ref | None,
+        references: tuple[Shared, ...],
+        actors: tuple[Carried, ...],
+    ) -> None:
+        self.ref = ref
+        self.references = references
+        self.actors = actors
+
+    def __repr__(self) -> str:
+        return f"<Kept {self.ref}>"
+
+    def views(self, _contents: Contents) -> list[memoryview]:
+        """The pickle and its buffers, out of the store; see `Source`."""
+        found: Stored = ray.fetched(self.ref)
+        return [memoryview(found.stream), *(memoryview(one) for one in found.buffers)]
+
+
+def made(
+    contents: Contents,
+    references: Sequence[Shared | Carried] = (),
+    needs: tuple[Shared, ...] = (),
+    ref: Ref | None = None,
+) -> Payload:
+    """A payload of this process that is more than a pickle.
+
+    Args:
+        contents: what it says.
+        references: what the handles in the pickle stand for.
+        needs: the values that are arguments.
+        ref: of the same in Ray's store.
+    """
+    actors = tuple(one for one in references if isinstance(one, Carried))
+    values = tuple(one for one in references if not isinstance(one, Carried))
+    kept = Kept(ref, values, actors)
+    return Payload.of(contents, (*references,), kept, needs, MARK)
+
+
+def kept_in(payload: bytes | None) -> Kept | None:
+    """Return what a payload is to Ray; None if it is a pickle, which says it all."""
+    source = payload.source if type(payload) is Payload else None
+    return source if isinstance(source, Kept) else None
+
+
+def stored(payload: bytes) -> Any:
+    """A payload that is not in Ray's store, as Ray gets it: without its arguments."""
+    kept = kept_in(payload)
+    if kept is None:
+        return payload
+    contents = payload.contents  # type: ignore[attr-defined]
+    references = tuple((one.id, one.as_ref()) for one in kept.references)
+    actors = tuple((one.id, one.handle, one.terms) for one in kept.actors)
+    return Stored(contents.stream, contents.buffers, references, actors)
+
 
 _ids: Final = count(secrets.randbits(40) << 22 | 1)
+
+
 _known: Final[WeakValueDictionary[int, Shared]] = WeakValueDictionary()
 
 
@@ -201,11 +345,28 @@ def outlive() -> None:
 
 met: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
 """Ray's handles of actors that have come to this process, by the actors' ids."""
+
+
 terms_met: Final[WeakKeyDictionary[Any, Terms]] = WeakKeyDictionary()
 """How these are called, as far as their handles have brought it along."""
+
+
 _kept_by_forks: Final[list[Any]] = []
 
 
 def failure_in(found: Any) -> Failed | None:
     """Return why there is no value, if that is what has come."""
     return Failed(*found.fields) if isinstance(found, Broken) else None
+
+
+def packed_here(outgoing: PickledValue) -> Payload:
+    """A payload that refers to the sender's own buffers: it is to be sent at once."""
+    references: tuple[Any, ...] = tuple(outgoing.references)
+    contents = Contents(
+        outgoing.stream,
+        buffers=tuple(outgoing.buffers),  # type: ignore[arg-type]
+        places=outgoing.places,
+        returns=outgoing.returns,
+    )
+    needs: tuple[Any, ...] = tuple(one.share() for one in outgoing.handles)
+    return made(contents, references, needs)

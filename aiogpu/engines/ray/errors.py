@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.scheduler.placement_groups import REMOVED
-from aiogpu.engines import ray
+from aiogpu.engines.ray import ray_api as ray
 from aiogpu.errors import (
     ActorDiedError,
     InfeasibleError,
@@ -30,6 +30,7 @@ from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
+
 
 OWN_FRAMES: Final = "/aiogpu/engines/"
 """Marks frames that a user's traceback leaves out."""

@@ -1,42 +1,214 @@
-"""A program's tie to its cluster: made when first needed, undone with the last user.
+"""Joining a cluster, starting one, leaving it; and whether its head is still there.
 
-A process has one tie to Ray, whichever of its event loops use it. Ray starts its
-servers so that they end with the thread that has started them; so that thread is kept.
+Ray tries for long to reach a cluster, so it is asked first whether one answers there:
+Ray's servers speak HTTP/2, and whoever listens sends the first frame of it. Ray waits
+for a head that has gone, its calls without end; and after a minute it ends the program.
+So the head is looked for (`Pulse`), and a cluster that has lost it is left in time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
-from aiogpu.engines import ray
 from aiogpu.engines.base import CLIENT, NodeOptions, no_client
-from aiogpu.engines.cluster.asking import OneThread, begun, unless_left
-from aiogpu.engines.cluster.reach import (
-    CLUSTER_PORT,
-    TOKENS,
-    check_reachable,
-    place_of,
-)
+from aiogpu.engines.ray import ray_api as ray
+from aiogpu.engines.ray.ray_api import OneThread, begun, unless_left
 from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
+
+REACHABLE: Final = 10.0
+"""Seconds in which a server must say something."""
+
+
+CLUSTER_PORT: Final = 6379
+"""Where a cluster's own server listens unless told otherwise."""
+
+
+HEADER: Final = 9
+"""Bytes of a frame's header; the fourth is its kind."""
+
+
+SETTINGS: Final = 4
+"""The kind of a server's first frame."""
+
+
+GREETING: Final = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, SETTINGS)) + bytes(5)
+)
+"""What a client begins with."""
+
+
+TOKENS: Final = (
+    "the cluster has tokens, and this program sends none of them. Start it with "
+    "RAY_AUTH_MODE=token in its environment, and the cluster's token in "
+    "RAY_AUTH_TOKEN, or in ~/.ray/auth_token."
+)
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """The host and port that an address names.
+
+    Raises:
+        NodeError: it names none.
+    """
+    parts = urlsplit(f"//{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        raise NodeError(
+            f"RAY_ADDRESS={address!r} names no host and port; write "
+            f"host:{CLUSTER_PORT}, as `ray start --head` has printed it."
+        )
+    return host, port
+
+
+async def check_reachable(address: str) -> None:
+    """Make sure that a cluster answers there, in a bounded time.
+
+    Raises:
+        NodeError: says what is there instead.
+    """
+    host, port = place_of(address)
+    said = await answers(host, port, REACHABLE)
+    if said is not None:
+        raise NodeError(
+            f"init(address='ray') with RAY_ADDRESS={address!r}: no Ray cluster answers "
+            f"at {host}:{port}: {said}. Is its head started, by `ray start --head "
+            f"--port={port}`? One that has just been started takes some seconds to "
+            f"listen."
+        )
+
+
+def _is_encrypted() -> bool:
+    """Whether Ray was told to use certificates; only it can speak to the server."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+async def answers(host: str, port: int, seconds: float) -> str | None:
+    """Return what keeps a server of Ray's from being there; None if one is."""
+    doing = "no answer"
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection(host, port)
+            doing = "it accepts connections and says nothing"
+            try:
+                return None if _is_encrypted() else await _greeted(reader, writer)
+            finally:
+                await _closed(writer)
+    except TimeoutError:
+        return f"{doing} within {seconds:g} s"
+    except OSError as error:
+        return str(error) or type(error).__name__
+
+
+async def _greeted(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> str | None:
+    writer.write(GREETING)
+    said = b""
+    while len(said) < HEADER and (more := await reader.read(HEADER - len(said))):
+        said += more
+    if len(said) == HEADER and said[3] == SETTINGS:
+        return None
+    if not said:
+        return "it closes the connection at once"
+    return f"what listens there is not Ray, and says {said!r}"
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+BEAT: Final = 2.0
+"""Seconds between two looks."""
+
+
+LOST_AFTER: Final = 30.0
+"""Seconds without a head after which it is given up; one that restarts is back then.
+
+Ray's own limit is 60 s, and to leave such a cluster takes up to 20 s.
+"""
+
+
+class Pulse:
+    """See above, for one event loop.
+
+    Attributes:
+        is_missed: whether it did not answer when it was looked for last.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        on_lost: Callable[[], object],
+        on_beat: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._on_lost = on_lost
+        self._on_beat = on_beat
+        self._task: asyncio.Task[None] | None = None
+        self.is_missed = False
+
+    def __repr__(self) -> str:
+        return f"<Pulse of {self._host}:{self._port}>"
+
+    def begin(self) -> None:
+        """Look for it from now on."""
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    def end(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        seen = loop.time()
+        while loop.time() - seen < LOST_AFTER:
+            said = await answers(self._host, self._port, LOST_AFTER / 3)
+            self.is_missed = said is not None
+            if not self.is_missed:
+                seen = loop.time()
+                await self._on_beat()
+            await asyncio.sleep(BEAT)
+        self._task = None
+        self._on_lost()
+
 
 T = TypeVar("T")
 
+
 JOINING: Final = 120.0
 """Seconds in which a cluster that answers was joined: five, or fifty if it is busy."""
+
+
 LEAVING: Final = 60.0
 """Seconds in which a cluster that was lost is left; Ray itself takes up to 20."""
+
+
 LOGS: Final = "logs"
 """What is kept of the files of a cluster that was started here."""
+
+
 NODE_OPTIONS: Final = ("num_cpus", "num_gpus", "resources", "object_memory")
 """What a cluster that is started here may be told."""
+
+
 OF_PROGRAMS: Final = frozenset({"log_to_driver", "cancel_grace"})
 """What a program may say that joins a cluster."""
 

@@ -1,6 +1,6 @@
-"""A Ray cluster as an engine: Ray places, moves and heals; the faces stay as they are.
+"""A Ray cluster as an engine: Ray places, moves and heals; the API stays as it is.
 
-What is asked goes to Ray at once, and its ends come back by `calls`. What Ray does not
+What is asked goes to Ray at once, and its ends come back by `Calls`. What Ray does not
 do by itself is done here: a handle that nobody awaits any more is cancelled on the
 cluster, a timeout counts from `.remote()`, and what can never run is refused.
 """
@@ -8,37 +8,346 @@ cluster, a timeout counts from `.remote()`, and what can never run is refused.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.cluster.calls import Calls, Live
-from aiogpu.engines.cluster.failure import packed
-from aiogpu.engines.cluster.functions import Functions
-from aiogpu.engines.cluster.infeasible import InfeasibleCalls
-from aiogpu.engines.cluster.membership import Membership
-from aiogpu.engines.cluster.overview import Overview
-from aiogpu.engines.cluster.payload import kept_in, stored
-from aiogpu.engines.cluster.placements import Placements
-from aiogpu.engines.cluster.pulse import BEAT, LOST_AFTER, Pulse
-from aiogpu.engines.cluster.questions import Questions
-from aiogpu.engines.cluster.shared import outlive
-from aiogpu.engines.cluster.streams import Inflow
-from aiogpu.engines.cluster.terms import check_possible
-from aiogpu.engines.cluster.values import ClusterValues
-from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
+from aiogpu.engines.ray import ray_api as ray
+from aiogpu.engines.ray.cluster import BEAT, LOST_AFTER, Membership, Pulse
+from aiogpu.engines.ray.errors import packed
+from aiogpu.engines.ray.options import RemoteCode, Work, check_possible, options_of_task
+from aiogpu.engines.ray.placement_groups import Placements
+from aiogpu.engines.ray.status import Overview, Questions
+from aiogpu.engines.ray.tasks import Calls, Inflow, Live
+from aiogpu.engines.ray.values import (
+    IN_STORE,
+    Shared,
+    kept_in,
+    known,
+    outlive,
+    packed_here,
+    shared_of,
+    stored,
+)
+from aiogpu.errors import (
+    InfeasibleError,
+    MisuseError,
+    NodeClosedError,
+    NodeDiedError,
+    TaskCancelledError,
+)
 from aiogpu.runtime.pending_tasks import Call
-from aiogpu.serialization.exceptions import RAISED
+from aiogpu.serialization.exceptions import RAISED, pack_own_error
+from aiogpu.serialization.references import PickledValue
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from aiogpu.client.function_spec import Site
     from aiogpu.client.interface import Receiver
-    from aiogpu.engines.cluster.actors import ClusterActors
+    from aiogpu.core.model.request import Request
+    from aiogpu.engines.ray.actors import ClusterActors
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.serialization.references import PickledValue
     from aiogpu.wire.messages import Failed
+
+
+SITES: Final = 1024
+"""Functions that are kept ready; beyond, Ray is told of the oldest anew."""
+
+
+class Functions:
+    """See above, for one engine."""
+
+    def __init__(
+        self, placements: Placements, overview: Overview, code: RemoteCode
+    ) -> None:
+        self._code = code
+        self._placements = placements
+        self._overview = overview
+        self._sent: dict[int, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"<Functions {len(self._sent)}>"
+
+    def of(self, site: Site) -> Any:
+        """Return what Ray knows a site by."""
+        found = self._sent.get(site.id)
+        if found is None:
+            work = Work(site, self._overview.kinds())
+            run = (self._code.streamer if site.window else self._code.runner)(work)
+            if len(self._sent) >= SITES:
+                del self._sent[next(iter(self._sent))]
+            request = site.spec.shape.request
+            options = self._placements.placed(options_of_task(site), request)
+            found = self._sent[site.id] = ray.function(run, options)
+        return found
+
+
+GIVE_UP_AFTER: Final = 300.0
+"""Seconds without a node that fits, after which waiting calls fail."""
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+class InfeasibleCalls:
+    """The calls of one engine that no node fits any more, and since when."""
+
+    def __init__(self, engine: RayEngine) -> None:
+        self._engine = engine
+        self._since: dict[int, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<InfeasibleCalls {len(self._since)}>"
+
+    def check(self, *, has_lost: bool) -> None:
+        """Warn of calls that no node fits any more; fail those that waited too long.
+
+        Args:
+            has_lost: whether a node has left since the last check.
+        """
+        if not has_lost and not self._since:
+            return
+        engine = self._engine
+        now, overview = engine.loop.time(), engine.overview
+        fitting: dict[Request, bool] = {}
+        since: dict[int, float] = {}
+        warned: set[tuple[str, Request]] = set()
+        for number, live in list(engine.calls.live.items()):
+            request = live.request
+            if request is None:
+                continue
+            if request not in fitting:
+                fitting[request] = overview.fits(request)
+            if fitting[request]:
+                continue
+            since[number] = self._since.get(number, now)
+            if number not in self._since and (live.name, request) not in warned:
+                warned.add((live.name, request))
+                self._warn(live.name, request)
+        self._since = since
+        if not overview.grows:
+            for number in [one for one in since if now - since[one] >= GIVE_UP_AFTER]:
+                self._fail(number)
+
+    def _warn(self, name: str, request: Request) -> None:
+        overview = self._engine.overview
+        then = f"It fails after {GIVE_UP_AFTER:g} s unless such a node joins."
+        if overview.grows:
+            then = "It waits for the cluster's autoscaler to start one."
+        _log.warning(
+            "%s asks for %s, and the last node of the Ray cluster that could give it "
+            "has left: %s. %s",
+            *(name, request, overview.lacking(request), then),
+        )
+
+    def _fail(self, number: int) -> None:
+        engine = self._engine
+        del self._since[number]
+        live = engine.calls.live.get(number)
+        if live is None or live.request is None:
+            return
+        error = InfeasibleError(
+            f"{live.name} asks for {live.request}, and no node of this Ray cluster "
+            f"could give it for {GIVE_UP_AFTER:g} s, since the last one that could has "
+            f"left: {engine.overview.lacking(live.request)}. Ask for less, or add a "
+            f"node."
+        )
+        if live.actor:
+            engine.actors.give_up(live.actor, error)
+            return
+        receiver = live.receiver
+        engine.cancel(number)
+        if receiver is not None:
+            receiver.fail(error)
+        engine.far.forsake(live, error)
+
+
+class ClusterValues:
+    """See above."""
+
+    def __init__(self, engine: RayEngine) -> None:
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"<ClusterValues of {self._engine!r}>"
+
+    @property
+    def far(self) -> ClusterValues:
+        """Whose way to values this is."""
+        return self
+
+    @property
+    def loans(self) -> ClusterValues:
+        """What was lent to this process."""
+        return self
+
+    @property
+    def shares(self) -> ClusterValues:
+        """What it gives to others."""
+        return self
+
+    @property
+    def link(self) -> ClusterValues:
+        """The way to values."""
+        return self
+
+    @property
+    def loop(self) -> AbstractEventLoop:
+        """The event loop."""
+        return self._engine.loop
+
+    def loan(self, identity: int) -> Shared:
+        """The value to which a handle is being unpickled."""
+        return known(identity)
+
+    def share(self, handle: Any) -> Shared:
+        """Return what others refer to who are given a handle."""
+        calls = self._engine.calls
+        shared = shared_of(handle, calls.ref_of)
+        self._note(handle, shared)
+        if shared.is_promised:
+            # It waits itself for what it was given.
+            def settle() -> None:
+                shared.take_over(shared_of(handle, calls.ref_of))
+
+            calls.when_sent(handle.child, settle)
+        return shared
+
+    def promise(self) -> Shared:
+        """The same before its task is started."""
+        return Shared()
+
+    def keep(self, shared: Shared, handle: Any) -> None:
+        """The task of what was promised is started."""
+        known_by_now = self.share(handle)
+        self._note(handle, shared)
+        known_by_now.when_known(lambda: shared.take_over(known_by_now))
+
+    def _note(self, handle: Any, shared: Shared) -> None:
+        """Have it forsaken with its call."""
+        live = self._engine.calls.live.get(handle.child)
+        if live is not None:
+            live.shares.append(shared)
+
+    def fail(self, shared: Shared, error: BaseException) -> None:
+        """The task of what was promised is never started."""
+        shared.fail(error)
+
+    def drop(self, child: int, shared: Shared) -> None:
+        """One of several results is cancelled: who needs it is told.
+
+        Calls of other processes that were sent it already are given it.
+        """
+        error = TaskCancelledError("one of several results was cancelled.")
+        shared.forsake(error)
+        live = self._engine.calls.live.get(child)
+        if live is not None:
+            self.forsake(live, error, shared.part)
+
+    def forsake(self, live: Live, error: Exception, part: int = -1) -> None:
+        """A call's results will not be wanted any more, or one of them.
+
+        What was sent to Ray and needs them is told at once, and stopped: Ray would
+        tell it in other words, or not at all.
+        """
+        failed = pack_own_error(error)
+        forsaken = [(live, part)]
+        while forsaken:
+            one, part = forsaken.pop()
+            for shared in one.shares:
+                if part in (-1, shared.part):
+                    shared.forsake(error)
+            for number, needed in one.needed_by:
+                dependent = self._engine.calls.live.get(number)
+                if dependent is None or part not in (-1, needed):
+                    continue
+                forsaken.append((dependent, -1))
+                receiver = dependent.receiver
+                self._engine.cancel(number)
+                if receiver is not None:
+                    receiver.reject(failed)
+
+    def put(self, payload: bytes) -> Shared:
+        """Have a value kept."""
+        shared = Shared()
+        shared.take(payload)
+        return shared
+
+    def fetch(self, value: int, receiver: Any) -> int:
+        """Ask for a value; gives the question's number."""
+        shared, calls = known(value), self._engine.calls
+        live = Live("a value", receiver, self.loop.time())
+        number = calls.begin(live)
+        fetch = partial(self._fetch, shared, number)
+        if shared.failed is None and shared.payload is None and shared.ref is not None:
+            fetch()
+        else:
+            # Not at once: whoever asks notes the number first.
+            calls.post(lambda: shared.when_known(fetch))
+        return number
+
+    def _fetch(self, shared: Shared, number: int) -> None:
+        calls = self._engine.calls
+        live = calls.live.get(number)
+        if live is None:
+            return
+        failed, payload = shared.failed, shared.payload
+        if failed is not None:
+            calls.end(number, lambda receiver: receiver.reject(failed))
+        elif payload is not None:
+            calls.end(number, lambda receiver: receiver.receive(payload))
+        else:
+            live.is_borrowed = True
+            calls.watch(number, (shared.as_ref(),))
+
+    def discard(self, value: int) -> None:
+        """Nobody wants a value any more: stop whoever makes it."""
+        shared = known(value)
+        if shared.ref is not None:
+            self._engine.calls.cancelling.cancel(shared.ref)
+
+    def cancel(self, task: int) -> None:
+        """Nobody wants an answer any more."""
+        self._engine.cancel(task)
+
+    async def why(self, name: str, task: int) -> Why:
+        """Say why a task waits."""
+        from aiogpu.observe.why import Why
+
+        return await self._engine.why(task) or Why(name, task, "ended")
+
+    def begin_wait(self, task: int) -> None:
+        """Some code waits for a task: the loop itself tells Ray so, when it is idle."""
+
+    def end_wait(self, task: int) -> None:
+        """It waits no longer."""
+
+    def settle(self, task: int) -> None:
+        """A task has ended."""
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make the payload of what this process sends; see `Engine.pack`.
+
+        What is large goes into Ray's store at once, so that it is what it was now.
+        """
+        payload = packed_here(outgoing)
+        kept = kept_in(payload)
+        assert kept is not None, payload
+        is_late = any(one.is_promised for one in kept.references)
+        if outgoing.is_large and self._engine.is_open and not is_late:
+            kept.ref = ray.keep(stored(payload))
+            contents = payload.contents._replace(
+                stream=b"", buffers=(), segment=IN_STORE
+            )
+            payload.contents = contents
+        elif outgoing.buffers:
+            copied = tuple(map(bytes, outgoing.buffers))
+            payload.contents = payload.contents._replace(buffers=copied)
+        return payload
 
 
 class RayEngine(Questions):
@@ -58,7 +367,9 @@ class RayEngine(Questions):
         self,
         options: NodeOptions,
         loop: asyncio.AbstractEventLoop,
+        code: RemoteCode,
     ) -> None:
+        self.code = code
         self.calls = Calls(loop)
         self._far = ClusterValues(self)
         self._membership = Membership(options)
@@ -66,15 +377,15 @@ class RayEngine(Questions):
         self._mark = object()
         super().__init__(Overview(self.calls), loop)
         self.placements = Placements(self)
-        self._functions = Functions(self.placements, self.overview)
+        self._functions = Functions(self.placements, self.overview, code)
         self._actors: ClusterActors | None = None
         self._is_hasty = False
         self._infeasible = InfeasibleCalls(self)
 
     @classmethod
-    def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
+    def inside(cls, loop: asyncio.AbstractEventLoop, code: RemoteCode) -> RayEngine:
         """The engine of a task's own code, in a process that Ray has started."""
-        engine = cls(NodeOptions(), loop)
+        engine = cls(NodeOptions(), loop, code)
         engine.is_open = engine.is_inside = True
         return engine
 
@@ -90,7 +401,7 @@ class RayEngine(Questions):
     def actors(self) -> ClusterActors:
         """The cluster's actors; see `Engine.actors`."""
         if self._actors is None:
-            from aiogpu.engines.cluster.actors import ClusterActors
+            from aiogpu.engines.ray.actors import ClusterActors
 
             self._actors = ClusterActors(self)
         return self._actors

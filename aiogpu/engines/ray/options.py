@@ -7,31 +7,51 @@ that 0.57 would be 0.5699. What it is given is the float that it truncates right
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
-from aiogpu.accelerators.types import AWS_NEURON_CORE
-from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
-from aiogpu.errors import DeviceError, OptionError
-from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
+from aiogpu.core.model.units import CPU, GPU, MEMORY, UNIT
+from aiogpu.engines.ray.errors import RetriedFailure
+from aiogpu.engines.ray.ray_api import NAMESPACE
+from aiogpu.engines.ray.tasks import ahead_at_ray
+from aiogpu.errors import OptionError
+from aiogpu.serialization.serializer import (
+    load_function,
+)
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Define
+from aiogpu.worker.invoke import RetryRules
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import ActorTerms, Site
     from aiogpu.core.model.request import Bundle, Request, TaskSpec
-    from aiogpu.engines.cluster.payload import Terms
+    from aiogpu.engines.ray.values import Terms
 
-NAMESPACE: Final = "aiogpu"
-"""In which names of actors are that were given without a namespace."""
+
+kinds_here: Final[list[str]] = []
+"""The kinds of devices that the cluster has whose task this process is."""
+
+
+_adopted: Final[set[tuple[str, ...]]] = set()
+
+
+_retrying: Final = RetryRules()
+
+
+Place = tuple[str, int]
+"""The node and the process of an actor."""
+
 
 RAY_NOSET: Final = "RAY_EXPERIMENTAL_NOSET_"
 """Ray's own switch, before a variable's name; see `accelerators.listing.NOSET`."""
 
-NEURON: Final = "neuron_cores"
-"""Ray's name, and ours, for the cores of AWS Neuron."""
+
 WAITING: Final = 10_000
 """Calls of an actor with coroutines that wait in it for a place in their group."""
+
+
 CALLS: Final = "aiogpu calls"
 """To Ray, the group of those methods of a threaded actor that name none."""
 
@@ -103,26 +123,6 @@ def bundle_of(bundle: Bundle) -> dict[str, float]:
     }
 
 
-def typed(resources: Mapping[str, float]) -> dict[str, float]:
-    """What a node has, with the type of the devices that Ray does not look for."""
-    of_cores = {TYPE_PREFIX + AWS_NEURON_CORE: 1.0} if NEURON in resources else {}
-    return {**of_cores, **resources}
-
-
-def check_visible(num_gpus: float | None, visible: str | None) -> None:
-    """Refuse to share out more GPUs than a variable lets this machine have.
-
-    Raises:
-        DeviceError: says how many.
-    """
-    named = None if visible is None else [one for one in visible.split(",") if one]
-    if named is not None and num_gpus is not None and num_gpus > len(named):
-        raise DeviceError(
-            f"num_gpus={num_gpus:g}, but CUDA_VISIBLE_DEVICES={visible!r} names "
-            f"{len(named)}: ask for fewer, or unset the variable."
-        )
-
-
 def as_float(parts: int) -> float:
     """The float that Ray, multiplying and truncating, takes for so many parts."""
     whole = parts / UNIT
@@ -142,17 +142,12 @@ def options_of_task(site: Site) -> dict[str, Any]:
         "max_retries": spec.max_retries,
     }
     if site.retried:
-        # Late: what needs Ray comes with it.
-        from aiogpu.engines.cluster.failure import RetriedFailure
-
         options["retry_exceptions"] = [RetriedFailure]
     environ = environ_of(site)
     if environ:
         options["runtime_env"] = {"env_vars": environ}
     if site.window:
         options["num_returns"] = "streaming"
-        from aiogpu.engines.cluster.streams import ahead_at_ray
-
         options["_generator_backpressure_num_objects"] = ahead_at_ray(site.window)
     return options
 
@@ -220,3 +215,101 @@ def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
     if environ:
         options["runtime_env"] = {"env_vars": environ}
     return options
+
+
+def search_path() -> tuple[str, ...]:
+    """Where this program finds its modules, for workers that have these places too."""
+    return tuple(os.path.abspath(place) for place in sys.path)
+
+
+def adopt(places: tuple[str, ...]) -> None:
+    """Find modules where the program does, after where this process does."""
+    if places in _adopted:
+        return
+    _adopted.add(places)
+    there = [one for one in places if one not in sys.path and os.path.exists(one)]
+    sys.path.extend(there)
+
+
+class Work:
+    """A function with what its calls have in common, as it comes to a worker.
+
+    Attributes:
+        name: of the task.
+        resources: what it holds.
+        retried: after which exceptions it is tried again; see `wire.retried`.
+        kinds: the kinds of devices that the cluster has.
+    """
+
+    def __init__(self, site: Site, kinds: tuple[str, ...]) -> None:
+        self.name = site.spec.name
+        self.resources = dict(site.resources)
+        self.retried = site.retried
+        self.kinds = kinds
+        self._places = search_path()
+        self._payload = site.function.payload
+        self._loaded: Callable[..., Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Work {self.name}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loaded": None}
+
+    def load(self) -> Callable[..., Any]:
+        """The function; raises whatever unpickling it raises."""
+        if self._loaded is None:
+            adopt(self._places)
+            self._loaded = load_function(self._payload)
+        return self._loaded
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Return whether the options want it tried again after that."""
+        if not self.retried:
+            return False
+        asked = Define(0, 0, self.name, {}, b"", self.retried)
+        return _retrying.wants(asked, error)
+
+
+class Blueprint:
+    """A class with its options, as it comes to the process of an actor.
+
+    Attributes:
+        name: how errors call the actor.
+        resources: what it holds.
+        limits: by concurrency group, how many coroutines run at once.
+        groups: by method, its group, where it is not the default one.
+        kinds: the kinds of devices that the cluster has.
+    """
+
+    def __init__(self, site: Site, kinds: tuple[str, ...]) -> None:
+        assert site.actor is not None, site
+        self.name = site.spec.name
+        self.resources = dict(site.resources)
+        self.limits = dict(site.actor.limits)
+        self.groups = dict(site.actor.groups)
+        self.kinds = kinds
+        self._payload = site.function.payload
+        self._places = search_path()
+
+    def __repr__(self) -> str:
+        return f"<Blueprint {self.name}>"
+
+    def load(self) -> Any:
+        """The class; raises whatever unpickling it raises."""
+        adopt(self._places)
+        return load_function(self._payload)
+
+
+class RemoteCode(NamedTuple):
+    """What Ray is given to run in its processes, which comes from above the engine.
+
+    Attributes:
+        runner, streamer: make of `Work` the function of a task, or of a generator.
+        plain_actor, async_actor: the classes that host an actor's object.
+    """
+
+    runner: Callable[[Work], Callable[..., Any]]
+    streamer: Callable[[Work], Callable[..., Any]]
+    plain_actor: type
+    async_actor: type

@@ -1,19 +1,25 @@
-"""Ray's only door: what the cluster engine needs of it, in words of ours.
+"""The only door to Ray: what the engine needs of it, in our words.
 
 Nothing of Ray is imported elsewhere, here when a program names a cluster. What is
-called is Ray's documented interface where there is one.
+called is Ray's documented interface where there is one. Questions that take their time
+are asked in a thread (`asked`), so that the event loop goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Final, NamedTuple, TypeVar
 
 import ray
 from ray import exceptions
@@ -21,44 +27,190 @@ from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util import scheduling_strategies as strategies
 
-from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
-from aiogpu.engines.cluster.terms import NAMESPACE, check_visible, typed
-from aiogpu.errors import NodeError
+from aiogpu.accelerators.types import AWS_NEURON_CORE
+from aiogpu.core.model.units import TYPE_PREFIX
+from aiogpu.errors import DeviceError, NodeDiedError, NodeError
+
+NEURON: Final = "neuron_cores"
+"""Ray's name, and ours, for the cores of AWS Neuron."""
+NAMESPACE: Final = "aiogpu"
+"""In which names of actors are that were given without a namespace."""
+
+
+def check_visible(num_gpus: float | None, visible: str | None) -> None:
+    """Refuse to share out more GPUs than a variable lets this machine have.
+
+    Raises:
+        DeviceError: says how many.
+    """
+    named = None if visible is None else [one for one in visible.split(",") if one]
+    if named is not None and num_gpus is not None and num_gpus > len(named):
+        raise DeviceError(
+            f"num_gpus={num_gpus:g}, but CUDA_VISIBLE_DEVICES={visible!r} names "
+            f"{len(named)}: ask for fewer, or unset the variable."
+        )
+
+
+def typed(resources: Mapping[str, float]) -> dict[str, float]:
+    """What a node has, with the type of the devices that Ray does not look for."""
+    of_cores = {TYPE_PREFIX + AWS_NEURON_CORE: 1.0} if NEURON in resources else {}
+    return {**of_cores, **resources}
+
+
+class Node(NamedTuple):
+    """A node that lives.
+
+    Attributes:
+        id: in hexadecimal.
+        host: its machine's name.
+        total: its resources by name.
+        free: what of each nobody has; None where Ray was not asked.
+        labels: what was said of it.
+    """
+
+    id: str
+    host: str
+    total: Mapping[str, float]
+    free: Mapping[str, float] | None
+    labels: Mapping[str, str]
+
+
+class Survey(NamedTuple):
+    """The cluster at one moment.
+
+    Attributes:
+        nodes: those that live.
+        demands: what tasks and actors of all programs ask for that have no place yet,
+            and how many ask for it.
+        coming: nodes that are being started, in words.
+        failed: the last ones that could not be, in words.
+        grows: whether something starts nodes as they are needed.
+    """
+
+    nodes: Sequence[Node]
+    demands: Sequence[tuple[Mapping[str, float], int]]
+    coming: Sequence[str]
+    failed: Sequence[str]
+    grows: bool
+
+
+def survey_of(seen: Any, nodes: Sequence[Node], grows: bool) -> Survey:
+    """The cluster as its status tells it.
+
+    Args:
+        seen: a `ClusterStatus` of Ray's.
+        nodes: those that live.
+        grows: whether something starts nodes as they are needed.
+    """
+    free = {
+        one.node_id: one.available_resources()
+        for one in (*seen.active_nodes, *seen.idle_nodes)
+    }
+    names = [
+        *(f"{one.count} x {one.ray_node_type_name}" for one in seen.pending_launches),
+        *(one.ray_node_type_name for one in seen.pending_nodes),
+    ]
+    return Survey(
+        [node._replace(free=free[node.id]) for node in nodes if node.id in free],
+        [
+            (dict(shape.bundle), shape.count)
+            for demand in seen.resource_demands.ray_task_actor_demand
+            for shape in demand.bundles_by_count
+        ],
+        names,
+        [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
+        grows,
+    )
+
+
+def has_types(told: bytes | None) -> bool:
+    """Return whether what Ray's autoscaler has told names types of nodes that may come.
+
+    It runs beside a cluster without one as well, and mirrors its nodes: then each is of
+    a type of its own.
+    """
+    report = json.loads(told or b"{}").get("autoscaler_report") or {}
+    types = report.get("node_type_mapping") or {}
+    return any(name != f"node_{node}" for node, name in types.items())
+
 
 AUTH_MODE: Final = "RAY_AUTH_MODE"
+
+
 AUTH_TOKEN: Final = "RAY_AUTH_TOKEN"
+
+
 PRIVATE: Final = "AIOGPU_PRIVATE_CLUSTER"
 """Marks the processes of a cluster that was started for a program."""
+
+
 _token: Final = secrets.token_hex(32)
 """Of clusters that this process starts, unless the user has one."""
 
+
 OLDEST: Final = (2, 52)
 """The oldest release that lets an actor close when its last handle goes."""
+
+
 ASKED_FOR: Final = 10
 """Seconds for the cluster to say what there is."""
 
+
 Ref = Any
 """A `ray.ObjectRef`."""
+
+
 Handle = Any
 """A `ray.actor.ActorHandle`."""
 
+
 NOT_FOUND: Final = "Could not find any running Ray instance"
 """What Ray says where no cluster was named and none is there."""
+
+
 RayError: Final = exceptions.RayError
+
+
 TaskFailed: Final = exceptions.RayTaskError
+
+
 Cancelled: Final = exceptions.TaskCancelledError
+
+
 Crashed: Final = exceptions.WorkerCrashedError
+
+
 OutOfMemory: Final = exceptions.OutOfMemoryError
+
+
 ActorGroupRemoved: Final = exceptions.ActorPlacementGroupRemoved
+
+
 GroupRemoved: Final = (exceptions.TaskPlacementGroupRemoved, ActorGroupRemoved)
+
+
 TimedOut: Final = exceptions.GetTimeoutError
+
+
 ActorGone: Final = exceptions.RayActorError
+
+
 NodeGone: Final = exceptions.NodeDiedError
+
+
 ObjectLost: Final = exceptions.ObjectLostError
+
+
 StoreFull: Final = exceptions.ObjectStoreFullError
+
+
 SetupFailed: Final = exceptions.RuntimeEnvSetupError
+
+
 Affinity: Final = strategies.NodeAffinitySchedulingStrategy
 """The strategy that places a task on a node, `Affinity(id, soft=False)`."""
+
+
 Unschedulable: Final = (
     exceptions.TaskUnschedulableError,
     exceptions.ActorUnschedulableError,
@@ -383,3 +535,90 @@ def total() -> dict[str, float]:
 def available() -> dict[str, float]:
     """Return what is free of each; Ray leaves out those of which nothing is."""
     return dict(ray.available_resources())
+
+
+T = TypeVar("T")
+
+
+PATIENCE: Final = 15.0
+"""Seconds in which a cluster that lives has answered."""
+
+
+def begun(call: Callable[[], T]) -> Future[T]:
+    """Return what a call will give that is made in a thread of its own."""
+    answer: Future[T] = Future()
+    Thread(target=_make, args=(call, answer), name="aiogpu-ask", daemon=True).start()
+    return answer
+
+
+class OneThread:
+    """A thread in which calls are made one after the other, until it is ended."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<OneThread {self._thread.name}>"
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Return what a call will give, when those before it have been made."""
+        answer: Future[T] = Future()
+        self._calls.put(partial(_make, call, answer))
+        return answer
+
+    def end(self) -> None:
+        """It ends when the calls have been made that it has."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (make := self._calls.get()) is not None:
+            make()
+
+
+def _make(call: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        found = call()
+    except BaseException as error:  # noqa: BLE001 - whoever asks is told
+        answer.set_exception(error)
+    else:
+        answer.set_result(found)
+
+
+async def asked(call: Callable[[], T], seconds: float = PATIENCE) -> T:
+    """Return what a call gives, while the loop goes on.
+
+    Raises:
+        NodeDiedError: it has given nothing in that time, or failed.
+    """
+    answer = begun(call)
+    waiting = asyncio.wrap_future(unless_left(answer))
+    try:
+        async with asyncio.timeout(seconds):
+            return await waiting
+    except TimeoutError as error:
+        raise NodeDiedError(
+            f"the Ray cluster does not answer within {seconds:g} s."
+        ) from error
+    except Exception as error:
+        raise NodeDiedError(
+            f"the Ray cluster gives no answer: {type(error).__name__}: {error}"
+        ) from error
+
+
+def unless_left(answer: Future[T]) -> Future[T]:
+    """The same for a waiter that may leave, and with it the loop, before it comes."""
+    passed_on: Future[T] = Future()
+
+    def tell(done: Future[T]) -> None:
+        if not passed_on.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is not None:
+            passed_on.set_exception(error)
+        else:
+            passed_on.set_result(done.result())
+
+    answer.add_done_callback(tell)
+    return passed_on

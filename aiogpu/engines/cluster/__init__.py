@@ -1,1 +1,0 @@
-"""A Ray cluster behind the port: what is sent there, and what runs it there."""
