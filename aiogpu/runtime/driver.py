@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.ready import Bucket
     from aiogpu.core.records import TaskRecord
     from aiogpu.runtime.callers.leases import Leases
+    from aiogpu.runtime.devices.binding import NullDeviceRelease
     from aiogpu.runtime.devices.monitor import DeviceMonitor
-    from aiogpu.runtime.devices.null_release import NullDeviceRelease
-    from aiogpu.runtime.devices.probe import Key
+    from aiogpu.runtime.devices.probe_thread import Key
     from aiogpu.runtime.devices.release import DeviceRelease
     from aiogpu.runtime.internal_faults import Faults
     from aiogpu.runtime.objects.values import Value

@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
-from aiogpu.runtime.devices.null_release import NullDeviceRelease
-from aiogpu.runtime.node_directory import remove_directory
-from aiogpu.runtime.zygote.launch import Ground
+from aiogpu.runtime.zygote.launch import Ground, remove_directory
 from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
@@ -209,6 +207,7 @@ class Supervisor:
         """
         assert self._parts is not None
         # Imported while the zygote starts, not before.
+        from aiogpu.runtime.devices.binding import NullDeviceRelease
         from aiogpu.runtime.driver import Driver
         from aiogpu.runtime.objects.store import DescriptorServer
 

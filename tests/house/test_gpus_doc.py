@@ -11,10 +11,15 @@ from aiogpu.accelerators.nvml.health import APPLICATION, xid_in_words
 from aiogpu.accelerators.visible import NONE, Inventory, resolve
 from aiogpu.core.model.request import Device
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
-from aiogpu.runtime.devices.memory_guard import LEFT, OVERHEAD, outgrowth_told
+from aiogpu.runtime.devices.memory_guard import (
+    LEFT,
+    OVERHEAD,
+    THIS_PROGRAM,
+    Use,
+    outgrowth_told,
+)
 from aiogpu.runtime.devices.monitor import CALM, SILENT
 from aiogpu.runtime.devices.probe_thread import EACH, SOONEST
-from aiogpu.runtime.devices.process_attribution import THIS_PROGRAM, Use
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
 from tests.cli.test_gpus import on_stub

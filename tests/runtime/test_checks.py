@@ -18,24 +18,34 @@ from aiogpu.accelerators.visible import Inventory, MigGpu
 from aiogpu.core.model.request import Device
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.cgroup_hierarchy import Place, find_cgroup
-from aiogpu.runtime.checks import cgroups, limits, processes
-from aiogpu.runtime.checks.cgroups import check_cgroup
+from aiogpu.runtime.checks import machine as cgroups
+from aiogpu.runtime.checks import machine as limits
+from aiogpu.runtime.checks import machine as processes
 from aiogpu.runtime.checks.doctor import all_checks
-from aiogpu.runtime.checks.finding import Check, Finding, Level, examine
+from aiogpu.runtime.checks.finding import (
+    Check,
+    Finding,
+    Level,
+    TrialError,
+    examine,
+    try_out,
+)
 from aiogpu.runtime.checks.gpus import check_gpus
-from aiogpu.runtime.checks.imports import check_import
-from aiogpu.runtime.checks.limits import (
+from aiogpu.runtime.checks.machine import (
     _process_limits,
+    check_cgroup,
     check_cpus,
     check_descriptors,
     check_directory,
+    check_kernel,
     check_kernel_log,
     check_memory,
+    check_node,
     check_oom_score,
     check_processes,
+    check_python,
 )
-from aiogpu.runtime.checks.processes import check_kernel, check_node, check_python
-from aiogpu.runtime.checks.trial import TrialError, try_out
+from aiogpu.runtime.checks.node import check_import
 
 OK, WARN, MISSING = Level
 FALSE = "/bin/false"

@@ -16,8 +16,8 @@ from aiogpu.core.model.request import Device, Request
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
-from aiogpu.runtime.devices import inspection
 from aiogpu.runtime.devices import probe_thread as device_thread
+from aiogpu.runtime.devices import probe_thread as inspection
 from aiogpu.runtime.devices import release as module
 from aiogpu.runtime.devices.probe_thread import Desk, DeviceThread
 from aiogpu.runtime.devices.release import DeviceRelease
@@ -147,7 +147,7 @@ async def test_a_busy_device_settles_when_it_is_free() -> None:
 async def test_past_the_limit_it_is_set_aside_and_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.devices.inspection.ASIDE", 0.01)
+    monkeypatch.setattr("aiogpu.runtime.devices.probe_thread.ASIDE", 0.01)
     watch = PaperWatch(BUSY, IDLE)
     heard = listen(watch, limit=0.05)
     assert heard.device_release.end(ONE, PART, [PID])

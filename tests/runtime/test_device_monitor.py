@@ -19,11 +19,9 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Origin
 from aiogpu.observe.status import OtherProcess
 from aiogpu.runtime.devices import monitor as module
-from aiogpu.runtime.devices.inspection import Report
 from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
 from aiogpu.runtime.devices.monitor import CALM, DeviceMonitor
-from aiogpu.runtime.devices.probe import Key
-from aiogpu.runtime.devices.probe_thread import Round
+from aiogpu.runtime.devices.probe_thread import Key, Report, Round
 from tests.until import until
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)

@@ -8,16 +8,16 @@ import pytest
 
 from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.request import Device
-from aiogpu.runtime.devices.inspection import (
+from aiogpu.runtime.devices.probe_thread import (
     ASIDE,
     LATE,
     PAUSES,
     Cleared,
+    DeviceProbe,
     Inspection,
     Report,
     Stuck,
 )
-from aiogpu.runtime.devices.probe import DeviceProbe
 from tests.runtime.paper_watch import PaperWatch
 
 PID, CHILD = 100, 101

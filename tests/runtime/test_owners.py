@@ -9,7 +9,7 @@ import pytest
 from aiogpu.accelerators.base import Sample
 from aiogpu.linux.procfs import Origin
 from aiogpu.observe.status import OtherProcess
-from aiogpu.runtime.devices.process_attribution import (
+from aiogpu.runtime.devices.memory_guard import (
     FOREIGN_IDS,
     THIS_PROGRAM,
     UNLISTED,

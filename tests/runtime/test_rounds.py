@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.request import Device
 from aiogpu.linux.procfs import Origin
-from aiogpu.runtime.devices.probe import DeviceProbe
 from aiogpu.runtime.devices.probe_thread import (
     DEAREST,
     EACH,
     SOONEST,
+    DeviceProbe,
     DeviceSampler,
     Round,
 )

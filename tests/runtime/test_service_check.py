@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime.checks import service
+from aiogpu.runtime.checks import node as service
 from aiogpu.runtime.checks.finding import Finding, Level
-from aiogpu.runtime.checks.service import check_service
+from aiogpu.runtime.checks.node import check_service
 
 STAT = "7 (a) b) S " + " ".join(map(str, range(4, 53)))
 """A process that began at tick 22, as the kernel tells of it."""
@@ -184,10 +184,10 @@ def test_what_is_no_directory(place: Place) -> None:
 def test_logging_out_would_take_it_away(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.checks.service.RUN_USER", str(tmp_path))
+    monkeypatch.setattr("aiogpu.runtime.checks.node.RUN_USER", str(tmp_path))
     monkeypatch.setattr("pwd.getpwuid", lambda _uid: type("E", (), {"pw_name": "me"}))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("aiogpu.runtime.checks.service._directory", lambda _: None)
+    monkeypatch.setattr("aiogpu.runtime.checks.node._directory", lambda _: None)
     with place.bind() as bound:
         bound.listen()
         _, lingers = place.found()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiogpu.core.model.ids import LeaseId, WorkerId
 from aiogpu.core.model.request import Request
 from aiogpu.core.resources.ledger import Lease
-from aiogpu.runtime.devices.null_release import NullDeviceRelease
+from aiogpu.runtime.devices.binding import NullDeviceRelease
 
 
 def test_whoever_has_ended_is_let_go_at_once() -> None:

@@ -35,9 +35,8 @@ from aiogpu.wire.messages import LEASE_MARK
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect, Granted
     from aiogpu.core.model.request import TaskSpec
-    from aiogpu.runtime.devices.binding import Assignment
-    from aiogpu.runtime.devices.null_release import NullDeviceRelease
-    from aiogpu.runtime.devices.probe import Key
+    from aiogpu.runtime.devices.binding import Assignment, NullDeviceRelease
+    from aiogpu.runtime.devices.probe_thread import Key
     from aiogpu.runtime.devices.release import DeviceRelease
 
 

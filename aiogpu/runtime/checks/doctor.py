@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from aiogpu.runtime.checks.cgroups import check_cgroup
 from aiogpu.runtime.checks.finding import Check
 from aiogpu.runtime.checks.gpus import check_gpus
-from aiogpu.runtime.checks.imports import LIBRARIES, LIMIT, check_import
-from aiogpu.runtime.checks.limits import (
+from aiogpu.runtime.checks.machine import (
+    check_cgroup,
     check_cpus,
     check_descriptors,
     check_directory,
+    check_kernel,
     check_kernel_log,
     check_memory,
+    check_node,
     check_oom_score,
     check_processes,
+    check_python,
 )
-from aiogpu.runtime.checks.processes import check_kernel, check_node, check_python
-from aiogpu.runtime.checks.service import check_service
+from aiogpu.runtime.checks.node import LIBRARIES, LIMIT, check_import, check_service
 
 
 def all_checks(*, with_imports: bool = False) -> list[Check]:

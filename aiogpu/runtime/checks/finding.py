@@ -1,11 +1,21 @@
-"""What one look at this machine has shown, and what follows from it for a user."""
+"""What one look at this machine has shown, and what follows from it for a user.
+
+What may hang or end a process is tried in a child of its own (`trial`).
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Level(StrEnum):
@@ -91,3 +101,66 @@ def _failed(check: Check, found: str, means: str) -> Finding:
     level = Level.MISSING if check.is_essential else Level.WARN
     advice = "Please report it, with this line." if check.is_essential else ""
     return Finding(check.name, level, found, means, advice, check.is_essential)
+
+
+class TrialError(Exception):
+    """The trial did not come to its end; the text says why."""
+
+
+def try_out(
+    source: str,
+    *arguments: str,
+    limit: float,
+    environ: Mapping[str, str] | None = None,
+    executable: str = sys.executable,
+) -> Any:
+    """Run a program that prints one line of JSON last, and give that.
+
+    It has a session of its own, all of which is killed when time is up.
+
+    Args:
+        source: the program's text.
+        arguments: its `sys.argv[1:]`.
+        limit: seconds.
+        environ: its environment, this process's if None.
+        executable: the interpreter.
+
+    Raises:
+        TrialError: it cannot be started, fails, hangs, or says something else.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    # What this program can import, the trial can as well.
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        child = subprocess.Popen(
+            [executable, "-c", source, *arguments],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+    except (OSError, ValueError) as error:
+        raise TrialError(f"{executable or 'no interpreter'}: {error}") from error
+    with child:
+        try:
+            out, err = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise TrialError(f"no answer within {limit:g} s") from None
+    lines = out.splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        last = (err.strip().splitlines() or ["it says nothing"])[-1]
+        raise TrialError(f"{_ended(child.returncode)}: {last}") from None
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +32,26 @@ from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
     from aiogpu.accelerators.base import Accelerator
+    from aiogpu.core.model.ids import WorkerId
+    from aiogpu.core.scheduler.scheduler import Feed
+
+
+class NullDeviceRelease:
+    """In place of a `DeviceRelease` where a node has no devices: nobody is asked."""
+
+    def tell(self, feed: Feed) -> None:
+        """There will be nothing to tell."""
+
+    def begin(self, worker: WorkerId, lease: Lease) -> None:
+        """A worker begins, and is on no device."""
+
+    def end(self, worker: WorkerId, lease: Lease, pids: Collection[int]) -> bool:
+        """Return whether anybody is asked: no."""
+        del worker, lease, pids
+        return False
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker has ended that was on no device."""
 
 
 ROOT = Path("/")

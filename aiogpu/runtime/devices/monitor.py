@@ -18,10 +18,8 @@ from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.text import listing
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.observe.status import Observed
-from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
-from aiogpu.runtime.devices.probe import Key
-from aiogpu.runtime.devices.probe_thread import DeviceThread, Round
-from aiogpu.runtime.devices.process_attribution import ProcessAttribution
+from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard, ProcessAttribution
+from aiogpu.runtime.devices.probe_thread import DeviceThread, Key, Round
 
 CALM: Final = 10.0
 """Seconds without a bad word after which a device is well again: an error is often

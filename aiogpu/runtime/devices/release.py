@@ -16,9 +16,13 @@ from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
-from aiogpu.runtime.devices.inspection import Cleared, Report, Stuck
-from aiogpu.runtime.devices.probe import Key
-from aiogpu.runtime.devices.probe_thread import DeviceThread
+from aiogpu.runtime.devices.probe_thread import (
+    Cleared,
+    DeviceThread,
+    Key,
+    Report,
+    Stuck,
+)
 
 _log: Final = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.actors.registry import Actors
-    from aiogpu.runtime.devices.binding import Assignment
-    from aiogpu.runtime.devices.null_release import NullDeviceRelease
+    from aiogpu.runtime.devices.binding import Assignment, NullDeviceRelease
     from aiogpu.runtime.devices.release import DeviceRelease
     from aiogpu.runtime.memory_monitor import MemoryGuard
     from aiogpu.runtime.pending_tasks import Call

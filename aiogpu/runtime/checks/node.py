@@ -1,4 +1,7 @@
-"""The node that this user's programs share: whether one runs, and how it stands."""
+"""The node that this user's programs share, and what imports cost here.
+
+Whether a node runs, how it stands, and what the zygote would import.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,38 @@ import os
 import pwd
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from aiogpu.linux.cgroup_hierarchy import PROC
 from aiogpu.runtime.callers.programs import default_socket, unfit_directory
-from aiogpu.runtime.checks.finding import Finding, Level
+from aiogpu.runtime.checks.finding import Finding, Level, TrialError, try_out
 from aiogpu.runtime.descriptors import raised, slots_within
 from aiogpu.runtime.workers.slots import most_workers
 
 NAME: Final = "service"
+
+
 PATIENCE: Final = 2.0
 """Seconds in which a node that runs takes up a connection."""
+
+
 FEW: Final = 64
 """Workers below which a limit is worth a word."""
+
+
 LONGEST: Final = 1 << 16
+
+
 LINGER: Final = Path("/var/lib/systemd/linger")
+
+
 RUN_USER: Final = "/run/user/"
+
+
 START: Final = "`aiogpu start --head` starts one"
 
 
@@ -219,3 +235,58 @@ def _lingers(path: str, linger: Path) -> Iterator[Finding]:
                 "The node ends then, with all that runs on it.",
                 f"To have it go on: `loginctl enable-linger {user}`.",
             )
+
+
+LIBRARIES: Final = ("numpy", "torch", "jax", "tensorflow", "cupy")
+
+
+LIMIT: Final = 120.0
+"""Seconds that one import may take."""
+
+
+IMPORT: Final = """
+import importlib, json, os, sys, time
+from aiogpu.worker.preload import GUARDS, unfit_to_fork
+
+os.environ.update(GUARDS)
+begin = time.perf_counter()
+module = importlib.import_module(sys.argv[1])
+seconds = time.perf_counter() - begin
+version = str(getattr(module, "__version__", ""))
+print(json.dumps([seconds, version, unfit_to_fork()]))
+"""
+"""Imports as a zygote does, and proves what a zygote proves."""
+
+
+def check_import(
+    library: str,
+    is_there: Callable[[str], bool] = lambda name: find_spec(name) is not None,
+    limit: float = LIMIT,
+) -> Iterator[Finding]:
+    """Import one library in a throw-away process; says nothing if it is not there."""
+    if not is_there(library):
+        return
+    name = f"import {library}"
+    try:
+        seconds, version, reason = try_out(
+            IMPORT, library, limit=limit, environ=dict(os.environ)
+        )
+    except TrialError as error:
+        yield Finding(
+            name,
+            Level.WARN,
+            str(error),
+            "It cannot be preloaded, and tasks that import it fail as well.",
+            f"See what `python -c 'import {library}'` says.",
+        )
+        return
+    told = f"{version} in {seconds:.1f} s".strip()
+    if reason is None:
+        yield Finding(name, Level.OK, f"{told}; it may be preloaded")
+        return
+    yield Finding(
+        name,
+        Level.WARN,
+        f"{told}; {reason}",
+        "It is not preloaded: workers import it themselves, each for that long.",
+    )
