@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
     from aiogpu.api.decorator import remote as remote
-    from aiogpu.api.generator import RemoteGenerator as RemoteGenerator
     from aiogpu.api.handle import Handle as Handle
-    from aiogpu.api.lease import Lease as Lease
-    from aiogpu.api.lease import lease as lease
     from aiogpu.api.map import Results as Results
     from aiogpu.api.method import method as method
     from aiogpu.api.node import available_resources as available_resources
@@ -32,10 +29,13 @@ if TYPE_CHECKING:
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
     from aiogpu.api.node import why as why
-    from aiogpu.api.placement import Placement as Placement
-    from aiogpu.api.placement import placement as placement
     from aiogpu.api.put import put as put
     from aiogpu.api.remote_function import RemoteFunction as RemoteFunction
+    from aiogpu.api.remote_function import RemoteGenerator as RemoteGenerator
+    from aiogpu.api.reservation import Lease as Lease
+    from aiogpu.api.reservation import Placement as Placement
+    from aiogpu.api.reservation import lease as lease
+    from aiogpu.api.reservation import placement as placement
     from aiogpu.api.run import run as run
     from aiogpu.api.runtime_context import RuntimeContext as RuntimeContext
     from aiogpu.api.runtime_context import get_gpu_ids as get_gpu_ids
@@ -89,9 +89,7 @@ _MODULES = {
     "api.blocking": ("get",),
     "api.wait": ("as_completed", "wait"),
     "api.runtime_context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
-    "api.generator": ("RemoteGenerator",),
     "api.handle": ("Handle",),
-    "api.lease": ("Lease", "lease"),
     "api.map": ("Results",),
     "api.method": ("method",),
     "api.node": (
@@ -102,14 +100,14 @@ _MODULES = {
         "status",
         "why",
     ),
-    "api.placement": ("Placement", "placement"),
+    "api.reservation": ("Lease", "Placement", "lease", "placement"),
     "api.actor_pool": ("ActorPool", "typed"),
     "api.put": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),
     "api.stream": ("Stream",),
     "api.decorator": ("remote",),
-    "api.remote_function": ("RemoteFunction",),
+    "api.remote_function": ("RemoteFunction", "RemoteGenerator"),
     "observe.status": ("NodeStatus",),
     "observe.why": ("Why",),
     "errors": (

@@ -25,8 +25,8 @@ from aiogpu.api.actor_class import ActorInterface, no_method
 from aiogpu.api.actor_options import ActorOptions, check_actor_options
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.method import RemoteMethod, remote_method
+from aiogpu.api.options import check_kinds
 from aiogpu.api.remote_function import Decorated
-from aiogpu.api.resources import check_kinds
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import (
     ActorExit,
@@ -152,7 +152,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         site = self._site or self._prepare()
         payload = dump_arguments(self.__name__, args, kwargs)
         if isinstance(payload, PickledValue):
-            from aiogpu.api.packing import packed
+            from aiogpu.api.put import packed
 
             payload = packed(payload)
         options = self._options

@@ -17,7 +17,7 @@ from aiogpu.api.options import (
     unknown_option,
     whole,
 )
-from aiogpu.api.placement import Placement
+from aiogpu.api.reservation import Placement
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:

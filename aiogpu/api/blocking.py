@@ -67,7 +67,7 @@ def handle_for(client: Client, name: str, owner: Any = None) -> Any:
     if is_loop_running():
         import asyncio
 
-        from aiogpu.api.nested import ChildHandle
+        from aiogpu.api.child_handle import ChildHandle
 
         loop = asyncio.get_running_loop()
         return ChildHandle(name, owner or client, loop, client.waits)

@@ -8,7 +8,7 @@ that have come to a worker are asked for their value when it is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.usage_errors import NotItsResult
 from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
@@ -20,13 +20,20 @@ from aiogpu.wire.messages import Failed
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aiogpu.api.result_group import ResultGroup
     from aiogpu.client.interface import Client, ValueStore
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
 
 
 T = TypeVar("T")
+
+
+class BlockingOwner(Protocol):
+    """Whoever stops the work for a handle, in place of its client."""
+
+    def cancel(self, child: int, /) -> None:
+        """Nobody wants the result any more."""
+        ...
 
 
 class BlockingHandle(NotItsResult, Generic[T]):
@@ -67,7 +74,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
         self.task_name = task_name
         self.child = 0
         self.client = client
-        self.owner: ResultGroup | Borrowed | None = None
+        self.owner: BlockingOwner | None = None
         self.shared: Reference | None = None
         self.part = -1
         self.raw: bytes | None = None
@@ -96,10 +103,9 @@ class BlockingHandle(NotItsResult, Generic[T]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
-        from aiogpu.api.restored_handle import borrow
-        from aiogpu.serialization.references import add_handle
+        from aiogpu.serialization.references import add_handle, open_handle
 
-        return borrow, (add_handle(self.task_name, self.share), self.task_name)
+        return open_handle, (add_handle(self.task_name, self.share), self.task_name)
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
@@ -239,7 +245,7 @@ def share(handle: BlockingHandle[Any]) -> Reference:
     shares = shares_of(handle)
     if shares is not None:
         return shares.share(handle)  # type: ignore[no-any-return]
-    from aiogpu.api.restored_handle import value_of
+    from aiogpu.runtime.objects.values import value_of
 
     return value_of(handle)
 
@@ -263,9 +269,9 @@ class Borrowed:
 
     def on_loop(self, name: str) -> Any:
         """The same handle for the event loop that runs."""
-        from aiogpu.api.restored_handle import borrow
+        from aiogpu.serialization.references import open_handle
 
-        return borrow(self.loan.id, name)
+        return open_handle(self.loan.id, name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value, unless it is there or was asked for."""

@@ -27,8 +27,8 @@ from aiogpu.errors import MisuseError, OptionError
 if TYPE_CHECKING:
     from aiogpu.api.actor import RemoteClass
     from aiogpu.api.actor_options import AnyKeywords
-    from aiogpu.api.generator import RemoteGenerator
     from aiogpu.api.keywords import Options
+    from aiogpu.api.remote_function import RemoteGenerator
 
 P = ParamSpec("P")
 R = TypeVar("R")

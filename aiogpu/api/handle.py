@@ -177,16 +177,15 @@ class Handle(NotItsResult, asyncio.Future[T]):
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
         from aiogpu.api.loop_sessions import check_sender
-        from aiogpu.api.restored_handle import borrow
-        from aiogpu.serialization.references import add_handle
+        from aiogpu.serialization.references import add_handle, open_handle
 
         check_sender(self)
-        return borrow, (add_handle(self.task_name, self.share), self.task_name)
+        return open_handle, (add_handle(self.task_name, self.share), self.task_name)
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
         if self._shared is None:
-            from aiogpu.api.restored_handle import value_of
+            from aiogpu.runtime.objects.values import value_of
 
             # Somebody wants it from here on, whoever withdraws.
             self._callbacks_added += 1

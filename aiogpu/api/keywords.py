@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from aiogpu.api.options import GpuWhere, Lifetime, RetryOom, Strategy
-from aiogpu.api.placement import Placement
+from aiogpu.api.reservation import Placement
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 

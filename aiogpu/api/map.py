@@ -28,23 +28,33 @@ from typing import (
     Literal,
     NamedTuple,
     NoReturn,
+    Protocol,
     TypeVar,
 )
 
-from aiogpu.api.definition import Definition, Parameters
 from aiogpu.api.handle import Handle
 from aiogpu.api.options import LARGEST_COUNT
-from aiogpu.api.remote_function import RemoteFunction
 from aiogpu.api.usage_errors import IteratedOnLoop
-from aiogpu.client.function_spec import Function, new_function_id
 from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
-from aiogpu.serialization.serializer import dump_function
 from aiogpu.wire.messages import Failed
-from aiogpu.worker.chunk import Sent
 
-if TYPE_CHECKING:
-    from aiogpu.api.mapper import TakesOne
+X_contra = TypeVar("X_contra", contravariant=True)
+Y = TypeVar("Y")
+
+
+class TakesOne(Protocol[X_contra, Y]):
+    """A remote function or method that can be called with one argument."""
+
+    @property
+    def __name__(self) -> str:
+        """How errors call it."""
+
+    def remote(self, argument: X_contra, /) -> Handle[Y]:
+        """Start the call."""
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        """Start a call of a `worker.chunk.Chunk` of it, with these arguments."""
 
 
 TARGET: Final = 0.004
@@ -136,7 +146,7 @@ class Packing:
         self._sizes = Sizes(min(MOST, most))
         self._seconds = 0.0 if self._fixed else LONGEST
         self._sent: dict[Handle[Any], tuple[tuple[Any, ...], float]] = {}
-        self._again: RemoteFunction[..., Any] | None = None
+        self._again: TakesOne[Any, Any] | None = None
 
     @property
     def size(self) -> int:
@@ -168,7 +178,7 @@ class Packing:
         if failed.kind != RAISED or not _is_retried(self._remote, error):
             return Opened(outcome.values, error)
         if self._again is None:
-            self._again = _again(self._remote)
+            self._again = self._remote._tried_once()
         return Opened(
             outcome.values,
             again=self._again.remote(items[done]),
@@ -181,34 +191,13 @@ class Packing:
         self._sent.clear()
 
 
-def _is_retried(remote: object, error: Exception) -> bool:
+def _is_retried(remote: Any, error: Exception) -> bool:
     """Return whether its options want an item tried again after this error."""
-    if not isinstance(remote, RemoteFunction) or not remote._options.max_retries:
+    # A method of an actor has none of its own.
+    if not hasattr(remote, "_tried_once") or not remote._options.max_retries:
         return False
     wanted = remote._options.retry_exceptions
     return wanted if isinstance(wanted, bool) else isinstance(error, wanted)
-
-
-def _again(remote: RemoteFunction[..., Any]) -> RemoteFunction[..., Any]:
-    """Return what an item is called by that has been tried once already."""
-    options = remote._options
-    left = max(options.max_retries - 1, -1)  # -1 is without end
-    return RemoteFunction(remote._definition, options._replace(max_retries=left))
-
-
-def in_chunks(remote: RemoteFunction[..., Any]) -> RemoteFunction[..., Any]:
-    """The function, with its options, as it is called with chunks.
-
-    Raises:
-        SerializationError: with the path to what cannot be pickled.
-    """
-    base = remote._definition
-    chunked = Definition(base.function)
-    chunked._sent = Function(
-        new_function_id(), dump_function(base.name, Sent(base.sent().payload))
-    )
-    chunked.parameters = Parameters(base.name, None)  # seconds, and any number of items
-    return RemoteFunction(chunked, remote._options)
 
 
 def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | None:

@@ -7,34 +7,16 @@ worker.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Never, TypeVar
 
 from aiogpu.api.usage_errors import options_of
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle
-    from aiogpu.api.map import Results
+    from aiogpu.api.map import Results, TakesOne
 
 X_contra = TypeVar("X_contra", contravariant=True)
 Y = TypeVar("Y")
-
-
-class TakesOne(Protocol[X_contra, Y]):
-    """A remote function or method that can be called with one argument."""
-
-    @property
-    def __name__(self) -> str:
-        """How errors call it."""
-        ...
-
-    def remote(self, argument: X_contra, /) -> Handle[Y]:
-        """Start the call."""
-        ...
-
-    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
-        """Start a call of a `worker.chunk.Chunk` of it, with these arguments."""
-        ...
 
 
 class Mapper:

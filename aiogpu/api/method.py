@@ -142,7 +142,7 @@ class Method:
     ) -> bytes:
         payload = dump_arguments(self.label, args, kwargs, returns)
         if isinstance(payload, PickledValue):
-            from aiogpu.api.packing import packed_call
+            from aiogpu.api.put import packed_call
 
             return packed_call(self.label, args, kwargs, payload)
         return payload

@@ -1,7 +1,8 @@
-"""`@remote` on functions: what a module says at import, and `.remote()` does.
+"""`@remote` on functions and generators: what a module says at import, and `.remote()`.
 
 Light on purpose: user modules bring this file into every worker, so asyncio and the
-session are imported by the first `.remote()` alone.
+session are imported by the first `.remote()` alone. A generator's `.remote()` gives a
+stream of its items.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.definition import Definition, Reference
-from aiogpu.api.mapper import Mapper
-from aiogpu.api.options import MAX_BUFFERED, TaskOptions, check_options, not_buffered
-from aiogpu.api.resources import check_kinds
-from aiogpu.api.usage_errors import CalledFirst
+from aiogpu.api.definition import Definition, Parameters, Reference
+from aiogpu.api.mapper import Mapper, no_map
+from aiogpu.api.options import (
+    MAX_BUFFERED,
+    TaskOptions,
+    check_kinds,
+    check_options,
+    not_buffered,
+    not_counted,
+)
+from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate
 from aiogpu.client.current import services
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue
@@ -32,6 +39,7 @@ from aiogpu.serialization.serializer import dump_arguments, dump_retried, load_r
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
+    from aiogpu.api.stream import Stream
     from aiogpu.client.function_spec import Site
 
 
@@ -123,18 +131,40 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             self._definition.parameters.check(args, kwargs)
         payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
         if type(payload) is PickledValue:
-            from aiogpu.api.packing import packed_call
+            from aiogpu.api.put import packed_call
 
             payload = packed_call(site.spec.name, args, kwargs, payload)
         return self._submit(site, payload)  # type: ignore[arg-type]
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         if self._in_chunks is None:
-            from aiogpu.api.map import in_chunks
-
             self._definition.parameters.check(arguments[:1], {})  # as for one item
-            self._in_chunks = in_chunks(self)
+            self._in_chunks = self._chunked()
         return self._in_chunks.remote(*arguments)
+
+    def _chunked(self) -> RemoteFunction[..., Any]:
+        """The function, with its options, as it is called with chunks.
+
+        Raises:
+            SerializationError: with the path to what cannot be pickled.
+        """
+        from aiogpu.client.function_spec import Function, new_function_id
+        from aiogpu.serialization.serializer import dump_function
+        from aiogpu.worker.chunk import Sent
+
+        base = self._definition
+        chunked = Definition(base.function)
+        sent = dump_function(base.name, Sent(base.sent().payload))
+        chunked._sent = Function(new_function_id(), sent)
+        # Seconds, and any number of items.
+        chunked.parameters = Parameters(base.name, None)
+        return RemoteFunction(chunked, self._options)
+
+    def _tried_once(self) -> RemoteFunction[P, R]:
+        """What an item of `map` is called by that has been tried once already."""
+        left = max(self._options.max_retries - 1, -1)  # -1 is without end
+        options = self._options._replace(max_retries=left)
+        return RemoteFunction(self._definition, options)
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
@@ -214,8 +244,6 @@ def _rebuild(
 def made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., Any]:
     """What a function of its kind becomes; raises `OptionError` if one does not fit."""
     if definition.is_generator:
-        from aiogpu.api.generator import RemoteGenerator
-
         return RemoteGenerator(definition, options)
     return RemoteFunction(definition, options)
 
@@ -225,3 +253,68 @@ def merged(base: TaskOptions, options: Options) -> TaskOptions:
     found = base._replace(**check_options(dict(options)))
     check_kinds(found.num_gpus, found.gpu_memory, found.resources)
     return found
+
+
+T = TypeVar("T")
+
+
+class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T]):
+    """A generator that runs in a worker; iterate what `.remote(...)` gives."""
+
+    def __init__(self, definition: Definition, options: TaskOptions) -> None:
+        if options.num_returns != 1:
+            raise not_counted(definition.name, options.num_returns)
+        super().__init__(definition, options)
+
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+        """Start the task; gives the stream of its items at once.
+
+        In a plain function that runs as a task itself, iterate it by `for`.
+
+        Raises:
+            MisuseError: the generator takes other arguments.
+            NoLoopError: no event loop is running here.
+            InfeasibleError: the node can never give what the task asks for.
+            SerializationError: the function or an argument cannot be pickled.
+        """
+        site = self._site or self._prepare()
+        if kwargs or not self._least <= len(args) <= self._most:
+            self._definition.parameters.check(args, kwargs)
+        payload = dump_arguments(site.spec.name, args, kwargs)
+        if isinstance(payload, PickledValue):
+            from aiogpu.api.put import packed_call
+
+            payload = packed_call(site.spec.name, args, kwargs, payload)
+        return self._submit(site, payload)  # type: ignore[return-value]
+
+    def options(self, **options: Unpack[Options]) -> RemoteGenerator[P, T]:
+        """The same generator with other options; this one is left as it is.
+
+        Raises:
+            OptionError: names the option, the value and what is allowed.
+        """
+        return RemoteGenerator(self._definition, merged(self._options, options))
+
+    if not TYPE_CHECKING:
+
+        def map(self, *_args: object, **_options: object) -> NoReturn:
+            """Always raises `MisuseError`: a generator gives many results a call."""
+            raise no_map(self.__name__)
+
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: a generator is not called directly."""
+            raise MisuseError(
+                f"{self.__name__} is a remote generator and runs in a worker: write "
+                f"`async for item in {self.__name__}.remote(...)`. To call it here, in "
+                f"this process, write `{self.__name__}.__wrapped__(...)`."
+            )
+
+    def _way(self) -> Callable[[Site, bytes], Any]:
+
+        if services.client is not None:
+            from aiogpu.api.blocking_stream import stream_in_task
+
+            return stream_in_task
+        from aiogpu.api.submission import stream
+
+        return stream

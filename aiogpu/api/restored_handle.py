@@ -7,30 +7,12 @@ from typing import TYPE_CHECKING, Any
 from aiogpu.api.blocking import handle_for
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.client.current import is_loop_running, services
-from aiogpu.errors import TaskCancelledError
 from aiogpu.runtime.objects.values import Value, known
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Client, ValueStore
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
-
-
-def value_of(handle: Any) -> Value:
-    """The value of a handle of this process, there or still to come.
-
-    The handle tells the value when it learns of it itself.
-    """
-    value = Value(handle.task_name, handle.child)
-    if handle.raw is not None:
-        value.receive(handle.raw)
-    elif handle.cancelled():
-        value.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
-    elif handle.error is not None:
-        value.fail(handle.error)
-    else:
-        value.stop = handle.cancel
-    return value
 
 
 def borrow(identity: int, name: str) -> Any:
@@ -94,7 +76,7 @@ def _far_handle(
     if client is None or is_loop_running():
         import asyncio
 
-        from aiogpu.api.nested import BorrowedHandle
+        from aiogpu.api.child_handle import BorrowedHandle
 
         loop = asyncio.get_running_loop()
         waits = None if client is None else client.waits

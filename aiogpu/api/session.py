@@ -169,13 +169,13 @@ def handle_maker(waits: Waits | None, far: ValueStore | None = None) -> HandleMa
         far: who knows the values of a node that is another process.
     """
     if far is not None:
-        from aiogpu.api.remote_handle import FarHandle
+        from aiogpu.api.child_handle import FarHandle
 
         return partial(FarHandle, far=far)
     if waits is None:
         return Handle
     # Late, so that the zygote's start need not wait for it.
-    from aiogpu.api.nested import ChildHandle
+    from aiogpu.api.child_handle import ChildHandle
 
     return partial(ChildHandle, waits=waits)
 

@@ -26,8 +26,8 @@ from typing import Any, Final
 
 import click
 
-from aiogpu.api.lease import Lease, lease_site
 from aiogpu.api.node import Opening
+from aiogpu.api.reservation import Lease, lease_site
 from aiogpu.cli.connect import (
     Number,
     Seconds,

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import click
 
-from aiogpu.api.node_options import check_node_options
+from aiogpu.api.node import check_node_options
 from aiogpu.cli import connect
 from aiogpu.cli.connect import Number, Seconds, Whole, size
 from aiogpu.core.model.text import span, terms

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.lease import lease_site
+from aiogpu.api.reservation import lease_site
 from aiogpu.errors import MisuseError, OptionError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.node_options import check_node_options
+from aiogpu.api.node import check_node_options
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
 

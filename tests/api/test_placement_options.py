@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.options import TaskOptions, check_options
-from aiogpu.api.placement import Placement
-from aiogpu.api.placement_options import placement_group_of
+from aiogpu.api.options import TaskOptions, check_options, placement_group_of
+from aiogpu.api.reservation import Placement
 from aiogpu.core.model.request import MOST_BUNDLES, BundleRef, Request
 from aiogpu.core.model.units import UNIT
 

@@ -9,7 +9,7 @@ import pytest
 
 import aiogpu
 from aiogpu.accelerators import registry
-from aiogpu.api.node_options import check_declared
+from aiogpu.api.node import check_declared
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.client.current import current
 from aiogpu.core.model.request import TaskSpec

@@ -13,9 +13,8 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
-from aiogpu.api.lease import placement_site
-from aiogpu.api.placement import Placement
-from aiogpu.api.placement_options import placement_group_of
+from aiogpu.api.options import placement_group_of
+from aiogpu.api.reservation import Placement, placement_site
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.serialization.payload import MARK, Contents, pack

@@ -8,7 +8,6 @@ from typing import Final
 from tests.house.code_metrics import code_lines, cycles, imports, package_of, sizes
 
 ALLOWED: Final = {
-    "api": 16,
     "engines": 19,
 }
 """Modules in cycles by package. Lower a number, or drop it, as soon as it falls."""

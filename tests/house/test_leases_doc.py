@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.api.lease import OPTIONS
-from aiogpu.api.node_options import FOREIGN
+from aiogpu.api.node import FOREIGN
+from aiogpu.api.reservation import OPTIONS
 from aiogpu.cli.run import (
     FAILED,
     KILLED_AFTER,

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.api.lease import placement_site
-from aiogpu.api.options import TaskOptions, check_options
-from aiogpu.api.placement import Placement
-from aiogpu.api.placement_options import placement_group_of
+from aiogpu.api.options import TaskOptions, check_options, placement_group_of
+from aiogpu.api.reservation import Placement, placement_site
 from aiogpu.client.function_spec import ActorTerms, Site, new_site_id
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.request import BundleRef
