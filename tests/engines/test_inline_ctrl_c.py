@@ -13,9 +13,7 @@ import signal
 import pytest
 
 import aiogpu
-from aiogpu.engines.inline.execute import Executor
-from aiogpu.engines.inline.host import TaskHost
-from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.tasks import Executor, Job, TaskHost
 from tests.engines import tasks
 from tests.program import start
 
