@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from aiogpu.runtime.actors.actor import is_complete
 from aiogpu.runtime.objects.store import filled
+from aiogpu.runtime.objects.values import is_complete
 from aiogpu.serialization.payload import Payload
 
 if TYPE_CHECKING:

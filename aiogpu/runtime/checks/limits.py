@@ -21,7 +21,7 @@ from aiogpu.runtime.descriptors import (
     slots_within,
     used_descriptors,
 )
-from aiogpu.runtime.node_directory import create_directory, remove_directory
+from aiogpu.runtime.directories import create_directory, remove_directory
 from aiogpu.runtime.workers.slots import most_workers
 
 FEW: Final = 64

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.descriptors import soft_limit
-from aiogpu.runtime.node_directory import create_directory, remove_directory
+from aiogpu.runtime.directories import create_directory, remove_directory
 from aiogpu.runtime.zygote.config import (
     Program,
     ZygoteConfig,
