@@ -20,7 +20,7 @@ from aiogpu.core.model.units import LEAST, bytes_told, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
-from aiogpu.runtime.callers.programs import check_meeting, default_socket
+from aiogpu.runtime.directories import check_meeting, default_socket
 
 
 class Seconds(click.FloatRange):

@@ -18,7 +18,7 @@ from typing import BinaryIO, Final
 import click
 
 from aiogpu.cli import connect
-from aiogpu.runtime.callers.programs import check_meeting, logs_beside
+from aiogpu.runtime.directories import check_meeting, logs_beside
 from aiogpu.runtime.output.task_log import FILE
 
 CHUNK: Final = 1 << 16

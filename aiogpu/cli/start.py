@@ -23,7 +23,7 @@ from aiogpu.daemon.process import DRAIN, Plan
 from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.start import start_detached, unit
 from aiogpu.daemon.stop import stop as stop_node
-from aiogpu.runtime.callers.programs import default_socket
+from aiogpu.runtime.directories import default_socket
 
 FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 SWITCH: Final = click.Choice(["auto", "off"])

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeRunningError, NodeStartError
-from aiogpu.runtime.callers.programs import (
+from aiogpu.runtime.directories import (
     LOGS,
     SHARED,
     SOCKET,

@@ -32,7 +32,7 @@ from aiogpu.daemon.readiness import Notifier, Ready, tell_failure, tell_ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, InternalError, NodeClosedError, NodeStartError
 from aiogpu.linux.syscalls import set_process_name
-from aiogpu.runtime.callers.programs import BACKLOG
+from aiogpu.runtime.directories import BACKLOG
 
 if TYPE_CHECKING:
     from aiogpu.observe.metrics import MetricsServer

@@ -19,7 +19,7 @@ from aiogpu.daemon.place import Claim, Place, Record, holds_claim, living_node
 from aiogpu.daemon.process import remove
 from aiogpu.errors import NodeError, NodeRunningError
 from aiogpu.linux.syscalls import user
-from aiogpu.runtime.callers.programs import check_meeting
+from aiogpu.runtime.directories import check_meeting
 
 SLACK: Final = 5.0
 """Seconds that a node is waited for beyond what it says that its end takes."""

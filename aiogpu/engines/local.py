@@ -166,7 +166,7 @@ class LocalEngine:
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if self._driver is not None:
-            self._driver.streams.demand(task, limit)
+            self._driver.demand(task, limit)
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
@@ -185,10 +185,9 @@ class LocalEngine:
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
         from aiogpu.observe.snapshot import snapshot
-        from aiogpu.runtime.actors.listing import listed_actors
 
         supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
-        pids, notifier = supervisor.pids, driver.notifier
+        pids, results = supervisor.pids, driver.results
         programs = self._programs
         seen = snapshot(driver.scheduler, pids, now, supervisor.observed, programs)
 
@@ -198,8 +197,8 @@ class LocalEngine:
 
         return replace(
             seen,
-            actors=listed_actors(driver.actors.all(), place_of, notifier.client_of),
-            failures=notifier.failures.at(time.monotonic()),
+            actors=driver.actors.listed(place_of, results.client_of),
+            failures=results.failures.at(time.monotonic()),
             draining=self._draining(now),
         )
 

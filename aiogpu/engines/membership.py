@@ -33,7 +33,7 @@ from aiogpu.errors import (
 )
 from aiogpu.linux.syscalls import check_server, keep_pages
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.runtime.callers.programs import check_meeting, default_socket
+from aiogpu.runtime.directories import check_meeting, default_socket
 from aiogpu.runtime.output.console import Console, Source
 from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import unpack_failure

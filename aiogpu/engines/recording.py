@@ -44,8 +44,8 @@ class Recording:
         self._assign: Callable[[Any], None] = driver.ways[Assign]
         self._gone = pool.on_gone
         driver.ways[Assign] = self._on_assign
-        driver.answers.on_end = self._on_end
-        driver.answers.on_row = self._on_row
+        driver.on_end = self._on_end
+        driver.on_row = self._on_row
         pool.on_gone = self._on_gone
 
     def _on_assign(self, effect: Assign) -> None:

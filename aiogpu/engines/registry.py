@@ -37,7 +37,7 @@ def create_engine(
         return InlineEngine(options, loop)
     if address == "auto" or address.startswith(("/", "unix:")):
         from aiogpu.engines.remote import RemoteEngine
-        from aiogpu.runtime.callers.programs import default_socket
+        from aiogpu.runtime.directories import default_socket
 
         path = default_socket() if address == "auto" else address
         return RemoteEngine(path.removeprefix("unix:"), options, loop)

@@ -6,8 +6,7 @@ of one event are carried out waits in a queue, so the stack stays flat.
 
 Calls of one function that a program makes in a row, where others wait already, are told
 to the core together (`SubmitBatch`): none of them can start, so nothing is to be
-decided about any, which halves what a submission costs there. `ArgumentWait` waits for
-arguments of a task that are still to come.
+decided about any, which halves what a submission costs there.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from aiogpu.client.function_spec import Site
@@ -26,15 +26,14 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Scheduler, Step
-from aiogpu.runtime.actors.actor import is_complete, oversized
 from aiogpu.runtime.actors.registry import Actors
 from aiogpu.runtime.callers.caller import pass_on_all
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_shortage import Shortages
 from aiogpu.runtime.memory_monitor import MemoryGuard
-from aiogpu.runtime.objects.values import unfinished_in
+from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import EACH, Call, Delay, tell_fault
-from aiogpu.runtime.results import OwnerNotifier, Streams
+from aiogpu.runtime.results import Results
 from aiogpu.runtime.workers.commands import QueueRevoker
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
 from aiogpu.runtime.workers.dispatch import TaskDispatcher
@@ -118,193 +117,7 @@ class SubmitBatch:
             self._tell(site, calls)
 
 
-class ArgumentWait:
-    """What one task waits for before it may begin."""
-
-    __slots__ = ("_driver", "_missing", "_payload", "_task", "_values")
-
-    def __init__(self, driver: Driver, task: TaskId, payload: Payload) -> None:
-        self._driver = driver
-        self._task = task
-        self._payload = payload
-        self._values: dict[Value, None] = dict.fromkeys(payload.needs)
-        self._missing = len(self._values)
-
-    @classmethod
-    def of(cls, driver: Driver, task: TaskId, payload: bytes) -> ArgumentWait | None:
-        """Return what a task with this payload waits for; None for nothing."""
-        if type(payload) is not Payload or is_complete(payload):
-            return None
-        return cls(driver, task, payload)
-
-    @property
-    def tasks(self) -> tuple[TaskId, ...]:
-        """The tasks whose results it waits for."""
-        return tuple(TaskId(v.task) for v in self._values if v.is_pending and v.task)
-
-    def watch(self) -> None:
-        """Tell the core when all is there, or the owner if something will not be."""
-        for value in self._values:
-            value.watch(self._note)
-
-    def _note(self, value: Value) -> None:
-        self._missing -= 1
-        if value.has_failed:
-            self._refuse(value)
-        elif not self._missing:
-            too_large = oversized(self._payload)
-            if too_large is None:
-                self._driver.feed(Scheduler.supply, self._task)
-            else:
-                self._refuse(too_large)
-
-    def _refuse(self, value: Value) -> None:
-        """Fail the task as the value has failed that it needs; it never runs."""
-        call = self._driver.call_of(self._task)
-        if call is not None and call.receiver is not None:
-            receiver, call.receiver = call.receiver, None
-            value.tell(receiver)
-            self._driver.feed(Scheduler.cancel, self._task)
-
-
 _log: Final = logging.getLogger(__name__)
-
-
-class ResultHandler:
-    """Hears them.
-
-    Attributes:
-        on_end: told of an answer before the core is; None for nobody.
-        on_row: told of the tasks that a worker has ended in a row, as the core knew
-            them, and of the seconds that each took; None for nobody.
-    """
-
-    def __init__(
-        self, driver: Driver, loop: asyncio.AbstractEventLoop, calls: ShardedDict[Call]
-    ) -> None:
-        self.on_end: Callable[[int, Done | Failed], None] | None = None
-        self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
-        self._driver = driver
-        self._loop = loop
-        self._scheduler = driver.scheduler
-        self._calls = calls
-        self._shortages = driver.shortages
-
-    def on_done(self, worker: int, answers: Sequence[Done]) -> None:
-        """A worker has ended some tasks, one after the other."""
-        start, last = 0, len(answers) - 1
-        while start <= last:
-            if start < last:
-                start += self._end_row(worker, answers[start:])
-            if start <= last:
-                self.on_answer(worker, answers[start])
-                start += 1
-
-    def _end_row(self, worker: int, answers: Sequence[Done]) -> int:
-        """End as many tasks as can be ended together; gives how many."""
-        tasks = [TaskId(answer.task) for answer in answers]
-        calls: list[Call] = []
-        ended: list[tuple[TaskId, float]] = []
-        found = self._calls.some(tasks)
-        for task, call, answer in zip(tasks, found, answers, strict=True):
-            if call is None or call.worker != worker:
-                break
-            if type(answer.payload) is not bytes:
-                break
-            calls.append(call)
-            ended.append((task, answer.took * 1e-6))
-        effects: list[Effect] = []
-        now, who, driver = self._loop.time(), WorkerId(worker), self._driver
-        if driver.is_busy:
-            return 0
-        driver.is_busy = True
-        records: list[TaskRecord] = []
-        try:
-            records = self._scheduler.finish_many(now, who, ended, effects)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
-            for task, _ in ended:
-                driver.faults.on_event(Scheduler.finish, (task, who), error)
-        if records and self.on_row is not None:
-            took = [seconds for _, seconds in ended[: len(records)]]
-            try:
-                self.on_row(worker, records, took)
-            except Exception:  # noqa: BLE001 - it only observes
-                _log.exception("! the recorder failed; the tasks go on")
-        if effects or driver.events:
-            # What the worker is to do next goes first: others only hear of it.
-            driver.carry_out(effects)
-        driver.is_busy = False
-        if not records:
-            return 0
-        self._tell(calls[: len(records)], answers)
-        self._calls.pop_some(tasks[: len(records)])
-        return len(records)
-
-    def _tell(self, calls: Sequence[Call], answers: Sequence[Done]) -> None:
-        receivers = [call.receiver for call in calls]
-        payloads = [answer.payload for answer in answers[: len(calls)]]
-        if pass_on_all(receivers, payloads):
-            return
-        # Each by itself: what one makes of it is no other's business.
-        for call, answer in zip(calls, answers, strict=False):
-            if call.receiver is not None:
-                try:
-                    call.receiver.receive(answer.payload)
-                except Exception as error:  # noqa: BLE001 - it is told to who waits
-                    tell_fault(call.receiver, error)
-
-    def on_answer(self, worker: int, answer: Done | Failed) -> None:
-        """A worker has ended a task."""
-        task = TaskId(answer.task)
-        call = self._calls.young.get(task) or self._calls.get(task)
-        if call is None or call.worker != worker:
-            self._shortages.drop(worker, answer.task)
-            return
-        if self.on_end is not None:
-            try:
-                self.on_end(worker, answer)
-            except Exception:  # noqa: BLE001 - it only observes
-                _log.exception("! the recorder failed; the task goes on")
-        call.answer = answer
-        retry, took = False, 0.0
-        if type(answer) is Done:
-            if type(answer.payload) is not bytes:
-                self._keep_carried(answer.payload)
-            took = answer.took * 1e-6
-        elif type(answer) is Failed:
-            retry = answer.is_retried
-            if self._shortages and self._shortages.concerns(worker, answer):
-                self._shortages.replace(call, answer)
-                self._driver.feed(
-                    Scheduler.finish, task, WorkerId(worker), retry, ran_out=True
-                )
-                return
-        driver = self._driver
-        if driver.is_busy:
-            driver.feed(Scheduler.finish, task, WorkerId(worker), retry, took)
-            return
-        now, finish = self._loop.time(), self._scheduler.finish
-        driver.is_busy = True
-        wanted: Sequence[Effect] = NOTHING
-        try:
-            wanted = finish(now, task, WorkerId(worker), retry, took)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
-            args = (task, WorkerId(worker), retry, took)
-            driver.faults.on_event(Scheduler.finish, args, error)
-        driver.carry_out(wanted)
-
-    def _keep_carried(self, payload: bytes) -> None:
-        """What a result has handles to goes on, though who has started it ends."""
-        for task in unfinished_in(payload):
-            self._driver.feed(Scheduler.detach, TaskId(task))
-
-    def on_skipped(self, worker: int, skipped: Skipped) -> None:
-        """A worker was sent a task that was taken back as it came up."""
-        call = self._calls.get(TaskId(skipped.task))
-        if call is not None and call.number == skipped.number:
-            self._driver.feed(
-                Scheduler.task_skipped, TaskId(skipped.task), WorkerId(worker)
-            )
 
 
 P = ParamSpec("P")
@@ -317,6 +130,9 @@ class Driver:
         is_busy: the core decides, or its effects are carried out; what happens
             meanwhile is queued by `feed`.
         events: the queue.
+        on_end: told of an answer before the core is; None for nobody.
+        on_row: told of the tasks that a worker has ended in a row, as the core knew
+            them, and of the seconds that each took; None for nobody.
     """
 
     def __init__(
@@ -330,7 +146,8 @@ class Driver:
         self.scheduler = scheduler
         self.burst = pool.hearing.burst
         self.shortages: Shortages = Shortages(scheduler)
-        self.actors = Actors(loop, self, pool)
+        self.on_end: Callable[[int, Done | Failed], None] | None = None
+        self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
         self.is_busy = False
         self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
         self._loop = loop
@@ -339,15 +156,14 @@ class Driver:
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
         device_release.tell(self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
-        self.streams = Streams(self._calls, pool.commands)
         self._taking_back = QueueRevoker(
             loop, scheduler.workers, self._calls, pool.commands, self.feed
         )
-        self.notifier = OwnerNotifier(scheduler, self._calls, self.guard)
+        self.results = Results(scheduler, self._calls, self.guard)
+        self.actors = Actors(loop, scheduler, pool, self, self.results, self.shortages)
         self._last_task = 0
         self.row = SubmitBatch(loop, self._submit_each)
         self.burst.before = self.row.end
-        self.answers = ResultHandler(self, loop, self._calls)
         self.dispatcher = TaskDispatcher(
             *(scheduler, self._calls, pool, self.actors, assignment),
             *(device_release, self.guard, self._taking_back),
@@ -367,10 +183,10 @@ class Driver:
         pool.on_started = self._on_started
         pool.on_gone = self._on_gone
         pool.on_outdated = self._on_outdated
-        pool.hearing.on_answer = self.answers.on_answer
-        pool.hearing.on_done = self.answers.on_done
-        pool.hearing.on_items = self.streams.on_items
-        pool.hearing.on_skipped = self.answers.on_skipped
+        pool.hearing.on_answer = self.on_answer
+        pool.hearing.on_done = self.on_done
+        pool.hearing.on_items = self.results.on_items
+        pool.hearing.on_skipped = self._on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.on_fault = self._on_fault
         pool.hearing.on_ran_out = self.shortages.note
@@ -385,10 +201,10 @@ class Driver:
             **self.dispatcher.ways,
             effects.Retire: lambda effect: self._pool.retire(effect.worker),
             effects.Kill: lambda effect: self._pool.kill(effect.worker),
-            effects.Settle: self.notifier.settle,
-            effects.Fail: self.notifier.fail,
-            effects.Warn: self.notifier.warn,
-            effects.Forget: self.notifier.forget,
+            effects.Settle: self.results.settle,
+            effects.Fail: self.results.fail,
+            effects.Warn: self.results.warn,
+            effects.Forget: self.results.forget,
         }
 
     @property
@@ -428,7 +244,7 @@ class Driver:
 
     def heed(self, monitor: DeviceMonitor) -> None:
         """Have the core told what is seen on devices, and owners what follows."""
-        self.notifier.gpu_guard = monitor.guard
+        self.results.gpu_guard = monitor.guard
         self.shortages.peak_seen = monitor.guard.peak_of
         monitor.lessees = self._lessees
         monitor.begin(self.feed)
@@ -453,10 +269,11 @@ class Driver:
         task = TaskId(self._last_task)
         self._calls[task] = Call(site, payload, receiver, client)
         now = self._loop.time()
-        supply = (
-            None if type(payload) is bytes else ArgumentWait.of(self, task, payload)
-        )
-        needs, submit = None if supply is None else supply.tasks, self.scheduler.submit
+        needs: tuple[TaskId, ...] | None = None
+        if type(payload) is Payload and not is_complete(payload):
+            values = dict.fromkeys(payload.needs)
+            needs = tuple(TaskId(v.task) for v in values if v.is_pending and v.task)
+        submit = self.scheduler.submit
         wanted: Sequence[Effect] | None = None
         if self.is_busy:
             # The garbage collector may run code that submits, wherever it likes.
@@ -471,12 +288,24 @@ class Driver:
                 del self._calls[task]
                 raise
             self.carry_out(wanted)
-        if supply is not None:
-            supply.watch()
+        if needs is not None:
+            assert isinstance(payload, Payload), payload
+            await_arguments(payload, partial(self._on_arguments, task))
         elif wanted is NOTHING and parent is None and self.scheduler.clients is None:
             bucket = self.scheduler.ready.by_shape.get((client, site.spec.shape))
             self.row.begin(site, bucket, self._last_task)
         return task
+
+    def _on_arguments(self, task: TaskId, failed: Value | None) -> None:
+        """All arguments of a task are there, or this one never will be."""
+        if failed is None:
+            self.feed(Scheduler.supply, task)
+            return
+        call = self.call_of(task)
+        if call is not None and call.receiver is not None:
+            receiver, call.receiver = call.receiver, None
+            failed.tell(receiver)
+            self.feed(Scheduler.cancel, task)
 
     def submit_row(self, site: Site, calls: list[Call], client: ClientId) -> range:
         """Start tasks that would wait behind others like them; gives their ids.
@@ -632,6 +461,13 @@ class Driver:
         """A task waits for these, for an actor, or for nothing any more."""
         self.feed(Scheduler.wait_for, task, children, is_elsewhere)
 
+    def demand(self, task: int, limit: int) -> None:
+        """A task may yield so many items in all, over all attempts at it."""
+        call = self._calls.get(TaskId(task))
+        if call is not None:
+            call.limit = limit
+            self._pool.commands.demand(call.worker, task, limit)
+
     def receiver_of(self, task: TaskId) -> Receiver | None:
         """Who waits for a task, or for a call of an actor."""
         call = self._calls.get(task)
@@ -668,14 +504,14 @@ class Driver:
             return
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
-        self.notifier.deaths[gone] = death
+        self.results.deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         outage = death.reason if death.known in (CROWDED, UNAVAILABLE) else ""
         is_crowded = death.known == CROWDED
         end = (began, settles, is_crowded, outage)
         self.feed(Scheduler.worker_gone, gone, *end)
-        del self.notifier.deaths[gone]
+        del self.results.deaths[gone]
         self.guard.forget(worker)
         self.shortages.forget(worker)
         tell_callers()
@@ -698,3 +534,116 @@ class Driver:
 
     def _spawn(self, effect: effects.Spawn) -> None:
         self._pool.spawn(effect.worker, effect.environment)
+
+    # What workers say of the ends of tasks
+
+    def on_done(self, worker: int, answers: Sequence[Done]) -> None:
+        """A worker has ended some tasks, one after the other."""
+        start, last = 0, len(answers) - 1
+        while start <= last:
+            if start < last:
+                start += self._end_row(worker, answers[start:])
+            if start <= last:
+                self.on_answer(worker, answers[start])
+                start += 1
+
+    def _end_row(self, worker: int, answers: Sequence[Done]) -> int:
+        """End as many tasks as can be ended together; gives how many."""
+        tasks = [TaskId(answer.task) for answer in answers]
+        calls: list[Call] = []
+        ended: list[tuple[TaskId, float]] = []
+        found = self._calls.some(tasks)
+        for task, call, answer in zip(tasks, found, answers, strict=True):
+            if call is None or call.worker != worker:
+                break
+            if type(answer.payload) is not bytes:
+                break
+            calls.append(call)
+            ended.append((task, answer.took * 1e-6))
+        if self.is_busy:
+            return 0
+        wanted: list[Effect] = []
+        now, who = self._loop.time(), WorkerId(worker)
+        self.is_busy = True
+        records: list[TaskRecord] = []
+        try:
+            records = self.scheduler.finish_many(now, who, ended, wanted)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            for task, _ in ended:
+                self.faults.on_event(Scheduler.finish, (task, who), error)
+        if records and self.on_row is not None:
+            took = [seconds for _, seconds in ended[: len(records)]]
+            try:
+                self.on_row(worker, records, took)
+            except Exception:  # noqa: BLE001 - it only observes
+                _log.exception("! the recorder failed; the tasks go on")
+        if wanted or self.events:
+            # What the worker is to do next goes first: others only hear of it.
+            self.carry_out(wanted)
+        self.is_busy = False
+        if not records:
+            return 0
+        self._tell(calls[: len(records)], answers)
+        self._calls.pop_some(tasks[: len(records)])
+        return len(records)
+
+    def _tell(self, calls: Sequence[Call], answers: Sequence[Done]) -> None:
+        receivers = [call.receiver for call in calls]
+        payloads = [answer.payload for answer in answers[: len(calls)]]
+        if pass_on_all(receivers, payloads):
+            return
+        # Each by itself: what one makes of it is no other's business.
+        for call, answer in zip(calls, answers, strict=False):
+            if call.receiver is not None:
+                try:
+                    call.receiver.receive(answer.payload)
+                except Exception as error:  # noqa: BLE001 - it is told to who waits
+                    tell_fault(call.receiver, error)
+
+    def on_answer(self, worker: int, answer: Done | Failed) -> None:
+        """A worker has ended a task."""
+        task = TaskId(answer.task)
+        call = self._calls.young.get(task) or self._calls.get(task)
+        if call is None or call.worker != worker:
+            self.shortages.drop(worker, answer.task)
+            return
+        if self.on_end is not None:
+            try:
+                self.on_end(worker, answer)
+            except Exception:  # noqa: BLE001 - it only observes
+                _log.exception("! the recorder failed; the task goes on")
+        call.answer = answer
+        retry, took = False, 0.0
+        if type(answer) is Done:
+            if type(answer.payload) is not bytes:
+                self._keep_carried(answer.payload)
+            took = answer.took * 1e-6
+        elif type(answer) is Failed:
+            retry = answer.is_retried
+            if self.shortages and self.shortages.concerns(worker, answer):
+                self.shortages.replace(call, answer)
+                self.feed(Scheduler.finish, task, WorkerId(worker), retry, ran_out=True)
+                return
+        if self.is_busy:
+            self.feed(Scheduler.finish, task, WorkerId(worker), retry, took)
+            return
+        now, finish = self._loop.time(), self.scheduler.finish
+        self.is_busy = True
+        wanted: Sequence[Effect] = NOTHING
+        try:
+            wanted = finish(now, task, WorkerId(worker), retry, took)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            args = (task, WorkerId(worker), retry, took)
+            self.faults.on_event(Scheduler.finish, args, error)
+        self.carry_out(wanted)
+
+    def _keep_carried(self, payload: bytes) -> None:
+        """What a result has handles to goes on, though who has started it ends."""
+        for task in unfinished_in(payload):
+            self.feed(Scheduler.detach, TaskId(task))
+
+    def _on_skipped(self, worker: int, skipped: Skipped) -> None:
+        """A worker was sent a task that was taken back as it came up."""
+        call = self._calls.get(TaskId(skipped.task))
+        if call is not None and call.number == skipped.number:
+            self.feed(Scheduler.task_skipped, TaskId(skipped.task), WorkerId(worker))

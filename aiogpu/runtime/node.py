@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
-from aiogpu.runtime.zygote.launch import Ground, remove_directory
+from aiogpu.runtime.directories import remove_directory
+from aiogpu.runtime.zygote.launch import Ground
 from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.observe.status import Observations
     from aiogpu.runtime.callers.programs import Answer, Clients, ServerInfo
-    from aiogpu.runtime.callers.requests import Check, NestedRequests
+    from aiogpu.runtime.callers.requests import Check, Requests
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.devices.binding import Assignment
@@ -124,7 +125,7 @@ class Supervisor:
         self._peers: WeakSet[Peer] = WeakSet()
         self._devices: Devices | None = None
         self._descriptor_server: DescriptorServer | None = None
-        self._nested: Callable[[], NestedRequests] | None = None
+        self._nested: Callable[[], Requests] | None = None
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
@@ -284,7 +285,7 @@ class Supervisor:
         )
         self.clients.answers = answers
         routes = self._parts.console.routes = self.clients.routes
-        self.driver.notifier.routes = routes
+        self.driver.results.routes = routes
         routes.log = None if logs is None else TaskLog(logs)
         await self.clients.listen(listening, wakefulness.note)
         return self.clients
@@ -385,12 +386,10 @@ class Supervisor:
         return self._devices.monitor.observed if self._devices is not None else {}
 
 
-def _open_nest(
-    driver: Driver, pool: Pool, store: Store, check: Check
-) -> NestedRequests:
+def _open_nest(driver: Driver, pool: Pool, store: Store, check: Check) -> Requests:
     """Hear what tasks say of others that they start; few programs have such."""
-    from aiogpu.runtime.callers.requests import NestedRequests
+    from aiogpu.runtime.callers.requests import Requests
 
-    nested = NestedRequests(driver, store, check)
+    nested = Requests(driver, store, check)
     pool.hearing.on_nested = nested.on_message
     return nested

@@ -7,35 +7,35 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core import effects
 from aiogpu.core.effects import Failure
 from aiogpu.core.model.ids import OWN, TaskId, WorkerId
 from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.observe.status import Failures
+from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.pending_tasks import Call, pass_on, tell_fault
-from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, describe_death
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.wire.messages import Done, Failed, Items
 
 if TYPE_CHECKING:
-    from aiogpu.core import effects
-    from aiogpu.core.scheduler.scheduler import Scheduler
+    from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
-    from aiogpu.runtime.memory_monitor import MemoryGuard
     from aiogpu.runtime.output.console import Routes
 
 
 _log: Final = logging.getLogger(__name__)
 
 
-class OwnerNotifier:
-    """Tells the receivers of one node's calls.
+class Results:
+    """Tells the receivers of one node's tasks how these have ended.
 
     Attributes:
         deaths: how workers have ended of which the core is being told.
-        gpu_guard: knows whom it has ended for device memory; None until there is one.
+        gpu_guard: knows whom it has ended for device memory; None where no device is.
         failures: the last that have failed.
         routes: tells other programs; None where there are none.
     """
@@ -146,31 +146,14 @@ class OwnerNotifier:
             now, name = time.monotonic(), call.site.spec.name
             self.failures.note(now, task, name, error, message, call.client)
 
-
-class Streams:
-    """The tasks and calls of one node whose generators yield."""
-
-    def __init__(self, calls: ShardedDict[Call], commands: WorkerCommands) -> None:
-        self._calls = calls
-        self._commands = commands
-
     def on_items(self, worker: LiveWorker, message: Items) -> None:
-        """A worker's generator has yielded."""
+        """A worker's generator has yielded: a task's, or that of an actor's call."""
         if worker.actor is not None:
-            asked = worker.actor.calls.get(message.task)
-            if asked is not None:
-                asked.passed += len(message.payloads)
-                pass_on(asked.receiver, message.payloads)
-            return
-        call = self._calls.get(TaskId(message.task))
-        if call is not None and call.worker == worker.id:
+            call: Call | ActorCall | None = worker.actor.calls.get(message.task)
+        else:
+            call = self._calls.get(TaskId(message.task))
+            if call is not None and call.worker != worker.id:
+                return
+        if call is not None:
             call.passed += len(message.payloads)
             pass_on(call.receiver, message.payloads)
-
-    def demand(self, task: int, limit: int) -> None:
-        """A task may yield so many items in all, over all attempts at it."""
-        call = self._calls.get(TaskId(task))
-        if call is None:
-            return
-        call.limit = limit
-        self._commands.demand(call.worker, task, limit)

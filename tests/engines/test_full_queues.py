@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 import aiogpu
-from aiogpu.runtime.callers.programs import BACKLOG
+from aiogpu.runtime.directories import BACKLOG
 from tests.engines import tasks
 from tests.engines.raw_client import Service, service
 from tests.turns import turns

@@ -114,7 +114,7 @@ async def test_arguments_that_are_too_large_together_are_refused(
     monkeypatch: pytest.MonkeyPatch, kind: str, is_pending: bool
 ) -> None:
     """Each is small; together they are more than one frame carries."""
-    monkeypatch.setattr("aiogpu.runtime.actors.actor.LARGEST_PAYLOAD", 1 << 20)
+    monkeypatch.setattr("aiogpu.runtime.objects.values.LARGEST_PAYLOAD", 1 << 20)
     async with asyncio.timeout(60), aiogpu.init(num_cpus=2):
         parts = [v.give.remote(b"x" * 200_000) for _ in range(6)]
         if not is_pending:

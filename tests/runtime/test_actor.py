@@ -48,11 +48,21 @@ class Stage:
         site = sites.site()
         site.actor = ActorTerms(mode, {DEFAULT_GROUP: limit}, {}, retries)
         self.peer = PaperPeer()
-        self.actor = Actor(site, count(1).__next__, None)
+        self.new_number = count(1).__next__
+        self.actor = Actor(site, self, None)
         self.heard: list[str] = []
-        self.actor.on_idle = lambda _: self.heard.append("idle")
-        self.actor.on_leaving = lambda _: self.heard.append("leaving")
-        self.actor.on_dead = lambda _: self.heard.append("dead")
+
+    def caller_here(self) -> int:
+        return 0
+
+    def on_idle(self, _actor: Actor) -> None:
+        self.heard.append("idle")
+
+    def on_leaving(self, _actor: Actor) -> None:
+        self.heard.append("leaving")
+
+    def on_dead(self, _actor: Actor) -> None:
+        self.heard.append("dead")
 
     def begin(self) -> None:
         """A process takes it on, and its constructor returns."""

@@ -12,7 +12,7 @@ from aiogpu.client.function_spec import Site
 from aiogpu.client.interface import Receiver
 from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
-from aiogpu.runtime.callers.requests import NestedRequests
+from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire.messages import (
     ChildDone,
@@ -75,6 +75,8 @@ class PaperDriver:
 class PaperStore:
     """Has lent nothing to anybody."""
 
+    caller = None
+
 
 class House:
     """A nest between a paper driver and workers with paper peers."""
@@ -82,7 +84,7 @@ class House:
     def __init__(self) -> None:
         self.driver = PaperDriver()
         self.refusal: AiogpuError | None = None
-        self.nested = NestedRequests(self.driver, PaperStore(), self.check)  # type: ignore[arg-type]
+        self.nested = Requests(self.driver, PaperStore(), self.check)  # type: ignore[arg-type]
 
     def check(self, _site: Site) -> None:
         if self.refusal is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.zygote.launch import LONGEST, create_directory, remove_directory
+from aiogpu.runtime.directories import LONGEST, create_directory, remove_directory
 
 
 def test_the_runtime_directory_is_preferred(runtime_directory: Path) -> None:

@@ -19,7 +19,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.callers.caller import Child, Client
-from aiogpu.runtime.callers.requests import NestedRequests
+from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.serialization.payload import Contents, Payload
@@ -68,7 +68,7 @@ class Office:
         )
         self.pool: Any = pool
         self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
-        self.nested = NestedRequests(self.driver, SimpleNamespace(), bool)  # type: ignore[arg-type]
+        self.nested = Requests(self.driver, SimpleNamespace(), bool)  # type: ignore[arg-type]
         self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
         terms = Terms.of(sites.site())
         for site in (1, 2):
@@ -85,7 +85,7 @@ class Office:
         done = [
             Done(task, payloads.get(f"_{task}", b"r%d" % task), 5) for task in tasks
         ]
-        self.driver.answers.on_done(1, done)
+        self.driver.on_done(1, done)
         return tasks
 
     @property
@@ -111,7 +111,7 @@ async def test_all_that_comes_together_is_told_in_order(office: Office) -> None:
         assert len(records) == len(took)
         rows.append(len(records))
 
-    office.driver.answers.on_row = note
+    office.driver.on_row = note
     office.submit(*range(2, 102))
     assert len(office.client.children) == 100
     while office.commands.sent:
@@ -213,8 +213,8 @@ async def test_answers_of_others_are_dropped(office: Office) -> None:
     office.submit(*range(2, 20))
     office.end(1)
     first, second, *_ = office.commands.sent
-    office.driver.answers.on_done(1, [Done(99, b"", 1), Done(98, b"", 1)])
-    office.driver.answers.on_done(2, [Done(first, b"", 1), Done(second, b"", 1)])
+    office.driver.on_done(1, [Done(99, b"", 1), Done(98, b"", 1)])
+    office.driver.on_done(2, [Done(first, b"", 1), Done(second, b"", 1)])
     assert office.told == [1, 2]
     office.end(2)
     assert office.told == [1, 2, 3, 4]

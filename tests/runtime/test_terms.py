@@ -11,11 +11,16 @@ import pytest
 
 from aiogpu.api.options import TaskOptions, check_options, placement_group_of
 from aiogpu.api.reservation import Placement, placement_site
-from aiogpu.client.function_spec import ActorTerms, Site, new_site_id
+from aiogpu.client.function_spec import (
+    ActorTerms,
+    Function,
+    Site,
+    new_function_id,
+    new_site_id,
+)
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.request import BundleRef
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.callers.requests import new_function
 from aiogpu.serialization.serializer import dump_retried, load_result
 from aiogpu.wire.codec import unpack
 from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
@@ -52,7 +57,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
 def test_a_site_there_and_back(options: dict[str, Any]) -> None:
     ours = site_of(**options)
-    function = new_function(ours.function.payload)
+    function = Function(new_function_id(), ours.function.payload)
     theirs = Terms.unpack(Terms.of(ours).pack()).site(function)
     assert theirs.spec.shape == ours.spec.shape
     assert hash(theirs.spec.shape) == hash(ours.spec.shape)

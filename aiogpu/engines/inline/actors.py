@@ -641,7 +641,6 @@ class Residents(Register):
         self._node = node
         self._living: dict[int, Resident] = {}
         self._with_calls: dict[Resident, None] = {}
-        self._new_number = count(FIRST_CALL).__next__
         self._new_worker = count(FIRST_WORKER).__next__
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -679,10 +678,7 @@ class Residents(Register):
         if get_if_exists and key is not None and (found := self.find(key)):
             return found
         self.check_name(key)
-        actor = Actor(site, self._new_number, key)
-        actor.caller_here = id_of_caller
-        actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
-        actor.on_leaving = self.free_name
+        actor = Actor(site, self, key)
         self.name(actor)
         if site.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
@@ -847,7 +843,16 @@ class Residents(Register):
             found.is_ending = True
             found.look_if_idle()
 
-    def _on_idle(self, actor: Actor) -> None:
+    def caller_here(self) -> int:
+        """Tell the callers of this process apart."""
+        return id_of_caller()
+
+    def on_leaving(self, actor: Actor) -> None:
+        """An actor was told to end."""
+        self.free_name(actor)
+
+    def on_idle(self, actor: Actor) -> None:
+        """Nobody can call an actor any more, and all its calls were answered."""
         if actor.state is ActorState.PENDING:
             # It waits to be made, for nobody.
             actor.die(died(actor.name, actor.why_idle))
@@ -855,7 +860,8 @@ class Residents(Register):
         else:
             actor.leave(actor.why_idle)
 
-    def _on_dead(self, actor: Actor) -> None:
+    def on_dead(self, actor: Actor) -> None:
+        """An actor is dead."""
         self.free_name(actor)
         self.forget(actor)
 

@@ -38,7 +38,6 @@ from aiogpu.observe.snapshot import LISTED, picture
 from aiogpu.observe.status import Holdings, NodeStatus, Queue, ShapeStatus, shape_status
 from aiogpu.observe.why import Why, awaited_gang, find_shortages, tell_lacks
 from aiogpu.runtime.actors.actor import Actor
-from aiogpu.runtime.actors.listing import listed_actors
 from aiogpu.runtime.callers.leases import LeaseReceiver
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.objects.segments import ObjectMemory
@@ -77,7 +76,7 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
             return None
         return life.worker_id, os.getpid()
 
-    actors = listed_actors(node.actors.all(), place_of, lambda _: OWN)
+    actors = node.actors.listed(place_of, lambda _: OWN)
     return replace(seen, actors=actors)
 
 

@@ -73,14 +73,13 @@ from aiogpu.errors import (
 )
 from aiogpu.observe.status import PlacementStatus, placement_status
 from aiogpu.observe.why import Why, find_shortages, tell_lacks
-from aiogpu.runtime.actors.actor import is_complete
 from aiogpu.runtime.actors.registry import FIRST_CALL
 from aiogpu.runtime.callers.caller import Carrying
 from aiogpu.runtime.callers.leases import LeaseReceiver, misfit, removed
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_shortage import told_instead
 from aiogpu.runtime.objects.store import filled
-from aiogpu.runtime.objects.values import unfinished_in
+from aiogpu.runtime.objects.values import is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import Call, pass_on
 from aiogpu.serialization.exceptions import (
     LEFT,
@@ -105,7 +104,7 @@ from aiogpu.worker.streams import StreamSender, UnsendableError, send_all_async
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import TaskSpec
-    from aiogpu.observe.status import Holdings
+    from aiogpu.observe.status import ActorStatus, Holdings
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.objects.values import Value
 
@@ -160,8 +159,12 @@ class HostedActors(Protocol):
     def are_there(self) -> bool:
         """True if there is any that has not ended."""
 
-    def all(self) -> Sequence[Actor]:
-        """All that live, or to which somebody holds a handle, each once."""
+    def listed(
+        self,
+        place_of: Callable[[Actor], tuple[int, int] | None],
+        client_of: Callable[[int], int],
+    ) -> tuple[ActorStatus, ...]:
+        """All of them, as `status()` shows them."""
         ...
 
     def life(self, actor: int, /) -> HostedActor | None:

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
 from aiogpu.client.function_spec import Site
 from aiogpu.client.interface import Receiver
@@ -23,9 +24,8 @@ from aiogpu.errors import (
     ActorDiedError,
     ActorNameError,
     NodeClosedError,
-    SerializationError,
 )
-from aiogpu.runtime.objects.values import Value
+from aiogpu.runtime.objects.values import Value, await_arguments, is_complete
 from aiogpu.runtime.pending_tasks import (
     EACH,
     Borrower,
@@ -36,7 +36,6 @@ from aiogpu.runtime.pending_tasks import (
 from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.serializer import NONE_PAYLOAD
-from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
     DEFAULT_GROUP,
     SERIAL,
@@ -148,14 +147,12 @@ class Held:
 
     Attributes:
         number: by which its caller knows it.
-        payload: its arguments.
-        missing: how many of its arguments are not there.
+        is_due: its arguments are there, or one of them never will be.
         failed: an argument that never will be, None without.
     """
 
     number: CallId
-    payload: bytes
-    missing: int = 0
+    is_due: bool = True
     failed: Value | None = None
 
 
@@ -188,29 +185,24 @@ class Lines:
 
     def join(self, caller: int, number: CallId, payload: bytes) -> None:
         """Have a call wait in its caller's line."""
-        held = Held(number, payload)
+        held = Held(number)
         self.callers.setdefault(caller, deque()).append(held)
         if type(payload) is Payload:
-            values = dict.fromkeys(payload.needs)
-            held.missing = len(values) + 1
-            for value in values:
-                value.watch(lambda value: self._note(caller, held, value))
-            held.missing -= 1
-        self._go_on(caller)
+            held.is_due = False
+            await_arguments(payload, partial(self._note, caller, held))
+        else:
+            self._go_on(caller)
 
-    def _note(self, caller: int, held: Held, value: Value) -> None:
-        held.missing -= 1
-        if value.has_failed:
-            held.failed = held.failed or value
+    def _note(self, caller: int, held: Held, failed: Value | None) -> None:
+        held.is_due, held.failed = True, failed
         self._go_on(caller)
 
     def _go_on(self, caller: int) -> None:
         line = self.callers.get(caller)
-        while line and (not line[0].missing or line[0].failed):
+        while line and line[0].is_due:
             held = line.popleft()
-            failed = held.failed or oversized(held.payload)
-            if failed is not None:
-                self._refuse(held.number, failed)
+            if held.failed is not None:
+                self._refuse(held.number, held.failed)
             else:
                 self._post(held.number)
         if line is not None and not line:
@@ -223,7 +215,7 @@ class Lines:
         if call is None:
             return  # it was cancelled, or the actor has died
         call.known_as = number
-        later = self._later[number] = self._actor.new_number()
+        later = self._later[number] = self._actor.owner.new_number()
         calls[later] = call
         self._actor.post(later, call.mailbox)
 
@@ -235,35 +227,6 @@ class Lines:
             self._actor.look_if_idle()
 
 
-def is_complete(payload: bytes) -> bool:
-    """Return whether all arguments are there, and no more than a call carries."""
-    if type(payload) is not Payload:
-        return True
-    if any(value.is_pending or value.has_failed for value in payload.needs):
-        return False
-    return size_of(payload) <= LARGEST_PAYLOAD
-
-
-def size_of(payload: Payload) -> int:
-    """Bytes of the arguments that are there, as far as they are in no segment."""
-    return len(payload) + sum(len(value.payload or b"") for value in payload.needs)
-
-
-def oversized(payload: bytes) -> Value | None:
-    """A value that has failed, if the arguments are more than a call carries."""
-    if type(payload) is not Payload or (size := size_of(payload)) <= LARGEST_PAYLOAD:
-        return None
-    value = Value("its arguments")
-    value.fail(
-        SerializationError(
-            f"the values that are arguments of one call have {size} bytes in all; a "
-            f"call carries {LARGEST_PAYLOAD}, beside what lies in shared memory. Give "
-            f"it fewer, or have another task gather them."
-        )
-    )
-    return value
-
-
 _log: Final = logging.getLogger(__name__)
 
 
@@ -272,6 +235,31 @@ AHEAD: Final = 256
 
 
 NO_HANDLE: Final = "nobody had a handle to it any more."
+
+
+class ActorOwner(Protocol):
+    """Has actors, and is told what becomes of them."""
+
+    @property
+    def new_number(self) -> Callable[[], CallId]:
+        """Gives the number of the next call."""
+        ...
+
+    def caller_here(self) -> int:
+        """Tell the callers of this process apart."""
+        ...
+
+    def on_idle(self, actor: Actor) -> None:
+        """Nobody can call an actor any more, and all its calls were answered."""
+        ...
+
+    def on_leaving(self, actor: Actor) -> None:
+        """An actor was told to end."""
+        ...
+
+    def on_dead(self, actor: Actor) -> None:
+        """An actor is dead."""
+        ...
 
 
 class Actor:
@@ -293,16 +281,12 @@ class Actor:
         is_killed: `kill` has ended this process, and another takes its place.
         calls: those that were not answered, by number.
         mailboxes: by concurrency group.
-        new_number: gives the next call's.
         lines: calls that wait for their arguments.
-        caller_here: tells the callers of this process apart.
-        on_idle: told when nobody can call it any more and all was answered.
-        on_leaving: told when it was told to end.
-        on_dead: told when it is dead.
+        owner: the register that has it.
     """
 
     def __init__(
-        self, site: Site, new_number: Callable[[], CallId], key: tuple[str, str] | None
+        self, site: Site, owner: ActorOwner, key: tuple[str, str] | None
     ) -> None:
         assert site.actor is not None, site
         self.id = 0
@@ -324,14 +308,10 @@ class Actor:
             group: Mailbox(AHEAD if self.is_serial else limit, self.is_serial)
             for group, limit in terms.limits.items()
         }
-        self.caller_here: Callable[[], int] = int
-        self.on_idle: Callable[[Actor], None]
-        self.on_leaving: Callable[[Actor], None]
-        self.on_dead: Callable[[Actor], None]
+        self.owner = owner
         self._unwanted = 0
         self.lines = Lines(self)
         self._terms = terms
-        self.new_number = new_number
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
         self._end: ActorEnd | None = None
@@ -367,14 +347,14 @@ class Actor:
         mailbox = self.mailboxes[
             groups.get(method, DEFAULT_GROUP) if groups else DEFAULT_GROUP
         ]
-        number = self.new_number()
+        number = self.owner.new_number()
         limit = terms.windows.get(method, 0) if terms.windows else 0
         self.calls[number] = ActorCall(
             method, payload, receiver, terms.max_task_retries, mailbox, limit
         )
         if self.lines.callers or type(payload) is not bytes:
             if caller is None:
-                caller = self.caller_here()
+                caller = self.owner.caller_here()
             if self.lines.holds_back(caller, payload):
                 self.lines.join(caller, number, payload)
                 return number
@@ -535,7 +515,7 @@ class Actor:
             self.has_lived or self.worker is None
         )
         if self.state is ActorState.ALIVE or is_waiting:
-            self.on_idle(self)
+            self.owner.on_idle(self)
 
     @property
     def why_idle(self) -> str:
@@ -549,7 +529,7 @@ class Actor:
         self.state, self._why_left = ActorState.LEAVING, why
         if self.worker is not None and self.worker.peer is not None:
             self.worker.peer.send(Leave())
-        self.on_leaving(self)
+        self.owner.on_leaving(self)
 
     def lose(self, begun: CallId) -> list[Receiver]:
         """Its process has gone; gives who waits for the calls that went with it.
@@ -618,7 +598,7 @@ class Actor:
         waiting, self._awaited_by = self._awaited_by, []
         for mailbox in self.mailboxes.values():
             mailbox.close()
-        self.on_dead(self)
+        self.owner.on_dead(self)
         receivers = [call.receiver for call in calls.values()]
         for receiver in (*receivers, *waiting):
             if receiver is not None:

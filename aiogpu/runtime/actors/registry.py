@@ -1,22 +1,32 @@
-"""All actors of a node: made, called, found by name, counted, ended."""
+"""All actors of a node: made, called, found by name, counted, listed, ended.
+
+`WaitGraph` finds actors that wait for each other's calls without end, and ends one such
+wait. Its nodes are processes whose main thread is bound to wait (see
+`wire.messages.Wait`): of actors, and of plain tasks. A process waits for another if it
+waits for a call of an actor that runs one call at a time, or for a child task. A cycle
+never ends by itself. The core finds deadlocks over resources; calls of actors never
+come to the core.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from itertools import count, islice
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from aiogpu.client.function_spec import Site
 from aiogpu.client.interface import Receiver
-from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import ActorDiedError
+from aiogpu.errors import ActorDiedError, DeadlockError
+from aiogpu.observe.status import ActorStatus
 from aiogpu.runtime.actors.actor import Actor, ActorState, died, name_taken
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.pending_tasks import Call
+from aiogpu.runtime.results import Results
 from aiogpu.runtime.workers.death import Death, describe_loss
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
@@ -26,27 +36,16 @@ from aiogpu.wire.messages import Create, Created, Done, Failed
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
+    from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_shortage import Shortages
-    from aiogpu.runtime.results import OwnerNotifier
 
 
-class AnswersPort(Protocol):
-    """Takes what workers say of the ends of tasks."""
-
-    def on_answer(self, worker: int, answer: Done | Failed) -> None:
-        """A worker has ended a task."""
+FIRST_CALL: Final = 1 << 40
+"""Number of a node's first call: above those of tasks and of what they are sent."""
 
 
-class DriverPort(Protocol):
-    """What actors need of the driver."""
-
-    scheduler: Scheduler
-    shortages: Shortages
-    notifier: OwnerNotifier
-
-    @property
-    def answers(self) -> AnswersPort:
-        """Takes what workers say of the ends of tasks."""
+class TaskPort(Protocol):
+    """What actors need of the driver, to which each of them is a task."""
 
     @property
     def feed(self) -> Feed:
@@ -65,6 +64,9 @@ class DriverPort(Protocol):
     def cancel(self, task: int) -> None:
         """Stop a task."""
 
+    def on_answer(self, worker: int, answer: Done | Failed) -> None:
+        """A worker has ended a task."""
+
 
 class Register:
     """The actors that live, or of which somebody has a handle."""
@@ -74,6 +76,7 @@ class Register:
         self._actors: dict[int, Actor] = {}
         self._named: dict[tuple[str, str], Actor] = {}
         self._refused: dict[int, Exception] = {}
+        self.new_number: Final = count(FIRST_CALL).__next__
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._actors)}>"
@@ -102,6 +105,35 @@ class Register:
     def all(self) -> list[Actor]:
         """All that live, or to which somebody holds a handle, each once."""
         return [one for known_as, one in self._actors.items() if known_as == one.id]
+
+    def listed(
+        self,
+        place_of: Callable[[Actor], tuple[int, int] | None],
+        client_of: Callable[[int], int],
+    ) -> tuple[ActorStatus, ...]:
+        """The actors as `status()` shows them.
+
+        Those that have a process, by number, then the first of those that wait for one.
+
+        Args:
+            place_of: gives an actor's worker and the process id of that, None without.
+            client_of: gives whose an actor is, by its number.
+        """
+        from aiogpu.observe.snapshot import LISTED
+
+        placed: list[ActorStatus] = []
+        pending: list[Actor] = []
+        for actor in self.all():
+            place = place_of(actor)
+            if actor.state is ActorState.DEAD:
+                continue
+            if place is None:
+                pending.append(actor)
+            else:
+                placed.append(_status(actor, place, client_of(actor.id)))
+        placed.sort(key=lambda status: status.id)
+        rest = [_status(it, None, client_of(it.id)) for it in islice(pending, LISTED)]
+        return (*placed, *rest)
 
     def held(self, actor: int, _name: str = "") -> Actor:
         """See `ActorsPort.held`."""
@@ -161,8 +193,18 @@ class Register:
             del self._named[actor.key]
 
 
-FIRST_CALL: Final = 1 << 40
-"""Number of a node's first call: above those of tasks and of what they are sent."""
+def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorStatus:
+    namespace, name = actor.key or ("", None)
+    worker, pid = place or (None, 0)
+    suffix = f" {name!r}" if name is not None else ""
+    return ActorStatus(
+        *(actor.id, name, namespace, actor.name.removesuffix(suffix)),
+        actor.state.value,
+        actor.holders,
+        *(worker, pid, len(actor.calls)),
+        is_detached=actor.site.spec.is_detached,
+        client=client,
+    )
 
 
 LEAVE_LIMIT: Final = 5.0
@@ -183,22 +225,28 @@ class Actors(Register):
     Attributes:
         workers: those that are actors, by id.
         holding: workers and clients that have handles.
-        on_holder_gone: told of one of them that has gone.
         check: refuses a class and arguments that this node can never serve.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, driver: DriverPort, pool: Pool
+        self,
+        loop: asyncio.AbstractEventLoop,
+        scheduler: Scheduler,
+        pool: Pool,
+        tasks: TaskPort,
+        results: Results,
+        shortages: Shortages,
     ) -> None:
         super().__init__(loop)
         self.check: Callable[[Site, bytes], None]
         self.holding: dict[int, Caller] = {}
-        self.on_holder_gone: Callable[[Caller], None]
-        self._driver = driver
+        self.workers: dict[int, LiveWorker] = {}
+        self._scheduler = scheduler
+        self._tasks = tasks
+        self._results = results
+        self._shortages = shortages
         self._pool = pool
         self._commands = pool.commands
-        self.workers: dict[int, LiveWorker] = {}
-        self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
 
     def create(
@@ -220,13 +268,11 @@ class Actors(Register):
             self.add(found, public)
             return found
         self.check_name(key)
-        actor = Actor(site, self._new_number, key)
-        actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
-        actor.on_leaving = self._on_leaving
+        actor = Actor(site, self, key)
         self.name(actor)
         if site.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
-        actor.id = self._driver.submit(site, payload, actor, None, client)
+        actor.id = self._tasks.submit(site, payload, actor, None, client)
         self.add(actor, public)
         return actor
 
@@ -237,13 +283,30 @@ class Actors(Register):
             raise self.unknown(actor)
         assert found.site.actor is not None, found
         request = found.site.spec.shape.request
-        ledger = self._driver.scheduler.ledger
+        ledger = self._scheduler.ledger
         lends = not found.site.actor.keeps_cpus
         return room_for(ledger, request, lends), str(request)
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """See `ActorsPort.tell_room`."""
         receiver.receive(dump_whole(self.room(actor)))
+
+    def hold_for(self, caller: Caller, actor: int) -> None:
+        """One more handle is with a caller, if somebody has held one until now."""
+        if self.hold(actor):
+            self.note_hold(caller, actor)
+
+    def note_hold(self, caller: Caller, actor: int) -> None:
+        """A handle that counts already is with this caller."""
+        caller.holds[actor] = caller.holds.get(actor, 0) + 1
+        self.holding[caller.id] = caller
+
+    def release_all(self, caller: Caller) -> None:
+        """A caller has gone, and with it all its handles."""
+        holds, caller.holds = caller.holds, {}
+        for actor, times in holds.items():
+            for _ in range(times):
+                self.release(actor)
 
     def begun(self, worker: int) -> int:
         """Number of the last call that a serial actor's process has begun."""
@@ -310,7 +373,7 @@ class Actors(Register):
             return
         if no_restart:
             found.die(ActorDiedError(f"{found.name} was killed.", found.name))
-            self._driver.cancel(found.id)
+            self._tasks.cancel(found.id)
         elif found.worker is not None:
             found.is_killed = True
             for mailbox in found.mailboxes.values():
@@ -357,7 +420,7 @@ class Actors(Register):
         if not terms.keeps_cpus:
             # Later, not now: the core is told of events one at a time.
             self._loop.call_soon(
-                self._driver.feed, Scheduler.release_cpus, TaskId(actor.id)
+                self._tasks.feed, Scheduler.release_cpus, TaskId(actor.id)
             )
         return Create(
             actor.id,
@@ -377,7 +440,7 @@ class Actors(Register):
         """
         holder = self.holding.pop(worker_id, None)
         if holder is not None:
-            self._loop.call_soon(self.on_holder_gone, holder)
+            self._loop.call_soon(self.release_all, holder)
         worker = self.workers.pop(worker_id, None)
         if worker is None or worker.actor is None:
             return _nothing
@@ -386,12 +449,10 @@ class Actors(Register):
         lost = actor.lose(death.begun)
         cause = None
         if lost and not was_killed:
-            cause = self._driver.notifier.cause_of(
-                *(actor.id, actor.name, worker_id, death)
-            )
+            cause = self._results.cause_of(*(actor.id, actor.name, worker_id, death))
         if was_leaving:
             actor.receive(b"")
-            self._driver.cancel(actor.id)
+            self._tasks.cancel(actor.id)
 
         def tell() -> None:
             for receiver in lost:
@@ -412,7 +473,7 @@ class Actors(Register):
         if type(message) is Created:
             actor.on_created()
         elif message.task == actor.id:
-            self._driver.answers.on_answer(worker_id, message)  # type: ignore[arg-type]
+            self._tasks.on_answer(worker_id, message)  # type: ignore[arg-type]
         else:
             if type(message) is Failed:
                 message = self._told_of(worker_id, actor, message)
@@ -420,12 +481,12 @@ class Actors(Register):
 
     def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
         """Return what is told of a call that has failed."""
-        shortages, call = self._driver.shortages, actor.calls.get(failed.task)
+        shortages, call = self._shortages, actor.calls.get(failed.task)
         name = f"{actor.name}.{call.method}" if call is not None else actor.name
         if shortages and shortages.concerns(worker, failed):
             failed = shortages.told(worker, name, failed)
         if call is not None and call.receiver is not None and failed.kind != LEFT:
-            self._driver.notifier.note_call(actor.id, name, failed)
+            self._results.note_call(actor.id, name, failed)
         return failed
 
     def end_of_client(self, client: ClientId, why: str) -> list[TaskId]:
@@ -438,7 +499,7 @@ class Actors(Register):
         """
         found = []
         for actor in self.all():
-            record = self._driver.scheduler.tasks.get(TaskId(actor.id))
+            record = self._scheduler.tasks.get(TaskId(actor.id))
             if (
                 record is not None
                 and record.client == client
@@ -449,27 +510,34 @@ class Actors(Register):
                 found.append(record.id)
         return found
 
-    def _on_idle(self, actor: Actor) -> None:
+    def caller_here(self) -> int:
+        """All code of this process is one caller."""
+        return 0
+
+    def on_idle(self, actor: Actor) -> None:
+        """See `ActorOwner`."""
         self._leave(actor, actor.why_idle)
 
     def _leave(self, actor: Actor, why: str) -> None:
         """End an actor after what it was sent; at once if it waits for its process."""
         if actor.state is ActorState.PENDING:
-            self._driver.cancel(actor.id)
+            self._tasks.cancel(actor.id)
             actor.die(died(actor.name, why))
         else:
             actor.leave(why)
 
-    def _on_leaving(self, actor: Actor) -> None:
+    def on_leaving(self, actor: Actor) -> None:
+        """See `ActorOwner`."""
         self.free_name(actor)
         self._loop.call_later(LEAVE_LIMIT, self._end, actor)
 
     def _end(self, actor: Actor) -> None:
         if actor.state is not ActorState.DEAD:
-            self._driver.cancel(actor.id)
+            self._tasks.cancel(actor.id)
             actor.receive(b"")
 
-    def _on_dead(self, actor: Actor) -> None:
+    def on_dead(self, actor: Actor) -> None:
+        """See `ActorOwner`."""
         self.free_name(actor)
         if actor.worker is None:
             actor.note_gone()
@@ -478,3 +546,152 @@ class Actors(Register):
 
 def _nothing() -> None:
     """The worker was no actor's."""
+
+
+class Edge(NamedTuple):
+    """One process waits for another.
+
+    Attributes:
+        waiter: the process that waits.
+        number: the call or child that it waits for, by its own number.
+        awaited: the process that has to go on first.
+    """
+
+    waiter: Caller
+    number: int
+    awaited: Caller
+
+
+class WaitGraph:
+    """Which process of a node waits for which."""
+
+    def __init__(
+        self,
+        actors: Actors,
+        scheduler: Scheduler,
+        caller_of: Callable[[int], Caller | None],
+    ) -> None:
+        self._actors = actors
+        self._scheduler = scheduler
+        self._caller_of = caller_of
+
+    def end_deadlock(self, caller: Caller) -> None:
+        """Fail a call of each cycle that goes through a process which waits now.
+
+        Each cycle is closed by a wait, so no other process has to be looked at.
+        """
+        numbers = caller.bound
+        is_known = (
+            number in caller.asked
+            or number in caller.children
+            or number in caller.fetched
+            for number in numbers
+        )
+        if not all(is_known):
+            # An answer is on the way. If it is a failure, it ends the wait.
+            caller.bound = ()
+        while cycle := self._find_cycle(caller):
+            if not self._fail_one(cycle):
+                return
+
+    def _find_cycle(self, start: Caller) -> list[Edge]:
+        """The edges of a cycle through a process, from it and back; none without."""
+        came_by: dict[Caller, Edge] = {}
+        unseen = [start]
+        while unseen:
+            for edge in self._edges(unseen.pop()):
+                if edge.awaited in came_by:
+                    continue
+                came_by[edge.awaited] = edge
+                if edge.awaited is start:
+                    return _path_to(start, came_by)
+                unseen.append(edge.awaited)
+        return []
+
+    def _edges(self, waiter: Caller) -> Iterator[Edge]:
+        for number in waiter.bound:
+            awaited = self._awaited(waiter, number)
+            if awaited is not None:
+                yield Edge(waiter, number, awaited)
+
+    def _awaited(self, waiter: Caller, number: int) -> Caller | None:
+        """The process that has to go on before a call or a child can end."""
+        if number in waiter.asked:
+            actor = self._actors.get(waiter.asked[number][0])
+            if actor is None:
+                return None
+            # A constructor has the main thread, whatever its methods are run by.
+            is_one_by_one = actor.is_serial or actor.state is ActorState.PENDING
+            worker = actor.worker if is_one_by_one else None
+            return None if worker is None else self._caller_of(worker.id)
+        task = waiter.children.get(number)
+        record = None if task is None else self._scheduler.blocked.get(TaskId(task))
+        if record is None or record.worker is None:
+            return None
+        return self._caller_of(record.worker.id)
+
+    def _fail_one(self, cycle: list[Edge]) -> bool:
+        """Fail the latest call of a cycle, one that has not begun if there is one."""
+        found = []
+        for edge in cycle:
+            actor, number, call = self._call_of(edge)
+            if call is not None and call.receiver is not None:
+                has_begun = number <= self._actors.begun(edge.awaited.id)
+                found.append((not has_begun, number, actor, call))
+        if not found:
+            return False
+        *_, number, actor, call = max(found, key=lambda one: one[:2])
+        told = ", and ".join(map(self._told, cycle))
+        receiver = call.receiver
+        assert actor is not None, call
+        assert receiver is not None, call
+        self._actors.cancel(actor.id, number)
+        receiver.fail(
+            DeadlockError(
+                f"{told}. Each of these actors runs one call at a time, so the wait "
+                f"could never end. Give one of them max_concurrency=2 or more or "
+                f"`async def` methods, or return before the other one calls back."
+            )
+        )
+        return True
+
+    def _call_of(self, edge: Edge) -> tuple[Actor | None, int, ActorCall | None]:
+        """The call that is waited for, and of which actor; None for a task."""
+        public, number = edge.waiter.asked.get(edge.number, (0, 0))
+        actor = self._actors.get(public)
+        if actor is None:
+            return None, 0, None
+        number = actor.lines.number_of(number)
+        return actor, number, actor.calls.get(number)
+
+    def _told(self, edge: Edge) -> str:
+        waiter = self._running(edge.waiter)
+        actor, number, call = self._call_of(edge)
+        awaited = self._running(edge.awaited)
+        if actor is None:
+            return f"{waiter} waits for {awaited}"
+        if call is None:
+            return f"{waiter} waits for {actor.name}"
+        order = ""
+        if number > self._actors.begun(edge.awaited.id):
+            order = f", which comes after {awaited}"
+        return f"{waiter} waits for {actor.name}.{call.method}{order}"
+
+    def _running(self, caller: Caller) -> str:
+        """The name of what a process runs."""
+        actor = caller.actor
+        if actor is None:
+            worker = self._scheduler.workers.get(WorkerId(caller.id))
+            task = None if worker is None else worker.task
+            return f"process {caller.pid}" if task is None else task.spec.name
+        call = actor.calls.get(self._actors.begun(caller.id))
+        if actor.state is ActorState.PENDING or call is None:
+            return f"the constructor of {actor.name}"
+        return f"{actor.name}.{call.method}"
+
+
+def _path_to(end: Caller, came_by: dict[Caller, Edge]) -> list[Edge]:
+    path = [came_by[end]]
+    while path[0].waiter is not end:
+        path.insert(0, came_by[path[0].waiter])
+    return path

@@ -217,38 +217,28 @@ def pass_on_all(
     return True
 
 
-class Carrying:
-    """Passes on an answer, and lets go of what the question has carried.
+class HoldingChild(Child):
+    """A child whose question holds something until it is answered, or dropped.
 
-    It lets go as well when it is dropped, since nobody wants the answer any more.
-
-    Attributes:
-        receiver: who waits.
+    It is dropped where nobody wants the answer any more.
     """
 
-    __slots__ = ("_let_go", "receiver")
+    __slots__ = ("_let_go",)
 
-    def __init__(self, receiver: Receiver, let_go: Callable[[], object]) -> None:
-        self.receiver = receiver
+    def __init__(
+        self, caller: Caller, number: int, let_go: Callable[[], object]
+    ) -> None:
+        super().__init__(caller, number)
         self._let_go: Callable[[], object] | None = let_go
 
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
-        self.receiver.receive(payload)
+        super().receive(payload)
         self._end()
-
-    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Pass on items; what was carried may still be asked for."""
-        pass_on(self.receiver, payloads)
 
     def reject(self, failed: Failed) -> None:
         """Pass on the failure."""
-        self.receiver.reject(failed)
-        self._end()
-
-    def fail(self, error: Exception) -> None:
-        """Pass on the error."""
-        self.receiver.fail(error)
+        super().reject(failed)
         self._end()
 
     def _end(self) -> None:
@@ -259,9 +249,44 @@ class Carrying:
     __del__ = _end
 
 
+class Carrying:
+    """Passes on an answer, and lets go of what the question has carried.
+
+    It lets go as well when it is dropped, since nobody wants the answer any more.
+
+    Attributes:
+        receiver: who waits.
+    """
+
+    __slots__ = ("_held", "receiver")
+
+    def __init__(self, receiver: Receiver, held: list[object]) -> None:
+        self.receiver = receiver
+        self._held = held
+
+    def receive(self, payload: bytes) -> None:
+        """Pass on the result."""
+        self.receiver.receive(payload)
+        self._held.clear()
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Pass on items; what was carried may still be asked for."""
+        pass_on(self.receiver, payloads)
+
+    def reject(self, failed: Failed) -> None:
+        """Pass on the failure."""
+        self.receiver.reject(failed)
+        self._held.clear()
+
+    def fail(self, error: Exception) -> None:
+        """Pass on the error."""
+        self.receiver.fail(error)
+        self._held.clear()
+
+
 def carrying(receiver: Receiver) -> Receiver:
     """A receiver that holds the actors whose handles are sent, until it is told."""
-    return Carrying(receiver, take_kept().clear)
+    return Carrying(receiver, take_kept())
 
 
 class Then:
@@ -272,17 +297,11 @@ class Then:
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
 
-    def receive(self, _payload: bytes) -> None:
-        """It came."""
+    def receive(self, _answer: object) -> None:
+        """The answer is there."""
         self._call()
 
-    def reject(self, _failed: Failed) -> None:
-        """It failed."""
-        self._call()
-
-    def fail(self, _error: Exception) -> None:
-        """It will not come."""
-        self._call()
+    reject = fail = receive
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,6 @@ import asyncio
 import logging
 import os
 import socket
-import stat
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,14 +32,15 @@ from aiogpu.errors import (
     AiogpuError,
     InternalError,
     NodeClosedError,
-    NodeError,
     ProtocolError,
 )
-from aiogpu.linux.syscalls import user
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
-from aiogpu.runtime.callers.requests import ActorRequests, NestedRequests
+from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.directories import (
+    BACKLOG,
+)
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Routes
@@ -94,150 +94,6 @@ class ServerInfo:
     ledger: bytes
     release: str
     limits: Limits = field(default_factory=Limits)
-
-
-SOCKET: Final = "node.sock"
-
-
-PIDFILE: Final = "node.pid"
-
-
-LOGS: Final = "logs"
-
-
-BACKLOG: Final = 256
-"""Programs that may wait at the same moment to be let in; others try again."""
-
-
-SHARED: Final = 0o077
-"""Bits of a directory's mode that let others reach into it."""
-
-
-class Unfit(NamedTuple):
-    """Why a directory or a socket is not used.
-
-    Attributes:
-        problem: what is wrong with it, as a predicate.
-        remedy: what to do, the beginning of a sentence.
-    """
-
-    problem: str
-    remedy: str
-
-
-def meeting_directory() -> str:
-    """`$XDG_RUNTIME_DIR/aiogpu`, or `/tmp/aiogpu-<uid>` where there is none."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isabs(runtime):
-        return f"{runtime}/aiogpu"
-    return f"/tmp/aiogpu-{os.getuid()}"
-
-
-def default_socket() -> str:
-    """The socket that `aiogpu start` listens on and `address="auto"` joins."""
-    return f"{meeting_directory()}/{SOCKET}"
-
-
-def logs_beside(socket: str) -> str:
-    """Where the node of that socket logs, unless it was told another directory.
-
-    Two nodes of one user may share a directory: `b.sock` has its logs in `b-logs`.
-    """
-    directory, name = os.path.split(os.path.abspath(socket))
-    beside = LOGS if name == SOCKET else f"{name.removesuffix('.sock')}-{LOGS}"
-    return f"{directory}/{beside}"
-
-
-def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
-    """Return why a node's files must not lie in a directory; None if they may.
-
-    Args:
-        path: of the directory.
-        forbidden: bits of the mode that it must not have.
-
-    Raises:
-        OSError: nothing can be learnt about it.
-    """
-    found = os.lstat(path)
-    mode = stat.S_IMODE(found.st_mode)
-    if stat.S_ISLNK(found.st_mode):
-        problem = "is a symbolic link, which is not followed here"
-        return Unfit(problem, "Make a directory of it")
-    if not stat.S_ISDIR(found.st_mode):
-        problem = f"is {kind(found)}, where a directory is needed"
-        return Unfit(problem, "Move it away")
-    if mode & stat.S_ISVTX and found.st_uid in {0, os.geteuid()}:  # /tmp and its like
-        return Unfit(
-            f"is everybody's (mode {mode:04o}); a node needs a directory of its own",
-            "Make one in it by `mkdir -m 700`",
-        )
-    if found.st_uid != os.geteuid():
-        return Unfit(
-            f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}: a "
-            f"node's files lie only in a directory of its own user",
-            "Have that user remove it",
-        )
-    if mode & forbidden:
-        return Unfit(
-            f"has mode {mode:04o}, so others can reach into it; a node needs 0700",
-            f"Run `chmod 700 {path}` if nobody else needs it",
-        )
-    return None
-
-
-def check_meeting(path: str) -> None:
-    """Refuse a node's file that another user may control, before it is used.
-
-    Args:
-        path: of its socket, its pidfile or its logs. Where there is none, nothing is
-            checked: whoever uses it finds that out.
-
-    Raises:
-        NodeError: the directory is not this user's alone, or the file is a symbolic
-            link or another user's.
-    """
-    directory = os.path.dirname(os.path.abspath(path))
-    unfit: Unfit | None = None
-    try:
-        unfit = unfit_directory(directory)
-        found = os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except PermissionError as error:
-        if unfit is None:
-            raise NodeError(
-                f"it cannot be determined who owns {path}: {error.strerror}. Give the "
-                f"socket of a node that {user(os.geteuid())} has started."
-            ) from error
-        raise _refused(directory, unfit) from error
-    if unfit is not None:
-        raise _refused(directory, unfit)
-    if stat.S_ISLNK(found.st_mode):
-        problem = "is a symbolic link, which is not followed here"
-        raise _refused(path, Unfit(problem, "Name the file that it leads to"))
-    if found.st_uid != os.geteuid():
-        problem = f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}"
-        raise _refused(path, Unfit(problem, "Have that user remove it"))
-
-
-def _refused(path: str, unfit: Unfit) -> NodeError:
-    return NodeError(
-        f"{path} {unfit.problem}. Nothing there is used. {unfit.remedy}, "
-        f"or use a node elsewhere: set XDG_RUNTIME_DIR to a directory of this user, or "
-        f"give the address of the node's socket."
-    )
-
-
-def kind(found: os.stat_result) -> str:
-    """Return what a file is, in words."""
-    words = {
-        stat.S_IFREG: "a regular file",
-        stat.S_IFDIR: "a directory",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return words.get(stat.S_IFMT(found.st_mode), "a device")
 
 
 WITHIN: Final = 10.0
@@ -397,11 +253,11 @@ class ClientCleanup:
     """See above."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, driver: Driver, far: ActorRequests
+        self, loop: asyncio.AbstractEventLoop, driver: Driver, requests: Requests
     ) -> None:
         self._loop = loop
         self._driver = driver
-        self._far = far
+        self._requests = requests
         self._left: dict[ClientId, Absent] = {}
 
     def __repr__(self) -> str:
@@ -411,14 +267,14 @@ class ClientCleanup:
         """Stop what is a client's own."""
         give_back_all(client, self._driver)
         for number in list(client.asked):
-            self._far.withdraw(client, number)
+            self._requests.withdraw_call(client, number)
         client.fetched.clear()
         children, client.children = client.children, {}
         self._stop_some([TaskId(task) for task in children.values()])
         client.departing.update(TaskId(task) for task in children.values())
         self._driver.actors.holding.pop(client.id, None)
         holds = list(client.holds)
-        self._far.release_all(client)
+        self._driver.actors.release_all(client)
         for public in holds:
             actor = self._driver.actors.get(public)
             if actor is not None and not actor.holders:
@@ -512,7 +368,7 @@ class Clients:
         self,
         loop: asyncio.AbstractEventLoop,
         driver: Driver,
-        nested: NestedRequests,
+        nested: Requests,
         zygotes: Zygotes,
         store: Store,
         server_info: ServerInfo,
@@ -531,7 +387,7 @@ class Clients:
         self._server: asyncio.AbstractServer | None = None
         self._doing: set[asyncio.Task[None]] = set()
         self._handshakes = HandshakeTimeouts(loop, self._turn_away)
-        self._parting = ClientCleanup(loop, driver, nested.far)
+        self._parting = ClientCleanup(loop, driver, nested)
         zygotes.wants = self._parting.wants
 
     def __repr__(self) -> str:

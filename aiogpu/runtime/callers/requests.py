@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.client.function_spec import Function, Site, new_function_id
-from aiogpu.client.interface import Receiver
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.errors import (
@@ -31,11 +30,12 @@ from aiogpu.errors import (
     TaskCancelledError,
 )
 from aiogpu.runtime.actors.actor import Actor
-from aiogpu.runtime.actors.registry import Actors
+from aiogpu.runtime.actors.registry import WaitGraph
 from aiogpu.runtime.callers.caller import (
     Caller,
     Carrying,
     Child,
+    HoldingChild,
     Then,
     check_claims,
     count_fresh,
@@ -83,118 +83,7 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.actors.wait_graph import WaitGraph
     from aiogpu.runtime.callers.caller import Client
-
-
-KINDS: Final = (Returned, Put, PutFailed, Share, Fetch, Discard, Sync)
-"""The messages that concern values."""
-
-
-class ValueRequests:
-    """Hears what workers say of values."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        store: Store,
-        on_answered: Callable[[Caller, int], None],
-    ) -> None:
-        self._on_answered = on_answered
-        self._driver = driver
-        self._store = store
-        self._ways: Final[dict[type[Message], Callable[..., None]]] = {
-            Returned: self._take_back,
-            Put: self._put,
-            PutFailed: self._put_failed,
-            Share: self._share,
-            Fetch: self._fetch,
-            Discard: self._discard,
-            Sync: self._sync,
-        }
-
-    def on_message(self, caller: Caller, message: Message) -> None:
-        """Take in one of their messages."""
-        self._ways[type(message)](caller, message)
-
-    def _take_back(self, caller: Caller, message: Returned) -> None:
-        self._store.take_back(caller, message.things, message.counts)
-
-    def _value(self, caller: Caller, identity: int) -> Value:
-        """The value that a worker speaks of, which it may just have put."""
-        self._store.announce(caller, identity)
-        return known(identity)
-
-    def _put(self, caller: Caller, message: Put) -> None:
-        self._value(caller, message.value).receive(message.payload)
-
-    def _put_failed(self, caller: Caller, message: PutFailed) -> None:
-        self._value(caller, message.value).reject(Failed(0, *message[1:]))
-
-    def _share(self, caller: Caller, message: Share) -> None:
-        value = self._value(caller, message.value)
-        child = caller.children.get(message.child)
-        if child is not None:
-            value.task = child
-            stop = partial(self._driver.cancel, child)
-            value.stop = partial(self._stop, child, stop)
-            _tell_as_well(self._driver.receiver_of(TaskId(child)), value, message.part)
-            return
-        actor, number = caller.asked.get(message.child, (0, 0))
-        if number:
-            stop = partial(self._driver.actors.cancel, actor, number)
-            value.stop = partial(self._stop, number, stop)
-            _tell_as_well(self._driver.actors.receiver_of(number), value, message.part)
-        # Else the child has ended and its answer is on the way to the caller, which
-        # sends the result as a `Put`. A worker does not end before: see `Sync`.
-
-    def _stop(self, number: int, stop: Callable[[], object]) -> None:
-        """Somebody else cancels what it was given; who has started it is told."""
-        receiver = self._driver.receiver_of(TaskId(number))
-        stop()
-        if receiver is not None:
-            error = TaskCancelledError("it was cancelled by who was given its handle.")
-            failed = pack_failure(0, RAISED, error, "")
-            receiver.reject(failed._replace(kind=STOPPED))
-
-    def _fetch(self, caller: Caller, message: Fetch) -> None:
-        receiver = Child(caller, message.child)
-        try:
-            value = known(message.value)
-        except ProtocolError as error:
-            receiver.fail(DeserializationError(str(error)))
-            return
-        if value.is_pending:
-            caller.fetched[message.child] = value
-        value.watch(partial(self._tell, caller, message.child, receiver))
-
-    def _tell(self, caller: Caller, child: int, receiver: Child, value: Value) -> None:
-        was_due = caller.fetched.pop(child, None) is not None
-        value.tell(receiver)
-        if was_due:
-            self._on_answered(caller, child)
-
-    def _discard(self, _worker: Caller, message: Discard) -> None:
-        value = find(message.value)
-        if value is not None and value.stop is not None:
-            value.stop()
-
-    def _sync(self, caller: Caller, _message: Sync) -> None:
-        if caller.peer is not None:
-            caller.peer.send_one(Synced())
-
-
-def _tell_as_well(receiver: Receiver | None, value: Value, part: int) -> None:
-    while isinstance(receiver, Carrying):
-        receiver = receiver.receiver
-    if isinstance(receiver, Child):
-        receiver.values = [*(receiver.values or ()), (value, part)]
-
-
-def new_function(payload: bytes) -> Function:
-    """A function of this process that workers get as these bytes."""
-    return Function(new_function_id(), payload)
-
 
 _log: Final = logging.getLogger(__name__)
 
@@ -207,65 +96,50 @@ Check = Callable[[Site], None]
 """Raises if calls of a site can never be served."""
 
 
-class NestedRequests:
-    """Hears what workers say of their tasks' children."""
+class Requests:
+    """Takes in what workers and programs ask of a node."""
 
     def __init__(self, driver: Driver, store: Store, check: Check) -> None:
-        self._exchange = ValueRequests(driver, store, self._note_answer)
-        self.far = self._far = ActorRequests(
-            driver.actors, driver.receiver_of, self._note_answer, self._client_of
-        )
-        driver.actors.on_holder_gone = self._far.release_all
-        self._store = store
-        self._wait_graph: WaitGraph | None = None
         self._driver = driver
+        self._actors = driver.actors
+        self._store = store
         self._check = check
         self._functions: dict[bytes, Function] = {}
         self._sites: dict[tuple[int, Terms], Site] = {}
+        self._handlers: Final[dict[type[Message], Callable[..., object]]] = {
+            Declare: self._note_declared,
+            Submit: self.submit,
+            Wait: self._wait,
+            Withdraw: self._withdraw,
+            ChildDemand: self._demand,
+            Returned: self._take_back,
+            Put: self._put,
+            PutFailed: self._put_failed,
+            Share: self._share,
+            Fetch: self._fetch,
+            Discard: self._discard,
+            Sync: self._sync,
+            Ask: self._ask,
+            Hold: self._hold,
+            Release: self._release,
+            Carry: self._carry,
+            Make: self._make,
+            Find: self._find_actor,
+            Stop: self._stop,
+        }
 
     def on_message(self, caller: Caller, message: Message) -> None:
-        """Take in one of their messages."""
-        if type(message) is Submit:
-            self.submit(caller, message)
-        elif type(message) is Wait:
-            caller.waits_for = message.children
-            if caller.actor is None:
-                self._tell_waits(caller, message.task)
-            else:
-                self._far.refuse_self_waits(caller.actor, caller)
-            caller.bound = message.children[: message.bound]
-            if caller.bound and self._driver.actors.workers:
-                self._end_deadlock(caller)
-        elif type(message) is Withdraw:
-            self._withdraw(caller, message.child)
-        elif type(message) is Declare:
-            self._note_declared(caller, message)
-        elif type(message) in KINDS:
-            self._exchange.on_message(caller, message)
-        elif type(message) is ChildDemand and message.child in caller.children:
-            child = caller.children[message.child]
-            self._driver.streams.demand(child, message.limit)
-        else:
-            self._far.on_message(caller, message)
+        """Take in one message.
 
-    def _end_deadlock(self, caller: Caller) -> None:
-        """Fail a call if a wait that begins now could never end."""
-        if self._wait_graph is None:
-            # Where code waits on a node that has actors.
-            from aiogpu.runtime.actors.wait_graph import WaitGraph
+        Raises:
+            ProtocolError: nobody may say that, or not here.
+        """
+        kind = type(message)
+        if kind not in self._handlers:
+            raise ProtocolError(f"{kind.__name__} where it may not be")
+        self._handlers[kind](caller, message)
 
-            driver, caller_of = self._driver, self._store.caller
-            self._wait_graph = WaitGraph(driver.actors, driver.scheduler, caller_of)
-        self._wait_graph.end_deadlock(caller)
-
-    def _withdraw(self, caller: Caller, number: int) -> None:
-        child = caller.children.pop(number, None)
-        if child is not None:
-            self._driver.cancel(child)
-        elif caller.fetched.pop(number, None) is not None:
-            caller.waits_elsewhere.discard(number)
-        else:
-            self._far.withdraw(caller, number)
+    # Tasks
 
     def _note_declared(self, caller: Caller, message: Declare) -> None:
         declared = caller.declared
@@ -275,47 +149,23 @@ class NestedRequests:
             # The oldest; by now the worker would declare it anew.
             del declared[next(iter(declared))]
 
-    def _tell_waits(self, caller: Caller, task: int = 0) -> None:
-        """Tell the core for whom a task waits; what actors do it cannot see."""
-        task = task or self._driver.task_of(caller.id)
-        if caller.actor is not None or not task:
-            return  # an actor or a client holds nothing that it could lend
-        waits = caller.waits_for
-        known = map(caller.children.get, waits)
-        children = tuple(TaskId(child) for child in known if child is not None)
-        caller.waits_elsewhere = {
-            child for child in waits if child in caller.asked or child in caller.fetched
-        }
-        is_elsewhere = bool(caller.waits_elsewhere)
-        self._driver.wait(TaskId(task), children, is_elsewhere)
-
-    def _note_answer(self, caller: Caller, child: int) -> None:
-        """A call or a value has come; the core learns when it was the last one.
-
-        Not of each: a task that waits for ten thousand calls tells it once.
-        """
-        elsewhere = caller.waits_elsewhere
-        if child in elsewhere:
-            elsewhere.discard(child)
-            if not elsewhere:
-                self._tell_waits(caller)
-
     def _declare(self, message: Declare, program: str) -> Site | Failed:
         try:
-            site = self._find(message, program)
+            site = self._find_site(message, program)
             self._check(site)
         except AiogpuError as error:
             return pack_failure(0, RAISED, error, "")
         return site
 
-    def _find(self, message: Declare, program: str) -> Site:
-        """The site that another one may have declared before, or a new one."""
+    def _find_site(self, message: Declare, program: str) -> Site:
+        """The site that another caller may have declared before, or a new one."""
         if len(self._functions) + len(self._sites) > 2 * KEPT:
             self._functions.clear()
             self._sites.clear()
         function = self._functions.get(message.payload)
         if function is None:
-            function = self._functions[message.payload] = new_function(message.payload)
+            function = Function(new_function_id(), message.payload)
+            self._functions[message.payload] = function
         terms = Terms.unpack(message.terms)
         if program:
             terms = terms.of_program(program)
@@ -324,15 +174,6 @@ class NestedRequests:
         if site is None:
             site = self._sites[key] = terms.site(function)
         return site
-
-    def _client_of(self, caller: Caller) -> ClientId:
-        """Whose the actors are that it has made."""
-        if caller.client:
-            return caller.client
-        record = self._driver.scheduler.tasks.get(
-            TaskId(self._driver.task_of(caller.id))
-        )
-        return OWN if record is None else record.client
 
     def submit_all(self, client: Client, messages: Sequence[Submit]) -> None:
         """Start tasks for a client; their payloads refer to nothing.
@@ -374,157 +215,104 @@ class NestedRequests:
 
     def submit(self, caller: Caller, message: Submit) -> None:
         """Start a task for whoever asks."""
-        child = Child(caller, message.child)
+        number, driver = message.child, self._driver
+        child = Child(caller, number)
         site = caller.declared.get(message.site)
-        if isinstance(site, Site):
-            if site.actor is not None or site.spec.is_lease:
-                child.fail(InternalError(f"{site.spec.name} was declared as no task"))
-                return
-            receiver: Receiver = child
-            if caller.carried:
-                receiver = self._far.carrying(caller, child)
-            driver, client = self._driver, caller.client
-            parent = None if client else TaskId(message.task)
-            if driver.scheduler.clients is not None:
-                client = self._client_of(caller)
-            try:
-                task = driver.submit(site, message.payload, receiver, parent, client)
-            except AiogpuError as error:
-                receiver.fail(error)
-                return
-            except Exception as error:  # noqa: BLE001 - it is told to who waits
-                _log.exception("! failed to start a child")
-                tell_safely(receiver, internal_error("started the task", error))
-                return
-            if driver.knows(task):
-                caller.children[message.child] = task
-        elif site is not None:
-            child.reject(site)
+        if not isinstance(site, Site):
+            if site is not None:
+                child.reject(site)
+            else:
+                child.fail(
+                    InternalError(f"worker {caller.id} never declared this task")
+                )
+            return
+        if site.actor is not None or site.spec.is_lease:
+            child.fail(InternalError(f"{site.spec.name} was declared as no task"))
+            return
+        if caller.carried and (held := self._take_carried(caller)):
+            let_go = partial(self._release_each, held)
+            child = HoldingChild(caller, number, let_go)
+        client = caller.client
+        parent = None if client else TaskId(message.task)
+        if driver.scheduler.clients is not None:
+            client = self._client_of(caller)
+        try:
+            task = driver.submit(site, message.payload, child, parent, client)
+        except AiogpuError as error:
+            child.fail(error)
+            return
+        except Exception as error:  # noqa: BLE001 - it is told to who waits
+            _log.exception("! failed to start a child")
+            tell_safely(child, internal_error("started the task", error))
+            return
+        if driver.knows(task):
+            caller.children[number] = task
+
+    def _client_of(self, caller: Caller) -> ClientId:
+        """The program to which the tasks and actors belong that a caller starts."""
+        if caller.client:
+            return caller.client
+        task = TaskId(self._driver.task_of(caller.id))
+        record = self._driver.scheduler.tasks.get(task)
+        return OWN if record is None else record.client
+
+    def _demand(self, caller: Caller, message: ChildDemand) -> None:
+        number = message.child
+        if number in caller.children:
+            self._driver.demand(caller.children[number], message.limit)
+        elif number in caller.asked:
+            self._actors.demand(*caller.asked[number], message.limit)
+
+    def _withdraw(self, caller: Caller, message: Withdraw) -> None:
+        number = message.child
+        child = caller.children.pop(number, None)
+        if child is not None:
+            self._driver.cancel(child)
+        elif caller.fetched.pop(number, None) is not None:
+            caller.waits_elsewhere.discard(number)
         else:
-            child.fail(InternalError(f"worker {caller.id} never declared this task"))
+            self.withdraw_call(caller, number)
 
+    # Waits
 
-class ActorRequests:
-    """Hears what workers say of actors."""
+    def _wait(self, caller: Caller, message: Wait) -> None:
+        caller.waits_for = message.children
+        if caller.actor is None:
+            self._tell_waits(caller, message.task)
+        else:
+            self._refuse_self_waits(caller.actor, caller)
+        caller.bound = message.children[: message.bound]
+        if caller.bound and self._actors.workers:
+            scheduler = self._driver.scheduler
+            graph = WaitGraph(self._actors, scheduler, self._store.caller)
+            graph.end_deadlock(caller)
 
-    def __init__(
-        self,
-        actors: Actors,
-        receiver_of: Callable[[TaskId], Receiver | None],
-        on_answered: Callable[[Caller, int], None],
-        client_of: Callable[[Caller], ClientId],
-    ) -> None:
-        self._actors = actors
-        self._client_of = client_of
-        self._receiver_of = receiver_of
-        self._on_answered = on_answered
-        self._ways: Final[dict[type[Message], Callable[..., None]]] = {
-            Ask: self._ask,
-            Hold: self._hold,
-            Release: self._release,
-            Carry: self._carry,
-            Make: self._make,
-            Find: self._find,
-            Stop: self._stop,
-            ChildDemand: self._demand,
+    def _tell_waits(self, caller: Caller, task: int = 0) -> None:
+        """Tell the core for whom a task waits; what actors do it cannot see."""
+        task = task or self._driver.task_of(caller.id)
+        if caller.actor is not None or not task:
+            return  # an actor or a client holds nothing that it could lend
+        waits = caller.waits_for
+        known = map(caller.children.get, waits)
+        children = tuple(TaskId(child) for child in known if child is not None)
+        caller.waits_elsewhere = {
+            child for child in waits if child in caller.asked or child in caller.fetched
         }
-
-    def on_message(self, caller: Caller, message: Message) -> None:
-        """Take in one of their messages.
-
-        Raises:
-            ProtocolError: nobody may say that, or not here.
-        """
-        way = self._ways.get(type(message))
-        if way is None:
-            raise ProtocolError(f"{type(message).__name__} where it may not be")
-        way(caller, message)
-
-    def _hold(self, caller: Caller, message: Hold) -> None:
-        self._count(caller, message.actor)
-
-    def _count(self, caller: Caller, actor: int) -> None:
-        if self._actors.hold(actor):
-            self._note_hold(caller, actor)
-
-    def _note_hold(self, caller: Caller, actor: int) -> None:
-        caller.holds[actor] = caller.holds.get(actor, 0) + 1
-        self._actors.holding[caller.id] = caller
-
-    def _release(self, caller: Caller, message: Release) -> None:
-        count = caller.holds.get(message.actor, 0)
-        if count:
-            caller.holds[message.actor] = count - 1
-            self._actors.release(message.actor)
-
-    def release_all(self, caller: Caller) -> None:
-        """A worker has gone, and with it all its handles."""
-        holds, caller.holds = caller.holds, {}
-        for actor, count in holds.items():
-            for _ in range(count):
-                self._actors.release(actor)
-
-    def _carry(self, caller: Caller, message: Carry) -> None:
-        if not message.task:
-            caller.carried = message.actors
-            return
-        receiver = self._receiver_of(TaskId(message.task))
-        while isinstance(receiver, Carrying):
-            receiver = receiver.receiver
-        if isinstance(receiver, Child):
-            # Its process holds them from here on, whether it looks or not.
-            for actor in message.actors:
-                self._count(receiver.caller, actor)
-            if receiver.caller.peer is not None:
-                receiver.caller.peer.post(Carried(receiver.number, message.actors))
-            return
-        for actor in message.actors:
-            if receiver is not None and self._actors.hold(actor):
-                # The handle whose result they are in: they live as long as it does.
-                weakref.finalize(receiver, self._actors.release_soon, actor)
-
-    def carrying(self, caller: Caller, receiver: Receiver) -> Receiver:
-        """A receiver that holds what the message before has carried, until told."""
-        held = self._take_carried(caller)
-        if not held:
-            return receiver
-        return Carrying(receiver, partial(self._release_each, held))
-
-    def _take_carried(self, caller: Caller) -> list[int]:
-        carried, caller.carried = caller.carried, ()
-        return [actor for actor in carried if self._actors.hold(actor)]
-
-    def _release_each(self, actors: list[int]) -> None:
-        for actor in actors:
-            self._actors.release_soon(actor)
-
-    def _ask(self, caller: Caller, message: Ask) -> None:
-        child = message.child
-        receiver = self.carrying(caller, Child(caller, child))
-        actor = self._actors.get(message.actor)
-        if actor is None:
-            receiver.fail(self._actors.unknown(message.actor))
-            return
-        caller.asked[child] = message.actor, 0
-        receiver = Carrying(receiver, partial(self._note_answer, caller, child))
-        if message.method == READY:
-            actor.await_ready(receiver)
-            return
-        if message.method == ENDED:
-            actor.await_end(receiver)
-            return
-        if message.method == CAPACITY:
-            self._actors.tell_room(actor.id, receiver)
-            return
-        number = actor.call(message.method, message.payload, receiver, caller.id)
-        if child in caller.asked:
-            caller.asked[child] = message.actor, number
+        is_elsewhere = bool(caller.waits_elsewhere)
+        self._driver.wait(TaskId(task), children, is_elsewhere)
 
     def _note_answer(self, caller: Caller, child: int) -> None:
-        if caller.asked.pop(child, None) is not None:
-            self._on_answered(caller, child)
+        """A call or a value has come; the core learns when it was the last one.
 
-    def refuse_self_waits(self, actor: Actor, caller: Caller) -> None:
+        Not of each: a task that waits for ten thousand calls tells it once.
+        """
+        elsewhere = caller.waits_elsewhere
+        if child in elsewhere:
+            elsewhere.discard(child)
+            if not elsewhere:
+                self._tell_waits(caller)
+
+    def _refuse_self_waits(self, actor: Actor, caller: Caller) -> None:
         """Fail calls for which a process waits that would have to run them itself."""
         if not actor.is_serial:
             return
@@ -544,27 +332,159 @@ class ActorRequests:
                     )
                 )
 
-    def _demand(self, caller: Caller, message: ChildDemand) -> None:
-        asked = caller.asked.get(message.child)
-        if asked is not None:
-            self._actors.demand(*asked, message.limit)
+    # Values
 
-    def withdraw(self, caller: Caller, child: int) -> bool:
-        """Nobody wants the answer of a call any more; False if it is none."""
+    def _take_back(self, caller: Caller, message: Returned) -> None:
+        self._store.take_back(caller, message.things, message.counts)
+
+    def _value(self, caller: Caller, identity: int) -> Value:
+        """The value that a worker speaks of, which it may just have put."""
+        self._store.announce(caller, identity)
+        return known(identity)
+
+    def _put(self, caller: Caller, message: Put) -> None:
+        self._value(caller, message.value).receive(message.payload)
+
+    def _put_failed(self, caller: Caller, message: PutFailed) -> None:
+        self._value(caller, message.value).reject(Failed(0, *message[1:]))
+
+    def _share(self, caller: Caller, message: Share) -> None:
+        value = self._value(caller, message.value)
+        child = caller.children.get(message.child)
+        if child is not None:
+            value.task = number = child
+            stop = partial(self._driver.cancel, child)
+        else:
+            actor, number = caller.asked.get(message.child, (0, 0))
+            stop = partial(self._actors.cancel, actor, number)
+        if not number:
+            # The child has ended and its answer is on the way to the caller, which
+            # sends the result as a `Put`. A worker does not end before: see `Sync`.
+            return
+        value.stop = partial(self._stop_shared, number, stop)
+        receiver = self._driver.receiver_of(TaskId(number))
+        if isinstance(receiver, Child):
+            receiver.values = [*(receiver.values or ()), (value, message.part)]
+
+    def _stop_shared(self, number: int, stop: Callable[[], object]) -> None:
+        """Somebody else cancels what it was given; who has started it is told."""
+        receiver = self._driver.receiver_of(TaskId(number))
+        stop()
+        if receiver is not None:
+            error = TaskCancelledError("it was cancelled by who was given its handle.")
+            failed = pack_failure(0, RAISED, error, "")
+            receiver.reject(failed._replace(kind=STOPPED))
+
+    def _fetch(self, caller: Caller, message: Fetch) -> None:
+        receiver = Child(caller, message.child)
+        try:
+            value = known(message.value)
+        except ProtocolError as error:
+            receiver.fail(DeserializationError(str(error)))
+            return
+        if value.is_pending:
+            caller.fetched[message.child] = value
+        value.watch(partial(self._tell, caller, message.child, receiver))
+
+    def _tell(self, caller: Caller, child: int, receiver: Child, value: Value) -> None:
+        was_due = caller.fetched.pop(child, None) is not None
+        value.tell(receiver)
+        if was_due:
+            self._note_answer(caller, child)
+
+    def _discard(self, _caller: Caller, message: Discard) -> None:
+        value = find(message.value)
+        if value is not None and value.stop is not None:
+            value.stop()
+
+    def _sync(self, caller: Caller, _message: Sync) -> None:
+        if caller.peer is not None:
+            caller.peer.send_one(Synced())
+
+    # Actors
+
+    def _hold(self, caller: Caller, message: Hold) -> None:
+        self._actors.hold_for(caller, message.actor)
+
+    def _release(self, caller: Caller, message: Release) -> None:
+        count = caller.holds.get(message.actor, 0)
+        if count:
+            caller.holds[message.actor] = count - 1
+            self._actors.release(message.actor)
+
+    def _carry(self, caller: Caller, message: Carry) -> None:
+        if not message.task:
+            caller.carried = message.actors
+            return
+        receiver = self._driver.receiver_of(TaskId(message.task))
+        while isinstance(receiver, Carrying):
+            receiver = receiver.receiver
+        if isinstance(receiver, Child):
+            # Its process holds them from here on, whether it looks or not.
+            for actor in message.actors:
+                self._actors.hold_for(receiver.caller, actor)
+            if receiver.caller.peer is not None:
+                receiver.caller.peer.post(Carried(receiver.number, message.actors))
+            return
+        for actor in message.actors:
+            if receiver is not None and self._actors.hold(actor):
+                # The handle whose result they are in: they live as long as it does.
+                weakref.finalize(receiver, self._actors.release_soon, actor)
+
+    def _take_carried(self, caller: Caller) -> list[int]:
+        """Hold what the message before has carried; gives which actors are held."""
+        carried, caller.carried = caller.carried, ()
+        return [actor for actor in carried if self._actors.hold(actor)]
+
+    def _release_each(self, actors: list[int]) -> None:
+        for actor in actors:
+            self._actors.release_soon(actor)
+
+    def _ask(self, caller: Caller, message: Ask) -> None:
+        child, held = message.child, self._take_carried(caller)
+        let_go = partial(self._on_call_end, caller, child, held)
+        receiver = HoldingChild(caller, child, let_go)
+        actor = self._actors.get(message.actor)
+        if actor is None:
+            receiver.fail(self._actors.unknown(message.actor))
+            return
+        caller.asked[child] = message.actor, 0
+        if message.method == READY:
+            actor.await_ready(receiver)
+            return
+        if message.method == ENDED:
+            actor.await_end(receiver)
+            return
+        if message.method == CAPACITY:
+            self._actors.tell_room(actor.id, receiver)
+            return
+        number = actor.call(message.method, message.payload, receiver, caller.id)
+        if child in caller.asked:
+            caller.asked[child] = message.actor, number
+
+    def _on_call_end(self, caller: Caller, child: int, held: list[int]) -> None:
+        """A call was answered, or dropped since nobody wants its answer."""
+        for actor in held:
+            self._actors.release_soon(actor)
+        if caller.asked.pop(child, None) is not None:
+            self._note_answer(caller, child)
+
+    def withdraw_call(self, caller: Caller, child: int) -> None:
+        """Nobody wants the answer of a call any more."""
         asked = caller.asked.pop(child, None)
-        if asked is None:
-            return False
-        caller.waits_elsewhere.discard(child)
-        self._actors.cancel(*asked)
-        return True
+        if asked is not None:
+            caller.waits_elsewhere.discard(child)
+            self._actors.cancel(*asked)
 
     def _make(self, caller: Caller, message: Make) -> None:
         site = caller.declared.get(message.site)
         key = (message.namespace, message.name) if message.name else None
         held = self._take_carried(caller)
         try:
-            if not isinstance(site, Site):
-                raise _refusal(site)
+            if isinstance(site, Failed):
+                raise unpack_failure(site, "the actor")
+            if site is None:
+                raise InternalError("the actor's class was never declared")
             if site.actor is None:
                 raise InternalError(f"{site.spec.name} was declared as no actor")
             actor = self._actors.create(
@@ -575,9 +495,9 @@ class ActorRequests:
         except AiogpuError as error:
             self._release_each(held)
             self._actors.refuse(message.actor, error)
-        self._note_hold(caller, message.actor)
+        self._actors.note_hold(caller, message.actor)
 
-    def _find(self, caller: Caller, message: Find) -> None:
+    def _find_actor(self, caller: Caller, message: Find) -> None:
         receiver = Child(caller, message.child)
         actor = self._actors.find((message.namespace, message.name))
         if actor is None:
@@ -585,19 +505,13 @@ class ActorRequests:
                 ActorNameError(f"no actor named {message.name!r} lives on this node.")
             )
             return
-        self._note_hold(caller, actor.id)
+        self._actors.note_hold(caller, actor.id)
         terms = actor.site.actor
         assert terms is not None, actor
         receiver.receive(dump_whole((actor.id, actor.name, terms.packed_face())))
 
-    def _stop(self, _worker: Caller, message: Stop) -> None:
+    def _stop(self, _caller: Caller, message: Stop) -> None:
         if message.how == AFTER_ALL:
             self._actors.terminate(message.actor)
         else:
             self._actors.kill(message.actor, no_restart=message.how != AGAIN)
-
-
-def _refusal(site: object) -> Exception:
-    if isinstance(site, Failed):
-        return unpack_failure(site, "the actor")
-    return InternalError("the actor's class was never declared")

@@ -30,8 +30,8 @@ from aiogpu.linux.cgroup_hierarchy import (
 )
 from aiogpu.runtime.checks.finding import Finding, Level, TrialError, try_out
 from aiogpu.runtime.descriptors import PER_SLOT, raised, slots_within, used_descriptors
+from aiogpu.runtime.directories import create_directory, remove_directory
 from aiogpu.runtime.workers.slots import most_workers
-from aiogpu.runtime.zygote.launch import create_directory, remove_directory
 
 FEW: Final = 64
 """Workers below which a limit is worth a word."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from aiogpu.linux.cgroup_hierarchy import PROC
-from aiogpu.runtime.callers.programs import default_socket, unfit_directory
 from aiogpu.runtime.checks.finding import Finding, Level, TrialError, try_out
 from aiogpu.runtime.descriptors import raised, slots_within
+from aiogpu.runtime.directories import default_socket, unfit_directory
 from aiogpu.runtime.workers.slots import most_workers
 
 NAME: Final = "service"

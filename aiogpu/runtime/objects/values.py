@@ -14,9 +14,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
-from aiogpu.errors import ProtocolError, TaskCancelledError
+from aiogpu.errors import ProtocolError, SerializationError, TaskCancelledError
 from aiogpu.runtime.pending_tasks import tell_fault
 from aiogpu.serialization.payload import Payload
+from aiogpu.wire.codec import LARGEST_PAYLOAD
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
@@ -213,3 +214,59 @@ def value_of(handle: Any) -> Value:
     else:
         value.stop = handle.cancel
     return value
+
+
+def is_complete(payload: bytes) -> bool:
+    """Return whether all arguments are there, and no more than a call carries."""
+    if type(payload) is not Payload:
+        return True
+    if any(value.is_pending or value.has_failed for value in payload.needs):
+        return False
+    return size_of(payload) <= LARGEST_PAYLOAD
+
+
+def size_of(payload: Payload) -> int:
+    """Bytes of the arguments that are there, as far as they are in no segment."""
+    return len(payload) + sum(len(value.payload or b"") for value in payload.needs)
+
+
+def oversized(payload: bytes) -> Value | None:
+    """A value that has failed, if the arguments are more than a call carries."""
+    if type(payload) is not Payload or (size := size_of(payload)) <= LARGEST_PAYLOAD:
+        return None
+    value = Value("its arguments")
+    value.fail(
+        SerializationError(
+            f"the values that are arguments of one call have {size} bytes in all; a "
+            f"call carries {LARGEST_PAYLOAD}, beside what lies in shared memory. Give "
+            f"it fewer, or have another task gather them."
+        )
+    )
+    return value
+
+
+def await_arguments(payload: Payload, then: Callable[[Value | None], object]) -> None:
+    """Call back once, when all values that a call needs are there.
+
+    Args:
+        payload: the arguments.
+        then: gets the value that has failed, as soon as one has; None if all are there.
+    """
+    values = dict.fromkeys(payload.needs)
+    missing = len(values)
+
+    def note(value: Value) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing < 0:
+            return  # another one has failed
+        if value.has_failed:
+            missing = 0
+            then(value)
+        elif not missing:
+            then(oversized(payload))
+
+    for value in values:
+        value.watch(note)
+    if not values:
+        then(oversized(payload))

@@ -1,9 +1,8 @@
 """Starts a zygote's interpreter, and makes what a node's first one needs.
 
-That is the node's directory, private, short, and gone when the node is; its socket and
-its control page. Little is imported here: the interpreter starts while the driver
-imports the rest. The driver never forks: a fresh interpreter is started through vfork
-and exec, and its end is seen on a pidfd, without a thread and without touching SIGCHLD.
+Little is imported here: the interpreter starts while the driver imports the rest. The
+driver never forks: a fresh interpreter is started through vfork and exec, and its end
+is seen on a pidfd, without a thread and without touching SIGCHLD.
 """
 
 from __future__ import annotations
@@ -21,45 +20,9 @@ from typing import Final, NamedTuple
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.descriptors import soft_limit
+from aiogpu.runtime.directories import create_directory, remove_directory
 from aiogpu.runtime.zygote.config import Program, ZygoteConfig, program_of
 from aiogpu.wire.messages import Setup, socket_path
-
-LONGEST: Final = 80
-"""Bytes of a directory's path that leave room for a socket's name (unix(7): 108)."""
-
-
-def create_directory() -> str:
-    """Make a directory that only this user may enter (mode 0700).
-
-    Raises:
-        NodeStartError: no place can be written to.
-    """
-    # Of `tempfile` and its 10 ms of imports the other rules are not missed.
-    named = [os.environ.get(name) for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
-    places = [os.path.abspath(place) for place in (*named, "/tmp") if place]
-    problem: OSError | None = None
-    for place in places:
-        if len(os.fsencode(place)) <= LONGEST:
-            path = f"{place}/aiogpu-{os.urandom(6).hex()}"
-            try:
-                os.mkdir(path, 0o700)
-            except OSError as error:
-                problem = error
-            else:
-                return path
-    raise NodeStartError(
-        f"no directory for the node's socket can be made in "
-        f"{', '.join(places)}: {problem}. Set "
-        f"XDG_RUNTIME_DIR or TMPDIR to a directory that you may write to."
-    )
-
-
-def remove_directory(path: str) -> None:
-    """Remove the directory with all in it; one that has gone is fine."""
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
-
 
 _EMBEDS: Final = (
     "this program embeds Python and sys.executable is empty; set it to a Python "

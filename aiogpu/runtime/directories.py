@@ -1,0 +1,193 @@
+"""The node's directory: private, short, and gone when the node is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Final, NamedTuple
+
+from aiogpu.errors import (
+    NodeError,
+    NodeStartError,
+)
+from aiogpu.linux.syscalls import user
+
+SOCKET: Final = "node.sock"
+
+
+PIDFILE: Final = "node.pid"
+
+
+LOGS: Final = "logs"
+
+
+BACKLOG: Final = 256
+"""Programs that may wait at the same moment to be let in; others try again."""
+
+
+SHARED: Final = 0o077
+"""Bits of a directory's mode that let others reach into it."""
+
+
+class Unfit(NamedTuple):
+    """Why a directory or a socket is not used.
+
+    Attributes:
+        problem: what is wrong with it, as a predicate.
+        remedy: what to do, the beginning of a sentence.
+    """
+
+    problem: str
+    remedy: str
+
+
+def meeting_directory() -> str:
+    """`$XDG_RUNTIME_DIR/aiogpu`, or `/tmp/aiogpu-<uid>` where there is none."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isabs(runtime):
+        return f"{runtime}/aiogpu"
+    return f"/tmp/aiogpu-{os.getuid()}"
+
+
+def default_socket() -> str:
+    """The socket that `aiogpu start` listens on and `address="auto"` joins."""
+    return f"{meeting_directory()}/{SOCKET}"
+
+
+def logs_beside(socket: str) -> str:
+    """Where the node of that socket logs, unless it was told another directory.
+
+    Two nodes of one user may share a directory: `b.sock` has its logs in `b-logs`.
+    """
+    directory, name = os.path.split(os.path.abspath(socket))
+    beside = LOGS if name == SOCKET else f"{name.removesuffix('.sock')}-{LOGS}"
+    return f"{directory}/{beside}"
+
+
+def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
+    """Return why a node's files must not lie in a directory; None if they may.
+
+    Args:
+        path: of the directory.
+        forbidden: bits of the mode that it must not have.
+
+    Raises:
+        OSError: nothing can be learnt about it.
+    """
+    found = os.lstat(path)
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISLNK(found.st_mode):
+        problem = "is a symbolic link, which is not followed here"
+        return Unfit(problem, "Make a directory of it")
+    if not stat.S_ISDIR(found.st_mode):
+        problem = f"is {kind(found)}, where a directory is needed"
+        return Unfit(problem, "Move it away")
+    if mode & stat.S_ISVTX and found.st_uid in {0, os.geteuid()}:  # /tmp and its like
+        return Unfit(
+            f"is everybody's (mode {mode:04o}); a node needs a directory of its own",
+            "Make one in it by `mkdir -m 700`",
+        )
+    if found.st_uid != os.geteuid():
+        return Unfit(
+            f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}: a "
+            f"node's files lie only in a directory of its own user",
+            "Have that user remove it",
+        )
+    if mode & forbidden:
+        return Unfit(
+            f"has mode {mode:04o}, so others can reach into it; a node needs 0700",
+            f"Run `chmod 700 {path}` if nobody else needs it",
+        )
+    return None
+
+
+def check_meeting(path: str) -> None:
+    """Refuse a node's file that another user may control, before it is used.
+
+    Args:
+        path: of its socket, its pidfile or its logs. Where there is none, nothing is
+            checked: whoever uses it finds that out.
+
+    Raises:
+        NodeError: the directory is not this user's alone, or the file is a symbolic
+            link or another user's.
+    """
+    directory = os.path.dirname(os.path.abspath(path))
+    unfit: Unfit | None = None
+    try:
+        unfit = unfit_directory(directory)
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError as error:
+        if unfit is None:
+            raise NodeError(
+                f"it cannot be determined who owns {path}: {error.strerror}. Give the "
+                f"socket of a node that {user(os.geteuid())} has started."
+            ) from error
+        raise _refused(directory, unfit) from error
+    if unfit is not None:
+        raise _refused(directory, unfit)
+    if stat.S_ISLNK(found.st_mode):
+        problem = "is a symbolic link, which is not followed here"
+        raise _refused(path, Unfit(problem, "Name the file that it leads to"))
+    if found.st_uid != os.geteuid():
+        problem = f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}"
+        raise _refused(path, Unfit(problem, "Have that user remove it"))
+
+
+def _refused(path: str, unfit: Unfit) -> NodeError:
+    return NodeError(
+        f"{path} {unfit.problem}. Nothing there is used. {unfit.remedy}, "
+        f"or use a node elsewhere: set XDG_RUNTIME_DIR to a directory of this user, or "
+        f"give the address of the node's socket."
+    )
+
+
+def kind(found: os.stat_result) -> str:
+    """Return what a file is, in words."""
+    words = {
+        stat.S_IFREG: "a regular file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return words.get(stat.S_IFMT(found.st_mode), "a device")
+
+
+LONGEST: Final = 80
+"""Bytes of a directory's path that leave room for a socket's name (unix(7): 108)."""
+
+
+def create_directory() -> str:
+    """Make a directory that only this user may enter (mode 0700).
+
+    Raises:
+        NodeStartError: no place can be written to.
+    """
+    # Of `tempfile` and its 10 ms of imports the other rules are not missed.
+    named = [os.environ.get(name) for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
+    places = [os.path.abspath(place) for place in (*named, "/tmp") if place]
+    problem: OSError | None = None
+    for place in places:
+        if len(os.fsencode(place)) <= LONGEST:
+            path = f"{place}/aiogpu-{os.urandom(6).hex()}"
+            try:
+                os.mkdir(path, 0o700)
+            except OSError as error:
+                problem = error
+            else:
+                return path
+    raise NodeStartError(
+        f"no directory for the node's socket can be made in "
+        f"{', '.join(places)}: {problem}. Set "
+        f"XDG_RUNTIME_DIR or TMPDIR to a directory that you may write to."
+    )
+
+
+def remove_directory(path: str) -> None:
+    """Remove the directory with all in it; one that has gone is fine."""
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
