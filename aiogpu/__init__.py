@@ -15,21 +15,20 @@ if TYPE_CHECKING:
     from aiogpu.api.actor import exit_actor as exit_actor
     from aiogpu.api.actor import get_actor as get_actor
     from aiogpu.api.actor import kill as kill
+    from aiogpu.api.actor_class import method as method
     from aiogpu.api.actor_pool import ActorPool as ActorPool
     from aiogpu.api.actor_pool import typed as typed
     from aiogpu.api.batch import batch as batch
-    from aiogpu.api.blocking import get as get
+    from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import remote as remote
     from aiogpu.api.handle import Handle as Handle
     from aiogpu.api.map import Results as Results
-    from aiogpu.api.method import method as method
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
     from aiogpu.api.node import init as init
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
     from aiogpu.api.node import why as why
-    from aiogpu.api.put import put as put
     from aiogpu.api.remote_function import RemoteFunction as RemoteFunction
     from aiogpu.api.remote_function import RemoteGenerator as RemoteGenerator
     from aiogpu.api.reservation import Lease as Lease
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from aiogpu.api.session import Session as Session
     from aiogpu.api.stream import Stream as Stream
     from aiogpu.api.wait import as_completed as as_completed
+    from aiogpu.api.wait import get as get
     from aiogpu.api.wait import wait as wait
     from aiogpu.errors import ActorDiedError as ActorDiedError
     from aiogpu.errors import ActorNameError as ActorNameError
@@ -86,12 +86,11 @@ _MODULES = {
         "kill",
     ),
     "api.batch": ("batch",),
-    "api.blocking": ("get",),
-    "api.wait": ("as_completed", "wait"),
+    "api.wait": ("as_completed", "get", "wait"),
     "api.runtime_context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),
     "api.map": ("Results",),
-    "api.method": ("method",),
+    "api.actor_class": ("method",),
     "api.node": (
         "available_resources",
         "cluster_resources",
@@ -102,7 +101,7 @@ _MODULES = {
     ),
     "api.reservation": ("Lease", "Placement", "lease", "placement"),
     "api.actor_pool": ("ActorPool", "typed"),
-    "api.put": ("put",),
+    "api.calls": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),
     "api.stream": ("Stream",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Generator
 from inspect import getattr_static
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -21,12 +20,14 @@ from typing import (
     cast,
 )
 
-from aiogpu.api.actor_class import ActorInterface, no_method
-from aiogpu.api.actor_options import ActorOptions, check_actor_options
-from aiogpu.api.definition import Definition, Reference
-from aiogpu.api.method import RemoteMethod, remote_method
-from aiogpu.api.options import check_kinds
-from aiogpu.api.remote_function import Decorated
+from aiogpu.api.actor_class import (
+    ActorInterface,
+    RemoteMethod,
+    no_method,
+    remote_method,
+)
+from aiogpu.api.options import TaskOptions, check_kinds, check_options
+from aiogpu.api.remote_function import Decorated, Definition, FunctionName
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import (
     ActorExit,
@@ -41,9 +42,8 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import PendingInterface
-    from aiogpu.api.actor_options import ActorKeywords
-    from aiogpu.api.method import Link
+    from aiogpu.api.actor_class import Link, PendingInterface
+    from aiogpu.api.keywords import ActorKeywords
     from aiogpu.client.function_spec import Site
 
 
@@ -93,12 +93,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
     async def __aenter__(self) -> ActorHandle[A]:
         return await self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self._link.terminate()
         else:
@@ -121,7 +116,7 @@ def revive(actor: int, name: str, home: str, face: ActorInterface) -> ActorHandl
 
         return ActorHandle(FarLink.to(actor, name, home), face)
     from aiogpu.api.actor_link import ActorLink
-    from aiogpu.api.submission import session_of_caller
+    from aiogpu.api.calls import session_of_caller
 
     link = ActorLink.known(session_of_caller(), actor, name, home)
     return ActorHandle(link, face)
@@ -131,7 +126,7 @@ class RemoteClass(Decorated, Generic[P, A]):
     """A class whose objects live in processes of their own."""
 
     def __init__(
-        self, definition: Definition, face: ActorInterface, options: ActorOptions
+        self, definition: Definition, face: ActorInterface, options: TaskOptions
     ) -> None:
         super().__init__(definition)
         self._face = face.with_groups(options)
@@ -152,7 +147,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         site = self._site or self._prepare()
         payload = dump_arguments(self.__name__, args, kwargs)
         if isinstance(payload, PickledValue):
-            from aiogpu.api.put import packed
+            from aiogpu.api.calls import packed
 
             payload = packed(payload)
         options = self._options
@@ -163,7 +158,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 
             return ActorHandle(FarLink.create(*asked), self._face)
         from aiogpu.api.actor_link import ActorLink
-        from aiogpu.api.submission import session_of_caller
+        from aiogpu.api.calls import session_of_caller
 
         link = ActorLink.create(session_of_caller(), *asked)
         return ActorHandle(link, link.face())
@@ -174,7 +169,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 
         options, definition, face = self._options, self._definition, self._face
         function = definition.sent()
-        spec = options.spec(definition.name, function.id)
+        spec = options.actor_spec(definition.name, function.id)
         mode, limits = face.limits(options)
         self._site = Site(
             id=new_site_id(),
@@ -249,16 +244,16 @@ class RemoteClass(Decorated, Generic[P, A]):
             raise AttributeError(f"{told}.", name=name, obj=self)
 
 
-def _found_again(source: Reference, options: ActorOptions) -> RemoteClass[..., Any]:
+def _found_again(source: FunctionName, options: TaskOptions) -> RemoteClass[..., Any]:
     found: Any = load_reference(*source)
     if isinstance(found, RemoteClass):
         return RemoteClass(found._definition, found._face, options)
     return RemoteClass(Definition(found), ActorInterface(found), options)
 
 
-def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
+def merged(base: TaskOptions, options: dict[str, Any]) -> TaskOptions:
     """Options on top of others; raises `OptionError`."""
-    found = base._replace(**check_actor_options(options))
+    found = base._replace(**check_options(options, "actor"))
     check_kinds(found.num_gpus, found.gpu_memory, found.resources)
     if found.get_if_exists and found.name is None:
         raise OptionError(
@@ -270,7 +265,7 @@ def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     """Return what `@remote` makes of a class; see there."""
     face = ActorInterface(cls)
-    checked = merged(ActorOptions(), options)
+    checked = merged(TaskOptions(), options)
     face.groups(checked)
     return RemoteClass(Definition(cls), face, checked)
 
@@ -336,7 +331,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         far, face = find(name, namespace or "")
         return ActorHandle(far, face)
     from aiogpu.api.actor_link import ActorLink
-    from aiogpu.api.submission import session_of_caller
+    from aiogpu.api.calls import session_of_caller
 
     session = session_of_caller("aiogpu.get_actor()")
     link = ActorLink.find(session, name, namespace or "")

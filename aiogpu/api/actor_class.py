@@ -1,33 +1,524 @@
-"""What is known of an actor's class without a process: its methods, its modes.
+"""The methods of an actor's class: what may be called, with what, and how it runs.
 
-On a node of another process a name is looked up without waiting for the answer, since
-that would block the event loop. Until it comes (`PendingInterface`), methods can be
-called that give one result; `await handle` waits for the answer.
+A generator's call gives a stream. `@method` sets options of a method. Light on purpose,
+as `api.remote_function` is: user modules bring this file into every worker.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol, cast
-
-from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
-from aiogpu.api.definition import Parameters, signature_of
-from aiogpu.api.method import (
-    Link,
-    Method,
-    RemoteMethod,
-    methods_of,
-    mode_of,
-    remote_method,
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
 )
+
+from aiogpu.api.keywords import MethodCallKeywords, MethodKeywords
+from aiogpu.api.options import (
+    INTERLEAVED,
+    MAX_BUFFERED,
+    THREADS,
+    MethodOptions,
+    TaskOptions,
+    check_options,
+    not_buffered,
+    not_counted,
+)
+from aiogpu.api.remote_function import (
+    Mapper,
+    Parameters,
+    no_map,
+    signature_of,
+    without_self,
+)
+from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate
 from aiogpu.errors import MisuseError, OptionError
-from aiogpu.serialization.serializer import load_result
-from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import NO_ARGUMENTS, dump_arguments, load_result
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
+    from aiogpu.api.calls import Start
     from aiogpu.api.handle import Handle
+    from aiogpu.api.stream import Stream
     from aiogpu.client.function_spec import ActorTerms
+
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+MARK: Final = "__aiogpu_method__"
+
+
+class Method:
+    """One method of a class.
+
+    Attributes:
+        name: what its calls say: that of the class's attribute, and the group that
+            they name if it is another than the method's.
+        label: how handles and errors call it.
+        group: its concurrency group.
+        returns: how many results its calls have, 0 for the usual one.
+        is_coroutine: whether it needs an event loop.
+        window: if it is a generator, how many items it may be ahead; else 0.
+    """
+
+    def __init__(self, owner: str, name: str, found: Any) -> None:
+        function = getattr(found, "__func__", found)
+        options: MethodOptions = getattr(function, MARK, MethodOptions())
+        self.name = name
+        self.label = f"{owner}.{name}"
+        self.group = options.concurrency_group or DEFAULT_GROUP
+        self.returns = options.num_returns if options.num_returns > 1 else 0
+        is_async_generator = inspect.isasyncgenfunction(function)
+        self.is_coroutine = is_async_generator or inspect.iscoroutinefunction(function)
+        is_generator = is_async_generator or inspect.isgeneratorfunction(function)
+        self.window = (options.max_buffered or MAX_BUFFERED) if is_generator else 0
+        self._found = found
+        self._parameters: Parameters | None = None
+
+    @property
+    def attribute(self) -> str:
+        """Its name in the class."""
+        return self.name.partition(IN_GROUP)[0]
+
+    def with_options(self, options: dict[str, Any], groups: tuple[str, ...]) -> Method:
+        """Return this method with other options for some of its calls.
+
+        Args:
+            options: checked ones of `MethodOptions`.
+            groups: the concurrency groups of the actor's class.
+
+        Raises:
+            OptionError: the class has no such group, or a generator no such option.
+        """
+        found = copy(self)
+        if "max_buffered" in options:
+            raise OptionError(
+                f"max_buffered={options['max_buffered']!r} belongs to the method and "
+                f"not to one call of {self.label}: write "
+                f"`@aiogpu.method(max_buffered=...)` above it."
+            )
+        if "num_returns" in options:
+            if self.window:
+                raise not_counted(self.label, options["num_returns"])
+            returns: int = options["num_returns"]
+            found.returns = returns if returns > 1 else 0
+        group = options.get("concurrency_group")
+        if group is not None:
+            if group not in groups:
+                raise OptionError(
+                    f"concurrency_group={group!r} of {self.label}: its class names "
+                    f"{', '.join(groups) or 'none'}. Say "
+                    f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
+                )
+            found.group = group
+            found.name = f"{self.attribute}{IN_GROUP}{group}"
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of the function a handle needs no more than what it takes.
+        return {**self.__dict__, "_found": None, "_parameters": self._look()}
+
+    def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
+        """Check and pickle the arguments of a call.
+
+        Raises:
+            MisuseError: it takes others.
+            SerializationError: one of them cannot be pickled.
+        """
+        parameters = self._parameters or self._look()
+        parameters.check(args, kwargs)
+        if not args and not kwargs and not self.returns:
+            return NO_ARGUMENTS
+        return self._packed(args, kwargs, self.returns)
+
+    def _packed(
+        self, args: tuple[object, ...], kwargs: dict[str, object], returns: int
+    ) -> bytes:
+        payload = dump_arguments(self.label, args, kwargs, returns)
+        if isinstance(payload, PickledValue):
+            from aiogpu.api.calls import packed_call
+
+            return packed_call(self.label, args, kwargs, payload)
+        return payload
+
+    def pack_chunk(self, arguments: tuple[object, ...]) -> bytes:
+        """Pickle the arguments of a `Chunk`; raises as `pack` does."""
+        (self._parameters or self._look()).check(arguments[:1], {})
+        return self._packed(arguments, {}, 0)
+
+    def _look(self) -> Parameters:
+        if self._parameters is None:
+            function = getattr(self._found, "__func__", self._found)
+            signature = signature_of(function)
+            if signature is not None and not isinstance(self._found, staticmethod):
+                signature = without_self(signature)
+            self._parameters = Parameters(self.label, signature)
+        return self._parameters
+
+
+def methods_of(cls: type) -> dict[str, Method]:
+    """The public methods of a class and of its bases."""
+    found: dict[str, Method] = {}
+    for name in dir(cls):
+        attribute: object = inspect.getattr_static(cls, name, None)
+        if not name.startswith("_") and _is_method(attribute):
+            found[name] = Method(cls.__name__, name, attribute)
+    return found
+
+
+def _is_method(attribute: object) -> bool:
+    """Return whether it is called on an object of the class it is found in."""
+    if isinstance(attribute, staticmethod | classmethod):
+        return True
+    is_bound = hasattr(type(attribute), "__get__")
+    return is_bound and callable(attribute) and not isinstance(attribute, type)
+
+
+def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object) -> str:
+    """How the calls of a class with these options are run."""
+    if any(method.is_coroutine for method in methods.values()):
+        return ASYNC
+    return THREADED if groups or (concurrency or 1) > 1 else SERIAL
+
+
+class Link(Protocol):
+    """A process's tie to an actor: `api.actor_link` or, in a worker, `api.actor_far`.
+
+    Attributes:
+        name: how errors call the actor.
+    """
+
+    name: str
+
+    def reference(self) -> tuple[int, str, str]:
+        """The actor's id, name and node, for a handle to be pickled as."""
+        ...
+
+    def call(self, label: str, method: str, payload: bytes) -> Any:
+        """Call a method; gives the call's handle."""
+        ...
+
+    def several(self, method: str, payload: bytes) -> Start:
+        """How to call a method that has several results."""
+        ...
+
+    def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
+        """Call a method that is a generator; gives the stream of its items."""
+        ...
+
+    def ready(self) -> Any:
+        """A handle that is settled when the actor was made."""
+        ...
+
+    def ended(self) -> Any:
+        """A handle that is settled when its process has ended."""
+        ...
+
+    def room(self) -> Any:
+        """A handle of an `engines.base.Room`: how many of its kind can live at once."""
+        ...
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        ...
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        ...
+
+
+class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
+    """A method of an actor; call it by `.remote(...)`."""
+
+    __slots__ = ("_groups", "_link", "_method")
+
+    def __init__(self, link: Link, method: Method, groups: tuple[str, ...]) -> None:
+        self._link = link
+        self._method = method
+        self._groups = groups
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> Self:
+        """Return the same method with other options; this one stays as it is.
+
+        What is not given stays as `@aiogpu.method(...)` says.
+
+        Raises:
+            OptionError: names the option, the value and what is allowed.
+
+        Example:
+            `first, second = actor.split.options(num_returns=2).remote(text)`
+        """
+        checked = check_options(options, "method")
+        method = self._method.with_options(checked, self._groups)
+        return type(self)(self._link, method, self._groups)
+
+    def __repr__(self) -> str:
+        return f"<RemoteMethod {self._method.label}>"
+
+    @property
+    def __name__(self) -> str:
+        """How errors call it."""
+        return self._method.label
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"{self._method.label} is a method of one actor: pass the actor's handle, "
+            f"and call `actor.{self._method.attribute}.remote(...)` there."
+        )
+
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """Call it; gives the call's handle at once.
+
+        Raises:
+            MisuseError: it takes other arguments.
+            SerializationError: an argument cannot be pickled.
+            NodeError: the actor's node is closed.
+        """
+        method = self._method
+        payload = method.pack(args, kwargs)
+        if method.returns:
+            from aiogpu.api.calls import call_several
+
+            start = self._link.several(method.name, payload)
+            return call_several(method.label, method.returns, start)  # type: ignore[return-value]
+        handle: Handle[R] = self._link.call(method.label, method.name, payload)
+        return handle
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        method = self._method
+        payload = method.pack_chunk(arguments)
+        handle: Handle[Any] = self._link.call(
+            method.label, method.name + CHUNKED, payload
+        )
+        return handle
+
+    if not TYPE_CHECKING:
+        # Visible, it would make type checkers accept every direct call.
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: an actor's method is not called directly."""
+            label = self._method.label
+            raise MisuseError(
+                f"{label} runs in its actor's process: write `await "
+                f"actor.{self._method.attribute}.remote(...)`."
+            )
+
+
+class TypedMethod(Mapper, Generic[P, R_co]):
+    """What a type checker sees of a method under `@aiogpu.method`.
+
+    On an object it can be called, as the class's own code does; `typed(handle)` makes
+    a handle look like one, so that `.remote` has its parameters and its result.
+    """
+
+    __name__: str
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call it here."""
+        raise NotImplementedError
+
+    @overload
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+
+    @overload  # a handle as an argument: its type takes the place of the value's
+    def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R_co]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R_co]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R_co]: ...
+
+    def remote(self, /, *args: Any, **kwargs: Any) -> Handle[R_co]:
+        """Call it in the actor's process."""
+        raise NotImplementedError
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> TypedMethod[P, Any]:
+        """Return the same method with other options; see `MethodCallKeywords`."""
+        raise NotImplementedError
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        raise NotImplementedError
+
+
+class MethodDescriptor(Protocol[P, R_co]):
+    """A `TypedMethod`, found on an object."""
+
+    def __get__(self, instance: object, owner: Any) -> TypedMethod[P, R_co]:
+        """Return what the attribute of an object is."""
+        ...
+
+
+T = TypeVar("T")
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T]):
+    """A method of an actor that is a generator; iterate what `.remote(...)` gives."""
+
+    __slots__ = ()
+
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+        """Call it; gives the stream of its items at once.
+
+        Raises:
+            MisuseError: it takes other arguments.
+            SerializationError: an argument cannot be pickled.
+            NodeError: the actor's node is closed.
+        """
+        method = self._method
+        payload = method.pack(args, kwargs)
+        stream: Stream[T] = self._link.stream(
+            method.label, method.window, method.name, payload
+        )
+        return stream
+
+    if not TYPE_CHECKING:
+
+        def map(self, *_args: object, **_options: object) -> NoReturn:
+            """Always raises `MisuseError`: a generator gives many results a call."""
+            raise no_map(self.__name__)
+
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: an actor's method is not called directly."""
+            raise MisuseError(
+                f"{self._method.label} is a generator and runs in its actor's process: "
+                f"write `async for item in actor.{self._method.attribute}.remote(...)`."
+            )
+
+
+def remote_method(
+    link: Link, method: Method, groups: tuple[str, ...]
+) -> RemoteMethod[..., Any]:
+    """Return what a handle has under the name of a method; `groups` are its class's."""
+    kind = GeneratorMethod if method.window else RemoteMethod
+    return kind(link, method, groups)
+
+
+class TypedGenerator(Generic[P, T_co]):
+    """What a type checker sees of a generator method; see `TypedMethod`."""
+
+    __name__: str
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call it here."""
+        raise NotImplementedError
+
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:
+        """Call it in the actor's process."""
+        raise NotImplementedError
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> TypedGenerator[P, T_co]:
+        """Return the same method with other options; see `MethodCallKeywords`."""
+        raise NotImplementedError
+
+
+class GeneratorDescriptor(Protocol[P, T_co]):
+    """A `TypedGenerator`, found on an object."""
+
+    def __get__(self, instance: object, owner: Any) -> TypedGenerator[P, T_co]:
+        """Return what the attribute of an object is."""
+        ...
+
+
+class MethodDecorator(Protocol):
+    """What `@method(...)` with options gives."""
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+    ) -> MethodDescriptor[P, R]: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self,
+        function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]],
+        /,
+    ) -> GeneratorDescriptor[P, R]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], R], /
+    ) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(
+    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(  # type: ignore[overload-overlap]
+    function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]], /
+) -> GeneratorDescriptor[P, R]: ...
+
+
+@overload
+def method(function: Callable[Concatenate[Any, P], R], /) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(**options: Unpack[MethodKeywords]) -> MethodDecorator: ...
+
+
+def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
+    """Give a method options, and type checkers its parameters and result.
+
+    The method itself stays as it is; all public methods of an actor's class can be
+    called, with this or without.
+
+    Args:
+        function: the method.
+        **options: see `MethodKeywords`.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+        MisuseError: it is no function.
+    """
+    checked = MethodOptions(**check_options(dict(options), "method"))
+
+    def mark(function: Any) -> Any:
+        if not inspect.isfunction(function):
+            raise MisuseError(
+                f"method() was given {function!r}; write it above a method of a class."
+            )
+        is_generator = inspect.isgeneratorfunction(function)
+        if not is_generator and not inspect.isasyncgenfunction(function):
+            if checked.max_buffered is not None:
+                raise not_buffered(function.__qualname__)
+        elif checked.num_returns != 1:
+            raise not_counted(function.__qualname__, checked.num_returns)
+        setattr(function, MARK, checked)
+        return function
+
+    return mark if function is None else mark(function)
 
 
 def stranger(name: str) -> MisuseError:
@@ -55,7 +546,7 @@ class ActorInterface:
         self.methods = methods_of(cls)
         self.parameters = Parameters(self.name, signature_of(cls))
 
-    def with_groups(self, options: ActorOptions) -> ActorInterface:
+    def with_groups(self, options: TaskOptions) -> ActorInterface:
         """Return this description for a class with these concurrency groups."""
         names = tuple(options.concurrency_groups)
         if names == self.group_names:
@@ -69,7 +560,7 @@ class ActorInterface:
         """Itself; see `late_face.LateFace`."""
         return self
 
-    def limits(self, options: ActorOptions) -> tuple[str, dict[str, int]]:
+    def limits(self, options: TaskOptions) -> tuple[str, dict[str, int]]:
         """How calls are run, and how many of each group at once."""
         groups = options.concurrency_groups
         mode = mode_of(self.methods, options.max_concurrency, groups)
@@ -90,7 +581,7 @@ class ActorInterface:
             for group in self.group_names
         }
 
-    def groups(self, options: ActorOptions) -> dict[str, str]:
+    def groups(self, options: TaskOptions) -> dict[str, str]:
         """The group of each method that has one, by the name that a call says.
 
         Raises:

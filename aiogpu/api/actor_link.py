@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.actor_class import PendingInterface, face_in, stranger
-from aiogpu.api.blocking import request
-from aiogpu.api.submission import host_beside_loop, may_use
+from aiogpu.api.calls import host_beside_loop, may_use, request
 from aiogpu.client.current import note_passed, passing, take_kept
 from aiogpu.client.function_spec import placeholder_site
 from aiogpu.errors import (
@@ -28,8 +27,8 @@ from aiogpu.runtime.callers.caller import Then, carrying
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface
+    from aiogpu.api.calls import ResultGroup
     from aiogpu.api.handle import Handle
-    from aiogpu.api.result_group import ResultGroup
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import Site
     from aiogpu.client.interface import Client, Host, Receiver
@@ -301,7 +300,7 @@ class ActorLink:
         self._check(payload)
         host = self._host(label)
         if host is not None and self._actor is not None:
-            from aiogpu.api.blocking_stream import request_stream
+            from aiogpu.api.calls import request_stream
 
             start = partial(host.call, self._actor.id, method, payload)
             return request_stream(host, label, size, start)

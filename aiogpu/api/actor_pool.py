@@ -1,42 +1,465 @@
-"""`ActorPool`: several actors of one class that are called as if they were one.
+"""The actors of a pool: which takes the next call, when one is made and when it goes.
 
-Light on purpose, as `api.remote_function` is: user modules bring this file into every
-worker.
+An actor is lent no more once it has died, and another one takes its number. Where
+actors die before they have answered anything, the next is made later and later. The
+crew does not know the pool that is the user's, so that dropping the pool ends it. This
+file imports asyncio, so it is itself imported late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import asyncio
+import logging
+from bisect import insort
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import count
+from operator import attrgetter
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
     Final,
     Generic,
+    NamedTuple,
     NoReturn,
     Protocol,
     TypeVar,
     cast,
 )
 
-from aiogpu.api.actor import (
-    ActorHandle,
-    RemoteClass,
+from aiogpu.api.actor import ActorHandle, RemoteClass, link_of
+from aiogpu.api.actor_class import (
+    ActorInterface,
+    GeneratorMethod,
+    RemoteMethod,
+    no_method,
 )
-from aiogpu.api.actor_class import ActorInterface, no_method
-from aiogpu.api.actor_options import check_method_options
-from aiogpu.api.mapper import Mapper
-from aiogpu.api.method import GeneratorMethod, RemoteMethod
-from aiogpu.api.options import LONGEST_TIME, whole
-from aiogpu.api.pool_scheduler import PoolLimits
-from aiogpu.api.remote_function import Decorated
+from aiogpu.api.options import LONGEST_TIME, check_options, whole
+from aiogpu.api.remote_function import Decorated, Mapper
 from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
-from aiogpu.errors import MisuseError, NoLoopError, OptionError
+from aiogpu.errors import (
+    ActorDiedError,
+    InfeasibleError,
+    MisuseError,
+    NodeError,
+    NoLoopError,
+    OptionError,
+)
 
 if TYPE_CHECKING:
+    from aiogpu.api.actor_class import Link
     from aiogpu.api.handle import Handle
-    from aiogpu.api.pool_scheduler import PoolScheduler
+
+
+class PoolLimits(NamedTuple):
+    """How many actors there are.
+
+    Attributes:
+        size: at first.
+        least: when there is nothing to do.
+        most: when there is much.
+        target: unanswered calls that each may have before another actor is made.
+        idle_after: seconds without a call after which one goes.
+    """
+
+    size: int
+    least: int
+    most: int
+    target: int
+    idle_after: float
+
+
+class PoolActor:
+    """One actor of the crew.
+
+    Attributes:
+        number: its place; the lowest that was free.
+        handle: to it.
+        link: what the handle holds.
+        ended: settled when its process has ended.
+        calls: of the pool's that it has not answered.
+        idle_since: loop time of its last answer, or of its coming to life.
+        is_ready: whether its constructor has returned.
+        has_been_ready: whether it ever has.
+        has_answered: whether it has answered a call.
+        on_answer: told of each call's end.
+    """
+
+    __slots__ = (
+        *("calls", "ended", "handle", "has_answered", "idle_since"),
+        *("has_been_ready", "is_ready", "link", "number", "on_answer"),
+    )
+
+    def __init__(self, number: int, handle: ActorHandle[Any], link: Link) -> None:
+        self.number = number
+        self.handle = handle
+        self.link = link
+        self.ended: Handle[None] = link.ended()
+        self.calls = 0
+        self.idle_since = 0.0
+        self.is_ready = False
+        self.has_been_ready = False
+        self.has_answered = False
+        self.on_answer: Callable[[Handle[Any]], None]
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+LONGEST_PAUSE: Final = 60.0
+"""Seconds between two attempts, when none of the actors made lives to answer."""
+
+
+# That of a handle would count as somebody who waits for it.
+_add_done_callback: Final[Callable[[Any, Callable[[Any], object]], None]] = (
+    asyncio.Future.add_done_callback
+)
+
+
+_error_of: Final[Callable[[Any], BaseException | None]] = asyncio.Future.exception
+
+
+_calls: Final = attrgetter("calls")
+
+
+_number: Final = attrgetter("number")
+
+
+class PoolScheduler:
+    """See above.
+
+    Attributes:
+        face: of the actors' class; None before the first, if a function makes them.
+        loop: on which it is called.
+        is_closed: no call is taken any more.
+        deaths: how many actors have died.
+    """
+
+    def __init__(
+        self,
+        face: ActorInterface | None,
+        make: Callable[[], object],
+        bounds: PoolLimits,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.face = face
+        self.loop = loop
+        self.is_closed = False
+        self.deaths = 0
+        self._make = make
+        self._bounds = bounds
+        self._members: list[PoolActor] = []
+        self._takers: list[PoolActor] = []
+        self._leaving: set[PoolActor] = set()
+        self._calls = 0
+        self._last_death: BaseException | None = None
+        self._fruitless = 0
+        self._not_before = 0.0
+        self._idle_alarm: asyncio.TimerHandle | None = None
+        self._hire_alarm: asyncio.TimerHandle | None = None
+        self._starting: list[asyncio.Future[None]] = []
+        try:
+            for _ in range(bounds.size):
+                self._hire()
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __repr__(self) -> str:
+        ready = sum(member.is_ready for member in self._members)
+        state = "closed, " if self.is_closed else ""
+        return (
+            f"{state}{len(self._members)} actors, {ready} ready, {self._calls} calls, "
+            f"{self.deaths} died"
+        )
+
+    @property
+    def name(self) -> str:
+        """What errors call the actors."""
+        return "actors" if self.face is None else self.face.name
+
+    # Calls.
+
+    def take(self) -> PoolActor:
+        """The member that is to be called next; an actor is made if there are too few.
+
+        Raises:
+            MisuseError: the pool is closed.
+            ActorDiedError: all have died, and it is too early to make another one.
+        """
+        if self.is_closed:
+            raise self._closed()
+        members, bounds = self._members, self._bounds
+        if not members:
+            self._make_first()
+        member = min(self._takers, key=_calls)
+        if (
+            len(members) < bounds.most
+            and member.calls >= bounds.target
+            and self._calls >= bounds.target * len(members)
+            and self.loop.time() >= self._not_before
+        ):
+            self._hire()
+        return member
+
+    def _closed(self) -> MisuseError:
+        error = MisuseError(f"the pool of {self.name} is closed and takes no calls.")
+        error.__cause__ = self._last_death
+        return error
+
+    def _make_first(self) -> None:
+        if self.loop.time() < self._not_before:
+            raise ActorDiedError(
+                f"all actors of the pool of {self.name} have died, and the last ones "
+                f"before they had answered a call; another one is made in "
+                f"{self._not_before - self.loop.time():.0f} s.",
+                self.name,
+            ) from self._last_death
+        self._hire()
+
+    def watch(self, member: PoolActor, handle: Handle[Any]) -> None:
+        """Count a call until it ends."""
+        member.calls += 1
+        self._calls += 1
+        _add_done_callback(handle, member.on_answer)
+
+    def _on_answer(self, member: PoolActor, handle: Handle[Any]) -> None:
+        member.calls -= 1
+        self._calls -= 1
+        if not member.calls:
+            member.idle_since = self.loop.time()
+            self._arm()
+        if handle.cancelled():
+            return
+        # Looked at so that asyncio still tells of an error that nobody hears.
+        if isinstance(handle._exception, ActorDiedError):
+            if member.is_ready:
+                self._doubt(member)
+        elif not member.has_answered:
+            member.has_answered = True
+            self._fruitless = 0
+
+    # Comings and goings.
+
+    def _hire(self) -> None:
+        handle = self._make()
+        if not isinstance(handle, ActorHandle):
+            raise MisuseError(
+                f"what makes the actors of this pool gave {handle!r}; it must give an "
+                f"actor's handle, as `lambda: Model.remote('large')` does."
+            )
+        self.face = handle._face.known
+        taken = {member.number for member in self._members}
+        number = next(number for number in count() if number not in taken)
+        member = PoolActor(number, handle, link_of(handle, "ActorPool()"))
+        member.on_answer = partial(self._on_answer, member)
+        insort(self._members, member, key=_number)
+        _add_done_callback(member.ended, partial(self._on_ended, member))
+        self._doubt(member)
+
+    def _doubt(self, member: PoolActor) -> None:
+        """Give it no calls until it says that it lives, or why it does not."""
+        member.is_ready = False
+        self._sort()
+        try:
+            ready = member.link.ready()
+        except NodeError as error:
+            # There is nobody to be asked any more.
+            self._lose(member, error)
+            return
+        _add_done_callback(ready, partial(self._on_ready, member))
+
+    def _sort(self) -> None:
+        """Calls go to those that are ready; where none is, to those that will be."""
+        ready = [member for member in self._members if member.is_ready]
+        self._takers = ready or self._members[:]
+
+    def _on_ready(self, member: PoolActor, handle: Handle[None]) -> None:
+        if handle.cancelled():
+            return
+        error = _error_of(handle)
+        if error is not None:
+            self._lose(member, error)
+            return
+        member.is_ready = member.has_been_ready = True
+        member.idle_since = self.loop.time()
+        self._sort()
+        self._arm()
+        self._tell_starting()
+
+    def _on_ended(self, member: PoolActor, handle: Handle[None]) -> None:
+        self._leaving.discard(member)
+        if member in self._members and not handle.cancelled():
+            # Why, it says to whoever asks whether it is ready.
+            _error_of(handle)
+            self._doubt(member)
+
+    def _lose(self, member: PoolActor, error: BaseException) -> None:
+        if self.is_closed or member not in self._members:
+            return
+        self._members.remove(member)
+        if not member.ended.done():
+            self._leaving.add(member)
+        self._sort()
+        self.deaths += 1
+        self._last_death = error
+        self._tell_starting(None if member.has_been_ready else error)
+        if not isinstance(error, ActorDiedError):
+            # The node has closed, or the task has ended whose pool this is.
+            self.close(at_once=True)
+            return
+        _log.warning("a pool has lost its actor %d: %s", member.number, error)
+        if member.has_answered:
+            self._not_before = 0.0
+        else:
+            self._pause()
+        self._fill()
+
+    def _pause(self) -> None:
+        """Make no actor for some time, each time longer."""
+        pause = min(2.0**self._fruitless, LONGEST_PAUSE)
+        self._fruitless += 1
+        self._not_before = self.loop.time() + pause
+
+    def _fill(self) -> None:
+        """Make as many as there must be, now or when it is time."""
+        self._hire_alarm = None
+        if self.is_closed or len(self._members) >= self._bounds.least:
+            return
+        if self.loop.time() < self._not_before:
+            self._hire_alarm = self.loop.call_at(self._not_before, self._fill)
+            return
+        try:
+            self._hire()
+        except NodeError as error:
+            self._last_death = error
+            self.close(at_once=True)
+            return
+        except Exception as error:  # noqa: BLE001 - the user's function raised it
+            _log.warning("a pool cannot make another actor", exc_info=True)
+            self._last_death = error
+            self._pause()
+        self._fill()
+
+    def _arm(self) -> None:
+        if self._idle_alarm is None and len(self._members) > self._bounds.least:
+            due = min(self._ends_of_idleness(), default=None)
+            if due is not None:
+                self._idle_alarm = self.loop.call_at(due, self._dismiss_idle, due)
+
+    def _ends_of_idleness(self) -> Iterator[float]:
+        for member in self._takers:
+            if member.is_ready and not member.calls:
+                yield member.idle_since + self._bounds.idle_after
+
+    def _dismiss_idle(self, now: float) -> None:
+        self._idle_alarm = None
+        for member in reversed(self._takers):
+            is_idle = member.is_ready and not member.calls
+            if len(self._members) <= self._bounds.least:
+                break
+            if is_idle and member.idle_since + self._bounds.idle_after <= now:
+                self._members.remove(member)
+                self._leaving.add(member)
+                member.link.terminate()
+        self._sort()
+        self._arm()
+
+    # The beginning and the end.
+
+    async def ready(self) -> None:
+        """Wait until all are ready.
+
+        Raises:
+            ActorDiedError: one of them died before it was, most likely by its
+                constructor.
+            MisuseError: the pool is closed.
+            InfeasibleError: not even an idle node has room for so many at once.
+        """
+        if self.is_closed:
+            raise self._closed()
+        if self._are_all_ready():
+            return
+        news = self.loop.create_future()
+        self._starting.append(news)
+        try:
+            await check_room(self.name, [member.link for member in self._members])
+        except BaseException as error:
+            news.cancel()  # nobody will look at it
+            if isinstance(error, InfeasibleError):
+                self.close(at_once=True)
+            raise
+        await news
+
+    def _are_all_ready(self) -> bool:
+        are_enough = len(self._members) >= self._bounds.least
+        return are_enough and all(member.is_ready for member in self._members)
+
+    def _tell_starting(self, error: BaseException | None = None) -> None:
+        if error is None and not self._are_all_ready():
+            return
+        starting, self._starting = self._starting, []
+        for news in starting:
+            if news.done():
+                continue
+            if error is None:
+                news.set_result(None)
+            else:
+                news.set_exception(error)
+
+    def close(self, at_once: bool) -> None:
+        """Take no call any more, and end all: after what they were sent, or at once."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for alarm in (self._idle_alarm, self._hire_alarm):
+            if alarm is not None:
+                alarm.cancel()
+        self._tell_starting(self._closed())
+        members, self._members, self._takers = self._members, [], []
+        self._leaving.update(members)
+        for member in members:
+            if at_once:
+                member.link.kill(no_restart=True)
+            else:
+                member.link.terminate()
+
+    async def ended(self) -> None:
+        """Wait until no process is left."""
+        ends = [member.ended for member in self._leaving]
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+async def check_room(name: str, links: Sequence[Link]) -> None:
+    """Check that actors can live at once, if all of them ask for the same.
+
+    Args:
+        name: what errors call them.
+        links: to each.
+
+    Raises:
+        InfeasibleError: not even an idle node has room for so many.
+    """
+    from asyncio import gather
+
+    if len(links) < 2:
+        return  # what it asks for was looked at when it was made
+    rooms = await gather(*(link.room() for link in links), return_exceptions=True)
+    kinds = {room for room in rooms if not isinstance(room, BaseException)}
+    if len(kinds) != 1:
+        return  # what is wrong is told by those who wait until each is ready
+    [(most, request)] = kinds
+    if most is not None and most < len(rooms):
+        raise InfeasibleError(
+            f"a pool of {len(rooms)} {name}, each with {request}, can never be ready: "
+            f"this node has room for {most} at once, even when idle. Make it smaller, "
+            f"or ask for less for each."
+        )
 
 
 USUAL_TARGET: Final = 1
@@ -143,7 +566,7 @@ class OptionsWhereDefined:
 
         def options(self, **options: object) -> NoReturn:
             """Always raises; `OptionError` for one that no method has."""
-            check_method_options(options)
+            check_options(dict(options), "method")
             given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise MisuseError(
                 f"{self.__name__} is a method of an actor, and has its options where "
@@ -187,7 +610,7 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
         self, call: Callable[[RemoteMethod[..., Any]], Handle[Any]]
     ) -> Handle[Any]:
         # Late: `session` imports asyncio.
-        from aiogpu.api.loop_sessions import check_thread
+        from aiogpu.api.handle import check_thread
 
         crew = self._tie.crew
         check_thread(crew.loop, f"{self.__name__}.remote()")
@@ -267,7 +690,6 @@ class ActorPool(EnteredOnLoop, Generic[A]):
                 "ActorPool() needs a running event loop, and there is none in this "
                 "thread. Make it inside an `async def` that runs by aiogpu.run(main())."
             )
-        from aiogpu.api.pool_scheduler import PoolScheduler
 
         self._tie = PoolFinalizer(PoolScheduler(face, make, bounds, loop))
 

@@ -1,22 +1,33 @@
 """`@batch` on an `async def` that takes a list: callers give one item, get one result.
 
-What it gives is an `async def` again, so that an actor's method stays one. Light on
-purpose: user modules bring this file into every worker, so asyncio is imported by the
-first call alone.
+What it gives is an `async def` again, so that an actor's method stays one.
+
+A batch is *due* when it is full, or when its first call has waited as long as it may;
+a due batch starts as soon as fewer run than may. So no call waits longer than that
+and the batches before its own. That one ends does not make the next due: what its
+callers send next comes into the same batch as what came meanwhile.
+
+Light on purpose: user modules bring this file into every worker, so asyncio is imported
+by the first call alone.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
-from functools import update_wrapper
+from contextvars import Context, copy_context
+from functools import partial, update_wrapper
 from inspect import Parameter, Signature
-from typing import Any, Final, Never, Protocol, TypeVar, overload
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
+from weakref import WeakValueDictionary
 
-from aiogpu.api.batching import Batching
-from aiogpu.api.options import LARGEST_COUNT, LONGEST_TIME
+from aiogpu.api.options import check_duration, whole_number
 from aiogpu.api.usage_errors import options_of
-from aiogpu.errors import MisuseError, OptionError
+from aiogpu.errors import MisuseError, NoLoopError
+
+if TYPE_CHECKING:
+    import asyncio
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -89,9 +100,10 @@ def batch(
     """
     if misplaced:
         raise MisuseError("batch() takes options by name: @aiogpu.batch(max_size=32).")
-    _check_count("max_size", max_size, "items")
-    _check_count("max_concurrency", max_concurrency, "batches")
-    _check_wait(max_wait)
+    whole_number("max_size", max_size, 1, "a whole number of items, 1 or more")
+    what = "a whole number of batches, 1 or more"
+    whole_number("max_concurrency", max_concurrency, 1, what)
+    check_duration("max_wait", max_wait, "a number of seconds, 0 or more")
 
     def decorate(function: Any) -> Any:
         _check_function(function)
@@ -102,11 +114,11 @@ def batch(
 
 def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def call_method(self: object, item: object, /) -> Any:
-        call = (batching.join or _load(batching))(batching, self, item)
+        call = batching.join(self, item)
         try:
-            return await call
+            return await call.future
         except BaseException:
-            call.leave()
+            call.queue.withdraw(call)
             del call  # its error has this frame in its traceback
             raise
 
@@ -118,14 +130,6 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
     call.__annotations__ = {}  # the function's speak of lists
     call.__signature__ = Signature([_SELF, _ITEM] if batching.is_method else [_ITEM])
     return call  # type: ignore[no-any-return]
-
-
-def _load(batching: Batching) -> Callable[[Batching, object, object], Any]:
-    """Import what the first call needs."""
-    from aiogpu.api.batch_queue import join
-
-    batching.join = join
-    return join
 
 
 def _check_function(function: Any) -> None:
@@ -163,22 +167,281 @@ def _check_function(function: Any) -> None:
         )
 
 
-def _check_count(name: str, value: object, unit: str) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not 1 <= value <= LARGEST_COUNT
-    ):
-        raise OptionError(
-            f"{name}={value!r} must be a whole number of {unit}, 1 or more. The most "
-            f"is {LARGEST_COUNT:_}."
+class Batching:
+    """One decorated function.
+
+    Attributes:
+        name: of the function, for messages.
+        function: takes a list, and before it the instance if it is a method.
+        is_method: whether it does.
+        max_size: most items in a batch.
+        max_wait: seconds that the first of them waits for others.
+        max_concurrency: most batches at once, for each instance and loop.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Coroutine[Any, Any, Sequence[Any]]],
+        max_size: int,
+        max_wait: float,
+        max_concurrency: int,
+    ) -> None:
+        self.name = function.__qualname__.rpartition("<locals>.")[2]
+        self.function = function
+        self.is_method = len(inspect.signature(function).parameters) == 2
+        self.max_size = max_size
+        self.max_wait = max_wait
+        self.max_concurrency = max_concurrency
+        # By identity: instances may be equal, or have no hash.
+        self._queues: WeakValueDictionary[tuple[int, int], BatchQueue]
+        self._queues = WeakValueDictionary()
+
+    def __reduce__(self) -> tuple[type[Batching], tuple[Any, ...]]:
+        limits = (self.max_size, self.max_wait, self.max_concurrency)
+        return Batching, (self.function, *limits)
+
+    def join(self, instance: object, item: object) -> Call:
+        """Make a call on the running loop.
+
+        Args:
+            instance: whose method it is; None for a function.
+            item: what is given to it.
+
+        Raises:
+            NoLoopError: no asyncio loop runs in this thread.
+        """
+        from asyncio import _get_running_loop
+
+        loop = _get_running_loop()
+        queue = self._queues.get((id(loop), id(instance)))
+        if queue is None:
+            if loop is None:
+                raise NoLoopError(
+                    f"{self.name} gathers calls on an asyncio event loop, and none is "
+                    f"running in this thread; await it in what aiogpu.run() runs."
+                )
+            queue = BatchQueue(self, instance, loop)
+            self._queues[id(loop), id(instance)] = queue
+        return queue.take(item)
+
+    def check(self, results: object, count: int) -> Sequence[Any]:
+        """Return a batch's results; raises `MisuseError` if they are not as many."""
+        kind = type(results).__name__
+        if isinstance(results, str | bytes) or not isinstance(results, Sequence):
+            given = f"an object of type {kind}"
+        elif len(results) != count:
+            given = f"a {kind} of {len(results)}"
+        else:
+            return results
+        raise MisuseError(
+            f"{self.name} was given a list of {count} and must return a list of "
+            f"{count}, one result for each item in the same order; it returned "
+            f"{given}. In the place of an item that fails, return the exception."
         )
 
 
-def _check_wait(value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= LONGEST_TIME:
-        raise OptionError(
-            f"max_wait={value!r} must be a number of seconds, 0 or more. The most is "
-            f"{LONGEST_TIME:_}."
-        )
+class Call:
+    """One call.
+
+    Attributes:
+        item: what the caller gave.
+        due: loop time from which it need not wait for others.
+        context: the caller's.
+        queue: where it waits, or has waited.
+        future: what its caller waits on.
+        batch: the one that it belongs to; None while it waits.
+    """
+
+    __slots__ = ("batch", "context", "due", "future", "item", "queue")
+
+    def __init__(self, queue: BatchQueue, item: object, due: float) -> None:
+        self.item = item
+        self.due = due
+        self.context: Context = copy_context()
+        self.queue = queue
+        self.future: asyncio.Future[Any] = queue.loop.create_future()
+        self.batch: Batch | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error at the caller."""
+        if isinstance(error, StopIteration):
+            # No future takes it, and out of a coroutine it comes as this.
+            cause, error = error, RuntimeError("the batch raised StopIteration")
+            error.__cause__ = cause
+        self.future.set_exception(error)
+
+
+class Batch:
+    """Calls that are answered together.
+
+    Attributes:
+        calls: in the order in which they came; none when it has ended.
+        task: runs the user's function; None when it has ended.
+        has_suspended: whether the function has left the loop to others.
+    """
+
+    __slots__ = ("calls", "has_suspended", "task")
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+        self.has_suspended = False
+        self.task: asyncio.Task[None] | None = None
+        for call in calls:
+            call.batch = self
+
+    def awaited(self) -> list[Call]:
+        """Return the calls whose callers wait for an answer."""
+        return [call for call in self.calls if not call.future.done()]
+
+    def items(self) -> list[Any]:
+        """Return what is still asked for."""
+        self.calls = self.awaited()
+        return [call.item for call in self.calls]
+
+    def answer(self, results: Sequence[Any]) -> None:
+        """Give each caller his result, or raise his exception in its place."""
+        for call, result in zip(self.calls, results, strict=True):
+            if call.future.done():
+                continue
+            if isinstance(result, BaseException):
+                call.fail(result)
+            else:
+                call.future.set_result(result)
+
+    def fail(self, error: BaseException) -> bool:
+        """Raise it at every caller; False if there is none left to hear it."""
+        awaited = self.awaited()
+        for call in awaited:
+            call.fail(error)
+        return bool(awaited)
+
+    def note_turn(self) -> None:
+        """The loop has come to what was due after the function began."""
+        self.has_suspended = True
+
+
+class BatchQueue:
+    """What is called on one instance and one event loop.
+
+    It is kept by the calls that wait in it and by its batches, and by nothing else:
+    with the last of them it goes, and so may the instance.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_alarm", "_batching", "_instance", "_running", "_waiting"),
+        "loop",
+    )
+
+    def __init__(
+        self, batching: Batching, instance: object, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.loop = loop
+        self._batching = batching
+        self._instance = instance
+        self._waiting: dict[Call, None] = {}
+        self._running: set[Batch] = set()
+        self._alarm: asyncio.Handle | None = None
+
+    def take(self, item: object) -> Call:
+        """Take a call; a batch that it fills starts at once, if it may."""
+        batching, waiting = self._batching, self._waiting
+        due = self.loop.time() + batching.max_wait if batching.max_wait else 0.0
+        call = Call(self, item, due)
+        waiting[call] = None
+        if len(self._running) < batching.max_concurrency:
+            if len(waiting) >= batching.max_size:
+                self._start()
+            elif self._alarm is None:
+                self._set_alarm(due)
+        return call
+
+    def withdraw(self, call: Call) -> None:
+        """Its caller goes without a result, whatever the cause.
+
+        With the last of its callers a batch is cancelled.
+        """
+        if self.loop.is_closed():
+            return
+        call.future.cancel()  # the caller's coroutine may have been closed
+        batch = call.batch
+        if batch is not None:
+            if batch.task is not None and not batch.awaited():
+                batch.task.cancel()
+            return
+        self._waiting.pop(call, None)
+        if not self._waiting:
+            self._unset_alarm()
+
+    def _start(self) -> None:
+        waiting = self._waiting
+        for call in [call for call in waiting if call.future.done()]:
+            del waiting[call]  # its caller has gone
+        calls = list(islice(waiting, self._batching.max_size))
+        for call in calls:
+            del waiting[call]
+        if not waiting:
+            self._unset_alarm()
+        if not calls:
+            return
+        batch = Batch(calls)
+        self._running.add(batch)
+        batch.task = self.loop.create_task(self._run(batch), context=calls[0].context)
+        batch.task.add_done_callback(partial(self._end, batch))
+        self.loop.call_soon(batch.note_turn)
+
+    async def _run(self, batch: Batch) -> None:
+        import asyncio
+
+        batching = self._batching
+        bound = (self._instance,) if batching.is_method else ()
+        items = batch.items()
+        if not items:
+            return
+        try:
+            results = await batching.function(*bound, items)
+            if batch.has_suspended and len(self._waiting) >= batching.max_size:
+                # Its work is done elsewhere, in a thread or on a device, which need
+                # not idle while callers are woken: they go after the loop has polled,
+                # since then a thread gets the interpreter. Where the function holds
+                # the loop instead, callers go first: see `_end`.
+                self._start()
+                await asyncio.sleep(0)
+            batch.answer(batching.check(results, len(batch.calls)))
+        except (GeneratorExit, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            # As long as there are callers it is theirs, also if it ends the loop.
+            if not batch.fail(error):
+                raise
+
+    def _end(self, batch: Batch, task: asyncio.Task[None]) -> None:
+        """Go on; callers were woken before this, and may have called again."""
+        self._running.discard(batch)
+        if task.cancelled():
+            for call in batch.calls:
+                call.future.cancel()
+        # They would keep each other, and with them results and frames.
+        batch.calls, batch.task = [], None
+        if self._waiting:
+            self._look(self.loop.time())
+
+    def _look(self, now: float) -> None:
+        """Start what is due, and look again when more will be."""
+        batching, waiting = self._batching, self._waiting
+        self._unset_alarm()
+        while waiting and len(self._running) < batching.max_concurrency:
+            due = next(iter(waiting)).due
+            if len(waiting) < batching.max_size and due > now:
+                self._set_alarm(due)
+                break
+            self._start()
+
+    def _set_alarm(self, due: float) -> None:
+        # A loop may wake a little early, and uvloop counts whole milliseconds: what
+        # it wakes for is due by definition.
+        self._alarm = self.loop.call_at(due, self._look, due)
+
+    def _unset_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None

@@ -1,220 +1,567 @@
-"""Calls from plain code, which has no event loop, and how it waits: `aiogpu.get`.
+"""Handles and streams without an event loop: what `.remote()` gives in a plain task.
 
-asyncio stays out of this file: importing it would cost a plain task more than it does.
+A plain function that runs as a task has no loop, so it waits by `aiogpu.get`, and
+iterates by `for`. asyncio stays out of this file: importing it would cost such a task
+more than it does. What the handles of an event loop share with these is here as well.
 """
 
 from __future__ import annotations
 
-import time
 from _thread import get_ident
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
-from aiogpu.api.options import check_seconds
-from aiogpu.api.usage_errors import refuse
-from aiogpu.client.current import client_of_task, is_loop_running, passing, services
-from aiogpu.errors import (
-    MisuseError,
-    TaskTimeoutError,
-)
+from aiogpu.api.usage_errors import NotItsResult
+from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
+from aiogpu.core.mailbox import Window
+from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
+from aiogpu.serialization.exceptions import STOPPED, unpack_failure
+from aiogpu.serialization.references import add_handle
+from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle
-    from aiogpu.client.function_spec import Site
-    from aiogpu.client.interface import Client
+    from types import TracebackType
+
+    from aiogpu.client.interface import Client, ValueStore
+    from aiogpu.serialization.references import Reference
+    from aiogpu.wire.messages import Failed
 
 T = TypeVar("T")
 
 
-def submit_in_task(site: Site, payload: bytes) -> Any:
-    """Start a child of the task whose code asks; gives the kind of handle that fits.
+class HandleBase(NotItsResult):
+    """What the handles of plain tasks and of event loops have in common.
 
-    Raises:
-        MisuseError: no task runs, but what one has left behind.
+    Attributes:
+        task_name: name of the task.
+        task_id: its number, 0 before it has one.
+        part: which of several results of the task this is; -1 for all of it.
+        shared: what others refer to who were given it, None for nobody.
+        raw: the value pickled, if it is there.
+        error: why there will be no result, None if there is one or may be.
+        restore: makes the handle anew where its pickle has come to. Set by
+            `api.calls`, which makes all handles and so imports this module.
     """
-    client = client_of_task()
-    return request(client, site.spec.name, partial(client.submit, site, payload))
 
+    __aiogpu_handle__ = True
 
-def request(client: Client, name: str, start: Callable[[Any], int]) -> Any:
-    """The kind of handle that fits, of what a task asks for.
+    restore: ClassVar[Callable[[int, str], Any]]
 
-    Args:
-        client: of the task whose code asks.
-        name: what the handle is called.
-        start: makes the request, given who waits for its end; gives its number.
-    """
-    receiver = handle = handle_for(client, name)
-    if passing and services.client is None:
-        from aiogpu.runtime.callers.caller import carrying
-
-        receiver = carrying(handle)
-    number = start(receiver)
-    if isinstance(handle, BlockingHandle):
-        handle.child = number
+    if TYPE_CHECKING:
+        task_name: str
+        task_id: int
+        part: int
+        shared: Reference | None
     else:
-        handle.task_id = number
-    return handle
+        __slots__ = ()
+
+    @property
+    def child(self) -> int:
+        """The number of its task."""
+        return self.task_id
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        identity = add_handle(self.task_name, self.share)
+        return HandleBase.restore, (identity, self.task_name)
+
+    def share(self) -> Reference:
+        """What others refer to who are given this handle; it is a holder as well."""
+        if self.shared is None:
+            self._want()
+            store = self._store()
+            self.shared = (
+                _local_value(self) if store is None else store.shares.share(self)
+            )
+        return self.shared
+
+    def stand_for(self, value: Any) -> None:
+        """It has come from elsewhere: others know it by that value already."""
+        self._want()
+        self.shared = value
+        self.task_id = value.task
+
+    def _want(self) -> None:
+        """Others want the result from here on, whoever withdraws."""
+
+    def _store(self) -> ValueStore | None:
+        """What keeps values for others; None where all are this process's."""
+        raise NotImplementedError
+
+    def _tell(self, how: str, told: object) -> None:
+        """Others of this process may wait for it as well: tell them by that method."""
+        tell = getattr(self.shared, how, None)
+        if tell is not None:
+            tell(told)
+
+    def _tell_cancelled(self) -> None:
+        if self.shared is not None:
+            error = TaskCancelledError(f"{self.task_name} was cancelled.")
+            self._tell("fail", error)
+            store = self._store()
+            if store is not None and self.part >= 0:
+                # Its call may go on for the others.
+                store.shares.drop(self.task_id, self.shared)
 
 
-def handle_for(client: Client, name: str, owner: Any = None) -> Any:
-    """The kind of handle that fits, for the code of a task.
+def _local_value(handle: Any) -> Reference:
+    # Late: only a handle within something that is sent comes here.
+    from aiogpu.runtime.objects.values import Value
 
-    `owner` stops the work and is asked about it; None for the client.
+    value = Value(handle.task_name, handle.task_id)
+    if handle.raw is not None:
+        value.receive(handle.raw)
+    elif handle.cancelled():
+        value.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
+    elif handle.error is not None:
+        value.fail(handle.error)
+    else:
+        value.stop = handle.cancel
+    return value
+
+
+class BlockingHandle(HandleBase, Generic[T]):
+    """A child's result to be, in a plain function; see `get`.
+
+    To type checkers `.remote()` gives a `Handle` everywhere.
+
+    Attributes:
+        client: of the task that has started it.
+        owner: stops the work; None for the client itself.
+        on_end: are called with it when it has ended or was cancelled.
     """
-    if is_loop_running():
-        import asyncio
 
-        from aiogpu.api.child_handle import ChildHandle
+    __slots__ = (
+        *("__weakref__", "_error", "_payload", "_state", "_trace", "_value", "client"),
+        *("on_end", "owner", "part", "raw", "shared", "task_id", "task_name"),
+    )
 
-        loop = asyncio.get_running_loop()
-        return ChildHandle(name, owner or client, loop, client.waits)
-    handle: BlockingHandle[Any] = BlockingHandle(name, client)
-    handle.owner = owner
-    return handle
+    def __init__(self, task_name: str, client: Client, owner: Any = None) -> None:
+        self.task_name = task_name
+        self.task_id = 0
+        self.client = client
+        self.owner = owner
+        self.shared: Reference | None = None
+        self.part = -1
+        self.raw: bytes | None = None
+        self.on_end: tuple[Callable[[BlockingHandle[Any]], object], ...] = ()
+        self._state = "pending"
+        self._payload: bytes | None = None
+        self._value: T | None = None
+        self._error: Exception | None = None
+        self._trace: TracebackType | None = None
+
+    def __repr__(self) -> str:
+        return f"<BlockingHandle {self.task_name} {self._state}>"
+
+    def _how_to_wait(self) -> str:
+        return f"aiogpu.get({self.task_name}.remote(...))"
+
+    def __await__(self) -> Generator[Any, None, T]:
+        on_loop = getattr(self.owner, "on_loop", None)
+        if on_loop is not None and is_loop_running():
+            # It came before the loop ran.
+            return on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
+        raise MisuseError(
+            f"the handle of {self.task_name} was made in a plain function, where no "
+            f"event loop runs; wait by aiogpu.get(handle)."
+        )
+
+    def _store(self) -> ValueStore | None:
+        return self.client.far
+
+    def done(self) -> bool:
+        """Return whether the task has ended or was cancelled."""
+        return self._state != "pending"
+
+    def cancelled(self) -> bool:
+        """Return whether `cancel` has stopped it."""
+        return self._state == "cancelled"
+
+    def cancel(self) -> bool:
+        """Stop the work; False if it had ended before."""
+        if self.done():
+            return False
+        if self.owner is not None:
+            self.owner.cancel(self.task_id)
+        else:
+            client_of_task().withdraw(self.task_id)
+        self._end("cancelled")
+        self._tell_cancelled()
+        return True
+
+    def why(self) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {self.task_name}")
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result; called by the engine."""
+        self._payload = self.raw = payload
+        if self.shared is not None:
+            self._tell("receive", payload)
+        self._end("finished")
+
+    def reject(self, failed: Failed) -> None:
+        """Take what the child's worker says of its failure; called by the engine."""
+        if self.shared is not None:
+            self._tell("reject", failed)
+        self.client.upsets += 1
+        if failed.kind == STOPPED:
+            self._end("cancelled")  # somebody has done so who was given it
+            return
+        self._refuse(unpack_failure(failed, self.task_name))
+
+    def fail(self, error: Exception) -> None:
+        """Take the error in place of a result; called by an engine of this process."""
+        self._refuse(error)
+        self.client.upsets += 1
+
+    def abandon(self) -> None:
+        """Learn that the task has ended first; called by the engine."""
+        self._refuse(abandoned(self.task_name))
+
+    def _refuse(self, error: Exception) -> None:
+        if self.shared is not None:
+            self._tell("fail", error)
+        self._error, self._trace = error, error.__traceback__
+        self._end("failed")
+
+    def _end(self, state: str) -> None:
+        self._state = state
+        for tell in self.on_end:
+            tell(self)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why there will be no result, None if there is one or may be."""
+        return self._error
+
+    def exception(self) -> Exception | None:
+        """Return why there is no result, None if there is one."""
+        return self._error
+
+    @property
+    def has_failed(self) -> bool:
+        """True if there will be no result."""
+        return self._state in ("failed", "cancelled")
+
+    def result(self) -> T:
+        """The result of a child that has ended; see `get` for waiting.
+
+        Raises:
+            TaskCancelledError: it was cancelled.
+            MisuseError: it has not ended.
+            DeserializationError: its result cannot be unpickled in this process.
+        """
+        try:
+            if not self.done():
+                raise MisuseError(
+                    f"{self.task_name} has not ended; aiogpu.get() waits."
+                )
+            if self.cancelled():
+                raise TaskCancelledError(f"{self.task_name} was cancelled.")
+            if self._error is not None:
+                # Else each raise would add its frames to those of the last.
+                raise self._error.with_traceback(self._trace)
+            if self._payload is not None:
+                payload, self._payload = self._payload, None
+                try:
+                    self._value = load_result(payload)
+                except DeserializationError as error:
+                    self._state, self._error = "failed", error
+                    raise
+            return self._value  # type: ignore[return-value]
+        finally:
+            # An error's traceback keeps this frame, and with it the error, and all
+            # that the caller's frames hold, actors say, until the collector runs.
+            del self
 
 
-@overload
-def get(handle: Handle[T], /, *, timeout: float | None = None) -> T: ...
+def abandoned(task_name: str) -> TaskCancelledError:
+    """The error of a child that ends with the task that has started it."""
+    return TaskCancelledError(
+        f"{task_name} was stopped, since the task that had started it has ended."
+    )
 
 
-@overload
-def get(handle: Sequence[Handle[T]], /, *, timeout: float | None = None) -> list[T]: ...
+class Source(Protocol):
+    """Who has started the task of a stream and reaches its producer."""
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let it yield so many items in all."""
+        ...
+
+    def cancel(self, task: int) -> None:
+        """Stop it."""
+        ...
 
 
-def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
-    """Wait in a plain task for what it has started; its CPUs are free meanwhile.
+class ItemBuffer:
+    """The consumer's end of a stream: what has come and was not taken; how it ends.
+
+    Engines know this, and not the stream that is the user's, so that dropping the
+    stream stops the producer. Items may come in any thread.
+
+    Attributes:
+        task_name: name of the task.
+        task_id: its number, by which its source knows it.
+        window: how far it may be ahead.
+        buffer: pickled items that were not taken.
+        error: why no further item will come, if there is a reason.
+        is_over: whether no further item will come.
+        is_cancelled: whether it was stopped from this end.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_source", "buffer", "error", "is_cancelled", "is_over"),
+        *("task_id", "task_name", "window"),
+    )
+
+    def __init__(self, task_name: str, source: Source, size: int) -> None:
+        self.task_name = task_name
+        self.task_id = 0
+        self.window = Window(size)
+        self.buffer: deque[bytes] = deque()
+        self.error: Exception | None = None
+        self.is_over = False
+        self.is_cancelled = False
+        self._source: Source | None = source
+
+    def __repr__(self) -> str:
+        return f"<ItemBuffer {self.task_name} {self.task_id} {len(self.buffer)} items>"
+
+    @property
+    def is_held(self) -> bool:
+        """True if the producer waits for its consumer, as far as this end can know."""
+        return not self.is_over and self.window.holds(len(self.buffer))
+
+    def done(self) -> bool:
+        """Return whether no further item will come."""
+        return self.is_over
+
+    def take(self) -> Any:
+        """The oldest item; the producer may go on.
+
+        Raises:
+            DeserializationError: it cannot be unpickled in this process.
+        """
+        payload = self.buffer.popleft()
+        limit = self.window.take()
+        if limit and self._source is not None:
+            self._source.demand(self.task_id, limit)
+        return load_result(payload)
+
+    def raise_error(self) -> None:
+        """Raise, once, why no further item comes, if it is an error."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback keeps this frame
+
+    def cancel(self) -> None:
+        """Stop the producer, and drop what has come."""
+        source = self._source
+        if self.close() and source is not None:
+            source.cancel(self.task_id)
+
+    def close(self) -> bool:
+        """Drop what has come, and take no more; False if nothing would come."""
+        was_open = not self.is_over
+        if was_open:
+            self.is_cancelled = True
+            self._end(None)
+        self.buffer.clear()
+        return was_open
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Take pickled items; called by the engine."""
+        if not self.is_over:
+            self.buffer.extend(payloads)
+            self.wake()
+
+    def receive(self, _payload: bytes) -> None:
+        """Learn that all items have come; called by the engine."""
+        self._end(None)
+
+    def reject(self, failed: Failed) -> None:
+        """Take what the worker says of its failure; called by the engine."""
+        self._end(unpack_failure(failed, self.task_name))
+
+    def fail(self, error: Exception) -> None:
+        """Take why no further item will come; called by the engine."""
+        self._end(error)
+
+    def abandon(self) -> None:
+        """Learn that the task has ended that has started it; called by the engine."""
+        self._end(abandoned(self.task_name))
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.is_over:
+            self.error, self.is_over = error, True
+            # An actor ends although items of its calls are kept.
+            self._source = None
+            self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits shall look again."""
+
+
+class StreamBase:
+    """What the streams of plain tasks and of event loops have in common."""
+
+    _inflow: ItemBuffer
+
+    @property
+    def task_name(self) -> str:
+        """Name of the task."""
+        return self._inflow.task_name
+
+    @property
+    def task_id(self) -> int:
+        """Number of the task."""
+        return self._inflow.task_id
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"the stream of {self.task_name} cannot be pickled; iterate it here and "
+            f"pass its items on."
+        )
+
+
+class BlockingStream(StreamBase, Iterator[T]):
+    """The items of a child that is a generator, by `for`; its CPUs are free meanwhile.
+
+    To type checkers `.remote()` gives a `Stream` everywhere.
+    """
+
+    def __init__(self, inflow: ItemBuffer, client: Client) -> None:
+        self._inflow = inflow
+        self._client = client
+        self._is_through = False
+
+    def __repr__(self) -> str:
+        inflow = self._inflow
+        return (
+            f"<BlockingStream of {inflow.task_name}: {len(inflow.buffer)} items to "
+            f"take, {inflow.window.taken} taken>"
+        )
+
+    def __bool__(self) -> NoReturn:
+        raise MisuseError(
+            f"a stream has no truth value; write `for item in "
+            f"{self.task_name}.remote(...)`."
+        )
+
+    def __aiter__(self) -> NoReturn:
+        raise MisuseError(
+            f"the stream of {self.task_name} was made in a plain function, where no "
+            f"event loop runs; write `for item in {self.task_name}.remote(...)`."
+        )
+
+    def __iter__(self) -> BlockingStream[T]:
+        return self
+
+    def __next__(self) -> T:
+        inflow = self._inflow
+        if self._is_through:
+            raise StopIteration
+        if not inflow.buffer and not inflow.is_over:
+            self._wait()
+        if inflow.buffer:
+            try:
+                return inflow.take()  # type: ignore[no-any-return]
+            except BaseException:
+                self.close()
+                raise
+        self._is_through = True
+        inflow.raise_error()
+        if inflow.is_cancelled:
+            raise TaskCancelledError(f"{self.task_name} was cancelled.")
+        raise StopIteration
+
+    def _wait(self) -> None:
+        if is_loop_running():
+            raise MisuseError(
+                f"the next item of {self.task_name} would be waited for in an event "
+                f"loop, which would be blocked; call .remote() there, and write `async "
+                f"for`."
+            )
+        inflow, client = self._inflow, client_of_task()
+        if client is not self._client:
+            raise MisuseError(
+                f"the stream of {self.task_name} belongs to another task; iterate it "
+                f"in the one that has called .remote()."
+            )
+        block(
+            client,
+            (inflow.task_id,),
+            lambda: bool(inflow.buffer) or inflow.is_over,
+            inflow.done,
+        )
+
+    def __enter__(self) -> BlockingStream[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        inflow = self._inflow
+        if not inflow.is_over and inflow.close():
+            self._client.withdraw_soon(inflow.task_id)
+
+    def close(self) -> None:
+        """Stop the generator and drop the items that were not taken; idempotent."""
+        self._is_through = True
+        self._inflow.cancel()
+
+    def cancel(self) -> bool:
+        """Stop the generator; False if it had ended before."""
+        if self._inflow.is_over:
+            return False
+        self._inflow.cancel()
+        return True
+
+    def why(self) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the stream of {self.task_name}")
+
+
+def block(
+    client: Client,
+    tasks: tuple[int, ...],
+    is_over: Callable[[], bool],
+    are_done: Callable[[], bool],
+    deadline: float | None = None,
+    is_bound: bool = False,
+) -> bool:
+    """Wait in plain code until something is so; False if time is up before.
 
     Args:
-        handle: what `.remote()` gave in this task, or a list of such.
-        timeout: seconds; None waits as long as it takes.
-        **unknown: none; they are misspelt.
-
-    Returns:
-        The result, or a list of results in the order of the handles.
-
-    Raises:
-        OptionError: an option is unknown or ill-valued.
-        MisuseError: an event loop runs here: await the handle instead.
-        Exception: what one of them has raised, as soon as it has; the others go on.
-        TaskTimeoutError: time was up; what was waited for goes on.
-        DeadlockError: the wait could never end.
+        client: of the task that waits.
+        tasks: numbers of what it waits for, which its node is told.
+        is_over: whether the wait is.
+        are_done: whether these tasks have ended, so that the node knows it as well.
+        deadline: of `time.monotonic`, None for none.
+        is_bound: see `Client.note_wait`.
     """
-    if unknown:
-        refuse(unknown, {"timeout": timeout}, "get()")
-    if type(handle).__name__ == "Putting":
-        return handle.handle
-    if is_loop_running():
-        raise MisuseError(
-            "aiogpu.get() would block the event loop that runs here; write `await "
-            "handle`, or `await asyncio.gather(*handles)`."
-        )
-    deadline = None
-    if timeout is not None:
-        deadline = time.monotonic() + check_seconds("timeout", timeout)
-    are_several = isinstance(handle, list | tuple)
-    handles = list(handle) if are_several else [handle]
-    del handle
+    waiter = get_ident()
+    client.note_wait(waiter, tasks, is_bound)
     try:
-        results = _results(handles, deadline, timeout)
+        return client.wait_until(is_over, deadline)
     finally:
-        del handles  # see `BlockingHandle.result`
-    return results if are_several else results[0]
-
-
-def _results(
-    handles: list[Any], deadline: float | None, timeout: float | None
-) -> list[Any]:
-    for one in handles:
-        if not isinstance(one, BlockingHandle):
-            raise MisuseError(_wrong(one))
-    try:
-        in_time = _wait(handles, deadline)
-        for one in handles:
-            if one.has_failed:
-                one.result()
-        if not in_time:
-            raise TaskTimeoutError(_late(handles, timeout))
-        return [one.result() for one in handles]
-    finally:
-        one = None
-        del handles
-
-
-def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
-    """Until all have ended or one has failed; False if time is up before."""
-    for one in handles:
-        if isinstance(one.owner, Borrowed):
-            one.owner.fetch(one)
-    pending = [one for one in handles if not one.done()]
-    if not pending or any(one.has_failed for one in handles):
-        return True
-    client, waiter = client_of_task(), get_ident()
-    for one in pending:
-        if hasattr(one.owner, "on_loop"):
-            one.client = client  # it may have come to another task of this process
-        if one.client is not client:
-            raise MisuseError(
-                f"the handle of {one.task_name} belongs to another task; aiogpu.get() "
-                f"waits for what the running task has started."
-            )
-    numbers = tuple(one.child for one in pending)
-    client.note_wait(waiter, numbers, deadline is None)
-    try:
-        return client.wait_until(_Countdown(client, pending).is_over, deadline)
-    finally:
-        if all(one.done() for one in handles):
+        if are_done():
             client.end_wait(waiter)
         else:
             # The driver cannot know that nobody waits any more.
             client.note_wait(waiter, ())
-
-
-class _Countdown:
-    """Whether a wait is over, at no more than one look at each handle."""
-
-    def __init__(self, client: Client, pending: list[BlockingHandle[Any]]) -> None:
-        self._client = client
-        self._pending = list(pending)
-        self._upsets = -1
-
-    def is_over(self) -> bool:
-        pending, upsets = self._pending, self._client.upsets
-        while pending and pending[-1]._state != "pending":
-            if pending.pop().has_failed:
-                # Another thread may have found that it cannot be unpickled.
-                return True
-        if upsets != self._upsets:
-            self._upsets = upsets
-            return not pending or any(one.has_failed for one in pending)
-        return not pending
-
-
-def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
-    late = [one.task_name for one in handles if not one.done()]
-    if not late:
-        # Where tasks run in this thread, one may have ended too late.
-        return f"{handles[-1].task_name} ended after the {timeout:g} s of aiogpu.get()."
-    return (
-        f"{len(late)} of {len(handles)} tasks did not end within the {timeout:g} s of "
-        f"aiogpu.get(), {late[0]} for one; they go on."
-    )
-
-
-def _wrong(given: object) -> str:
-    kind = type(given).__name__
-    if kind in ("Stream", "BlockingStream"):
-        return (
-            f"aiogpu.get() was given {given!r}; iterate it, its items come one by one."
-        )
-    if kind in ("Handle", "ChildHandle"):
-        return (
-            "aiogpu.get() waits in plain tasks, for what they have started; this "
-            "handle belongs to an event loop: await it there."
-        )
-    return (
-        f"aiogpu.get() was given {given!r}; give it what .remote() has returned in "
-        f"this task, or a list of such."
-    )

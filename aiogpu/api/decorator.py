@@ -19,15 +19,13 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.definition import Definition
-from aiogpu.api.options import TaskOptions, check_options
-from aiogpu.api.remote_function import RemoteFunction, made, merged
+from aiogpu.api.options import CHECKS, TaskOptions, check_options
+from aiogpu.api.remote_function import Definition, RemoteFunction, made, merged
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
     from aiogpu.api.actor import RemoteClass
-    from aiogpu.api.actor_options import AnyKeywords
-    from aiogpu.api.keywords import Options
+    from aiogpu.api.keywords import AnyKeywords, Options
     from aiogpu.api.remote_function import RemoteGenerator
 
 P = ParamSpec("P")
@@ -111,11 +109,9 @@ def _check_any(options: dict[str, Any]) -> None:
     try:
         check_options(options)
     except OptionError:
-        from aiogpu.api.actor_options import ACTOR_CHECKS, check_actor_options
-
-        if not set(options) <= set(ACTOR_CHECKS):
+        if not set(options) <= set(CHECKS["actor"]):
             raise
-        check_actor_options(options)
+        check_options(options, "actor")
 
 
 def _decorate(function: object, options: dict[str, Any]) -> object:

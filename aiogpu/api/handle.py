@@ -3,7 +3,9 @@
 `await` does not wait on the handle itself but on a future of its own, so that a
 cancelled waiter withdraws only itself; when the last one has gone and nobody else
 has registered a callback, the work is cancelled. The result is unpickled once, when
-it is first asked for. This file imports asyncio, so it is itself imported late.
+it is first asked for. A handle belongs to one event loop and to the node that this loop
+had then, so the sessions of loops are registered here. This file imports asyncio, so it
+is itself imported late.
 """
 
 from __future__ import annotations
@@ -14,31 +16,102 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.usage_errors import NotItsResult
+from aiogpu.api.blocking import HandleBase, abandoned
+from aiogpu.client.current import services
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
     NodeClosedError,
     TaskCancelledError,
 )
+from aiogpu.serialization.exceptions import STOPPED
+from aiogpu.serialization.references import closed_node_error
 from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.client.interface import ValueStore
+    from aiogpu.client.interface import ValueStore, Waits
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 
+
+sessions: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
+"""One `api.session.Session` for each event loop that has a node."""
+
+
+def session_of(loop: asyncio.AbstractEventLoop | None) -> Any:
+    """The session of that loop, None if it has none."""
+    return sessions.get(loop)  # type: ignore[arg-type]
+
+
+def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
+    """Refuse a call from another thread than an event loop's, if that has a node.
+
+    Raises:
+        NoLoopError: another thread runs this.
+    """
+    session = sessions.get(loop)
+    if session is not None:
+        session.check_thread(what)
+
+
+def check_loop(handle: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """Raise `MisuseError` if a handle belongs to another event loop than this."""
+    if _is_of_a_loop(handle) and handle.get_loop() is not loop:
+        raise MisuseError(
+            f"the handle of {handle.task_name} belongs to another event loop, and to "
+            f"its node; await it there and pass the value."
+        )
+
+
+def check_node(
+    handle: Any, loop: asyncio.AbstractEventLoop, far: ValueStore | None
+) -> None:
+    """The same, and if it belongs to a node that this loop had before.
+
+    Args:
+        handle: what is to be sent.
+        loop: of who sends it.
+        far: who knows its values, where another process keeps them.
+    """
+    check_loop(handle, loop)
+    if _is_of_a_loop(handle) and handle.far is not far:
+        raise closed_node_error(handle.task_name)
+
+
+def check_sender(handle: object) -> None:
+    """Raise `MisuseError` if it is not for the code that runs to send a handle."""
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        return
+    session = session_of(loop)
+    if session is None:
+        check_loop(handle, loop)
+    else:
+        check_node(handle, loop, session.far)
+
+
+def _is_of_a_loop(handle: object) -> bool:
+    return isinstance(handle, asyncio.Future)
+
+
 T = TypeVar("T")
+
 
 # Looked up once; `super()` costs more than the methods themselves.
 _set_result: Final[Callable[[Any, object], None]] = asyncio.Future.set_result
+
+
 _result: Final[Callable[[Any], object]] = asyncio.Future.result
+
+
 _exception: Final[Callable[[Any], BaseException | None]] = asyncio.Future.exception
+
+
 _add_done_callback: Final[Callable[..., None]] = asyncio.Future.add_done_callback
 
 
@@ -95,27 +168,12 @@ class LargeResults(threading.local):
 _large: Final = LargeResults()
 
 
-class Handle(NotItsResult, asyncio.Future[T]):
-    """A task's result to be.
+class Handle(HandleBase, asyncio.Future[T]):
+    """A task's result to be."""
 
-    Attributes:
-        task_name: name of the task.
-        part: which of several results of it this is; -1 for all of it.
-    """
-
-    __aiogpu_handle__ = True
     __slots__ = (
-        "_callbacks_added",
-        "_error",
-        "_owner",
-        "_payload",
-        "_raw",
-        "_shared",
-        "_value",
-        "_waiters",
-        "part",
-        "task_id",
-        "task_name",
+        *("_callbacks_added", "_error", "_owner", "_payload", "_raw", "_value"),
+        *("_waiters", "part", "shared", "task_id", "task_name"),
     )
 
     def __init__(
@@ -129,7 +187,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         self._callbacks_added = 0
         self._payload: bytes | None = None
         self._raw: bytes | None = None
-        self._shared: Value | None = None
+        self.shared: Reference | None = None
         self.part = -1
         self._value: T | None = None
         self._error: DeserializationError | None = None
@@ -146,11 +204,6 @@ class Handle(NotItsResult, asyncio.Future[T]):
         return shown
 
     @property
-    def child(self) -> int:
-        """The number of its task."""
-        return self.task_id
-
-    @property
     def raw(self) -> bytes | None:
         """The value pickled, if it is there."""
         return self._payload or self._raw
@@ -165,32 +218,22 @@ class Handle(NotItsResult, asyncio.Future[T]):
         """Who knows its value, where another process keeps that."""
         return None
 
-    def stand_for(self, value: Value) -> None:
-        """It has come from elsewhere: others know it by that value already."""
-        self._shared = value
-        self.task_id = value.task
-        self._callbacks_added += 1  # others may want it, whoever withdraws
-
     def _how_to_wait(self) -> str:
         return f"`await` before {self.task_name}.remote(...)"
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # Late: only a handle within something that is sent comes here.
-        from aiogpu.api.loop_sessions import check_sender
-        from aiogpu.serialization.references import add_handle, open_handle
-
         check_sender(self)
-        return open_handle, (add_handle(self.task_name, self.share), self.task_name)
+        return super().__reduce__()
 
-    def share(self) -> Reference:
-        """What others refer to who are given this handle; it is a holder as well."""
-        if self._shared is None:
-            from aiogpu.runtime.objects.values import value_of
+    def _want(self) -> None:
+        self._callbacks_added += 1
 
-            # Somebody wants it from here on, whoever withdraws.
-            self._callbacks_added += 1
-            self._shared = value_of(self)
-        return self._shared
+    def _store(self) -> ValueStore | None:
+        return None
+
+    def _tell(self, how: str, told: object) -> None:
+        if self._store() is None:
+            super()._tell(how, told)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -246,9 +289,6 @@ class Handle(NotItsResult, asyncio.Future[T]):
             NoLoopError: this is another thread than the event loop's.
         """
         if asyncio._get_running_loop() is not self.get_loop():
-            # Late: a handle in a worker has no session.
-            from aiogpu.api.loop_sessions import check_thread
-
             check_thread(self.get_loop(), f"cancel() of {self!r}")
         if not super().cancel(msg):
             return False
@@ -256,8 +296,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         if owner is not None:
             owner.cancel(self.task_id)
         self._wake()
-        if self._shared is not None:
-            self._shared.fail(TaskCancelledError(f"{self.task_name} was cancelled."))
+        self._tell_cancelled()
         return True
 
     async def why(self) -> Why:
@@ -302,8 +341,8 @@ class Handle(NotItsResult, asyncio.Future[T]):
                     self._wake()
             else:
                 _large.take(self)
-            if self._shared is not None:
-                self._shared.receive(payload)
+            if self.shared is not None:
+                self._tell("receive", payload)
 
     def settle(self) -> None:
         """End with the payload that has come; unpickle it if somebody waits for it."""
@@ -318,8 +357,8 @@ class Handle(NotItsResult, asyncio.Future[T]):
         """Take what the worker says of its failure; called by the engine."""
         from aiogpu.serialization.exceptions import unpack_failure
 
-        if self._shared is not None:
-            self._shared.reject(failed)
+        if self.shared is not None:
+            self._tell("reject", failed)
         self.fail(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:
@@ -332,8 +371,8 @@ class Handle(NotItsResult, asyncio.Future[T]):
                 # has said that he wants none of its results.
                 super().exception()
             self._wake()
-            if self._shared is not None:
-                self._shared.fail(error)
+            if self.shared is not None:
+                self._tell("fail", error)
                 super().exception()  # whoever needs it tells of it
 
     def _wake(self) -> None:
@@ -384,3 +423,239 @@ class Handle(NotItsResult, asyncio.Future[T]):
     def set_exception(self, exception: type | BaseException, /) -> NoReturn:
         """Only the task sets its error."""
         raise MisuseError(f"the error of {self.task_name} is set by its task alone.")
+
+
+class FarHandle(Handle[T]):
+    """A handle of a program whose node is another process.
+
+    Others refer to its result by an id of this program's, which the node is told. They
+    may do so before its task is started, while the node is joined; the node is told
+    which task it is as soon as that has a number.
+    """
+
+    __slots__ = ("_far", "_is_promised", "_number")
+
+    def __init__(
+        self,
+        task_name: str,
+        owner: Owner,
+        loop: asyncio.AbstractEventLoop,
+        far: ValueStore,
+    ) -> None:
+        self._far = far
+        self._is_promised = False
+        super().__init__(task_name, owner, loop)
+
+    @property
+    def task_id(self) -> int:
+        """Number of its task, 0 before that is started."""
+        return self._number
+
+    @task_id.setter
+    def task_id(self, number: int) -> None:
+        """It is started; what was promised of it is named."""
+        self._number = number
+        if number and self._is_promised:
+            self._is_promised = False
+            self._far.shares.keep(self.shared, self)
+
+    @property
+    def far(self) -> ValueStore | None:
+        """Who knows its value; see `Handle.far`."""
+        return self._far
+
+    def _store(self) -> ValueStore | None:
+        return self._far
+
+    def share(self) -> Reference:
+        """What others refer to who are given this handle; it is a holder as well."""
+        if self.shared is None and not self._number and not self.done():
+            self._want()
+            self._is_promised = True
+            self.shared = self._far.shares.promise()
+        return super().share()
+
+    def reject(self, failed: Failed) -> None:
+        """Take what is said of its failure; called by the engine."""
+        if failed.kind == STOPPED:
+            self.cancel()  # somebody has done so who was given it
+        else:
+            super().reject(failed)
+
+    def fail(self, error: Exception) -> None:
+        """Take the error in place of a result; called by the engine."""
+        self._break(error)
+        super().fail(error)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the handle and stop the work; see `Handle.cancel`."""
+        if not super().cancel(msg):
+            return False
+        self._break(TaskCancelledError(f"{self.task_name} was cancelled."))
+        return True
+
+    def _break(self, error: Exception) -> None:
+        """What was promised of it will not come."""
+        if self._is_promised:
+            self._is_promised = False
+            self._far.shares.fail(self.shared, error)
+
+
+class ChildHandle(Handle[T]):
+    """A handle of which the task's node knows whether anybody waits for it.
+
+    Its loop may be one of the user's own, in a plain task, that was closed before the
+    child has ended: then nobody is left to be told.
+    """
+
+    __slots__ = ("_waits",)
+
+    def __init__(
+        self,
+        task_name: str,
+        owner: Owner,
+        loop: asyncio.AbstractEventLoop,
+        waits: Waits | None,
+    ) -> None:
+        super().__init__(task_name, owner, loop)
+        self._waits = waits
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if self.done():
+            try:
+                return self.result()
+            finally:
+                del self  # see `Handle.result`
+        waits = self._waits
+        if waits is not None:
+            waits.begin_wait(self.task_id)
+        try:
+            return (yield from super().__await__())
+        finally:
+            if waits is not None:
+                waits.end_wait(self.task_id)
+            del self
+
+    def add_done_callback(
+        self, fn: Callable[[Any], object], /, *, context: Context | None = None
+    ) -> None:
+        """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
+        super().add_done_callback(fn, context=context)
+        if self._waits is not None and not self.done():
+            self._waits.begin_wait(self.task_id)
+
+    def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
+        """Undo `add_done_callback`; gives how many there were."""
+        removed = super().remove_done_callback(fn)
+        if self._waits is not None:
+            for _ in range(removed):
+                self._waits.end_wait(self.task_id)
+        return removed
+
+    def _store(self) -> ValueStore | None:
+        return None if services.client is None else services.client.far
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result; called by the engine."""
+        if self._is_its_loop("receive", payload):
+            super().receive(payload)
+
+    def reject(self, failed: Failed) -> None:
+        """Take what is said of its failure; called by the engine."""
+        if failed.kind != STOPPED:
+            super().reject(failed)
+        elif asyncio._get_running_loop() is self.get_loop():
+            self.cancel()  # somebody has done so who was given it
+        else:
+            self._call_soon(self.cancel)
+
+    def fail(self, error: Exception) -> None:
+        """Take the error in place of a result; called by the engine."""
+        if self._is_its_loop("fail", error):
+            super().fail(error)
+
+    def abandon(self) -> None:
+        """Learn that the task has ended first; called by the engine."""
+        self._call_soon(self.fail, abandoned(self.task_name))
+
+    def _is_its_loop(self, how: str, told: object) -> bool:
+        """Whether its loop runs here; if not, have that loop tell it by a method."""
+        if asyncio._get_running_loop() is self.get_loop():
+            if self._waits is not None:
+                self._waits.settle(self.task_id)
+            return True
+        if self.shared is not None:
+            # Plain code may wait for it that keeps the loop from running.
+            self._tell(how, told)
+        self._call_soon(getattr(self, how), told)
+        return False
+
+    def _call_soon(self, tell: Callable[..., object], *told: object) -> None:
+        """Call something on the loop's own thread, unless it is closed."""
+        with suppress(RuntimeError):
+            self.get_loop().call_soon_threadsafe(tell, *told)
+
+
+NEVER_ASKED: Final = -1
+"""In place of the number of a question."""
+
+
+class BorrowedHandle(ChildHandle[T]):
+    """A handle that has come from elsewhere; asks for its value when it is wanted."""
+
+    __slots__ = ("_far",)
+
+    def __init__(
+        self,
+        task_name: str,
+        far: ValueStore,
+        loan: Reference,
+        loop: asyncio.AbstractEventLoop,
+        waits: Waits | None,
+    ) -> None:
+        super().__init__(task_name, far.link, loop, waits)
+        self._far = far
+        self.shared = loan
+        self._want()
+
+    @property
+    def far(self) -> ValueStore | None:
+        """Who knows its value; see `Handle.far`."""
+        return self._far
+
+    def _store(self) -> ValueStore | None:
+        return self._far
+
+    def settle_with(self, payload: bytes) -> None:
+        """The value is here already, and need not be asked for."""
+        self.task_id = self.task_id or NEVER_ASKED
+        super().receive(payload)
+
+    def _fetch(self) -> None:
+        if not self.task_id and not super().done():
+            assert self.shared is not None, self
+            self.task_id = self._far.link.fetch(self.shared.id, self)
+
+    def done(self) -> bool:
+        """Return whether the value is here; whoever asks has it fetched."""
+        self._fetch()
+        return super().done()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._fetch()
+        return super().__await__()
+
+    def add_done_callback(
+        self, fn: Callable[[Any], object], /, *, context: Context | None = None
+    ) -> None:
+        """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
+        self._fetch()
+        super().add_done_callback(fn, context=context)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Stop whoever makes the value; False if it was here before."""
+        if not super().cancel(msg):
+            return False
+        assert self.shared is not None, self
+        self._far.link.discard(self.shared.id)
+        return True

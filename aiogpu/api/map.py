@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from time import perf_counter
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -38,24 +37,6 @@ from aiogpu.api.usage_errors import IteratedOnLoop
 from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.wire.messages import Failed
-
-X_contra = TypeVar("X_contra", contravariant=True)
-Y = TypeVar("Y")
-
-
-class TakesOne(Protocol[X_contra, Y]):
-    """A remote function or method that can be called with one argument."""
-
-    @property
-    def __name__(self) -> str:
-        """How errors call it."""
-
-    def remote(self, argument: X_contra, /) -> Handle[Y]:
-        """Start the call."""
-
-    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
-        """Start a call of a `worker.chunk.Chunk` of it, with these arguments."""
-
 
 TARGET: Final = 0.004
 """Seconds that a call shall take: a call costs up to 0.1 ms by itself."""
@@ -146,7 +127,6 @@ class Packing:
         self._sizes = Sizes(min(MOST, most))
         self._seconds = 0.0 if self._fixed else LONGEST
         self._sent: dict[Handle[Any], tuple[tuple[Any, ...], float]] = {}
-        self._again: TakesOne[Any, Any] | None = None
 
     @property
     def size(self) -> int:
@@ -175,29 +155,17 @@ class Packing:
             return Opened(outcome.values, rest=items[done:])
         failed = Failed(*outcome.failure)
         error = unpack_failure(failed, self._remote.__name__)
-        if failed.kind != RAISED or not _is_retried(self._remote, error):
+        again = self._remote._again_after(error) if failed.kind == RAISED else None
+        if again is None:
             return Opened(outcome.values, error)
-        if self._again is None:
-            self._again = self._remote._tried_once()
         return Opened(
-            outcome.values,
-            again=self._again.remote(items[done]),
-            rest=items[done + 1 :],
+            outcome.values, again=again.remote(items[done]), rest=items[done + 1 :]
         )
 
     def clear(self) -> None:
         """Forget all items."""
         self.partial.clear()
         self._sent.clear()
-
-
-def _is_retried(remote: Any, error: Exception) -> bool:
-    """Return whether its options want an item tried again after this error."""
-    # A method of an actor has none of its own.
-    if not hasattr(remote, "_tried_once") or not remote._options.max_retries:
-        return False
-    wanted = remote._options.retry_exceptions
-    return wanted if isinstance(wanted, bool) else isinstance(error, wanted)
 
 
 def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | None:
@@ -226,6 +194,26 @@ def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | Non
 
 
 R = TypeVar("R")
+
+
+X_contra = TypeVar("X_contra", contravariant=True)
+
+
+class TakesOne(Protocol[X_contra, R]):
+    """A remote function or method that can be called with one argument."""
+
+    @property
+    def __name__(self) -> str:
+        """How errors call it."""
+        ...
+
+    def remote(self, argument: X_contra, /) -> Handle[R]:
+        """Start the call."""
+        ...
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        """Start a call of a `worker.chunk.Chunk` of it, with these arguments."""
+        ...
 
 
 SLICE: Final = 4096
@@ -658,12 +646,7 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
     async def __aenter__(self) -> Results[R]:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

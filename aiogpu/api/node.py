@@ -1,7 +1,4 @@
-"""The running loop's node, as users open, ask and close it.
-
-What `init` is asked for is checked here; every mistake is named.
-"""
+"""The running loop's node, as users open, ask and close it."""
 
 from __future__ import annotations
 
@@ -9,11 +6,21 @@ import asyncio
 import os
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from aiogpu.api.loop_sessions import session_of
-from aiogpu.api.options import check_declared, check_seconds, check_text
+from aiogpu.api.handle import session_of
+from aiogpu.api.options import (
+    MOST_DEVICES,
+    Check,
+    check_declared,
+    check_flag,
+    check_seconds,
+    check_text,
+    choice,
+    optional,
+    whole,
+    whole_number,
+)
 from aiogpu.api.session import (
     Session,
     current_session,
@@ -43,103 +50,23 @@ AUTO = "auto"
 """In `preload`: modules that workers import again and again, as they are learnt."""
 
 
-def check_node_options(
-    *,
-    num_cpus: object,
-    num_gpus: object,
-    resources: object,
-    accelerator_type: object,
-    gpu_memory: object,
-    gpu_memory_enforce: object,
-    foreign: object,
-    mps: object,
-    cpu_affinity: object,
-    preload: object,
-    log_to_driver: object,
-    cancel_grace: object,
-    spare_workers: object,
-    memory: object,
-    memory_guard: object,
-    object_memory: object,
-    spill_directory: object,
-) -> NodeOptions:
+def check_node_options(**given: object) -> NodeOptions:
     """Check the options of a node; raises `OptionError`."""
-    modules = _check_preload(preload)
+    checked = {name: check(name, given[name]) for name, check in CHECKS.items()}
+    modules = checked.pop("preload")
     return NodeOptions(
-        num_cpus=_check_cpus(num_cpus),
-        num_gpus=_check_gpus(num_gpus),
-        resources=_check_custom(resources),
-        accelerator_type=check_text("accelerator_type", accelerator_type),
-        gpu_memory=_check_gpu_memory(gpu_memory),
-        gpu_memory_enforce=check_flag("gpu_memory_enforce", gpu_memory_enforce),
-        foreign=_check_foreign(foreign),
-        mps=_check_switch("mps", mps, "to use an MPS server where one runs"),
-        cpu_affinity=_check_switch(
-            "cpu_affinity", cpu_affinity, "to keep workers on CPUs near their GPUs"
-        ),
         preload=tuple(name for name in modules if name != AUTO),
         learns=AUTO in modules,
-        log_to_driver=check_flag("log_to_driver", log_to_driver),
-        cancel_grace=check_seconds("cancel_grace", cancel_grace),
-        spare_workers=_check_spares(spare_workers),
-        memory=None if memory is None else memory_size("memory", memory),
-        memory_guard=check_flag("memory_guard", memory_guard),
-        object_memory=(
-            None
-            if object_memory is None
-            else memory_size("object_memory", object_memory)
-        ),
-        spill_directory=_check_directory("spill_directory", spill_directory),
+        **checked,
     )
 
 
-def _check_cpus(value: object) -> float | None:
-    if value is None:
-        return None
-    quantity("num_cpus", value)
-    assert isinstance(value, int | float)
+def _check_cpus(option: str, value: Any) -> float:
+    quantity(option, value)
     return float(value)
 
 
-def _check_gpus(value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**6:
-        raise OptionError(
-            f"init(num_gpus={value!r}): a node has a whole number of GPUs; give an "
-            f"int from 0 to {10**6}, or leave it out to detect them."
-        )
-    return value
-
-
-def _check_foreign(value: object) -> str:
-    if isinstance(value, str) and value in FOREIGN:
-        return value
-    raise OptionError(
-        f"init(foreign={value!r}): give 'ignore', 'avoid' or 'wait'. Where processes "
-        f"outside of aiogpu are on a device, 'avoid' has others chosen first, and "
-        f"'wait' waits until they have gone."
-    )
-
-
-def _check_spares(value: object) -> int:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not 0 <= value <= MOST_SPARES
-    ):
-        raise OptionError(
-            f"init(spare_workers={value!r}): give a whole number from 0, for none, to "
-            f"{MOST_SPARES}."
-        )
-    return value
-
-
-def _check_custom(value: object) -> Mapping[str, float]:
-    return {} if value is None else check_declared("resources", value)
-
-
-def _check_preload(value: object) -> tuple[str, ...]:
+def _check_preload(option: str, value: object) -> tuple[str, ...]:
     if value == AUTO:
         return (AUTO,)
     if (
@@ -148,16 +75,14 @@ def _check_preload(value: object) -> tuple[str, ...]:
         or not all(isinstance(name, str) and name for name in value)
     ):
         raise OptionError(
-            f"preload={value!r} must be a sequence of module names, such as "
+            f"{option}={value!r} must be a sequence of module names, such as "
             f"preload=('numpy',), or 'auto', or a sequence that holds 'auto' too; "
             f"preload=() is for no module at all."
         )
     return tuple(value)
 
 
-def _check_directory(option: str, value: object) -> str | None:
-    if value is None:
-        return None
+def _check_directory(option: str, value: object) -> str:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str):
         raise OptionError(f"{option}={value!r} must be the path of a directory.")
@@ -171,29 +96,53 @@ def _check_directory(option: str, value: object) -> str | None:
     return os.path.abspath(path)
 
 
-def _check_gpu_memory(value: object) -> int | None:
-    if value is None:
-        return None
-    size = memory_size("gpu_memory", value)
+def _check_gpu_memory(option: str, value: object) -> int:
+    size = memory_size(option, value)
     if size == 0:
         raise OptionError(
-            f"init(gpu_memory={value!r}): a GPU without memory serves nobody; give "
+            f"init({option}={value!r}): a GPU without memory serves nobody; give "
             f'that of each GPU, such as gpu_memory="80GiB", or leave it out.'
         )
     return size
 
 
-def _check_switch(option: str, value: object, purpose: str) -> str:
-    if isinstance(value, str) and value in ("auto", "off"):
-        return str(value)
-    raise OptionError(f"{option}={value!r} must be 'auto', {purpose}, or 'off'.")
+def _one_of(allowed: str, *known: str) -> Check:
+    return choice({name: name for name in known}, allowed)
 
 
-def check_flag(option: str, value: object) -> bool:
-    """Check a switch; raises `OptionError`."""
-    if not isinstance(value, bool):
-        raise OptionError(f"{option}={value!r} must be True or False.")
-    return value
+CHECKS: Final[dict[str, Check]] = {
+    "num_cpus": optional(_check_cpus, None),
+    "num_gpus": whole(
+        0, "a whole number of GPUs, or left out to detect them", most=MOST_DEVICES
+    ),
+    "resources": optional(check_declared, {}),
+    "accelerator_type": check_text,
+    "gpu_memory": optional(_check_gpu_memory, None),
+    "gpu_memory_enforce": check_flag,
+    "foreign": _one_of(
+        "'ignore', 'avoid' or 'wait'. Where processes outside of aiogpu are on a "
+        "device, 'avoid' has others chosen first, and 'wait' waits until they have "
+        "gone",
+        *FOREIGN,
+    ),
+    "mps": _one_of(
+        "'auto', to use an MPS server where one runs, or 'off'", "auto", "off"
+    ),
+    "cpu_affinity": _one_of(
+        "'auto', to keep workers on CPUs near their GPUs, or 'off'", "auto", "off"
+    ),
+    "preload": _check_preload,
+    "log_to_driver": check_flag,
+    "cancel_grace": check_seconds,
+    "spare_workers": lambda option, value: whole_number(
+        option, value, 0, "a whole number from 0, for none", MOST_SPARES
+    ),
+    "memory": optional(memory_size, None),
+    "memory_guard": check_flag,
+    "object_memory": optional(memory_size, None),
+    "spill_directory": optional(_check_directory, None),
+}
+"""The options of a node, each with its check, which gives what `NodeOptions` holds."""
 
 
 async def why(task_id: int) -> Why:
@@ -245,14 +194,9 @@ class Opening(EnteredOnLoop):
     async def __aenter__(self) -> Session:
         return await self._open()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         if self._mine is not None:
-            await self._mine.__aexit__(kind, error, traceback)
+            await self._mine.__aexit__(*raised)
 
     async def _open(self) -> Session:
         self._is_used = True
@@ -273,7 +217,7 @@ class Opening(EnteredOnLoop):
         session = self._mine = start_session(self._address, self._options, loop)
         try:
             await asyncio.sleep(0)  # a process is on its way, which takes longer
-            from aiogpu.api import submission  # noqa: F401
+            from aiogpu.api import calls  # noqa: F401
 
             await session.opened()
         except asyncio.CancelledError:

@@ -1,11 +1,11 @@
 """From keywords to a checked request; every mistake is named.
 
-Holds one table of all options with their defaults and checks. asyncio and what is heavy
-stay out: user modules bring this file into every worker. Quantities of resources are
-counted in parts. Which resource names are kinds of devices is said by
-`accelerators.registry`, and in a worker by the devices that its node has too: a vendor
-that the program has registered is not known there. Both are asked only where resources
-are named, so that a task without any loads neither.
+One table says what options there are, who takes them and how each is checked. asyncio
+and what is heavy stay out: user modules bring this file into every worker. Which
+resource names are kinds of devices is said by `accelerators.registry`, and in a worker
+by the devices that its node has too: a vendor that the program has registered is not
+known there. Both are asked only where resources are named, so that a task without any
+loads neither. What a placement needs of the core is imported by who has one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 from aiogpu.client.current import current
 from aiogpu.core.model.request import Request
@@ -148,10 +148,8 @@ def _named(option: str, value: object) -> Iterator[tuple[str, object]]:
 EXAMPLE: Final = 'aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}])'
 
 
-def check_placement(option: str, value: object) -> PlacementGroupSpec | None:
+def _check_placement(option: str, value: object) -> PlacementGroupSpec:
     """Check the placement of a task or an actor; raises `OptionError`."""
-    if value is None:
-        return None
     placement_group: PlacementGroupSpec | None = getattr(
         type(value), "placement_group_of", lambda _: None
     )(value)
@@ -162,22 +160,11 @@ def check_placement(option: str, value: object) -> PlacementGroupSpec | None:
     return placement_group
 
 
-def check_bundle(option: str, value: object) -> int:
-    """Check the number of a bundle, -1 or None for any; raises `OptionError`."""
-    if value is None:
-        return -1
+def _check_bundle(option: str, value: object) -> int:
     from aiogpu.core.model.request import MOST_BUNDLES
 
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not -1 <= value < MOST_BUNDLES
-    ):
-        raise OptionError(
-            f"{option}={value!r} must be the number of a bundle, from 0 to "
-            f"{MOST_BUNDLES - 1}, or -1 for any in which it fits."
-        )
-    return value
+    allowed = "the number of a bundle, or -1 for any in which it fits"
+    return whole_number(option, value, -1, allowed, MOST_BUNDLES - 1)
 
 
 def within(
@@ -258,17 +245,6 @@ def placement_group_of(
     return PlacementGroupSpec(key, name, strategy, found)
 
 
-def _bytes(option: str, value: object) -> int:
-    """Bytes of each GPU; raises `OptionError`."""
-    count = memory_size(option, value)
-    if count == 0:
-        raise OptionError(
-            f"{option}={value!r} asks for nothing; leave it out, or give what the "
-            f'bundle is to have of each GPU, such as "6GiB".'
-        )
-    return count
-
-
 def _bundle(option: str, value: object) -> Bundle:
 
     from aiogpu.core.model.request import Bundle
@@ -282,7 +258,7 @@ def _bundle(option: str, value: object) -> Bundle:
     amounts = {name: rest.pop(name) for name in (CPU, GPU, MEMORY) if name in rest}
     gpu_memory = 0
     if GPU_MEMORY in rest:
-        gpu_memory = _bytes(f"{option}['gpu_memory']", rest.pop(GPU_MEMORY))
+        gpu_memory = check_size(f"{option}['gpu_memory']", rest.pop(GPU_MEMORY))
     of_types = [
         name.removeprefix(TYPE_PREFIX)
         for name in rest
@@ -308,6 +284,9 @@ def _bundle(option: str, value: object) -> Bundle:
     return Bundle.of(request)
 
 
+Check = Callable[[str, object], Any]
+
+
 RetryOom = Literal["exclusive"]
 
 
@@ -329,43 +308,33 @@ class GpuWhere(TypedDict, total=False):
     name: str
 
 
-def check_gpu_memory(option: str, value: object) -> int:
+def check_size(option: str, value: object, purpose: str = "what it is to have") -> int:
+    """Check a number of bytes above 0; raises `OptionError`."""
+    count = memory_size(option, value)
+    if count == 0:
+        raise OptionError(
+            f"{option}={value!r} asks for nothing; leave it out, or give {purpose} of "
+            f'each GPU, such as "6GiB".'
+        )
+    return count
+
+
+def _check_gpu_memory(option: str, value: object) -> int:
     """Bytes on each GPU, `BY_SHARE` for "share"; raises `OptionError`."""
-    if value is None:
-        return 0
     if isinstance(value, str) and value == "share":
         return BY_SHARE
     try:
-        count = memory_size(option, value)
+        memory_size(option, value)
     except OptionError as error:
         raise OptionError(
             f"{error} Or {option}='share', the part of its memory that num_gpus is of "
             f"the GPU."
         ) from None
-    if count == 0:
-        raise OptionError(
-            f"{option}={value!r} asks for nothing; leave it out, or give what each GPU "
-            f'is to have for the task, such as {option}="6GiB".'
-        )
-    return count
+    return check_size(option, value)
 
 
-def check_retry_oom(option: str, value: object) -> bool:
-    """Return whether it is tried again alone; raises `OptionError`."""
-    if value is None:
-        return False
-    if isinstance(value, str) and value == "exclusive":
-        return True
-    raise OptionError(
-        f"{option}={value!r} must be None, or 'exclusive': a task that has run out of "
-        f"GPU memory is tried once more, with a GPU of its own."
-    )
-
-
-def check_gpu_where(option: str, value: object) -> DeviceSelector | None:
+def _check_gpu_where(option: str, value: object) -> DeviceSelector:
     """The conditions of a `GpuWhere`; raises `OptionError`."""
-    if value is None:
-        return None
     known = GpuWhere.__annotations__
     if not isinstance(value, Mapping) or not value or not set(value) <= set(known):
         raise OptionError(
@@ -522,7 +491,7 @@ NO_ENTRIES: Final[Mapping[str, Any]] = {}
 
 
 class TaskOptions(NamedTuple):
-    """All options of a task, checked, with their defaults.
+    """All options of a task or an actor, checked, with their defaults.
 
     Quantities are in parts of 1/10 000; `num_cpus` is None unless it was given.
     """
@@ -549,6 +518,12 @@ class TaskOptions(NamedTuple):
     lifetime: Lifetime = None
     placement: PlacementGroupSpec | None = None
     bundle: int = -1
+    namespace: str | None = None
+    get_if_exists: bool = False
+    max_restarts: int = 0
+    max_task_retries: int = 0
+    max_concurrency: int | None = None
+    concurrency_groups: Mapping[str, int] = NO_ENTRIES
 
     def request(self) -> Request:
         """Return what the task asks for.
@@ -617,20 +592,39 @@ class TaskOptions(NamedTuple):
             retries_oom=self.retry_oom,
         )
 
+    def actor_spec(self, name: str, function: int) -> TaskSpec:
+        """Return what the core is asked for the whole life of an actor.
 
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+        Ending its process is final, so no grace is given: whoever wants an orderly
+        end tells the actor, and waits.
+        """
+        from dataclasses import replace
+
+        options = self._replace(
+            max_calls=1,
+            max_retries=self.max_restarts,
+            name=self.name and f"{name} {self.name!r}",
+            cancel_grace=0.0,
+        )
+        return replace(options.spec(name, function), is_endless=True)
+
+
+def check_options(options: Mapping[str, Any], taker: str = "task") -> dict[str, Any]:
     """Check options by name; gives them in the form of `TaskOptions`.
+
+    Args:
+        options: as they were given.
+        taker: whose they are; see `CHECKS`.
 
     Raises:
         OptionError: names the option, the value and what is allowed.
     """
-    checked = {}
-    for name, value in options.items():
-        check = CHECKS.get(name)
-        if check is None:
-            raise unknown_option(name, CHECKS, "a task")
-        checked[name] = check(name, value)
-    return checked
+    checks = CHECKS[taker]
+    for name in options:
+        if name not in checks:
+            what = f"an {taker}" if taker == "actor" else f"a {taker}"
+            raise unknown_option(name, checks, what)
+    return {name: checks[name](name, value) for name, value in options.items()}
 
 
 def not_buffered(name: str) -> OptionError:
@@ -667,60 +661,71 @@ def check_text(option: str, value: object) -> str | None:
     raise OptionError(f"{option}={value!r} must be a text that is not empty, or None.")
 
 
-def check_seconds(option: str, value: object) -> float:
-    """Check a duration above zero; raises `OptionError`."""
+def check_duration(
+    option: str, value: object, allowed: str, is_zero_allowed: bool = True
+) -> float:
+    """Check a number of seconds; raises `OptionError` that says what is allowed."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not 0 < value <= LONGEST_TIME
+        or not 0 <= value <= LONGEST_TIME
+        or not (value or is_zero_allowed)
     ):
         raise OptionError(
-            f"{option}={value!r} must be a number of seconds above 0, such as 2.5, and "
-            f"at most {LONGEST_TIME:_}."
+            f"{option}={value!r} must be {allowed}. The most is {LONGEST_TIME:_}."
         )
     return float(value)
 
 
+def check_seconds(option: str, value: object) -> float:
+    """Check a duration above zero; raises `OptionError`."""
+    allowed = "a number of seconds above 0, such as 2.5"
+    return check_duration(option, value, allowed, is_zero_allowed=False)
+
+
 def _check_grace(option: str, value: object) -> float:
-    if type(value) in (int, float) and not value:
-        return 0.0
-    try:
-        return check_seconds(option, value)
-    except OptionError:
+    allowed = "a number of seconds, 0 to kill at once, or None for that of init()"
+    return check_duration(option, value, allowed)
+
+
+def whole_number(
+    option: str, value: object, least: int, allowed: str, most: int = LARGEST_COUNT
+) -> int:
+    """Check a whole number; raises `OptionError` that says what is allowed."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not least <= value <= most
+    ):
         raise OptionError(
-            f"{option}={value!r} must be a number of seconds, 0 to kill at once, or "
-            f"None for that of init({option}=...). The most is {LONGEST_TIME:_}."
-        ) from None
+            f"{option}={value!r} must be {allowed}. The least is {least:_}, the most "
+            f"{most:_}."
+        )
+    return value
 
 
 def whole(
-    least: int, allowed: str, none_is: int | None = None
-) -> Callable[[str, object], int | None]:
-    """Return what checks a whole number of `least` to `LARGEST_COUNT`.
+    least: int, allowed: str, none_is: int | None = None, most: int = LARGEST_COUNT
+) -> Check:
+    """Return what checks a whole number; `none_is` is what None stands for."""
+    return optional(
+        lambda option, value: whole_number(option, value, least, allowed, most), none_is
+    )
 
-    `none_is` is what None stands for.
-    """
 
-    def check(option: str, value: object) -> int | None:
-        if value is None:
-            return none_is
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or not least <= value <= LARGEST_COUNT
-        ):
-            raise OptionError(
-                f"{option}={value!r} must be {allowed}. The least is {least:_}, the "
-                f"most {LARGEST_COUNT:_}."
-            )
-        return value
+def choice(known: Mapping[str | None, Any], allowed: str) -> Check:
+    """Return what checks a text that is one of some; gives what it stands for."""
+
+    def check(option: str, value: object) -> Any:
+        if (value is None or isinstance(value, str)) and value in known:
+            return known[value]
+        raise OptionError(f"{option}={value!r} must be {allowed}.")
 
     return check
 
 
-def _optional(
-    check: Callable[[str, object], Any], none_is: object
-) -> Callable[[str, object], Any]:
+def optional(check: Check, none_is: object) -> Check:
+    """Return the check of an option that may be None, which stands for that."""
     return lambda option, value: none_is if value is None else check(option, value)
 
 
@@ -739,70 +744,131 @@ def _check_retried(option: str, value: object) -> Retried:
     )
 
 
-def _check_strategy(option: str, value: object) -> Strategy:
-    known: tuple[Strategy, ...] = get_args(Strategy)
-    for strategy in known:
-        if isinstance(value, str) and value == strategy:
-            return strategy
-    raise OptionError(
-        f"{option}={value!r} must be 'pack', a share goes to the fullest GPU with "
-        f"room for it, or 'spread', to the emptiest."
-    )
-
-
 def _check_memory(option: str, value: object) -> int:
     return memory_size(option, value) * UNIT
 
 
-def _check_lifetime(option: str, value: object) -> Lifetime:
-    if value is None:
-        return None
-    if isinstance(value, str) and value == "detached":
-        return "detached"
+THREADS: Final = 1
+"""Plain methods that run at once unless the options say otherwise."""
+
+
+INTERLEAVED: Final = 1000
+"""Coroutine methods that run at once unless the options say otherwise."""
+
+
+class MethodOptions(NamedTuple):
+    """The options of one method, as `@aiogpu.method` takes them."""
+
+    num_returns: int = 1
+    max_buffered: int | None = None
+    concurrency_group: str | None = None
+
+
+def _check_groups(option: str, value: object) -> dict[str, int]:
+    if isinstance(value, Mapping) and all(isinstance(n, str) and n for n in value):
+        allowed = "a whole number of calls at once, 1 or more"
+        return {
+            name: whole_number(f"{option}[{name!r}]", limit, 1, allowed)
+            for name, limit in value.items()
+        }
     raise OptionError(
-        f"{option}={value!r} must be None, a task ends with the one that has started "
-        f"it, or 'detached', it goes on without it, until the node ends."
+        f"{option}={value!r} must be a dict of names to how many calls run at once, "
+        f"such as {option}={{'io': 2}}."
     )
 
 
-def _check_num_returns(option: str, value: object) -> int:
-    if value is None:
-        return 1
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and 1 <= value <= MOST_RETURNS
-    ):
+def check_flag(option: str, value: object) -> bool:
+    """Check a switch; raises `OptionError`."""
+    if isinstance(value, bool):
         return value
-    raise OptionError(
-        f"{option}={value!r} must be a whole number from 1 to {MOST_RETURNS:_}: how "
-        f"many objects the function returns, each of which then has a handle of its "
-        f"own."
-    )
+    raise OptionError(f"{option}={value!r} must be True or False.")
 
 
-CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
-    "num_cpus": _optional(quantity, None),
-    "num_gpus": _optional(device_quantity, 0),
-    "memory": _optional(_check_memory, 0),
-    "resources": _optional(check_resources, {}),
-    "accelerator_type": check_text,
-    "gpu_where": check_gpu_where,
-    "gpu_memory": check_gpu_memory,
-    "retry_oom": check_retry_oom,
-    "strategy": _optional(_check_strategy, "pack"),
-    "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
-    "max_retries": whole(-1, "a whole number, 0 for none, -1 for no limit", 3),
-    "retry_exceptions": _optional(_check_retried, False),
-    "num_returns": _check_num_returns,
-    "max_buffered": whole(1, "a whole number of items, 1 or more, or None for 64"),
-    "name": check_text,
-    "priority": whole(-LARGEST_COUNT, "a whole number; higher goes first", 0),
-    "timeout": _optional(check_seconds, None),
-    "cancel_grace": _optional(_check_grace, None),
-    "runtime_env": _optional(check_runtime_env, {}),
-    "lifetime": _check_lifetime,
-    "placement": check_placement,
-    "bundle": check_bundle,
+_retries: Final = "a whole number, 0 for none, -1 for no limit"
+
+
+_OPTIONS: Final[tuple[tuple[str, str, Check], ...]] = (
+    ("num_cpus", "task actor lease", optional(quantity, None)),
+    ("num_gpus", "task actor lease", optional(device_quantity, 0)),
+    ("memory", "task actor lease", optional(_check_memory, 0)),
+    ("resources", "task actor lease", optional(check_resources, {})),
+    ("accelerator_type", "task actor lease", check_text),
+    ("gpu_where", "task actor lease", optional(_check_gpu_where, None)),
+    ("gpu_memory", "task actor lease", optional(_check_gpu_memory, 0)),
+    (
+        "retry_oom",
+        "task",
+        choice(
+            {None: False, "exclusive": True},
+            "None, or 'exclusive': a task that has run out of GPU memory is tried once "
+            "more, with a GPU of its own",
+        ),
+    ),
+    (
+        "strategy",
+        "task actor lease",
+        choice(
+            {None: "pack", "pack": "pack", "spread": "spread"},
+            "'pack', a share goes to the fullest GPU with room for it, or 'spread', to "
+            "the emptiest",
+        ),
+    ),
+    ("max_calls", "task", whole(0, "None, 0 for no limit, or a whole number of calls")),
+    ("max_retries", "task", whole(-1, _retries, 3)),
+    ("retry_exceptions", "task", optional(_check_retried, False)),
+    (
+        "num_returns",
+        "task method",
+        whole(
+            1,
+            "a whole number: how many objects the function returns, each of which then "
+            "has a handle of its own",
+            1,
+            MOST_RETURNS,
+        ),
+    ),
+    (
+        "max_buffered",
+        "task method",
+        whole(1, "a whole number of items, 1 or more, or None for 64"),
+    ),
+    ("name", "task actor lease", check_text),
+    ("namespace", "actor", check_text),
+    ("get_if_exists", "actor", optional(check_flag, False)),
+    (
+        "priority",
+        "task actor lease",
+        whole(-LARGEST_COUNT, "a whole number; higher goes first", 0),
+    ),
+    ("timeout", "task lease", optional(check_seconds, None)),
+    ("cancel_grace", "task", optional(_check_grace, None)),
+    ("runtime_env", "task actor", optional(check_runtime_env, {})),
+    (
+        "lifetime",
+        "task actor",
+        choice(
+            {None: None, "detached": "detached"},
+            "None, a task ends with the one that has started it, or 'detached', it "
+            "goes on without it, until the node ends",
+        ),
+    ),
+    ("placement", "task actor", optional(_check_placement, None)),
+    ("bundle", "task actor", optional(_check_bundle, -1)),
+    ("max_restarts", "actor", whole(-1, _retries, 0)),
+    ("max_task_retries", "actor", whole(-1, _retries, 0)),
+    (
+        "max_concurrency",
+        "actor",
+        whole(1, "a whole number of calls at once, 1 or more, or None"),
+    ),
+    ("concurrency_groups", "actor", optional(_check_groups, {})),
+    ("concurrency_group", "method", check_text),
+)
+"""Each option, who takes it, and its check, which gives what `TaskOptions` holds."""
+
+
+CHECKS: Final[dict[str, dict[str, Check]]] = {
+    taker: {name: check for name, takers, check in _OPTIONS if taker in takers.split()}
+    for taker in ("task", "actor", "method", "lease")
 }
-"""Each option with its check, which gives the value as `TaskOptions` holds it."""
+"""The checks by taker and option."""

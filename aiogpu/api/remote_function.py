@@ -1,27 +1,33 @@
-"""`@remote` on functions and generators: what a module says at import, and `.remote()`.
+"""`@remote` on functions: what a module says at import, and `.remote()` does.
 
-Light on purpose: user modules bring this file into every worker, so asyncio and the
-session are imported by the first `.remote()` alone. A generator's `.remote()` gives a
-stream of its items.
+A function is kept as it was defined (`Definition`), with what it takes (`Parameters`,
+known without calling it), and pickled once. Light on purpose: user modules bring this
+file into every worker, so asyncio and the session are imported by the first `.remote()`
+alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable, Iterable
+from functools import cached_property
 from typing import (
     TYPE_CHECKING,
     Any,
+    Final,
     Generic,
+    Literal,
+    NamedTuple,
+    Never,
     NoReturn,
     ParamSpec,
+    Self,
     TypeVar,
     Unpack,
     overload,
 )
 
-from aiogpu.api.definition import Definition, Parameters, Reference
-from aiogpu.api.mapper import Mapper, no_map
 from aiogpu.api.options import (
     MAX_BUFFERED,
     TaskOptions,
@@ -30,17 +36,283 @@ from aiogpu.api.options import (
     not_buffered,
     not_counted,
 )
-from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate
-from aiogpu.client.current import services
+from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate, options_of
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import dump_arguments, dump_retried, load_reference
+from aiogpu.serialization.serializer import (
+    WARNED_FROM,
+    dump_arguments,
+    dump_function,
+    dump_reference,
+    dump_retried,
+    load_reference,
+)
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
+    from aiogpu.api.map import Results, TakesOne
     from aiogpu.api.stream import Stream
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import Function, Site
+
+
+class Parameters:
+    """What a function takes, checked cheaply where arguments come by position.
+
+    Of what has no signature, as some builtins, nothing is checked.
+
+    Attributes:
+        least: arguments by position that are needed at least.
+        most: so many of them are taken at most. A call by position alone needs no
+            `check` between the two.
+    """
+
+    def __init__(self, name: str, signature: inspect.Signature | None) -> None:
+        self._name = name
+        self._signature = signature
+        self.least, self.most = (
+            (0, float("inf")) if signature is None else _positions(signature)
+        )
+        self._accepted: tuple[object, ...] = ()
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if self._signature is None:
+            return Parameters, (self._name, None)
+        # Defaults and annotations may be anything; that there are some is enough.
+        described = [
+            (one.name, int(one.kind), one.default is not one.empty)
+            for one in self._signature.parameters.values()
+        ]
+        return _parameters, (self._name, described)
+
+    def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Raise `MisuseError` unless it takes these arguments."""
+        if not kwargs and self.least <= len(args) <= self.most:
+            return
+        # Calls by name are mostly alike, and binding one takes microseconds.
+        shape = (len(args), *kwargs)
+        if self._signature is None or shape == self._accepted:
+            return
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise MisuseError(
+                f"{self._name}{self._signature} was called with other arguments: "
+                f"{error}."
+            ) from None
+        self._accepted = shape
+
+
+def _parameters(name: str, described: list[tuple[str, int, bool]]) -> Parameters:
+    """The parameters of which only names, kinds and who has a default is known."""
+    kinds = {int(kind): kind for kind in inspect._ParameterKind}
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(one, kinds[kind], default=... if has_default else empty)
+        for one, kind, has_default in described
+    ]
+    return Parameters(name, inspect.Signature(parameters))
+
+
+def _positions(signature: inspect.Signature) -> tuple[int, float]:
+    """Return how many arguments by position it takes, at least and at most."""
+    least, most = 0, 0.0
+    for parameter in signature.parameters.values():
+        is_needed = parameter.default is parameter.empty
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            most = float("inf")
+        elif parameter.kind is parameter.KEYWORD_ONLY and is_needed:
+            return 1, 0.0  # never by position alone
+        elif parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            least += is_needed
+            most += 1
+    return least, most
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """What a function or a class takes itself, not what it wraps; None if unknown."""
+    try:
+        return inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+
+
+def without_self(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a function as its bound method has it."""
+    parameters = [*signature.parameters.values()]
+    if not parameters or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        return signature
+    return signature.replace(parameters=parameters[1:])
+
+
+_MAIN: Final = ("__main__", "__mp_main__")
+
+
+class FunctionName(NamedTuple):
+    """A function that others import by name."""
+
+    module: str
+    qualname: str
+
+
+_referenced: Final[dict[FunctionName, Definition]] = {}
+"""Who is meant by a name; a later definition of it must be sent by value."""
+
+
+class Definition:
+    """One decorated function, shared by all its `.options(...)`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        is_async_generator = inspect.isasyncgenfunction(function)
+        self.is_coroutine = is_async_generator or inspect.iscoroutinefunction(function)
+        self.is_generator = is_async_generator or inspect.isgeneratorfunction(function)
+        self._sent: Function | None = None
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """What the function takes; looked up when it is first needed."""
+        return Parameters(self.name, signature_of(self.function))
+
+    def sent(self) -> Function:
+        """The function as workers get it; pickled when it is first needed.
+
+        A warning tells of one that takes much with it.
+
+        Raises:
+            SerializationError: with the path to what cannot be pickled.
+        """
+        if self._sent is None:
+            from aiogpu.client.function_spec import Function, new_function_id
+
+            reference = self.reference()
+            payload = (
+                dump_function(self.name, self.function)
+                if reference is None
+                else dump_reference(*reference)
+            )
+            self._sent = Function(new_function_id(), payload)
+            if len(payload) > WARNED_FROM:
+                from aiogpu.serialization.large_arguments import advise_on_function
+
+                advise_on_function(self.name, self.function, len(payload))
+        return self._sent
+
+    def in_chunks(self) -> Definition:
+        """The function as it is called with seconds, and any number of items.
+
+        Raises:
+            SerializationError: with the path to what cannot be pickled.
+        """
+        from aiogpu.client.function_spec import Function, new_function_id
+        from aiogpu.worker.chunk import Sent
+
+        chunked = Definition(self.function)
+        payload = dump_function(self.name, Sent(self.sent().payload))
+        chunked._sent = Function(new_function_id(), payload)
+        chunked.parameters = Parameters(self.name, None)
+        return chunked
+
+    def reference(self) -> FunctionName | None:
+        """The name under which workers can import the function, None without one."""
+        # cloudpickle comes with it, which defining a function does not need.
+        from aiogpu.serialization.pickler import is_sent_by_value
+
+        reference = FunctionName(
+            getattr(self.function, "__module__", None) or "__main__",
+            getattr(self.function, "__qualname__", self.name),
+        )
+        if reference.module in _MAIN or is_sent_by_value(reference.module):
+            return None
+        found: object = sys.modules.get(reference.module)
+        for name in reference.qualname.split("."):
+            found = getattr(found, name, None)
+        if getattr(found, "__aiogpu_function__", found) is not self.function:
+            return None
+        if _referenced.setdefault(reference, self) is not self:
+            return None
+        return reference
+
+
+X_contra = TypeVar("X_contra", contravariant=True)
+
+
+Y = TypeVar("Y")
+
+
+class Mapper:
+    """What can be called with each item of an iterable."""
+
+    __slots__ = ()
+
+    @options_of("map()")
+    def map(
+        self: TakesOne[X_contra, Y],
+        iterable: Iterable[X_contra] | AsyncIterable[X_contra],
+        *others: Never,
+        limit: int | None = None,
+        ordered: bool = True,
+        chunk: int | Literal["auto"] | None = None,
+    ) -> Results[Y]:
+        """Call it with each item; gives an async iterator over the results.
+
+        At most `limit` calls are ahead: started, and their result not yet taken by
+        the loop. So the iterable, which may be endless, is never read further than
+        `limit` items beyond the results taken, and with `ordered` one slow call
+        holds back those behind it. A plain iterable is read on the event loop.
+
+        What a call raises is raised in its place, and what the iterable or
+        `.remote()` raises at once; either ends the iteration, and so does leaving
+        the loop. All calls that are ahead are then cancelled as by
+        `handle.cancel()`. While a name refers to the results, write
+        `async with f.map(...) as results:` to have that at the end of the block.
+
+        With `chunk`, several items go as one task, which calls the function with one
+        after the other; results come one by one all the same. What an item raises
+        comes after the results before it. The options hold for a task, and so for a
+        chunk: it runs in one process, and `timeout` is for all of it.
+
+        Args:
+            iterable: the arguments, one a call; an iterable or an async iterable.
+            *others: none; what takes two arguments is given them as one.
+            limit: most items ahead, 1 or more; None for 256, or with `chunk` for 256
+                chunks. Take less where arguments or results are large: that many
+                are in memory.
+            ordered: whether results come in the order of the items; if False, as
+                the calls end.
+            chunk: items in a task, 1 or more; "auto" for as many as take about 4 ms;
+                None for 1.
+
+        Raises:
+            OptionError: `limit`, `ordered` or `chunk` is ill-valued, or `limit` has no
+                room for a chunk.
+            MisuseError: it is no iterable.
+            NoLoopError: no event loop is running here.
+        """
+        if others:
+            raise MisuseError(
+                f"{self.__name__}.map() takes one iterable: give it `zip(a, b)`, and "
+                f"let the function take the pair."
+            )
+        from aiogpu.api.map import Results
+
+        return Results(self, iterable, limit, ordered, chunk)
+
+    def _again_after(self, error: Exception) -> Any:
+        """What calls an item once more that has raised this, None for nothing."""
+        return None
+
+
+def no_map(name: str) -> MisuseError:
+    """The error for mapping a generator."""
+    return MisuseError(
+        f"{name} is a generator, and map() takes one result a call; write `async for "
+        f"item in {name}.remote(...)` for each argument."
+    )
 
 
 P = ParamSpec("P")
@@ -68,7 +340,7 @@ class Decorated(CalledFirst):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.__module__}.{self.__qualname__}>"
 
-    def _known_as(self) -> Reference | None:
+    def _known_as(self) -> FunctionName | None:
         """The name by which another process imports it; None if it goes by value.
 
         Raises:
@@ -100,6 +372,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._least: int
         self._most: float
         self._in_chunks: RemoteFunction[..., Any] | None = None
+        self._again: RemoteFunction[..., Any] | None = None
 
     @overload
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
@@ -131,7 +404,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             self._definition.parameters.check(args, kwargs)
         payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
         if type(payload) is PickledValue:
-            from aiogpu.api.put import packed_call
+            from aiogpu.api.calls import packed_call
 
             payload = packed_call(site.spec.name, args, kwargs, payload)
         return self._submit(site, payload)  # type: ignore[arg-type]
@@ -139,32 +412,22 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         if self._in_chunks is None:
             self._definition.parameters.check(arguments[:1], {})  # as for one item
-            self._in_chunks = self._chunked()
+            definition = self._definition.in_chunks()
+            self._in_chunks = RemoteFunction(definition, self._options)
         return self._in_chunks.remote(*arguments)
 
-    def _chunked(self) -> RemoteFunction[..., Any]:
-        """The function, with its options, as it is called with chunks.
-
-        Raises:
-            SerializationError: with the path to what cannot be pickled.
-        """
-        from aiogpu.client.function_spec import Function, new_function_id
-        from aiogpu.serialization.serializer import dump_function
-        from aiogpu.worker.chunk import Sent
-
-        base = self._definition
-        chunked = Definition(base.function)
-        sent = dump_function(base.name, Sent(base.sent().payload))
-        chunked._sent = Function(new_function_id(), sent)
-        # Seconds, and any number of items.
-        chunked.parameters = Parameters(base.name, None)
-        return RemoteFunction(chunked, self._options)
-
-    def _tried_once(self) -> RemoteFunction[P, R]:
-        """What an item of `map` is called by that has been tried once already."""
-        left = max(self._options.max_retries - 1, -1)  # -1 is without end
-        options = self._options._replace(max_retries=left)
-        return RemoteFunction(self._definition, options)
+    def _again_after(self, error: Exception) -> RemoteFunction[..., Any] | None:
+        options = self._options
+        wanted = options.retry_exceptions
+        is_wanted = wanted if isinstance(wanted, bool) else isinstance(error, wanted)
+        if not is_wanted or not options.max_retries:
+            return None
+        if self._again is None:
+            left = max(options.max_retries - 1, -1)  # -1 is without end
+            self._again = RemoteFunction(
+                self._definition, options._replace(max_retries=left)
+            )
+        return self._again
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
@@ -191,13 +454,13 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         )
         return self._site
 
-    def options(self, **options: Unpack[Options]) -> RemoteFunction[P, R]:
+    def options(self, **options: Unpack[Options]) -> Self:
         """The same function with other options; this one is left as it is.
 
         Raises:
             OptionError: names the option, the value and what is allowed.
         """
-        return RemoteFunction(self._definition, merged(self._options, options))
+        return type(self)(self._definition, merged(self._options, options))
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
@@ -210,20 +473,16 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             )
 
     def _way(self) -> Callable[[Site, bytes], Any]:
-        """Who takes this process's calls: a program's session, or a worker's task."""
+        """What takes this process's calls: a program's session, or a task's client."""
+        from functools import partial
+
+        from aiogpu.api import calls
+
+        if self._definition.is_generator:
+            return calls.submit_stream
         if self._returns:
-            from functools import partial
-
-            from aiogpu.api.result_group import submit_several
-
-            return partial(submit_several, self._returns)
-        if services.client is not None:
-            from aiogpu.api.blocking import submit_in_task
-
-            return submit_in_task
-        from aiogpu.api.submission import submit
-
-        return submit
+            return partial(calls.submit_several, self._returns)
+        return calls.submitter()
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         source = self._known_as() or self._definition.function
@@ -231,9 +490,9 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
 
 def _rebuild(
-    source: Reference | Callable[..., Any], options: TaskOptions
+    source: FunctionName | Callable[..., Any], options: TaskOptions
 ) -> RemoteFunction[..., Any]:
-    if not isinstance(source, Reference):
+    if not isinstance(source, FunctionName):
         return made(Definition(source), options)
     found = load_reference(*source)
     if isinstance(found, RemoteFunction):
@@ -266,34 +525,20 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
             raise not_counted(definition.name, options.num_returns)
         super().__init__(definition, options)
 
-    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
-        """Start the task; gives the stream of its items at once.
+    if TYPE_CHECKING:
 
-        In a plain function that runs as a task itself, iterate it by `for`.
+        def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+            """Start the task; gives the stream of its items at once.
 
-        Raises:
-            MisuseError: the generator takes other arguments.
-            NoLoopError: no event loop is running here.
-            InfeasibleError: the node can never give what the task asks for.
-            SerializationError: the function or an argument cannot be pickled.
-        """
-        site = self._site or self._prepare()
-        if kwargs or not self._least <= len(args) <= self._most:
-            self._definition.parameters.check(args, kwargs)
-        payload = dump_arguments(site.spec.name, args, kwargs)
-        if isinstance(payload, PickledValue):
-            from aiogpu.api.put import packed_call
+            In a plain function that runs as a task itself, iterate it by `for`.
 
-            payload = packed_call(site.spec.name, args, kwargs, payload)
-        return self._submit(site, payload)  # type: ignore[return-value]
-
-    def options(self, **options: Unpack[Options]) -> RemoteGenerator[P, T]:
-        """The same generator with other options; this one is left as it is.
-
-        Raises:
-            OptionError: names the option, the value and what is allowed.
-        """
-        return RemoteGenerator(self._definition, merged(self._options, options))
+            Raises:
+                MisuseError: the generator takes other arguments.
+                NoLoopError: no event loop is running here.
+                InfeasibleError: the node can never give what the task asks for.
+                SerializationError: the function or an argument cannot be pickled.
+            """
+            ...
 
     if not TYPE_CHECKING:
 
@@ -308,13 +553,3 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
                 f"`async for item in {self.__name__}.remote(...)`. To call it here, in "
                 f"this process, write `{self.__name__}.__wrapped__(...)`."
             )
-
-    def _way(self) -> Callable[[Site, bytes], Any]:
-
-        if services.client is not None:
-            from aiogpu.api.blocking_stream import stream_in_task
-
-            return stream_in_task
-        from aiogpu.api.submission import stream
-
-        return stream

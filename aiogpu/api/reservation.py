@@ -1,9 +1,11 @@
-"""A share of the node for code that is no task, and several held together.
+"""Shares of the node that are held: a lease, and a placement group.
 
-`async with aiogpu.lease(num_gpus=1) as gpu:` waits its turn among tasks, and gives a
-subprocess, or the program itself, the variables by which a process finds what is its
-own. `async with aiogpu.placement([{"GPU": 1}, {"GPU": 1}]) as group:` has both GPUs, or
+`async with aiogpu.lease(num_gpus=1) as gpu:` waits its turn among tasks, and gives the
+variables by which a process finds what is its own: for code that is no task.
+`async with aiogpu.placement([{"GPU": 1}, {"GPU": 1}]) as group:` has both GPUs, or
 waits for both; `f.options(placement=group, bundle=0).remote()` runs on the first.
+Workers bring this file for a placement that they are given, so the session is imported
+late.
 """
 
 from __future__ import annotations
@@ -15,18 +17,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
-from types import TracebackType
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from aiogpu.api.loop_sessions import check_thread, session_of
+from aiogpu.api.handle import check_thread, session_of
 from aiogpu.api.options import (
-    CHECKS,
     TaskOptions,
     check_kinds,
+    check_options,
     placement_group_of,
-    unknown_option,
 )
-from aiogpu.api.session import current_session
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import current, error_inside_task, host_of_task
 from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
@@ -50,14 +50,7 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
 
 
-OPTIONS: Final = (
-    *("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "gpu_where"),
-    *("gpu_memory", "strategy", "name", "priority", "timeout"),
-)
-"""Those of a task that a lease has as well."""
-
-
-LEASE_NAME: Final = "lease"
+PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 _nothing: Final = Function(new_function_id(), b"")
@@ -70,11 +63,7 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
         OptionError: names the option, the value and what is allowed; or nothing is
             asked for.
     """
-    checked: dict[str, Any] = {}
-    for option, value in asked.items():
-        if option not in OPTIONS:
-            raise unknown_option(option, dict.fromkeys(OPTIONS), "a lease")
-        checked[option] = CHECKS[option](option, value)
+    checked = check_options(asked, "lease")
     if asked.get("num_cpus") is None:
         checked["num_cpus"] = 0
     options = TaskOptions(**checked)
@@ -85,7 +74,7 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
             "a lease of nothing is no lease; say what is to be kept from others, such "
             "as num_gpus=1 or gpu_memory='6GiB'."
         )
-    return site_of(options.spec(LEASE_NAME, _nothing.id)), options.timeout
+    return site_of(options.spec("lease", _nothing.id)), options.timeout
 
 
 def placement_site(placement_group: PlacementGroupSpec, priority: int) -> Site:
@@ -118,15 +107,15 @@ def site_of(spec: TaskSpec) -> Site:
     )
 
 
-class Tenure:
-    """One lease as its node sees it: who is told of it, and may give it back.
+class Claim:
+    """One reservation as its node sees it: who is told of it, and may give it back.
 
-    It is apart from `Lease` so that one which is forgotten can be collected.
+    It is apart from what the user has, so that one which is forgotten can be collected.
 
     Attributes:
         pid: process id of this program.
-        task: the lease's number, 0 before it was asked for.
-        granted: what it gives, once it is there.
+        task: its number, 0 before it was asked for.
+        granted: what it gives, pickled, once it is there.
         lost: why it is gone although it was not given back, once it is.
         is_over: whether it was given back, or up.
     """
@@ -136,10 +125,19 @@ class Tenure:
         self.task = 0
         self.is_over = False
         loop = asyncio.get_running_loop()
-        self.granted: asyncio.Future[Bind] = loop.create_future()
+        self.granted: asyncio.Future[bytes] = loop.create_future()
+        # Who gives tasks a placement may never wait for it himself; these are told.
+        self.granted.add_done_callback(_note_seen)
         self.lost: asyncio.Future[Exception] = loop.create_future()
         self._session = session
         self._name = name
+
+    @property
+    def is_held(self) -> bool:
+        """True if it is granted, not given back, and the node has not ended."""
+        if self.is_over or self.lost.done() or not self.granted.done():
+            return False
+        return self.granted.exception() is None
 
     def ask(self, site: Site) -> None:
         """Ask for it, now or as soon as the node is open."""
@@ -152,11 +150,8 @@ class Tenure:
 
     def receive(self, payload: bytes) -> None:
         """It is granted."""
-        # msgpack comes with it, which a program without leases may not need.
-        from aiogpu.wire.codec import unpack_as
-
         if not self.granted.done():
-            self.granted.set_result(unpack_as(Bind, payload))
+            self.granted.set_result(payload)
 
     def reject(self, failed: Failed) -> None:
         """It is refused, by a node that is another process."""
@@ -171,12 +166,19 @@ class Tenure:
         elif not self.lost.done():
             self.lost.set_result(error)
 
-    def give_back(self) -> None:
-        """Nobody wants it any more; nothing happens the second time."""
-        if not self.is_over:
-            self.is_over = True
-            if self.task and self._session.is_open and not self.lost.done():
-                self._session.cancel(self.task)
+    def give_back(self, why: Exception | None = None) -> None:
+        """Nobody wants it any more; nothing happens the second time.
+
+        `why` is told to those who wait for it.
+        """
+        if self.is_over:
+            return
+        is_lost = self.lost.done()
+        if why is not None:
+            self.fail(why)
+        self.is_over = True
+        if self.task and self._session.is_open and not is_lost:
+            self._session.cancel(self.task)
 
     def forget(self) -> None:
         """Its `Lease` was collected, by whichever thread."""
@@ -194,6 +196,11 @@ class Tenure:
         return await self._session.why(self._name, self.task)
 
 
+def _note_seen(granted: asyncio.Future[bytes]) -> None:
+    if not granted.cancelled():
+        granted.exception()
+
+
 class Lease(EnteredOnLoop):
     """What `lease` gives: await it, or use it in `async with`.
 
@@ -203,17 +210,17 @@ class Lease(EnteredOnLoop):
     def __init__(self, site: Site, timeout: float | None) -> None:
         self._site = site
         self._timeout = timeout
-        self._tenure: Tenure | None = None
+        self._claim: Claim | None = None
         self._finalizer: weakref.finalize[Any, Lease] | None = None
 
     def __repr__(self) -> str:
-        tenure = self._tenure
-        if tenure is None:
+        claim = self._claim
+        if claim is None:
             state = "not asked for"
-        elif tenure.is_over or tenure.lost.done():
+        elif claim.is_over or claim.lost.done():
             state = "over"
         else:
-            state = "held" if tenure.granted.done() else "waiting"
+            state = "held" if claim.granted.done() else "waiting"
         return f"<Lease {self._site.spec.name} {state}>"
 
     def _as_called(self) -> str:
@@ -225,28 +232,23 @@ class Lease(EnteredOnLoop):
     async def __aenter__(self) -> Lease:
         return await self._take()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.release()
 
     async def _take(self) -> Lease:
-        if self._tenure is not None:
+        if self._claim is not None:
             raise MisuseError(
                 "this lease was awaited before; each aiogpu.lease(...) is one lease, "
                 "so call it once for each."
             )
         session = session_for("aiogpu.lease()")
-        tenure = self._tenure = Tenure(session, self._site.spec.name)
-        self._finalizer = weakref.finalize(self, tenure.forget)
+        claim = self._claim = Claim(session, self._site.spec.name)
+        self._finalizer = weakref.finalize(self, claim.forget)
         self._finalizer.atexit = False
         try:
-            tenure.ask(self._site)
+            claim.ask(self._site)
             async with asyncio.timeout(self._timeout):
-                await asyncio.shield(tenure.granted)
+                await asyncio.shield(claim.granted)
         except TimeoutError:
             self._end()
             raise TaskTimeoutError(
@@ -259,9 +261,9 @@ class Lease(EnteredOnLoop):
         return self
 
     def _end(self) -> None:
-        if self._finalizer is not None and self._tenure is not None:
+        if self._finalizer is not None and self._claim is not None:
             self._finalizer.detach()
-            self._tenure.give_back()
+            self._claim.give_back()
 
     async def release(self) -> None:
         """Give it back. It is free when the last process has ended that has `environ`.
@@ -273,19 +275,22 @@ class Lease(EnteredOnLoop):
         Raises:
             NoLoopError: this is another thread than the event loop's.
         """
-        if self._tenure is not None:
-            check_thread(self._tenure.granted.get_loop(), "release() of a lease")
+        if self._claim is not None:
+            check_thread(self._claim.granted.get_loop(), "release() of a lease")
         self._end()
 
-    @property
+    @cached_property
     def _grant(self) -> Bind:
-        tenure = self._tenure
-        if tenure is None or not tenure.granted.done():
+        claim = self._claim
+        if claim is None or not claim.granted.done():
             raise MisuseError(
                 "this lease is not granted yet; write `async with aiogpu.lease(...) as "
                 "gpu:`, or `gpu = await aiogpu.lease(...)`."
             )
-        return tenure.granted.result()
+        # msgpack comes with it, which a program without leases may not need.
+        from aiogpu.wire.codec import unpack_as
+
+        return unpack_as(Bind, claim.granted.result())
 
     @property
     def ids(self) -> list[int | str]:
@@ -315,10 +320,7 @@ class Lease(EnteredOnLoop):
     @property
     def is_held(self) -> bool:
         """True if it is granted, not given back, and the node has not ended."""
-        tenure = self._tenure
-        if tenure is None or tenure.is_over or tenure.lost.done():
-            return False
-        return tenure.granted.done() and not tenure.granted.exception()
+        return self._claim is not None and self._claim.is_held
 
     async def lost(self) -> Exception:
         """Wait until it is gone although it was not released, and say why.
@@ -327,18 +329,20 @@ class Lease(EnteredOnLoop):
         nobody keeps others from its devices any more.
         """
         assert self._grant is not None
-        assert self._tenure is not None
-        return await asyncio.shield(self._tenure.lost)
+        assert self._claim is not None
+        return await asyncio.shield(self._claim.lost)
 
     async def why(self) -> Why:
         """Return why it waits: what it lacks, who holds that, whose turn it is."""
-        if self._tenure is None:
+        if self._claim is None:
             raise MisuseError("this lease was not asked for yet; it is by awaiting it.")
-        return await self._tenure.why()
+        return await self._claim.why()
 
 
 def session_for(what: str) -> Session:
     """This loop's session, for what only a program asks, such as `lease()`."""
+    from aiogpu.api.session import current_session
+
     session = session_of(asyncio._get_running_loop())
     if host_of_task.get() or (session is None and current.worker):
         raise error_inside_task(what)
@@ -385,74 +389,6 @@ def lease(  # noqa: D417 - all by keyword, each an option of its own
     return Lease(*lease_site(dict(locals())))
 
 
-PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-
-
-PLACEMENT_NAME: Final = "placement"
-
-
-class PlacementClaim:
-    """One placement as its node sees it: who is told of it, and may have it removed.
-
-    Attributes:
-        name: what errors call it.
-        pid: process id of this program.
-        task: its number, 0 before it was asked for.
-        granted: done once it holds its bundles.
-        is_over: whether it was removed.
-    """
-
-    def __init__(self, session: Session, name: str) -> None:
-        self.pid = os.getpid()
-        self.task = 0
-        self.is_over = False
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Who gives it tasks may never wait for it himself; these are told.
-        self.granted.add_done_callback(_note_seen)
-        self.lost: Exception | None = None
-        self.name = name
-        self._session = session
-
-    def ask(self, site: Site) -> None:
-        """Ask for it, now or as soon as the node is open."""
-
-        def start(engine: Engine) -> None:
-            if not self.is_over:
-                self.task = engine.take_lease(site, self)
-
-        self._session.when_open(start, self.fail)
-
-    def receive(self, _: bytes) -> None:
-        """It is granted."""
-        if not self.granted.done():
-            self.granted.set_result(None)
-
-    def reject(self, failed: Failed) -> None:
-        """It is refused, by a node that is another process."""
-        from aiogpu.serialization.exceptions import unpack_failure
-
-        self.fail(unpack_failure(failed, self.name))
-
-    def fail(self, error: Exception) -> None:
-        """It is refused, or gone."""
-        self.lost = self.lost or error
-        if not self.granted.done():
-            self.granted.set_exception(error)
-
-    def remove(self) -> None:
-        """Nobody wants it any more; nothing happens the second time."""
-        if self.is_over:
-            return
-        self.is_over = True
-        if self.task and self._session.is_open and self.lost is None:
-            self._session.cancel(self.task)
-        self.fail(PlacementRemovedError(f"{self.name} was removed.", self.name))
-
-    async def why(self) -> Why:
-        """Return why it waits, or that it is held."""
-        return await self._session.why(self.name, self.task)
-
-
 class Placement(EnteredOnLoop):
     """What `placement` gives: bundles for tasks and actors to run in.
 
@@ -464,7 +400,7 @@ class Placement(EnteredOnLoop):
     def __init__(
         self,
         placement_group: PlacementGroupSpec,
-        claim: PlacementClaim | None = None,
+        claim: Claim | None = None,
     ) -> None:
         self._placement_group = placement_group
         self._claim = claim
@@ -498,8 +434,7 @@ class Placement(EnteredOnLoop):
     @property
     def is_ready(self) -> bool:
         """True if it holds its bundles."""
-        granted = self._own("is_ready").granted
-        return granted.done() and self._own("is_ready").lost is None
+        return self._own("is_ready").is_held
 
     def __repr__(self) -> str:
         placement_group = self._placement_group
@@ -528,8 +463,8 @@ class Placement(EnteredOnLoop):
         """
         claim = self._own("ready()")
         await asyncio.shield(claim.granted)
-        if claim.lost is not None:
-            raise claim.lost
+        if claim.lost.done():
+            raise claim.lost.result()
         return self
 
     async def __aenter__(self) -> Placement:
@@ -539,12 +474,7 @@ class Placement(EnteredOnLoop):
             await self.remove()
             raise
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.remove()
 
     async def remove(self) -> None:
@@ -556,18 +486,15 @@ class Placement(EnteredOnLoop):
         Raises:
             NoLoopError: this is another thread than the event loop's.
         """
-        # Late: user modules bring this one into every worker.
-        from aiogpu.api.loop_sessions import check_thread
-
         claim = self._own("remove()")
         check_thread(claim.granted.get_loop(), "remove() of a placement")
-        claim.remove()
+        claim.give_back(PlacementRemovedError(f"{self.name} was removed.", self.name))
 
     async def why(self) -> Why:
         """Return why it waits: what it lacks, who holds that, whose turn it is."""
         return await self._own("why()").why()
 
-    def _own(self, what: str) -> PlacementClaim:
+    def _own(self, what: str) -> Claim:
         if self._claim is None:
             raise MisuseError(
                 f"{what} of {self.name} was called where it was passed to; only the "
@@ -610,17 +537,12 @@ def placement(
             is not open yet.
         NodeError: it is asked for inside a task.
     """
-    called = CHECKS["name"]("name", name) or PLACEMENT_NAME
+    checked = check_options({"name": name, "priority": priority})
+    called, first = checked["name"] or "placement", checked["priority"]
     placement_group = placement_group_of(
         bundles, strategy, called, secrets.token_hex(8)
     )
-    first = CHECKS["priority"]("priority", priority)
     site = placement_site(placement_group, first)
-    claim = PlacementClaim(session_for("aiogpu.placement()"), called)
+    claim = Claim(session_for("aiogpu.placement()"), called)
     claim.ask(site)
     return Placement(placement_group, claim)
-
-
-def _note_seen(granted: asyncio.Future[None]) -> None:
-    if not granted.cancelled():
-        granted.exception()

@@ -23,8 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
-from aiogpu.api.handle import Handle, Owner
-from aiogpu.api.loop_sessions import check_node, sessions
+from aiogpu.api.handle import Handle, Owner, check_node, sessions
 from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.client.current import current, passing
 from aiogpu.client.interface import Receiver
@@ -169,13 +168,13 @@ def handle_maker(waits: Waits | None, far: ValueStore | None = None) -> HandleMa
         far: who knows the values of a node that is another process.
     """
     if far is not None:
-        from aiogpu.api.child_handle import FarHandle
+        from aiogpu.api.handle import FarHandle
 
         return partial(FarHandle, far=far)
     if waits is None:
         return Handle
     # Late, so that the zygote's start need not wait for it.
-    from aiogpu.api.child_handle import ChildHandle
+    from aiogpu.api.handle import ChildHandle
 
     return partial(ChildHandle, waits=waits)
 

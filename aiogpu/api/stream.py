@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.stream_buffer import ItemBuffer
+from aiogpu.api.blocking import ItemBuffer, StreamBase
+from aiogpu.api.handle import Owner, check_thread
 from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.errors import MisuseError
 
@@ -27,19 +27,11 @@ _CLOSED: Final = "was closed"
 _CANCELLED: Final = "was cancelled"
 
 
-class StreamOwner(Protocol):
+class StreamOwner(Owner, Protocol):
     """Who has started the task and can be asked about it: a session."""
 
     def demand(self, task: int, limit: int) -> None:
         """Let its generator yield so many items in all."""
-        ...
-
-    def cancel(self, task: int) -> None:
-        """Stop the task."""
-        ...
-
-    async def why(self, name: str, task: int) -> Why:
-        """Say why it waits, or what it does."""
         ...
 
 
@@ -79,7 +71,7 @@ class LoopInflow(ItemBuffer):
             self.waiter.set_result(None)
 
 
-class Stream(EnteredOnLoop, AsyncIterator[T]):
+class Stream(StreamBase, EnteredOnLoop, AsyncIterator[T]):
     """The items of a generator that runs as a task, by `async for`.
 
     `async with f.remote() as stream:` stops the generator at the end of its block.
@@ -99,7 +91,7 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
         waits: Waits | None = None,
     ) -> None:
         self._owner = owner
-        self._inflow = LoopInflow(task_name, owner, size, loop)
+        self._inflow: LoopInflow = LoopInflow(task_name, owner, size, loop)
         self._waits = waits
         self._ended: str | None = None
 
@@ -107,16 +99,6 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
     def inflow(self) -> LoopInflow:
         """Who receives what comes; for engines."""
         return self._inflow
-
-    @property
-    def task_name(self) -> str:
-        """Name of the task."""
-        return self._inflow.task_name
-
-    @property
-    def task_id(self) -> int:
-        """Number of the task."""
-        return self._inflow.task_id
 
     def __repr__(self) -> str:
         inflow = self._inflow
@@ -139,12 +121,6 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
         raise MisuseError(
             f"a Stream has no truth value; write `async for item in "
             f"{self._as_called()}`."
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise MisuseError(
-            f"the stream of {self.task_name} cannot be pickled; iterate it here and "
-            f"pass its items on."
         )
 
     def __aiter__(self) -> Stream[T]:
@@ -171,9 +147,12 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
             while not inflow.buffer and not inflow.is_over:
                 await self._news()
             if inflow.buffer:
-                item: T = inflow.take()
-                return item
-            self._raise_end()
+                return inflow.take()  # type: ignore[no-any-return]
+            inflow.raise_error()
+            if inflow.is_cancelled and self._ended is None:
+                raise asyncio.CancelledError(
+                    f"the stream of {self.task_name} was cancelled"
+                )
         except GeneratorExit:
             # It may be the garbage collector's, in the midst of anything.
             self._ended = _CANCELLED
@@ -203,29 +182,10 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
             if waits is not None:
                 waits.end_wait(inflow.task_id)
 
-    def _raise_end(self) -> None:
-        """Raise why no further item comes; nothing if all have come."""
-        inflow = self._inflow
-        if inflow.error is not None:
-            error, inflow.error = inflow.error, None
-            try:
-                raise error
-            finally:
-                del error  # its traceback keeps this frame
-        if inflow.is_cancelled and self._ended is None:
-            raise asyncio.CancelledError(
-                f"the stream of {self.task_name} was cancelled"
-            )
-
     async def __aenter__(self) -> Stream[T]:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -282,9 +242,6 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
         return why
 
     def _check_thread(self, what: str) -> None:
-        # Late: a stream in a worker has no session.
-        from aiogpu.api.loop_sessions import check_thread
-
         check_thread(self._inflow.loop, f"{what} of {self!r}")
 
     def _why_ended(self) -> Why:

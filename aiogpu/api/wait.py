@@ -1,34 +1,189 @@
-"""`wait` and `as_completed`: which of several handles have ended.
+"""`get`, `wait` and `as_completed`: waiting for results, and which have ended.
 
-Both only look. They hand back the handles themselves, whose results nobody unpickles
-before they are asked for, and stop nothing, also when they are themselves cancelled.
-asyncio stays out of this file, for plain tasks; `api.wait_on_loop` has what a loop
-needs.
+The latter two only look. They hand back the handles themselves, whose results nobody
+unpickles before they are asked for, and stop nothing, also when they are themselves
+cancelled. Who looks at a handle counts as somebody who wants its result: so the work
+goes on although all who have awaited it were cancelled. Plain tasks wait here too, so
+asyncio is imported late.
 """
 
 from __future__ import annotations
 
 import time
-from _thread import get_ident
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, overload
 
-from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
-from aiogpu.api.options import LONGEST_TIME
-from aiogpu.api.usage_errors import no_handle, options_of, parted
+from aiogpu.api.blocking import BlockingHandle, HandleBase, StreamBase, block
+from aiogpu.api.calls import Putting, RestoredOwner
+from aiogpu.api.options import check_duration, check_seconds, whole_number
+from aiogpu.api.usage_errors import options_of, refuse
 from aiogpu.client.current import client_of_task, is_loop_running
-from aiogpu.errors import MisuseError, NodeError, NoLoopError, OptionError
+from aiogpu.errors import (
+    MisuseError,
+    NodeError,
+    NoLoopError,
+    OptionError,
+    TaskTimeoutError,
+)
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle
+    import asyncio
 
+    from aiogpu.api.handle import Handle
+    from aiogpu.client.interface import Client
 
 T = TypeVar("T")
-
+Lists = tuple[list[Any], list[Any]]
 
 GLANCE: Final = 0.001
 """Seconds that a plain task looks for what has come, where it does not want to wait."""
+
+
+@overload
+def get(handle: Handle[T], /, *, timeout: float | None = None) -> T: ...
+
+
+@overload
+def get(handle: Sequence[Handle[T]], /, *, timeout: float | None = None) -> list[T]: ...
+
+
+def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
+    """Wait in a plain task for what it has started; its CPUs are free meanwhile.
+
+    Args:
+        handle: what `.remote()` gave in this task, or a list of such.
+        timeout: seconds; None waits as long as it takes.
+        **unknown: none; they are misspelt.
+
+    Returns:
+        The result, or a list of results in the order of the handles.
+
+    Raises:
+        OptionError: an option is unknown or ill-valued.
+        MisuseError: an event loop runs here: await the handle instead.
+        Exception: what one of them has raised, as soon as it has; the others go on.
+        TaskTimeoutError: time was up; what was waited for goes on.
+        DeadlockError: the wait could never end.
+    """
+    if unknown:
+        refuse(unknown, {"timeout": timeout}, "get()")
+    if isinstance(handle, Putting):
+        return handle.handle
+    if is_loop_running():
+        raise MisuseError(
+            "aiogpu.get() would block the event loop that runs here; write `await "
+            "handle`, or `await asyncio.gather(*handles)`."
+        )
+    deadline = None
+    if timeout is not None:
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
+    are_several = isinstance(handle, list | tuple)
+    handles = list(handle) if are_several else [handle]
+    del handle
+    try:
+        results = _results(handles, deadline, timeout)
+    finally:
+        del handles  # see `BlockingHandle.result`
+    return results if are_several else results[0]
+
+
+def _results(
+    handles: list[Any], deadline: float | None, timeout: float | None
+) -> list[Any]:
+    for one in handles:
+        if not isinstance(one, BlockingHandle):
+            raise MisuseError(_not_for_get(one))
+    try:
+        in_time = _all_have_ended(handles, deadline)
+        for one in handles:
+            if one.has_failed:
+                one.result()
+        if not in_time:
+            raise TaskTimeoutError(_late(handles, timeout))
+        return [one.result() for one in handles]
+    finally:
+        one = None
+        del handles
+
+
+def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
+    """Wait until all have ended or one has failed; False if time is up before."""
+    _fetch(handles)
+    pending = [one for one in handles if not one.done()]
+    if not pending or any(one.has_failed for one in handles):
+        return True
+    client = client_of_task()
+    for one in pending:
+        if isinstance(one.owner, RestoredOwner):
+            one.client = client  # it may have come to another task of this process
+    _check_client("aiogpu.get()", pending, client)
+    tasks = tuple(one.task_id for one in pending)
+    return block(
+        client,
+        tasks,
+        _countdown(client, pending),
+        lambda: all(one.done() for one in handles),
+        deadline,
+        is_bound=deadline is None,
+    )
+
+
+def _countdown(
+    client: Client, pending: list[BlockingHandle[Any]]
+) -> Callable[[], bool]:
+    """Whether a wait is over, at no more than one look at each handle."""
+    upsets_seen = -1
+
+    def is_over() -> bool:
+        nonlocal upsets_seen
+        upsets = client.upsets
+        while pending and pending[-1]._state != "pending":
+            if pending.pop().has_failed:
+                # Another thread may have found that it cannot be unpickled.
+                return True
+        if upsets != upsets_seen:
+            upsets_seen = upsets
+            return not pending or any(one.has_failed for one in pending)
+        return not pending
+
+    return is_over
+
+
+def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
+    late = [one.task_name for one in handles if not one.done()]
+    if not late:
+        # Where tasks run in this thread, one may have ended too late.
+        return f"{handles[-1].task_name} ended after the {timeout:g} s of aiogpu.get()."
+    return (
+        f"{len(late)} of {len(handles)} tasks did not end within the {timeout:g} s of "
+        f"aiogpu.get(), {late[0]} for one; they go on."
+    )
+
+
+def _not_for_get(given: object) -> str:
+    if isinstance(given, StreamBase):
+        return (
+            f"aiogpu.get() was given {given!r}; iterate it, its items come one by one."
+        )
+    if isinstance(given, HandleBase):
+        return (
+            "aiogpu.get() waits in plain tasks, for what they have started; this "
+            "handle belongs to an event loop: await it there."
+        )
+    return (
+        f"aiogpu.get() was given {given!r}; give it what .remote() has returned in "
+        f"this task, or a list of such."
+    )
 
 
 class Parted(Protocol[T]):
@@ -94,13 +249,17 @@ def wait(
         NoLoopError: this is neither code on an event loop nor a plain task.
     """
     found = _checked("wait", handles)
-    _check_count(num_returns, len(found))
+    whole_number("num_returns", num_returns, 1, "a whole number of handles, 1 or more")
+    if num_returns > len(found) > 0:
+        raise OptionError(
+            f"num_returns={num_returns} is more than the {len(found)} handles that "
+            f"aiogpu.wait() was given."
+        )
     if timeout is not None:
-        _check_timeout(timeout)
+        what = "a number of seconds, 0 or more, or None to wait as long as it takes"
+        check_duration("timeout", timeout, what)
     if is_loop_running():
-        from aiogpu.api.wait_on_loop import wait_on_loop
-
-        return wait_on_loop(found, num_returns, timeout)
+        return Waiting(_wait_on_loop(found, num_returns, timeout))
     return _wait_here(found, num_returns, timeout)  # type: ignore[return-value]
 
 
@@ -120,10 +279,117 @@ def as_completed(handles: Collection[Handle[T]], /) -> Completions[T]:
     """
     found = _checked("as_completed", handles)
     if is_loop_running():
-        from aiogpu.api.wait_on_loop import CompletionsOnLoop
-
         return CompletionsOnLoop(found)
-    return _CompletionsHere(found)  # type: ignore[return-value]
+    return CompletionsHere(found)  # type: ignore[return-value]
+
+
+def _parted(handles: list[Any], count: int) -> Lists:
+    """So many of those that have ended, and all others."""
+    ready: list[Any] = []
+    pending: list[Any] = []
+    for handle in handles:
+        takes = len(ready) < count and handle.done()
+        (ready if takes else pending).append(handle)
+    return ready, pending
+
+
+# What may be waited for here.
+
+
+def _checked(name: str, given: Any) -> list[Any]:
+    """Handles that can be waited for here, as a list.
+
+    Raises:
+        MisuseError: they are none, or belong elsewhere, or one is there twice.
+        NoLoopError: nothing can be waited for here.
+    """
+    what = f"aiogpu.{name}()"
+    if hasattr(given, "task_name"):
+        raise MisuseError(
+            f"{what} was given one handle, of {given.task_name}; give it a list of "
+            f"handles, or write `await handle`."
+        )
+    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
+        raise MisuseError(
+            f"{what} was given {given!r}; give it a list of what .remote() has given."
+        )
+    handles = list(given)
+    (_check_on_loop if is_loop_running() else _check_here)(what, handles)
+    if len(set(handles)) < len(handles):
+        twice = next(one for one in handles if handles.count(one) > 1)
+        raise MisuseError(
+            f"{what} was given {twice!r} more than once; give it each handle once."
+        )
+    return handles
+
+
+def _check_on_loop(what: str, handles: list[Any]) -> None:
+    import asyncio
+
+    from aiogpu.api.handle import Handle
+
+    loop = asyncio.get_running_loop()
+    for one in handles:
+        if isinstance(one, Handle):
+            if one.get_loop() is not loop:
+                raise MisuseError(
+                    f"the handle of {one.task_name} belongs to another event loop; "
+                    f"call {what} where .remote() was called."
+                )
+        elif hasattr(one, "task_name"):
+            raise MisuseError(
+                f"the handle of {one.task_name} was made in a plain function, where "
+                f"no event loop runs; {what} must be called there too."
+            )
+        else:
+            raise _no_handle(what, one)
+
+
+def _check_here(what: str, handles: list[Any]) -> None:
+    for one in handles:
+        if not isinstance(one, BlockingHandle):
+            if hasattr(one, "task_name"):
+                raise NoLoopError(
+                    f"{what} was called where no event loop runs; the handle of "
+                    f"{one.task_name} belongs to one: call it there."
+                )
+            raise _no_handle(what, one)
+    _fetch(handles)
+    try:
+        client = client_of_task()
+    except NodeError:
+        from aiogpu.api.session import no_loop
+
+        raise no_loop(what) from None
+    _check_client(what, handles, client)
+
+
+def _fetch(handles: list[BlockingHandle[Any]]) -> None:
+    """Ask for values: nobody tells how one ends to whoever does not want it."""
+    for one in handles:
+        if isinstance(one.owner, RestoredOwner):
+            one.owner.fetch(one)
+
+
+def _check_client(
+    what: str, handles: list[BlockingHandle[Any]], client: Client
+) -> None:
+    for one in handles:
+        if one.client is not client:
+            raise MisuseError(
+                f"the handle of {one.task_name} belongs to another task; {what} waits "
+                f"for what the running task has started."
+            )
+
+
+def _no_handle(what: str, one: object) -> MisuseError:
+    return MisuseError(
+        f"{what} was given a list with {one!r} in it, which is no handle; give it "
+        f"what .remote() has returned. For other futures there is asyncio.wait()."
+    )
+
+
+# In plain code.
 
 
 class _Look:
@@ -147,16 +413,20 @@ class _Look:
         if self._pending.pop(handle, handle) is None:
             self.ended.append(handle)
 
-    def pending(self) -> list[BlockingHandle[Any]]:
-        """Those that have not ended."""
-        return list(self._pending)
+    def wait(self, count: int, deadline: float | None, first: bool = False) -> None:
+        """Wait until so many have ended.
 
-    def first(self) -> BlockingHandle[Any] | None:
-        """The first that has not ended; None if all have."""
-        in_turn = self._in_turn
-        while in_turn and in_turn[-1].done():
-            in_turn.pop()
-        return in_turn[-1] if in_turn else None
+        With `first` the first that has not stands for all: its task waits for one of
+        them, and that is all that the node must know.
+        """
+        handles = [_first_pending(self._in_turn)] if first else list(self._pending)
+        block(
+            client_of_task(),
+            tuple(one.task_id for one in handles),
+            lambda: len(self.ended) >= count,
+            lambda: all(one.done() for one in handles),
+            deadline,
+        )
 
     def leave(self) -> None:
         """Look no more."""
@@ -164,27 +434,30 @@ class _Look:
             handle.on_end = tuple(one for one in handle.on_end if one != self._note)
 
 
-def _wait_here(
-    handles: list[Any], count: int, timeout: float | None
-) -> tuple[list[Any], list[Any]]:
+def _first_pending(in_turn: list[Any]) -> Any:
+    """The last of a list that has not ended, those behind it dropped; None if none."""
+    while in_turn and in_turn[-1].done():
+        in_turn.pop()
+    return in_turn[-1] if in_turn else None
+
+
+def _wait_here(handles: list[Any], count: int, timeout: float | None) -> Lists:
     deadline = None
     if timeout is not None:
         deadline = time.monotonic() + (timeout or GLANCE)
     look = _Look(handles)
     try:
         if handles and len(look.ended) < count:
-            _block(look.pending(), lambda: len(look.ended) >= count, deadline)
+            look.wait(count, deadline)
     finally:
         look.leave()
-    return parted(handles, count)
+    return _parted(handles, count)
 
 
-class _CompletionsHere:
-    """The handles of plain code, each when it has ended."""
+class _Counted:
+    """Has the length of what was given, and is true also if that is 0."""
 
-    def __init__(self, handles: list[BlockingHandle[Any]]) -> None:
-        self._total = len(handles)
-        self._look = _Look(handles)
+    _total: int
 
     def __len__(self) -> int:
         """Return how many handles there are in all, those that were given included."""
@@ -193,22 +466,26 @@ class _CompletionsHere:
     def __bool__(self) -> bool:
         return True
 
-    def __iter__(self) -> _CompletionsHere:
+
+class CompletionsHere(_Counted):
+    """The handles of plain code, each when it has ended."""
+
+    def __init__(self, handles: list[BlockingHandle[Any]]) -> None:
+        self._total = len(handles)
+        self._look = _Look(handles)
+
+    def __iter__(self) -> CompletionsHere:
         return self
 
     def __next__(self) -> BlockingHandle[Any]:
         look = self._look
-        if not look.ended:
-            first = look.first()
-            if first is not None:
-                # It stands for all: its task waits for one of them, and that is all
-                # that the node must know.
-                _block([first], lambda: len(look.ended) > 0, None)
+        if not look.ended and _first_pending(look._in_turn) is not None:
+            look.wait(1, None, first=True)
         if not look.ended:
             raise StopIteration
         return look.ended.popleft()
 
-    def __aiter__(self) -> _CompletionsHere:
+    def __aiter__(self) -> CompletionsHere:
         raise MisuseError(
             "these handles were made in a plain function, where no event loop runs; "
             "write `for handle in aiogpu.as_completed(handles)`."
@@ -220,98 +497,179 @@ class _CompletionsHere:
             self._look.leave()
 
 
-def _block(
-    handles: list[BlockingHandle[Any]],
-    is_over: Callable[[], bool],
-    deadline: float | None,
-) -> None:
-    """Wait in plain code until something is so, or time is up."""
-    client, waiter = client_of_task(), get_ident()
-    client.note_wait(waiter, tuple(one.child for one in handles))
-    try:
-        client.wait_until(is_over, deadline)
-    finally:
-        if all(one.done() for one in handles):
-            client.end_wait(waiter)
-        else:
-            # The driver cannot know that nobody waits any more.
-            client.note_wait(waiter, ())
+# On an event loop.
 
 
-def _checked(name: str, given: Any) -> list[Any]:
-    """Handles that can be waited for here, as a list.
+class Waiting(Coroutine[Any, Any, Lists]):
+    """The coroutine of `wait`, which says so where its `await` was forgotten.
 
-    Raises:
-        MisuseError: they are none, or belong elsewhere, or one is there twice.
-        NoLoopError: nothing can be waited for here.
+    Ray's own is called without.
     """
-    what = f"aiogpu.{name}()"
-    if hasattr(given, "task_name"):
-        raise MisuseError(
-            f"{what} was given one handle, of {given.task_name}; give it a list of "
-            f"handles, or write `await handle`."
-        )
-    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
-        raise MisuseError(
-            f"{what} was given {given!r}; give it a list of what .remote() has given."
-        )
-    handles = list(given)
-    if is_loop_running():
-        from aiogpu.api.wait_on_loop import check_on_loop
 
-        check_on_loop(what, handles)
-    else:
-        _check_here(what, handles)
-    if len(set(handles)) < len(handles):
-        twice = next(one for one in handles if handles.count(one) > 1)
+    def __init__(self, coroutine: Coroutine[Any, Any, Lists]) -> None:
+        self._coroutine = coroutine
+
+    def __iter__(self) -> NoReturn:
+        self.close()
         raise MisuseError(
-            f"{what} was given {twice!r} more than once; give it each handle once."
+            "aiogpu.wait() waits on the event loop here: write `ready, pending = await "
+            "aiogpu.wait(handles)`."
         )
-    return handles
+
+    def __await__(self) -> Generator[Any, Any, Lists]:
+        return self._coroutine.__await__()
+
+    def send(self, value: Any) -> Any:
+        """See `collections.abc.Coroutine`."""
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """See `collections.abc.Coroutine`."""
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        """See `collections.abc.Coroutine`."""
+        self._coroutine.close()
 
 
-def _check_here(what: str, handles: list[Any]) -> None:
-    for one in handles:
-        if not isinstance(one, BlockingHandle):
-            if hasattr(one, "task_name"):
-                raise NoLoopError(
-                    f"{what} was called where no event loop runs; the handle of "
-                    f"{one.task_name} belongs to one: call it there."
-                )
-            raise no_handle(what, one)
-        if isinstance(one.owner, Borrowed):
-            # Nobody tells how it ends to whoever does not want its value.
-            one.owner.fetch(one)
+async def _wait_on_loop(
+    handles: list[Handle[Any]], count: int, timeout: float | None
+) -> Lists:
+    import asyncio
+
+    pending = [handle for handle in handles if not handle.done()]
+    missing = count - (len(handles) - len(pending))
+    if missing > 0 and pending:
+        if timeout == 0:
+            await asyncio.sleep(0)  # what has come is read
+        else:
+            await _wait_for(pending, missing, timeout)
+    return _parted(handles, count)
+
+
+_wait_on_loop.__qualname__ = "wait"  # for Python's warnings
+
+
+async def _wait_for(
+    pending: list[Handle[Any]], missing: int, timeout: float | None
+) -> None:
+    loop = pending[0].get_loop()
+    waiter = loop.create_future()
+
+    def note(_handle: Handle[Any]) -> None:
+        nonlocal missing
+        missing -= 1
+        if not missing:
+            tell()
+
+    def tell() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = None if timeout is None else loop.call_later(timeout, tell)
+    for handle in pending:
+        handle.add_done_callback(note)
     try:
-        client = client_of_task()
-    except NodeError:
-        from aiogpu.api.session import no_loop
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for handle in pending:
+            handle.remove_done_callback(note)
 
-        raise no_loop(what) from None
-    for one in handles:
-        if one.client is not client:
+
+class CompletionsOnLoop(_Counted):
+    """The handles of a loop, each when it has ended."""
+
+    def __init__(self, handles: list[Handle[Any]]) -> None:
+        self._total = len(handles)
+        self._look = _LookOnLoop(handles)
+
+    def __repr__(self) -> str:
+        return f"<as_completed: {self._look.left} handles to come>"
+
+    def __aiter__(self) -> CompletionsOnLoop:
+        return self
+
+    async def __anext__(self) -> Handle[Any]:
+        look = self._look
+        if look.waiter is not None:
             raise MisuseError(
-                f"the handle of {one.task_name} belongs to another task; {what} waits "
-                f"for what the running task has started."
+                "another asyncio task is waiting for the next handle of this "
+                "as_completed(); let one task iterate."
             )
+        if not look.left:
+            raise StopAsyncIteration
+        while not look.ended:
+            await look.news()
+        look.left -= 1
+        return look.ended.popleft()
 
-
-def _check_count(count: object, most: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise OptionError(
-            f"num_returns={count!r} must be a whole number of handles, 1 or more."
+    def __iter__(self) -> NoReturn:
+        raise MisuseError(
+            "a plain loop would block the event loop that runs here; write `async for "
+            "handle in aiogpu.as_completed(handles)`."
         )
-    if count > most > 0:
-        raise OptionError(
-            f"num_returns={count} is more than the {most} handles that "
-            f"aiogpu.wait() was given."
-        )
+
+    def __del__(self) -> None:
+        look = getattr(self, "_look", None)
+        if look is not None and look.left:
+            # Who drops the last reference may be any thread; a loop that is closed
+            # refuses.
+            with suppress(RuntimeError):
+                look.loop.call_soon_threadsafe(look.leave)
 
 
-def _check_timeout(timeout: object) -> None:
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not is_number or not 0 <= timeout <= LONGEST_TIME:  # type: ignore[operator]
-        raise OptionError(
-            f"timeout={timeout!r} must be a number of seconds, 0 or more, or None to "
-            f"wait as long as it takes. The most is {LONGEST_TIME:_}."
-        )
+class _LookOnLoop:
+    """Notes which handles have ended; it does not know the iterator that is the user's.
+
+    Attributes:
+        left: how many the iterator has not given.
+        ended: those of them that have ended.
+        waiter: set when the asyncio task that waits shall look again.
+    """
+
+    def __init__(self, handles: list[Handle[Any]]) -> None:
+        import asyncio
+
+        from aiogpu.api.handle import Handle
+
+        self.loop = asyncio.get_running_loop()
+        self._forget = Handle.remove_done_callback
+        self.left = len(handles)
+        self.ended: deque[Handle[Any]] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self._in_turn = handles[::-1]
+        for handle in handles:
+            if handle.done():
+                self.ended.append(handle)
+            else:
+                # In a task that of its class would tell its node that it waits, also
+                # while it does not.
+                Handle.add_done_callback(handle, self._note)
+
+    def _note(self, handle: Handle[Any]) -> None:
+        self.ended.append(handle)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def news(self) -> None:
+        """Wait until another one has ended."""
+        # The first stands for all: a task's node must know that it waits for one.
+        first = _first_pending(self._in_turn)
+        waits = getattr(first, "_waits", None)
+        self.waiter = self.loop.create_future()
+        if waits is not None:
+            waits.begin_wait(first.task_id)
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
+            if waits is not None:
+                waits.end_wait(first.task_id)
+
+    def leave(self) -> None:
+        """Look no more."""
+        for handle in self._in_turn:
+            if not handle.done():
+                self._forget(handle, self._note)

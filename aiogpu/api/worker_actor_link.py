@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 from aiogpu.api.actor_class import stranger
-from aiogpu.api.blocking import get, request
+from aiogpu.api.calls import request
+from aiogpu.api.wait import get
 from aiogpu.client.current import current, note_passed
 from aiogpu.errors import InternalError
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
@@ -20,7 +21,7 @@ from aiogpu.worker.nested import task_client
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface
-    from aiogpu.api.result_group import ResultGroup
+    from aiogpu.api.calls import ResultGroup
     from aiogpu.client.function_spec import Site
     from aiogpu.client.interface import Client
 
@@ -95,7 +96,7 @@ class FarLink:
             MisuseError: no task runs any more.
             SerializationError: the arguments are too large to be sent.
         """
-        from aiogpu.api.blocking_stream import request_stream
+        from aiogpu.api.calls import request_stream
 
         start = partial(self._client.call, self.actor, method, payload)
         return request_stream(self._client, label, size, start)

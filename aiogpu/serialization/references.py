@@ -10,7 +10,6 @@ from __future__ import annotations
 from _thread import _local
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from aiogpu.errors import MisuseError
@@ -178,16 +177,3 @@ def extract_handles(
     others = [None if index in handles else arg for index, arg in enumerate(args)]
     named = {name: None if name in handles else arg for name, arg in kwargs.items()}
     return tuple(others), named, handles
-
-
-def open_handle(identity: int, name: str) -> Any:
-    """Unpickle a handle: what it becomes depends on where that is.
-
-    The API, which knows, lies above this package and is named here, as a pickle names
-    what it is made of.
-
-    Args:
-        identity: of the value that it stands for.
-        name: of its task.
-    """
-    return import_module("aiogpu.api.restored_handle").borrow(identity, name)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.api.actor_pool import check_bounds
-from aiogpu.api.pool_scheduler import PoolLimits
+from aiogpu.api.actor_pool import PoolLimits, check_bounds
 from aiogpu.errors import OptionError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.batch_queue import BatchQueue
+from aiogpu.api.batch import BatchQueue
 from aiogpu.errors import MisuseError, NoLoopError
 from tests.turns import no_complaints, turns
 

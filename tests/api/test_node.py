@@ -12,7 +12,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api import session as module
-from aiogpu.api.loop_sessions import session_of
+from aiogpu.api.handle import session_of
 from aiogpu.api.session import Session
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeRunningError, NodeStartError

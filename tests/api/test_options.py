@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import aiogpu
-from aiogpu.api.keywords import Options
+from aiogpu.api.keywords import ActorKeywords, Options
 from aiogpu.api.options import (
     LARGEST_COUNT,
     LONGEST_TIME,
@@ -282,7 +282,10 @@ def test_an_option_like_no_other() -> None:
 def test_none_means_the_default() -> None:
     names = Options.__annotations__
     assert checked(**dict.fromkeys(names)) == checked() == TaskOptions()
-    assert set(check_options(dict.fromkeys(names))) == set(TaskOptions._fields)
+    both = check_options(dict.fromkeys(names)) | check_options(
+        dict.fromkeys(ActorKeywords.__annotations__), "actor"
+    )
+    assert set(both) == set(TaskOptions._fields)
 
 
 def test_the_error_is_a_value_error_too() -> None:

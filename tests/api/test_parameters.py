@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.api.definition import Parameters, signature_of, without_self
+from aiogpu.api.remote_function import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 
 NAMES = "abcde"

@@ -15,8 +15,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.actor import RemoteClass
-from aiogpu.api.definition import Definition, Reference
-from aiogpu.api.remote_function import RemoteFunction
+from aiogpu.api.remote_function import Definition, FunctionName, RemoteFunction
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.serializer import load_function
@@ -127,7 +126,7 @@ def test_options_make_another_and_share_the_pickled_function() -> None:
 
 def test_a_function_of_a_module_goes_by_name() -> None:
     definition = documented._definition
-    assert definition.reference() == Reference(__name__, "documented")
+    assert definition.reference() == FunctionName(__name__, "documented")
     assert load_function(definition.sent().payload) is documented.__wrapped__
     assert definition.sent() is definition.sent()
 
@@ -154,7 +153,7 @@ def test_a_module_that_is_sent_by_value() -> None:
     import tests.api.paper_engine as module
 
     definition = Definition(module.site)
-    assert definition.reference() == Reference("tests.api.paper_engine", "site")
+    assert definition.reference() == FunctionName("tests.api.paper_engine", "site")
     cloudpickle.register_pickle_by_value(module)
     try:
         assert definition.reference() is None

@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.api.actor_options import _METHOD_CHECKS, ACTOR_CHECKS
 from aiogpu.api.options import CHECKS
 from tests.engines import gpu_oom_tasks, option_tasks, stream_tasks, tasks
 from tests.engines.option_tasks import Actor, Grouped
@@ -547,6 +546,6 @@ async def test_an_option_is_honoured_or_refused_in_words(
 
 
 def test_each_option_has_a_probe() -> None:
-    assert set(OF_TASKS) == set(CHECKS)
-    assert set(OF_ACTORS) == set(ACTOR_CHECKS)
-    assert set(OF_METHODS) == set(_METHOD_CHECKS)
+    assert set(OF_TASKS) == set(CHECKS["task"])
+    assert set(OF_ACTORS) == set(CHECKS["actor"])
+    assert set(OF_METHODS) == set(CHECKS["method"])

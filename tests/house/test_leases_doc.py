@@ -8,7 +8,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.node import FOREIGN
-from aiogpu.api.reservation import OPTIONS
+from aiogpu.api.options import CHECKS
 from aiogpu.cli.run import (
     FAILED,
     KILLED_AFTER,
@@ -44,8 +44,8 @@ def test_it_names_every_option_of_the_command():
 
 
 def test_it_names_every_option_of_a_lease():
-    assert set(inspect.signature(aiogpu.lease).parameters) == set(OPTIONS)
-    assert all(f"`{option}`" in PAGE for option in OPTIONS)
+    assert set(inspect.signature(aiogpu.lease).parameters) == set(CHECKS["lease"])
+    assert all(f"`{option}`" in PAGE for option in CHECKS["lease"])
 
 
 def test_it_names_what_a_lease_has():

@@ -98,7 +98,7 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
             "async def f(items: list[int]) -> list[int]: return items",
             [
                 *("asyncio", "uvloop", "pynvml", "cloudpickle", "msgpack"),
-                *("aiogpu.api.batch_queue", "aiogpu.api.session", "aiogpu.engines"),
+                *("aiogpu.api.handle", "aiogpu.api.session", "aiogpu.engines"),
             ],
             id="a batched function",
         ),

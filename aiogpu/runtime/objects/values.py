@@ -11,10 +11,10 @@ from _thread import _local
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from aiogpu.errors import ProtocolError, SerializationError, TaskCancelledError
+from aiogpu.errors import ProtocolError, SerializationError
 from aiogpu.runtime.pending_tasks import tell_fault
 from aiogpu.serialization.payload import Payload
 from aiogpu.wire.codec import LARGEST_PAYLOAD
@@ -197,23 +197,6 @@ def unfinished_in(payload: bytes) -> Iterator[int]:
             yield thing.task
     for part in payload.parts:
         yield from unfinished_in(part)
-
-
-def value_of(handle: Any) -> Value:
-    """The value of a handle of this process, there or still to come.
-
-    The handle tells the value when it learns of it itself.
-    """
-    value = Value(handle.task_name, handle.child)
-    if handle.raw is not None:
-        value.receive(handle.raw)
-    elif handle.cancelled():
-        value.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
-    elif handle.error is not None:
-        value.fail(handle.error)
-    else:
-        value.stop = handle.cancel
-    return value
 
 
 def is_complete(payload: bytes) -> bool:
