@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context, copy_context
 from inspect import iscoroutinefunction, signature
 from itertools import count
 from types import CoroutineType
@@ -321,7 +322,7 @@ class AsyncActorProcess(ActorProcess):
 
     def __init__(self, code: RemoteCode, *given: Any) -> None:
         super().__init__(code, given)
-        self._running: dict[bytes, asyncio.Task[Any]] = {}
+        self._running: dict[asyncio.Task[Any], Context] = {}
         self._present = 0
         self._is_idle = asyncio.Event()
         self._ended: TaskFailure | None = None
@@ -342,14 +343,16 @@ class AsyncActorProcess(ActorProcess):
         super()._begin()
 
     def _cancel_calls(self) -> None:
-        for call in [one for one in self._running if self._cancels.take(one)]:
-            self._running[call].cancel()
+        # Ray's id of a call is asked for only here: it costs a call more than the rest.
+        for task, context in self._running.items():
+            if self._cancels.take(context.run(running_call)):
+                task.cancel()
 
     @asynccontextmanager
     async def _place_of(self, method: str) -> AsyncIterator[None]:
         """Run the block as a call of a method, when its group has a place."""
         self._present += 1
-        call, task = running_call(), asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None, self
         try:
             self._begin()
@@ -358,11 +361,11 @@ class AsyncActorProcess(ActorProcess):
                     raise self._ended
                 if self._cancels.is_cancelled():
                     raise cancelled(self._name)
-                self._running[call] = task
+                self._running[task] = copy_context()
                 try:
                     yield
                 finally:
-                    del self._running[call]
+                    del self._running[task]
         except asyncio.CancelledError:
             if not task.uncancel():
                 raise (self._ended or cancelled(self._name)) from None
@@ -405,7 +408,7 @@ class AsyncActorProcess(ActorProcess):
         """End the actor from a call: others are cancelled, and told so."""
         error = died(self._name, "a call ended it by exit_actor().")
         self._ended = TaskFailure(*pack_own_error(error))
-        for task in self._running.values():
+        for task in self._running:
             task.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._until_idle(), CLOSE_LIMIT)

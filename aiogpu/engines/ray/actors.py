@@ -202,7 +202,7 @@ class RayActor:
         return self.site.spec.name
 
     @property
-    def calls(self) -> Calls:
+    def _calls(self) -> Calls:
         """The calls of the event loop."""
         return self.actors.calls
 
@@ -223,7 +223,7 @@ class RayActor:
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method; return the call's number."""
-        calls = self.calls
+        calls = self._calls
         number = calls.begin(self._new_call(receiver))
         if self.failed is not None:
             calls.reject(number, self.failed)
@@ -242,7 +242,7 @@ class RayActor:
         return PendingCall(
             self.name,
             receiver,
-            self.calls.loop.time(),
+            self._calls.loop.time(),
             actor=self.id,
             group=self.site.spec.shape.request.placement_group,
             **{"explain": self.explain, **attributes},
@@ -272,7 +272,7 @@ class RayActor:
         self.actors.starting.discard(self)
 
     def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
-        calls = self.calls
+        calls = self._calls
         call = calls.live.get(number)
         if call is None:
             return
@@ -336,11 +336,11 @@ class RayActor:
     def _ask(self, receiver: Receiver, **attributes: Any) -> None:
         """Ask where it is, which it answers when its constructor has returned."""
         call = self._new_call(receiver, goes_on=True, **attributes)
-        number = self.calls.begin(call)
+        number = self._calls.begin(call)
         if self.failed is not None:
-            self.calls.reject(number, self.failed)
+            self._calls.reject(number, self.failed)
         else:
-            self.calls.watch(number, (self.handle.ready.remote(),))
+            self._calls.watch(number, (self.handle.ready.remote(),))
 
     def kill(self, *, may_restart: bool) -> None:
         """End its process at once."""
@@ -459,7 +459,7 @@ class _EndReceiver:
         """Ask again later: it lives, in this place."""
         self._actor.place = place
         again = LOOK_AGAIN if self._actor.end is not None else LOOK_SELDOM
-        self._actor.calls.loop.call_later(again, self._ask)
+        self._actor._calls.loop.call_later(again, self._ask)
 
     def _ask(self) -> None:
         try:
@@ -485,7 +485,7 @@ class _EndReceiver:
 
     def _look(self, pid: int, left: float) -> None:
         if pid and left > 0 and os.path.exists(f"/proc/{pid}"):
-            loop = self._actor.calls.loop
+            loop = self._actor._calls.loop
             loop.call_later(PROCESS_LOOK, self._look, pid, left - PROCESS_LOOK)
         else:
             self._receiver.receive(NONE)

@@ -191,7 +191,11 @@ _MEANINGS: Final[tuple[tuple[Any, Callable[[str], Exception], str], ...]] = (
         WorkerDiedError,
         "died with its worker on the cluster",
     ),
-    (exceptions.ObjectStoreFullError, ObjectMemoryError, "found Ray's store full"),
+    (
+        exceptions.ObjectStoreFullError,
+        ObjectMemoryError,
+        "found Ray's object store full",
+    ),
     (
         exceptions.ObjectLostError,
         NodeDiedError,

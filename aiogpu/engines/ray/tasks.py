@@ -549,8 +549,9 @@ class Stream:
         if self._stop is None:
             cancel = self._calls.canceller.cancel
             cancel(self._generator)
-            kill = partial(cancel, self._generator, force=True)
-            self._calls.loop.call_later(self._call.grace, kill)
+            if not self._call.actor:
+                kill = partial(cancel, self._generator, force=True)
+                self._calls.loop.call_later(self._call.grace, kill)
         else:
             # Ray does not hold a generator of which nobody takes the items.
             self._stop(self._generator.completed())

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pickle import PickleBuffer
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiogpu.engines.ray import cluster
@@ -31,6 +32,7 @@ IN_STORE: Final = 1
 # What Ray carries
 
 
+@dataclass(slots=True, eq=False)
 class StoredValue:
     """A pickle in Ray's store, with its buffers and all that it refers to.
 
@@ -41,19 +43,10 @@ class StoredValue:
         actors: id, Ray's handle and terms of each actor to which it holds handles.
     """
 
-    __slots__ = ("actors", "buffers", "references", "stream")
-
-    def __init__(
-        self,
-        stream: bytes,
-        buffers: Sequence[Any] = (),
-        references: tuple[tuple[int, Ref], ...] = (),
-        actors: tuple[tuple[int, Handle, Terms], ...] = (),
-    ) -> None:
-        self.stream = stream
-        self.buffers = buffers
-        self.references = references
-        self.actors = actors
+    stream: bytes
+    buffers: Sequence[Any] = ()
+    references: tuple[tuple[int, Ref], ...] = ()
+    actors: tuple[tuple[int, Handle, Terms], ...] = ()
 
     def __repr__(self) -> str:
         return f"<StoredValue {len(self.stream)} bytes, {len(self.buffers)} buffers>"
@@ -63,16 +56,10 @@ class StoredValue:
         return StoredValue, (self.stream, outside, self.references, self.actors)
 
 
-class FailedValue:
+class FailedValue(NamedTuple):
     """Stands in the store for a value that will never be there; see `Failed`."""
 
-    __slots__ = ("fields",)
-
-    def __init__(self, fields: tuple[Any, ...]) -> None:
-        self.fields = fields
-
-    def __reduce__(self) -> tuple[type[FailedValue], tuple[object, ...]]:
-        return FailedValue, (self.fields,)
+    fields: tuple[Any, ...]
 
 
 # What this process knows
@@ -87,20 +74,16 @@ actor_terms: Final[WeakKeyDictionary[Any, Terms]] = WeakKeyDictionary()
 _kept_by_forks: Final[list[Any]] = []
 
 
+@dataclass(slots=True, eq=False)
 class ActorReference:
     """A pickled handle of an actor; Ray's handle goes along, and keeps it alive."""
 
-    __slots__ = ("handle", "id", "terms")
-
-    def __init__(self, identity: int, handle: Handle, terms: Terms) -> None:
-        self.id = identity
-        self.handle = handle
-        self.terms = terms
-
-    def __repr__(self) -> str:
-        return f"<ActorReference {self.id}>"
+    id: int
+    handle: Handle
+    terms: Terms
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SharedValue:
     """A value to which handles refer, in one process.
 
@@ -116,18 +99,15 @@ class SharedValue:
         part: which of several results of that call it is; -1 for all of it.
     """
 
-    __slots__ = (
-        *("__weakref__", "_callbacks", "failed", "id", "part", "payload", "ref"),
-        "task",
-    )
+    id: int = field(default_factory=lambda: next(_ids))
+    ref: Ref | None = None
+    payload: bytes | None = None
+    failed: Failed | None = None
+    task: int = 0
+    part: int = -1
+    _callbacks: list[Callable[[], object]] = field(default_factory=list)
 
-    def __init__(self, identity: int = 0) -> None:
-        self.id = identity or next(_ids)
-        self.ref: Ref | None = None
-        self.payload: bytes | None = None
-        self.failed: Failed | None = None
-        self.task, self.part = 0, -1
-        self._callbacks: list[Callable[[], object]] = []
+    def __post_init__(self) -> None:
         _values[self.id] = self
 
     def __repr__(self) -> str:
@@ -238,6 +218,7 @@ def forget_after_fork() -> None:
 # Payloads
 
 
+@dataclass(slots=True, eq=False)
 class PayloadSource:
     """What a payload of this process is to Ray.
 
@@ -247,20 +228,9 @@ class PayloadSource:
         actors: the actors to which it does.
     """
 
-    __slots__ = ("actors", "ref", "references")
-
-    def __init__(
-        self,
-        ref: Ref | None,
-        references: tuple[SharedValue, ...],
-        actors: tuple[ActorReference, ...],
-    ) -> None:
-        self.ref = ref
-        self.references = references
-        self.actors = actors
-
-    def __repr__(self) -> str:
-        return f"<PayloadSource {self.ref}>"
+    ref: Ref | None
+    references: tuple[SharedValue, ...]
+    actors: tuple[ActorReference, ...]
 
     def views(self, _contents: Contents) -> list[memoryview]:
         """Return the pickle and its buffers from the store; see `Source`."""
