@@ -473,6 +473,10 @@ class Driver:
         call = self._calls.get(task)
         return self.actors.receiver_of(task) if call is None else call.receiver
 
+    def worker(self, identity: int) -> LiveWorker | None:
+        """The live worker of that id."""
+        return self._pool.workers.get(identity)
+
     def task_of(self, worker: int) -> int:
         """The task that a worker runs, 0 for none."""
         record = self.scheduler.workers.get(WorkerId(worker))

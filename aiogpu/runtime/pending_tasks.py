@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from aiogpu.client.function_spec import Site
 from aiogpu.client.interface import ItemReceiver, Receiver
@@ -24,22 +24,10 @@ from aiogpu.errors import (
 from aiogpu.wire.messages import Run
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.connection import Peer
     from aiogpu.wire.messages import Done, Failed
 
 
 _log: Final = logging.getLogger(__name__)
-
-
-class Borrower(Protocol):
-    """A worker, as far as those need it that send it something."""
-
-    id: int
-    peer: Peer | None
-
-    def borrow(self, payload: bytes) -> bytes:
-        """The payload that it is sent; what that refers to is lent to it."""
-        ...
 
 
 Delay = Callable[[Receiver], Receiver]
@@ -113,11 +101,11 @@ class Call:
     limit: int = 0
     passed: int = 0
 
-    def run(self, task: int, is_last: bool, worker: Borrower) -> Run:
-        """What its worker is told; what its payload refers to is lent to that."""
+    def run(self, task: int, is_last: bool, borrow: Callable[[bytes], bytes]) -> Run:
+        """What its worker is told; `borrow` lends that what its payload refers to."""
         site, payload = self.site, self.payload
         if type(payload) is not bytes:
-            payload = worker.borrow(payload)
+            payload = borrow(payload)
         if not site.window:
             return Run(task, site.id, payload, is_last, self.number)
         limit = self.limit or site.window

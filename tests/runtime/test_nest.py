@@ -75,8 +75,6 @@ class PaperDriver:
 class PaperStore:
     """Has lent nothing to anybody."""
 
-    caller = None
-
 
 class House:
     """A nest between a paper driver and workers with paper peers."""

@@ -25,10 +25,10 @@ from aiogpu.errors import (
     ActorNameError,
     NodeClosedError,
 )
+from aiogpu.runtime.objects.store import Borrower
 from aiogpu.runtime.objects.values import Value, await_arguments, is_complete
 from aiogpu.runtime.pending_tasks import (
     EACH,
-    Borrower,
     Delay,
     internal_error,
     tell_safely,

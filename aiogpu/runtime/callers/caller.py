@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.client.current import take_kept
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
@@ -20,6 +20,7 @@ from aiogpu.errors import (
     TaskCancelledError,
     WorkerDiedError,
 )
+from aiogpu.runtime.objects.store import Borrower
 from aiogpu.runtime.pending_tasks import pass_on
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import result_part
@@ -47,35 +48,16 @@ if TYPE_CHECKING:
     from aiogpu.client.function_spec import Site
     from aiogpu.client.interface import Receiver
     from aiogpu.runtime.actors.actor import Actor
-    from aiogpu.runtime.connection import Peer
-    from aiogpu.runtime.objects.segments import BorrowerReferences
     from aiogpu.runtime.objects.values import Value
 
 
-class Lender(Protocol):
-    """Lends values to callers: the node's store."""
-
-    def dispatch(self, caller: Caller, payload: bytes) -> bytes:
-        """Give the payload that a caller is sent, and lend it what that refers to."""
-        ...
-
-    def forget(
-        self, borrowers: BorrowerReferences, error: Exception, is_all: bool
-    ) -> None:
-        """A caller has ended: it has nothing any more."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
-class Caller:
+class Caller(Borrower):
     """One connection by which tasks are started and values are lent.
 
     Attributes:
-        id: no worker and no client has the same.
-        pid: its process, 0 where that is not known.
         client: whose its tasks are that nobody else has started.
         program: what the workers of its tasks begin with; "" for the node's own.
-        peer: its connection, None before and after.
         declared: what the tasks that it starts are, by its own numbers.
         children: those of them that have not ended, by its own numbers.
         asked: its unanswered calls of actors and their numbers, by its own.
@@ -85,17 +67,12 @@ class Caller:
         bound: for which of these its main thread waits; see `wire.messages.Wait`.
         holds: how often it counts as a holder of an actor, by the actor's id.
         carried: actors to which what it says next holds handles.
-        store: lends it what its payloads refer to.
-        borrowers: what it was lent, None for nothing so far.
         fetched: values that it has asked for and that have not come.
         actor: what it is, None for what is no actor.
     """
 
-    id: int
-    pid: int = field(default=0, kw_only=True)
     client: ClientId = field(default=OWN, kw_only=True)
     program: str = field(default="", kw_only=True)
-    peer: Peer | None = field(default=None, kw_only=True)
     declared: dict[int, Site | Failed] = field(default_factory=dict, kw_only=True)
     children: dict[int, int] = field(default_factory=dict, kw_only=True)
     asked: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
@@ -104,14 +81,8 @@ class Caller:
     bound: tuple[int, ...] = field(default=(), kw_only=True)
     holds: dict[int, int] = field(default_factory=dict, kw_only=True)
     carried: tuple[int, ...] = field(default=(), kw_only=True)
-    store: Lender | None = field(default=None, kw_only=True)
-    borrowers: BorrowerReferences | None = field(default=None, kw_only=True)
     fetched: dict[int, Value] = field(default_factory=dict, kw_only=True)
     actor: Actor | None = field(default=None, kw_only=True)
-
-    def borrow(self, payload: bytes) -> bytes:
-        """The payload that it is sent; what that refers to is lent to it."""
-        return payload if self.store is None else self.store.dispatch(self, payload)
 
     def return_loans(self) -> None:
         """It has ended, and has nothing any more."""

@@ -11,7 +11,6 @@ then it is looked again, until there is none (`LeaseProcessWatcher`).
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -33,7 +32,7 @@ from aiogpu.wire.codec import pack
 from aiogpu.wire.messages import LEASE_MARK
 
 if TYPE_CHECKING:
-    from aiogpu.core.effects import Effect, Granted
+    from aiogpu.core.effects import Effect
     from aiogpu.core.model.request import TaskSpec
     from aiogpu.runtime.devices.binding import Assignment, NullDeviceRelease
     from aiogpu.runtime.devices.probe_thread import Key
@@ -162,31 +161,6 @@ class LeaseProcessWatcher:
         os.close(pidfd)
 
 
-class Placements:
-    """See above."""
-
-    def __init__(self, calls: ShardedDict[Call]) -> None:
-        self._calls = calls
-        self._held: dict[TaskId, tuple[WorkerId, int]] = {}
-
-    def __repr__(self) -> str:
-        return f"<Placements {len(self.pids)} held>"
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids of the programs that have asked for them, by holder."""
-        for task in list(self._held):
-            if task not in self._calls:
-                del self._held[task]
-        return {int(holder): pid for holder, pid in self._held.values()}
-
-    def grant(self, effect: Granted) -> None:
-        """Tell who has asked for a placement that all its bundles are held."""
-        receiver = cast("LeaseReceiver", self._calls[effect.task].receiver)
-        self._held[effect.task] = effect.holder, receiver.pid
-        receiver.receive(b"")
-
-
 def removed(placement: str, name: str, reason: str) -> PlacementRemovedError:
     """The error of what was to run in a placement, or did."""
     return PlacementRemovedError(
@@ -201,9 +175,6 @@ def misfit(spec: TaskSpec, reason: str) -> InfeasibleError:
         f"{spec.name} asks for {spec.shape.request}, and can never run there: "
         f"{reason}. Ask for less, or for a placement that has it."
     )
-
-
-_log: Final = logging.getLogger(__name__)
 
 
 class LeaseReceiver(Receiver, Protocol):
@@ -258,7 +229,7 @@ class Leases:
         self._device_release = device_release
         self._feed = feed
         self._held: dict[WorkerId, Held] = {}
-        self._placements = Placements(calls)
+        self._placements: dict[TaskId, tuple[WorkerId, int]] = {}
         self._token = os.urandom(8).hex()
         self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Granted: self._grant,
@@ -274,8 +245,11 @@ class Leases:
 
         Those of placements as well.
         """
+        for task in list(self._placements):
+            if task not in self._calls:
+                del self._placements[task]
         held = {int(holder): held.pid for holder, held in self._held.items()}
-        return held | self._placements.pids
+        return held | {int(holder): pid for holder, pid in self._placements.values()}
 
     def roots_of(self, key: Key) -> Mapping[int, int]:
         """The programs that have a lease of a device, each with the holder's id."""
@@ -291,10 +265,11 @@ class Leases:
 
     def _grant(self, effect: effects.Granted) -> None:
         call = self._calls[effect.task]
-        if call.site.spec.is_grouped:
-            self._placements.grant(effect)
-            return
         site, receiver = call.site, cast("LeaseReceiver", call.receiver)
+        if site.spec.is_grouped:
+            self._placements[effect.task] = effect.holder, receiver.pid
+            receiver.receive(b"")
+            return
         mark = f"{self._token}.{effect.task}"
         bind = self._assignment.bind(effect.lease, {})
         self._held[effect.holder] = Held(

@@ -21,9 +21,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from aiogpu.client.function_spec import Site
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
@@ -47,7 +46,7 @@ from aiogpu.runtime.output.console import Routes
 from aiogpu.runtime.pending_tasks import internal_error
 from aiogpu.runtime.zygote.config import Program
 from aiogpu.runtime.zygote.generations import Zygotes
-from aiogpu.serialization.exceptions import RAISED, pack_failure, pack_own_error
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.messages import (
@@ -56,7 +55,6 @@ from aiogpu.wire.messages import (
     WHY,
     Ask,
     Carry,
-    ChildDone,
     ChildFailed,
     Close,
     Depart,
@@ -100,128 +98,25 @@ WITHIN: Final = 10.0
 """Seconds in which a program says it; it does so at once, unless it is stopped."""
 
 
-class HandshakeTimeouts:
-    """See above.
-
-    Args:
-        loop: the event loop.
-        on_late: told of one that has not said it in time.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_late: Callable[[Peer], object]
-    ) -> None:
-        self._loop = loop
-        self._on_late = on_late
-        self._timers: dict[Peer, asyncio.TimerHandle] = {}
-
-    def __repr__(self) -> str:
-        return f"<HandshakeTimeouts {len(self._timers)}>"
-
-    def come(self, peer: Peer) -> None:
-        """It has connected."""
-        self._timers[peer] = self._loop.call_later(WITHIN, self._late, peer)
-
-    def _late(self, peer: Peer) -> None:
-        del self._timers[peer]
-        self._on_late(peer)
-
-    def know(self, peer: Peer) -> None:
-        """It has said who it is, or was told to go."""
-        timer = self._timers.pop(peer, None)
-        if timer is not None:
-            timer.cancel()
-
-    def close(self) -> None:
-        """Wait for nobody any more."""
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-
-
-class ClientLeaseReceiver:
+class LeaseChild(Child):
     """Tells a client of a lease that it has asked for; see `LeaseReceiver`.
 
-    Attributes:
-        pid: its process.
+    The lease is the client's once it is granted, until it gives it back or ends.
     """
 
-    __slots__ = ("_client", "_number", "pid")
+    __slots__ = ()
 
-    def __init__(self, client: Client, number: int) -> None:
-        self.pid = client.pid
-        self._client = client
-        self._number = number
+    caller: Client
 
-    def receive(self, payload: bytes) -> None:
-        """It is granted, and the client's until that gives it back or ends."""
-        if self._client.peer is not None:
-            self._client.peer.post(ChildDone(self._number, payload))
+    @property
+    def pid(self) -> int:
+        """The client's process."""
+        return self.caller.pid
 
     def reject(self, failed: Failed) -> None:
-        """It is refused."""
-        self._client.leases.pop(self._number, None)
-        if self._client.peer is not None:
-            self._client.peer.post(ChildFailed(self._number, *failed.why))
-
-    def fail(self, error: Exception) -> None:
-        """It is refused, or the node closes."""
-        self.reject(pack_failure(0, RAISED, error, ""))
-
-
-def hear_of_leases(
-    client: Client, message: Message, driver: Driver, is_draining: bool
-) -> bool:
-    """Take in what a client says of its leases; False if it is something else."""
-    if isinstance(message, TakeLease):
-        _take(client, message, driver, is_draining)
-        return True
-    return isinstance(message, Withdraw) and _give_back(client, message.child, driver)
-
-
-def _take(
-    client: Client, message: TakeLease, driver: Driver, is_draining: bool
-) -> None:
-    lessee = ClientLeaseReceiver(client, message.child)
-    site = client.declared.get(message.site)
-    if is_draining:
-        lessee.fail(NodeClosedError("the node is being stopped, and grants nothing."))
-    elif isinstance(site, Site) and site.spec.is_lease:
-        if client.wish is not None:
-            # From now on its limits and its turn are as any other program's.
-            from aiogpu.core.scheduler.scheduler import Scheduler
-
-            driver.feed(Scheduler.join, *client.wish)
-            client.wish = None
-        try:
-            task = driver.submit(site, b"", lessee, None, client.client)
-        except AiogpuError as error:
-            lessee.fail(error)
-            return
-        if driver.knows(task):
-            client.leases[message.child] = task
-    elif isinstance(site, Failed):
-        lessee.reject(site)
-    else:
-        lessee.fail(InternalError(f"{client.name} never declared this lease"))
-
-
-def _give_back(client: Client, number: int, driver: Driver) -> bool:
-    task = client.leases.pop(number, None)
-    if task is not None:
-        driver.cancel(task)
-    return task is not None
-
-
-def task_of(client: Client, number: int) -> int:
-    """The lease or placement that a client knows by a number; 0 for none."""
-    return client.leases.get(number, 0)
-
-
-def give_back_all(client: Client, driver: Driver) -> None:
-    """A client has gone, or leaves; what its leases were for may go on."""
-    for number in list(client.leases):
-        _give_back(client, number, driver)
+        """It is refused, or gone with its node."""
+        self.caller.leases.pop(self.number, None)
+        super().reject(failed)
 
 
 AT_ONCE: Final = 1000
@@ -233,107 +128,6 @@ FIRST_LOOK: Final = 1e-3
 
 LONGEST_LOOK: Final = 0.02
 """Seconds between two looks at whether all of a client that leaves has stopped."""
-
-
-class Absent(NamedTuple):
-    """A program that has gone and has left something.
-
-    Attributes:
-        program: what the workers of its tasks begin with.
-        name: how people know it.
-        pid: what its process id was.
-    """
-
-    program: str
-    name: str
-    pid: int
-
-
-class ClientCleanup:
-    """See above."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, driver: Driver, requests: Requests
-    ) -> None:
-        self._loop = loop
-        self._driver = driver
-        self._requests = requests
-        self._left: dict[ClientId, Absent] = {}
-
-    def __repr__(self) -> str:
-        return f"<ClientCleanup {len(self._left)} have left something>"
-
-    def give_up(self, client: Client) -> None:
-        """Stop what is a client's own."""
-        give_back_all(client, self._driver)
-        for number in list(client.asked):
-            self._requests.withdraw_call(client, number)
-        client.fetched.clear()
-        children, client.children = client.children, {}
-        self._stop_some([TaskId(task) for task in children.values()])
-        client.departing.update(TaskId(task) for task in children.values())
-        self._driver.actors.holding.pop(client.id, None)
-        holds = list(client.holds)
-        self._driver.actors.release_all(client)
-        for public in holds:
-            actor = self._driver.actors.get(public)
-            if actor is not None and not actor.holders:
-                client.departing.add(TaskId(actor.id))
-        why = (
-            f"the program that had started it ({client.name}, pid {client.pid}) ended."
-        )
-        client.departing.update(self._driver.actors.end_of_client(client.client, why))
-
-    def _stop_some(self, tasks: list[TaskId]) -> None:
-        for task in tasks[:AT_ONCE]:
-            self._driver.cancel(task)
-        if len(tasks) > AT_ONCE:
-            self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
-
-    def depart(self, client: Client) -> None:
-        """It says that it leaves."""
-        self.give_up(client)
-        config = self._driver.scheduler.config
-        within = config.cancel_grace + config.exit_grace
-        self._look(client, FIRST_LOOK, self._loop.time() + within)
-
-    def _look(self, client: Client, pause: float, until: float) -> None:
-        """Tell a client that nothing of it runs any more, as soon as that is so."""
-        if client.peer is None:
-            return
-        knows = self._driver.knows
-        client.departing = {task for task in client.departing if knows(task)}
-        if client.departing and self._loop.time() < until:
-            longer = min(2 * pause, LONGEST_LOOK)
-            self._loop.call_later(pause, self._look, client, longer, until)
-            return
-        client.peer.send_one(Departed())
-
-    def note_left(self, client: Client) -> None:
-        """It has gone; detached actors of it may live on, and start again."""
-        self._left[client.client] = Absent(client.program, client.name, client.pid)
-
-    def left(self) -> dict[ClientId, Absent]:
-        """The programs that have gone and of which something lives."""
-        alive = {one.id for one in self._driver.scheduler.clients or ()}
-        self._left = {id_: one for id_, one in self._left.items() if id_ in alive}
-        return self._left
-
-    def wants(self, program: str) -> bool:
-        """Return whether something lives that a program has left which has gone."""
-        return any(one.program == program for one in self.left().values())
-
-
-def remains_of(clients: list[Client]) -> str:
-    """What clients have asked for that has not ended, in words; "" for nothing."""
-    counts = {
-        "task": sum(len(one.children) for one in clients),
-        "call": sum(number > 0 for one in clients for _, number in one.asked.values()),
-        "lease": sum(len(one.leases) for one in clients),
-    }
-    return in_words(
-        [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n]
-    )
 
 
 _log: Final = logging.getLogger(__name__)
@@ -368,7 +162,7 @@ class Clients:
         self,
         loop: asyncio.AbstractEventLoop,
         driver: Driver,
-        nested: Requests,
+        requests: Requests,
         zygotes: Zygotes,
         store: Store,
         server_info: ServerInfo,
@@ -380,15 +174,15 @@ class Clients:
         self.routes = Routes(driver.scheduler, self.by_id)
         self._loop = loop
         self._driver = driver
-        self._nested = nested
+        self._requests = requests
         self._zygotes = zygotes
         self._store = store
         self._server_info = server_info
         self._server: asyncio.AbstractServer | None = None
         self._doing: set[asyncio.Task[None]] = set()
-        self._handshakes = HandshakeTimeouts(loop, self._turn_away)
-        self._parting = ClientCleanup(loop, driver, nested)
-        zygotes.wants = self._parting.wants
+        self._unnamed: dict[Peer, asyncio.TimerHandle] = {}
+        self._left: dict[int, Client] = {}
+        zygotes.wants = self._wants
 
     def __repr__(self) -> str:
         return f"<Clients {len(self.by_id)}>"
@@ -404,7 +198,8 @@ class Clients:
 
         def accept() -> Peer:
             peer = Peer(self._greeted, on_heard)
-            self._handshakes.come(peer)
+            late = self._loop.call_later(WITHIN, self._turn_away, peer)
+            self._unnamed[peer] = late
             return peer
 
         # asyncio calls listen(2) once more, with 100 unless told otherwise.
@@ -414,15 +209,22 @@ class Clients:
 
     def _turn_away(self, peer: Peer) -> None:
         """It has not said in time which program it is."""
+        del self._unnamed[peer]
         peer.refuse(f"it was not said within {WITHIN:g} s which program this is")
         for client in list(self.by_id.values()):
             if client.peer is peer:
                 self._on_lost(client)
 
+    def _note_named(self, peer: Peer) -> None:
+        """It has said who it is, or was told to go."""
+        late = self._unnamed.pop(peer, None)
+        if late is not None:
+            late.cancel()
+
     def _greeted(self, peer: Peer, hello: Hello) -> None:
         is_client = hello.role == CLIENT and FIRST_CLIENT <= hello.id < END_OF_CLIENTS
         if not is_client or hello.id in self.by_id:
-            self._handshakes.know(peer)
+            self._note_named(peer)
             peer.refuse("this socket is for programs, each with a number of its own")
             return
         client = Client(
@@ -478,7 +280,7 @@ class Clients:
                 if is_open and type(message) is Submit and message.payload[:1] != MARK:
                     row.append(message)
                     continue
-                self._nested.submit_all(client, row)
+                self._requests.submit_all(client, row)
                 row = []
                 try:
                     self._take(client, message)
@@ -491,7 +293,7 @@ class Clients:
                     if not tell_asker(client, message, internal_error(what, error)):
                         raise
                     _log.exception("! failed to take in %s", type(message).__name__)
-            self._nested.submit_all(client, row)
+            self._requests.submit_all(client, row)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             is_told = isinstance(error, ProtocolError | OSError | AiogpuError)
             kind = type(error).__name__
@@ -525,11 +327,15 @@ class Clients:
         elif kind is Inquire:
             self._do(self._tell(client, message))  # type: ignore[arg-type]
         elif kind is Depart:
-            self._parting.depart(client)
+            self._depart(client)
         elif isinstance(message, Carry) and message.task:
             raise ProtocolError("a client has no task whose result carries something")
-        elif not hear_of_leases(client, message, self._driver, self.is_draining):
-            self._nested.on_message(client, message)
+        elif kind is TakeLease:
+            self._take_lease(client, message)  # type: ignore[arg-type]
+        elif kind is Withdraw and message.child in client.leases:  # type: ignore[union-attr]
+            self._driver.cancel(client.leases.pop(message.child))  # type: ignore[union-attr]
+        else:
+            self._requests.on_message(client, message)
 
     def _refuse(self, client: Client, message: Message) -> None:
         error = NodeClosedError("the node is being stopped, and takes no new work.")
@@ -542,7 +348,7 @@ class Clients:
         ours = self._server_info
         peer = client.peer
         assert peer is not None, client
-        self._handshakes.know(peer)
+        self._note_named(peer)
         if join.release != ours.release:
             peer.refuse(
                 f"the node runs aiogpu {ours.release}, the program {join.release}; use "
@@ -591,6 +397,29 @@ class Clients:
         self._doing.add(doing)
         doing.add_done_callback(self._doing.discard)
 
+    def _take_lease(self, client: Client, message: TakeLease) -> None:
+        receiver, driver = LeaseChild(client, message.child), self._driver
+        site = client.declared.get(message.site)
+        if self.is_draining:
+            error = "the node is being stopped, and grants nothing."
+            receiver.fail(NodeClosedError(error))
+        elif isinstance(site, Failed):
+            receiver.reject(site)
+        elif site is None or not site.spec.is_lease:
+            receiver.fail(InternalError(f"{client.name} never declared this lease"))
+        else:
+            if client.wish is not None:
+                # From now on its limits and its turn are as any other program's.
+                driver.feed(Scheduler.join, *client.wish)
+                client.wish = None
+            try:
+                task = driver.submit(site, b"", receiver, None, client.client)
+            except AiogpuError as error:
+                receiver.fail(error)
+                return
+            if driver.knows(task):
+                client.leases[message.child] = task
+
     async def _tell(self, client: Client, inquiry: Inquire) -> None:
         """Answer what a client asks of the node."""
         child = Child(client, inquiry.child)
@@ -609,7 +438,7 @@ class Clients:
     def _task_of(self, client: Client, number: int) -> int:
         """The task that a client means: its child's, or that of an actor."""
         if number > 0:
-            return client.children.get(number) or task_of(client, number)
+            return client.children.get(number) or client.leases.get(number, 0)
         actor = self._driver.actors.get(number)
         return 0 if actor is None else actor.id
 
@@ -623,26 +452,96 @@ class Clients:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
             client.pidfd = -1
-        self._parting.give_up(client)
+        self._give_up(client)
         self.routes.resume(client.id)
         client.return_loans()
         if client.is_joined and client.wish is None:
             self._driver.feed(Scheduler.leave, client.client)
         if client.program:
-            self._parting.note_left(client)
+            # Detached actors of it may live on, and start again.
+            client.declared.clear()
+            self._left[client.client] = client
             self._zygotes.leave(client.program)
+
+    def _give_up(self, client: Client) -> None:
+        """Stop what is a client's own; what its leases were for may go on."""
+        driver, actors = self._driver, self._driver.actors
+        leases, client.leases = client.leases, {}
+        for task in leases.values():
+            driver.cancel(task)
+        for number in list(client.asked):
+            self._requests.withdraw_call(client, number)
+        client.fetched.clear()
+        children, client.children = client.children, {}
+        tasks = [TaskId(task) for task in children.values()]
+        self._stop_some(tasks)
+        client.departing.update(tasks)
+        actors.holding.pop(client.id, None)
+        holds = list(client.holds)
+        actors.release_all(client)
+        for public in holds:
+            actor = actors.get(public)
+            if actor is not None and not actor.holders:
+                client.departing.add(TaskId(actor.id))
+        why = (
+            f"the program that had started it ({client.name}, pid {client.pid}) ended."
+        )
+        client.departing.update(actors.end_of_client(client.client, why))
+
+    def _stop_some(self, tasks: list[TaskId]) -> None:
+        for task in tasks[:AT_ONCE]:
+            self._driver.cancel(task)
+        if len(tasks) > AT_ONCE:
+            self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
+
+    def _depart(self, client: Client) -> None:
+        """It says that it leaves."""
+        self._give_up(client)
+        config = self._driver.scheduler.config
+        within = config.cancel_grace + config.exit_grace
+        self._look(client, FIRST_LOOK, self._loop.time() + within)
+
+    def _look(self, client: Client, pause: float, until: float) -> None:
+        """Tell a client that nothing of it runs any more, as soon as that is so."""
+        if client.peer is None:
+            return
+        knows = self._driver.knows
+        client.departing = {task for task in client.departing if knows(task)}
+        if client.departing and self._loop.time() < until:
+            longer = min(2 * pause, LONGEST_LOOK)
+            self._loop.call_later(pause, self._look, client, longer, until)
+            return
+        client.peer.send_one(Departed())
+
+    def _still_wanted(self) -> dict[int, Client]:
+        """The programs that have gone and of which something lives."""
+        alive = {one.id for one in self._driver.scheduler.clients or ()}
+        self._left = {id_: one for id_, one in self._left.items() if id_ in alive}
+        return self._left
+
+    def _wants(self, program: str) -> bool:
+        """Return whether something lives that a program has left which has gone."""
+        return any(one.program == program for one in self._still_wanted().values())
 
     @property
     def programs(self) -> dict[int, tuple[str, int]]:
         """Names and process ids, also of those that have gone and left something."""
-        here = {one.id: (one.name, one.pid) for one in self.by_id.values()}
-        left = self._parting.left().items()
-        return {**{number: (one.name, one.pid) for number, one in left}, **here}
+        clients = {**self._still_wanted(), **self.by_id}
+        return {number: (one.name, one.pid) for number, one in clients.items()}
 
     @property
     def remains(self) -> str:
         """What they have asked for that has not ended, in words; "" for nothing."""
-        return remains_of(list(self.by_id.values()))
+        clients = self.by_id.values()
+        asked = (number for one in clients for _, number in one.asked.values())
+        counts = {
+            "task": sum(len(one.children) for one in clients),
+            "call": sum(number > 0 for number in asked),
+            "lease": sum(len(one.leases) for one in clients),
+        }
+        return in_words(
+            [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n]
+        )
 
     def drain(self, patience: float) -> None:
         """Take no more work, and let in only who looks; see `ends_at`."""
@@ -659,7 +558,9 @@ class Clients:
     def close(self) -> None:
         """The node has ended all that ran: part from those that are still there."""
         self.stop_listening()
-        self._handshakes.close()
+        for late in self._unnamed.values():
+            late.cancel()
+        self._unnamed.clear()
         for doing in self._doing:
             doing.cancel()
         for client in list(self.by_id.values()):

@@ -283,8 +283,8 @@ class Requests:
             self._refuse_self_waits(caller.actor, caller)
         caller.bound = message.children[: message.bound]
         if caller.bound and self._actors.workers:
-            scheduler = self._driver.scheduler
-            graph = WaitGraph(self._actors, scheduler, self._store.caller)
+            driver = self._driver
+            graph = WaitGraph(self._actors, driver.scheduler, driver.worker)
             graph.end_deadlock(caller)
 
     def _tell_waits(self, caller: Caller, task: int = 0) -> None:

@@ -228,18 +228,11 @@ class ObjectMemory:
         if self._page is not None:
             self._page.note_left(max(0, self.left))
 
-    def take(self, descriptor: int, size: int) -> int:
-        """Count a segment; gives the bytes that it takes in memory."""
-        if not is_memory(descriptor):
-            return 0
-        self.used += size
-        self._show()
-        return size
-
-    def take_copy(self, size: int) -> int:
-        """Count a copy of a segment in this process; gives the bytes that it takes."""
-        self.used += size
-        self._show()
+    def take(self, size: int) -> int:
+        """Count so many bytes that a segment, or a copy of it, takes in memory."""
+        if size:
+            self.used += size
+            self._show()
         return size
 
     def give_back(self, size: int) -> None:

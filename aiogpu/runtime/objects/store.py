@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,7 +47,7 @@ from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.control_page import ControlPage
-    from aiogpu.runtime.callers.caller import Caller
+    from aiogpu.runtime.connection import Peer
 
 
 DEEPEST: Final = 4
@@ -56,6 +57,29 @@ What is within is copied at each level."""
 
 WARM: Final = 1 << 30
 """Bytes of segments that stand ready to be written again."""
+
+
+@dataclass(slots=True, eq=False)
+class Borrower:
+    """A process at the other end of a connection, to which values are lent.
+
+    Attributes:
+        id: no worker and no client has the same.
+        pid: its process, 0 where that is not known.
+        peer: its connection, None before and after.
+        store: lends it what its payloads refer to.
+        borrowers: what it was lent, None for nothing so far.
+    """
+
+    id: int
+    pid: int = field(default=0, kw_only=True)
+    peer: Peer | None = field(default=None, kw_only=True)
+    store: Store | None = field(default=None, kw_only=True)
+    borrowers: BorrowerReferences | None = field(default=None, kw_only=True)
+
+    def borrow(self, payload: bytes) -> bytes:
+        """The payload that it is sent; what that refers to is lent to it."""
+        return payload if self.store is None else self.store.dispatch(self, payload)
 
 
 class Store:
@@ -68,8 +92,8 @@ class Store:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
-        self._workers: Mapping[int, Caller] = {}
-        self.clients: dict[int, Caller] = {}
+        self._workers: Mapping[int, Borrower] = {}
+        self.clients: dict[int, Borrower] = {}
         self.catch_up: Callable[[], object] = _nothing
         self.memory = memory
         self._loop = loop
@@ -84,12 +108,12 @@ class Store:
     def __repr__(self) -> str:
         return f"<Store {len(self._segments)} segments>"
 
-    def serve(self, workers: Mapping[int, Caller], page: ControlPage | None) -> None:
+    def serve(self, workers: Mapping[int, Borrower], page: ControlPage | None) -> None:
         """Have these workers, by id, and no page if there are none any more."""
         self._workers = workers
         self.memory.show_on(page)
 
-    def caller(self, identity: int) -> Caller | None:
+    def caller(self, identity: int) -> Borrower | None:
         """The worker or the client of that id."""
         return self._workers.get(identity) or self.clients.get(identity)
 
@@ -177,22 +201,21 @@ class Store:
         self, identity: int, content: int | mmap.mmap, size: int
     ) -> SharedSegment:
         if isinstance(content, mmap.mmap):
-            counted = self.memory.take_copy(size)
-            on_free = partial(self._on_copy_free, counted)
+            on_free = partial(self._on_copy_free, self.memory.take(size))
         else:
-            counted = self.memory.take(content, size)
+            counted = self.memory.take(size if is_memory(content) else 0)
             on_free = partial(self._on_free, counted)
         shared = SharedSegment(identity, content, size, on_free)
         self._segments[identity] = shared
         return shared
 
-    def borrowers(self, caller: Caller) -> BorrowerReferences:
+    def borrowers(self, caller: Borrower) -> BorrowerReferences:
         """Return what a worker was lent."""
         if caller.borrowers is None:
             caller.borrowers = BorrowerReferences(self._loop, caller.id)
         return caller.borrowers
 
-    def announce(self, caller: Caller, identity: int) -> None:
+    def announce(self, caller: Borrower, identity: int) -> None:
         """A worker speaks of a value that it may just have put: it is known by now.
 
         What is said of it may be heard only when what was printed before is out.
@@ -200,7 +223,7 @@ class Store:
         if find(identity) is None:
             self.borrowers(caller).lend(Value("put", identity=identity))
 
-    def admit(self, caller: Caller, payload: bytes, depth: int = 0) -> bytes:
+    def admit(self, caller: Borrower, payload: bytes, depth: int = 0) -> bytes:
         """Take in the payload of a worker: what it refers to is kept from here on.
 
         Args:
@@ -228,7 +251,7 @@ class Store:
         parcel.parts = tuple(map(admit, contents.parts))
         return parcel
 
-    def _adopt(self, caller: Caller, contents: Contents) -> SharedSegment:
+    def _adopt(self, caller: Borrower, contents: Contents) -> SharedSegment:
         content = self._received(caller, contents.segment)
         if isinstance(content, mmap.mmap):
             size = len(content)
@@ -241,7 +264,7 @@ class Store:
             self._close_original(contents.segment)
         return self._shared(contents.segment, content, contents.size)
 
-    def _received(self, caller: Caller, segment: int) -> int | mmap.mmap:
+    def _received(self, caller: Borrower, segment: int) -> int | mmap.mmap:
         """Return what a worker has written; it was sent first."""
         if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
@@ -252,7 +275,7 @@ class Store:
         return borrowers.receive(segment)
 
     def take_back(
-        self, caller: Caller, things: tuple[int, ...], counts: tuple[int, ...]
+        self, caller: Borrower, things: tuple[int, ...], counts: tuple[int, ...]
     ) -> None:
         """A worker has returned these things that often.
 
@@ -265,7 +288,7 @@ class Store:
             with suppress(ProtocolError):  # it has not got as far as to send it
                 discard(self._received(caller, strange))
 
-    def dispatch(self, caller: Caller, payload: bytes) -> bytes:
+    def dispatch(self, caller: Borrower, payload: bytes) -> bytes:
         """Give the payload that a worker is sent, and lend it what that refers to."""
         if type(payload) is not Payload:
             return payload
@@ -320,7 +343,7 @@ class Store:
             return
         # Counted for the segment until now; on disk it was not.
         in_memory = segment.size if is_memory(segment.fd) else 0
-        counted = in_memory or self.memory.take_copy(segment.size)
+        counted = in_memory or self.memory.take(segment.size)
         segment.keep_copy(copy, partial(self._on_copy_free, counted))
         self._close_original(segment.id)
 

@@ -82,8 +82,7 @@ class Value:
 
     __slots__ = (
         "__weakref__",
-        "_error",
-        "_failed",
+        "_failure",
         "_watchers",
         "id",
         "name",
@@ -98,8 +97,7 @@ class Value:
         self.task = task
         self.payload: bytes | None = None
         self.stop: Callable[[], object] | None = None
-        self._failed: Failed | None = None
-        self._error: Exception | None = None
+        self._failure: Failed | Exception | None = None
         self._watchers: list[Callable[[Value], object]] = []
         _known[self.id] = self
 
@@ -112,12 +110,12 @@ class Value:
     @property
     def has_failed(self) -> bool:
         """True if it will never be there."""
-        return self._failed is not None or self._error is not None
+        return self._failure is not None
 
     @property
     def is_pending(self) -> bool:
         """True if it is still to come."""
-        return self.payload is None and not self.has_failed
+        return self.payload is None and self._failure is None
 
     def watch(self, call: Callable[[Value], object]) -> None:
         """Call with this value when it has come or failed; now, if it has.
@@ -137,10 +135,10 @@ class Value:
     def tell(self, receiver: Receiver) -> None:
         """Tell someone how it has come out; it is not pending."""
         try:
-            if self._failed is not None:
-                receiver.reject(self._failed)
-            elif self._error is not None:
-                receiver.fail(self._error)
+            if isinstance(self._failure, Exception):
+                receiver.fail(self._failure)
+            elif self._failure is not None:
+                receiver.reject(self._failure)
             elif self.payload is not None:
                 receiver.receive(self.payload)
         except Exception as error:  # noqa: BLE001 - it is told to who waits
@@ -154,14 +152,15 @@ class Value:
 
     def reject(self, failed: Failed) -> None:
         """It will not come, as the worker says."""
-        if self.is_pending:
-            self._failed = failed
-            self._settle()
+        self._fail(failed)
 
     def fail(self, error: Exception) -> None:
         """It will not come."""
+        self._fail(error)
+
+    def _fail(self, failure: Failed | Exception) -> None:
         if self.is_pending:
-            self._error = error
+            self._failure = failure
             self._settle()
 
     def _settle(self) -> None:

@@ -50,7 +50,7 @@ class WorkerCommands:
         # It is idle, so what came by its pipes is of tasks that have ended.
         if worker.slot.output.last:
             worker.slot.output.last.clear()
-        run = call.run(task, is_last, worker)
+        run = call.run(task, is_last, worker.borrow)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
             return
@@ -103,7 +103,7 @@ class WorkerCommands:
             if site.id not in worker.sites:
                 messages += worker.introduce(site)
             if site.window or type(payload) is not bytes:
-                messages.append(call.run(task, False, worker))
+                messages.append(call.run(task, False, worker.borrow))
             else:
                 messages.append(Run(task, site.id, payload, False, call.number))
         worker.peer.send(*messages)
