@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import remote as remote
     from aiogpu.api.handle import Handle as Handle
+    from aiogpu.api.handle import Stream as Stream
     from aiogpu.api.map import Results as Results
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from aiogpu.api.runtime_context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.runtime_context import get_runtime_context as get_runtime_context
     from aiogpu.api.session import Session as Session
-    from aiogpu.api.stream import Stream as Stream
     from aiogpu.api.wait import as_completed as as_completed
     from aiogpu.api.wait import get as get
     from aiogpu.api.wait import wait as wait
@@ -88,7 +88,7 @@ _MODULES = {
     "api.batch": ("batch",),
     "api.wait": ("as_completed", "get", "wait"),
     "api.runtime_context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
-    "api.handle": ("Handle",),
+    "api.handle": ("Handle", "Stream"),
     "api.map": ("Results",),
     "api.actor_class": ("method",),
     "api.node": (
@@ -104,7 +104,6 @@ _MODULES = {
     "api.calls": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),
-    "api.stream": ("Stream",),
     "api.decorator": ("remote",),
     "api.remote_function": ("RemoteFunction", "RemoteGenerator"),
     "observe.status": ("NodeStatus",),

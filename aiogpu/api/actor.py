@@ -26,7 +26,7 @@ from aiogpu.api.actor_class import (
     no_method,
     remote_method,
 )
-from aiogpu.api.options import TaskOptions, check_kinds, check_options
+from aiogpu.api.options import TaskOptions, merged
 from aiogpu.api.remote_function import Decorated, Definition, FunctionName
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import (
@@ -37,7 +37,7 @@ from aiogpu.client.current import (
     services,
 )
 from aiogpu.core.model.units import CPU
-from aiogpu.errors import MisuseError, OptionError
+from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 
@@ -202,7 +202,7 @@ class RemoteClass(Decorated, Generic[P, A]):
             OptionError: names the option, the value and what is allowed.
         """
         return RemoteClass(
-            self._definition, self._face, merged(self._options, dict(options))
+            self._definition, self._face, merged(self._options, options, "actor")
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -251,21 +251,10 @@ def _found_again(source: FunctionName, options: TaskOptions) -> RemoteClass[...,
     return RemoteClass(Definition(found), ActorInterface(found), options)
 
 
-def merged(base: TaskOptions, options: dict[str, Any]) -> TaskOptions:
-    """Options on top of others; raises `OptionError`."""
-    found = base._replace(**check_options(options, "actor"))
-    check_kinds(found.num_gpus, found.gpu_memory, found.resources)
-    if found.get_if_exists and found.name is None:
-        raise OptionError(
-            "get_if_exists=True asks for an actor by its name; say name='...' as well."
-        )
-    return found
-
-
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     """Return what `@remote` makes of a class; see there."""
     face = ActorInterface(cls)
-    checked = merged(TaskOptions(), options)
+    checked = merged(TaskOptions(), options, "actor")
     face.groups(checked)
     return RemoteClass(Definition(cls), face, checked)
 

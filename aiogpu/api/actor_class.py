@@ -25,7 +25,6 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.keywords import MethodCallKeywords, MethodKeywords
 from aiogpu.api.options import (
     INTERLEAVED,
     MAX_BUFFERED,
@@ -52,8 +51,8 @@ from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
     from aiogpu.api.calls import Start
-    from aiogpu.api.handle import Handle
-    from aiogpu.api.stream import Stream
+    from aiogpu.api.handle import Handle, Stream
+    from aiogpu.api.keywords import MethodCallKeywords, MethodKeywords
     from aiogpu.client.function_spec import ActorTerms
 
 
@@ -213,39 +212,30 @@ class Link(Protocol):
 
     def reference(self) -> tuple[int, str, str]:
         """The actor's id, name and node, for a handle to be pickled as."""
-        ...
 
     def call(self, label: str, method: str, payload: bytes) -> Any:
         """Call a method; gives the call's handle."""
-        ...
 
     def several(self, method: str, payload: bytes) -> Start:
         """How to call a method that has several results."""
-        ...
 
     def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
         """Call a method that is a generator; gives the stream of its items."""
-        ...
 
     def ready(self) -> Any:
         """A handle that is settled when the actor was made."""
-        ...
 
     def ended(self) -> Any:
         """A handle that is settled when its process has ended."""
-        ...
 
     def room(self) -> Any:
         """A handle of an `engines.base.Room`: how many of its kind can live at once."""
-        ...
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""
-        ...
 
     def terminate(self) -> None:
         """Have it end after what it was sent."""
-        ...
 
 
 class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
@@ -302,6 +292,10 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
 
             start = self._link.several(method.name, payload)
             return call_several(method.label, method.returns, start)  # type: ignore[return-value]
+        if method.window:
+            return self._link.stream(  # type: ignore[no-any-return]
+                method.label, method.window, method.name, payload
+            )
         handle: Handle[R] = self._link.call(method.label, method.name, payload)
         return handle
 
@@ -370,7 +364,6 @@ class MethodDescriptor(Protocol[P, R_co]):
 
     def __get__(self, instance: object, owner: Any) -> TypedMethod[P, R_co]:
         """Return what the attribute of an object is."""
-        ...
 
 
 T = TypeVar("T")
@@ -384,20 +377,16 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T])
 
     __slots__ = ()
 
-    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
-        """Call it; gives the stream of its items at once.
+    if TYPE_CHECKING:
 
-        Raises:
-            MisuseError: it takes other arguments.
-            SerializationError: an argument cannot be pickled.
-            NodeError: the actor's node is closed.
-        """
-        method = self._method
-        payload = method.pack(args, kwargs)
-        stream: Stream[T] = self._link.stream(
-            method.label, method.window, method.name, payload
-        )
-        return stream
+        def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+            """Call it; gives the stream of its items at once.
+
+            Raises:
+                MisuseError: it takes other arguments.
+                SerializationError: an argument cannot be pickled.
+                NodeError: the actor's node is closed.
+            """
 
     if not TYPE_CHECKING:
 
@@ -444,7 +433,6 @@ class GeneratorDescriptor(Protocol[P, T_co]):
 
     def __get__(self, instance: object, owner: Any) -> TypedGenerator[P, T_co]:
         """Return what the attribute of an object is."""
-        ...
 
 
 class MethodDecorator(Protocol):
@@ -641,7 +629,6 @@ class PendingLink(Link, Protocol):
 
     def call_late(self, label: str, method: str, payload: bytes) -> Handle[Any]:
         """Call a method that the class may have, once the node has answered."""
-        ...
 
 
 class PendingInterface:

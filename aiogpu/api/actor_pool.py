@@ -1,22 +1,20 @@
-"""The actors of a pool: which takes the next call, when one is made and when it goes.
+"""`ActorPool`: several actors of one class that are called as if they were one.
 
-An actor is lent no more once it has died, and another one takes its number. Where
-actors die before they have answered anything, the next is made later and later. The
-crew does not know the pool that is the user's, so that dropping the pool ends it. This
-file imports asyncio, so it is itself imported late.
+`PoolScheduler` says which of them takes the next call, when one is made and when it
+goes. An actor is lent no more once it has died, and another one takes its number. Where
+actors die before they have answered anything, the next is made later and later. It does
+not know the pool that is the user's, so that dropping the pool ends it. Light on
+purpose: user modules bring this file into every worker, so asyncio is imported late.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from bisect import insort
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -36,7 +34,7 @@ from aiogpu.api.actor_class import (
     RemoteMethod,
     no_method,
 )
-from aiogpu.api.options import LONGEST_TIME, check_options, whole
+from aiogpu.api.options import check_duration, check_options, whole
 from aiogpu.api.remote_function import Decorated, Mapper
 from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
 from aiogpu.errors import (
@@ -49,6 +47,8 @@ from aiogpu.errors import (
 )
 
 if TYPE_CHECKING:
+    import asyncio
+
     from aiogpu.api.actor_class import Link
     from aiogpu.api.handle import Handle
 
@@ -105,20 +105,27 @@ class PoolActor:
         self.on_answer: Callable[[Handle[Any]], None]
 
 
-_log: Final = logging.getLogger(__name__)
-
-
 LONGEST_PAUSE: Final = 60.0
 """Seconds between two attempts, when none of the actors made lives to answer."""
 
 
-# That of a handle would count as somebody who waits for it.
-_add_done_callback: Final[Callable[[Any, Callable[[Any], object]], None]] = (
-    asyncio.Future.add_done_callback
-)
+def _when_done(handle: Any, call: Callable[[Any], object]) -> None:
+    from asyncio import Future
+
+    # That of a handle would count as somebody who waits for it.
+    Future.add_done_callback(handle, call)
 
 
-_error_of: Final[Callable[[Any], BaseException | None]] = asyncio.Future.exception
+def _error_of(handle: Any) -> BaseException | None:
+    from asyncio import Future
+
+    return Future.exception(handle)
+
+
+def _warn(text: str, *args: object, **more: Any) -> None:
+    import logging
+
+    logging.getLogger(__name__).warning(text, *args, **more)
 
 
 _calls: Final = attrgetter("calls")
@@ -128,7 +135,7 @@ _number: Final = attrgetter("number")
 
 
 class PoolScheduler:
-    """See above.
+    """The actors of a pool; see above.
 
     Attributes:
         face: of the actors' class; None before the first, if a function makes them.
@@ -226,7 +233,7 @@ class PoolScheduler:
         """Count a call until it ends."""
         member.calls += 1
         self._calls += 1
-        _add_done_callback(handle, member.on_answer)
+        _when_done(handle, member.on_answer)
 
     def _on_answer(self, member: PoolActor, handle: Handle[Any]) -> None:
         member.calls -= 1
@@ -259,7 +266,7 @@ class PoolScheduler:
         member = PoolActor(number, handle, link_of(handle, "ActorPool()"))
         member.on_answer = partial(self._on_answer, member)
         insort(self._members, member, key=_number)
-        _add_done_callback(member.ended, partial(self._on_ended, member))
+        _when_done(member.ended, partial(self._on_ended, member))
         self._doubt(member)
 
     def _doubt(self, member: PoolActor) -> None:
@@ -272,7 +279,7 @@ class PoolScheduler:
             # There is nobody to be asked any more.
             self._lose(member, error)
             return
-        _add_done_callback(ready, partial(self._on_ready, member))
+        _when_done(ready, partial(self._on_ready, member))
 
     def _sort(self) -> None:
         """Calls go to those that are ready; where none is, to those that will be."""
@@ -313,7 +320,7 @@ class PoolScheduler:
             # The node has closed, or the task has ended whose pool this is.
             self.close(at_once=True)
             return
-        _log.warning("a pool has lost its actor %d: %s", member.number, error)
+        _warn("a pool has lost its actor %d: %s", member.number, error)
         if member.has_answered:
             self._not_before = 0.0
         else:
@@ -341,7 +348,7 @@ class PoolScheduler:
             self.close(at_once=True)
             return
         except Exception as error:  # noqa: BLE001 - the user's function raised it
-            _log.warning("a pool cannot make another actor", exc_info=True)
+            _warn("a pool cannot make another actor", exc_info=True)
             self._last_death = error
             self._pause()
         self._fill()
@@ -432,15 +439,13 @@ class PoolScheduler:
     async def ended(self) -> None:
         """Wait until no process is left."""
         ends = [member.ended for member in self._leaving]
-        await asyncio.gather(*ends, return_exceptions=True)
+        from asyncio import gather
+
+        await gather(*ends, return_exceptions=True)
 
 
 async def check_room(name: str, links: Sequence[Link]) -> None:
     """Check that actors can live at once, if all of them ask for the same.
-
-    Args:
-        name: what errors call them.
-        links: to each.
 
     Raises:
         InfeasibleError: not even an idle node has room for so many.
@@ -462,19 +467,9 @@ async def check_room(name: str, links: Sequence[Link]) -> None:
         )
 
 
-USUAL_TARGET: Final = 1
-
-
-USUAL_IDLENESS: Final = 60.0
-
-
-_check_least: Final = whole(0, "a whole number of actors, 0 or more, or None")
-
-
-_check_most: Final = whole(1, "a whole number of actors, 1 or more, or None")
-
-
-_check_target: Final = whole(1, "a whole number of calls, 1 or more, or None")
+_LEAST: Final = whole(0, "a whole number of actors, 0 or more, or None")
+_MOST: Final = whole(1, "a whole number of actors, 1 or more, or None")
+_TARGET: Final = whole(1, "a whole number of calls, 1 or more, or None", none_is=1)
 
 
 def check_bounds(
@@ -485,31 +480,26 @@ def check_bounds(
     Raises:
         OptionError: names the option, the value and what is allowed.
     """
-    first = _check_least("size", size)
-    least = _check_least("min_size", min_size)
-    most = _check_most("max_size", max_size)
+    first, least, most = _LEAST("size", size), _LEAST("min_size", min_size), max_size
     if first is None and least is None:
         raise OptionError(
             "ActorPool() was not told how many actors to make; say size=4, or "
             "min_size=1 and max_size=4."
         )
     first = least if first is None else first
-    assert first is not None
     least = first if least is None else least
-    most = first if most is None else most
+    most = first if max_size is None else _MOST("max_size", max_size)
     if not least <= first <= most or not most:
         raise OptionError(
             f"of ActorPool(size={size!r}, min_size={min_size!r}, "
             f"max_size={max_size!r}) size must lie between the others, and max_size be "
             f"1 or more."
         )
-    bounds = PoolLimits(
-        first,
-        least,
-        most,
-        _check_target("target", target) or USUAL_TARGET,
-        USUAL_IDLENESS if idle_after is None else _check_idleness(idle_after),
-    )
+    seconds = 60.0
+    if idle_after is not None:
+        allowed = "a number of seconds, 0 or more"
+        seconds = check_duration("idle_after", idle_after, allowed)
+    bounds = PoolLimits(first, least, most, _TARGET("target", target), seconds)
     if least == most and (target is not None or idle_after is not None):
         option = "target" if target is not None else "idle_after"
         raise OptionError(
@@ -517,16 +507,6 @@ def check_bounds(
             f"{most} actors; give min_size or max_size as well."
         )
     return bounds
-
-
-def _check_idleness(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= LONGEST_TIME:
-        raise OptionError(
-            f"idle_after={value!r} must be a number of seconds, 0 or more. The most is "
-            f"{LONGEST_TIME:_}."
-        )
-    return float(value)
 
 
 A = TypeVar("A")
@@ -537,7 +517,6 @@ class MakesActor(Protocol[A]):
 
     def remote(self) -> ActorHandle[A]:
         """Make an actor."""
-        ...
 
 
 class PoolFinalizer:
@@ -729,12 +708,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
             await self._end(at_once=True)
             raise
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         await self._end(at_once=error is not None)
 
     async def aclose(self) -> None:

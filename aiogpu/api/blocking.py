@@ -293,11 +293,9 @@ class Source(Protocol):
 
     def demand(self, task: int, limit: int) -> None:
         """Let it yield so many items in all."""
-        ...
 
     def cancel(self, task: int) -> None:
         """Stop it."""
-        ...
 
 
 class ItemBuffer:

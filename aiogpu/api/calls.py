@@ -177,7 +177,7 @@ def request_stream(
     if is_loop_running():
         import asyncio
 
-        from aiogpu.api.stream import Stream
+        from aiogpu.api.handle import Stream
 
         loop = asyncio.get_running_loop()
         stream = Stream(name, client, size, loop, client.waits)
@@ -316,11 +316,9 @@ class Start(Protocol):
 
     def in_program(self, session: Session, several: ResultGroup) -> None:
         """Make it on the program's node."""
-        ...
 
     def by_client(self, client: Client, several: ResultGroup) -> None:
         """Make it for the task whose code asks."""
-        ...
 
 
 class Submission(NamedTuple):

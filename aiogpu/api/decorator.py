@@ -19,8 +19,8 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.options import CHECKS, TaskOptions, check_options
-from aiogpu.api.remote_function import Definition, RemoteFunction, made, merged
+from aiogpu.api.options import CHECKS, TaskOptions, check_options, merged
+from aiogpu.api.remote_function import Definition, RemoteFunction, made
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:

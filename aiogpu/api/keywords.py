@@ -6,26 +6,35 @@ bring the faces into every worker.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
-from typing import (
-    TypedDict,
-)
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
-from aiogpu.api.options import (
-    GpuWhere,
-    Lifetime,
-    RetryOom,
-    Strategy,
-)
+from aiogpu.api.options import GpuWhere, Lifetime, RetryOom, Strategy
 from aiogpu.api.reservation import Placement
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 
 
-class Options(TypedDict, total=False):
+class _Common(TypedDict, total=False):
+    """What tasks and actors both have."""
+
+    num_cpus: float | None
+    num_gpus: float | None
+    memory: int | str | None
+    resources: Mapping[str, float] | None
+    accelerator_type: str | None
+    gpu_where: GpuWhere | None
+    gpu_memory: int | str | None
+    strategy: Strategy | None
+    name: str | None
+    priority: int | None
+    runtime_env: Mapping[str, Mapping[str, str]] | None
+    lifetime: Lifetime
+    placement: Placement | None
+    bundle: int | None
+
+
+class Options(_Common, total=False):
     """The options of a task, as `@remote(...)` and `.options(...)` take them.
 
     Counts are at most 2_147_483_647 (2**31 - 1), `num_returns` 100_000; times are at
@@ -75,31 +84,17 @@ class Options(TypedDict, total=False):
             which it fits.
     """
 
-    num_cpus: float | None
-    num_gpus: float | None
-    memory: int | str | None
-    resources: Mapping[str, float] | None
-    accelerator_type: str | None
-    gpu_where: GpuWhere | None
-    gpu_memory: int | str | None
     retry_oom: RetryOom | None
-    strategy: Strategy | None
     max_calls: int | None
     max_retries: int | None
     retry_exceptions: RetryExceptions | None
     num_returns: int | None
     max_buffered: int | None
-    name: str | None
-    priority: int | None
     timeout: float | None
     cancel_grace: float | None
-    runtime_env: Mapping[str, Mapping[str, str]] | None
-    lifetime: Lifetime
-    placement: Placement | None
-    bundle: int | None
 
 
-class ActorKeywords(TypedDict, total=False):
+class ActorKeywords(_Common, total=False):
     """The options of an actor, as `@remote(...)` and `.options(...)` take them.
 
     Counts are at most 2_147_483_647 (2**31 - 1).
@@ -136,26 +131,12 @@ class ActorKeywords(TypedDict, total=False):
         placement, bundle: the bundle of a placement in which it lives, as for tasks.
     """
 
-    num_cpus: float | None
-    num_gpus: float | None
-    memory: int | str | None
-    resources: Mapping[str, float] | None
-    accelerator_type: str | None
-    gpu_where: GpuWhere | None
-    gpu_memory: int | str | None
-    strategy: Strategy | None
-    name: str | None
     namespace: str | None
     get_if_exists: bool | None
-    lifetime: Lifetime
     max_restarts: int | None
     max_task_retries: int | None
     max_concurrency: int | None
     concurrency_groups: Mapping[str, int] | None
-    priority: int | None
-    runtime_env: Mapping[str, Mapping[str, str]] | None
-    placement: Placement | None
-    bundle: int | None
 
 
 class AnyKeywords(Options, total=False):

@@ -32,7 +32,7 @@ from typing import (
 )
 
 from aiogpu.api.handle import Handle
-from aiogpu.api.options import LARGEST_COUNT
+from aiogpu.api.options import whole_number
 from aiogpu.api.usage_errors import IteratedOnLoop
 from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
@@ -64,9 +64,6 @@ FIRST: Final = 1
 
 GROWTH: Final = 4
 """How many times more items than those that were measured the next call may have."""
-
-
-ChunkSize = int | Literal["auto"] | None
 
 
 Start = Callable[[tuple[Any, ...]], Handle[Any]]
@@ -176,15 +173,8 @@ def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | Non
     """
     if chunk is None or chunk == "auto":
         return chunk
-    if (
-        isinstance(chunk, bool)
-        or not isinstance(chunk, int)
-        or not 1 <= chunk <= LARGEST_COUNT
-    ):
-        raise OptionError(
-            f'chunk={chunk!r} must be a whole number of items, 1 or more, "auto", or '
-            f"None for 1. The most is {LARGEST_COUNT:_}."
-        )
+    allowed = 'a whole number of items, 1 or more, "auto", or None for 1'
+    chunk = whole_number("chunk", chunk, 1, allowed)
     if limit is not None and limit < chunk:
         raise OptionError(
             f"limit={limit} has no room for a chunk of {chunk}: it counts items, not "
@@ -205,15 +195,12 @@ class TakesOne(Protocol[X_contra, R]):
     @property
     def __name__(self) -> str:
         """How errors call it."""
-        ...
 
     def remote(self, argument: X_contra, /) -> Handle[R]:
         """Start the call."""
-        ...
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         """Start a call of a `worker.chunk.Chunk` of it, with these arguments."""
-        ...
 
 
 SLICE: Final = 4096
@@ -522,7 +509,8 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
         self._held = 0
         self._error: Exception | None = None
         if limit is not None:
-            _check_limit(limit)
+            allowed = f"a whole number of calls, 1 or more, or None for {DEFAULT_LIMIT}"
+            whole_number("limit", limit, 1, allowed)
         if not isinstance(ordered, bool):
             raise OptionError(f"ordered={ordered!r} must be True or False.")
         chunk = check_chunk(chunk, limit)
@@ -696,16 +684,3 @@ def _check_returns(remote: Any) -> None:
             f"{remote.__name__} has num_returns={returns}, and a map gives one result "
             f"for each item; say num_returns=1, and each is a tuple."
         )
-
-
-def _check_limit(limit: object) -> int:
-    if (
-        isinstance(limit, bool)
-        or not isinstance(limit, int)
-        or not 1 <= limit <= LARGEST_COUNT
-    ):
-        raise OptionError(
-            f"limit={limit!r} must be a whole number of calls, 1 or more, or None for "
-            f"{DEFAULT_LIMIT}. The most is {LARGEST_COUNT:_}."
-        )
-    return limit

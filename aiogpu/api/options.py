@@ -324,13 +324,12 @@ def _check_gpu_memory(option: str, value: object) -> int:
     if isinstance(value, str) and value == "share":
         return BY_SHARE
     try:
-        memory_size(option, value)
+        return check_size(option, value)
     except OptionError as error:
         raise OptionError(
             f"{error} Or {option}='share', the part of its memory that num_gpus is of "
             f"the GPU."
         ) from None
-    return check_size(option, value)
 
 
 def _check_gpu_where(option: str, value: object) -> DeviceSelector:
@@ -625,6 +624,19 @@ def check_options(options: Mapping[str, Any], taker: str = "task") -> dict[str, 
             what = f"an {taker}" if taker == "actor" else f"a {taker}"
             raise unknown_option(name, checks, what)
     return {name: checks[name](name, value) for name, value in options.items()}
+
+
+def merged(
+    base: TaskOptions, options: Mapping[str, Any], taker: str = "task"
+) -> TaskOptions:
+    """Options on top of others; raises `OptionError`."""
+    found = base._replace(**check_options(options, taker))
+    check_kinds(found.num_gpus, found.gpu_memory, found.resources)
+    if found.get_if_exists and found.name is None:
+        raise OptionError(
+            "get_if_exists=True asks for an actor by its name; say name='...' as well."
+        )
+    return found
 
 
 def not_buffered(name: str) -> OptionError:

@@ -31,8 +31,7 @@ from typing import (
 from aiogpu.api.options import (
     MAX_BUFFERED,
     TaskOptions,
-    check_kinds,
-    check_options,
+    merged,
     not_buffered,
     not_counted,
 )
@@ -49,10 +48,9 @@ from aiogpu.serialization.serializer import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle
+    from aiogpu.api.handle import Handle, Stream
     from aiogpu.api.keywords import Options
     from aiogpu.api.map import Results, TakesOne
-    from aiogpu.api.stream import Stream
     from aiogpu.client.function_spec import Function, Site
 
 
@@ -507,13 +505,6 @@ def made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., An
     return RemoteFunction(definition, options)
 
 
-def merged(base: TaskOptions, options: Options) -> TaskOptions:
-    """Options on top of others; raises `OptionError`."""
-    found = base._replace(**check_options(dict(options)))
-    check_kinds(found.num_gpus, found.gpu_memory, found.resources)
-    return found
-
-
 T = TypeVar("T")
 
 
@@ -538,7 +529,6 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
                 InfeasibleError: the node can never give what the task asks for.
                 SerializationError: the function or an argument cannot be pickled.
             """
-            ...
 
     if not TYPE_CHECKING:
 

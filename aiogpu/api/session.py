@@ -32,7 +32,7 @@ from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 
 if TYPE_CHECKING:
-    from aiogpu.api.stream import Stream, StreamOwner
+    from aiogpu.api.handle import Stream, StreamOwner
     from aiogpu.client.function_spec import Site
     from aiogpu.client.interface import Host, ValueStore, Waits
     from aiogpu.observe.status import NodeStatus
@@ -251,7 +251,7 @@ class Session(EnteredOnLoop):
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
         """A stream of this loop, of which its owner tells."""
-        from aiogpu.api.stream import Stream
+        from aiogpu.api.handle import Stream
 
         return Stream(name, owner, size, self._loop, self._engine.waits)
 

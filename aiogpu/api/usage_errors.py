@@ -202,21 +202,3 @@ def no_such_name(name: str, known: Sequence[str]) -> AttributeError:
         hint = f"did you mean {near[0]!r}?" if near else ""
     told = f"module 'aiogpu' has no attribute {name!r}" + (f": {hint}" if hint else "")
     return AttributeError(told)
-
-
-def parted(handles: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """So many of those that have ended, and all others."""
-    ready: list[Any] = []
-    pending: list[Any] = []
-    for handle in handles:
-        takes = len(ready) < count and handle.done()
-        (ready if takes else pending).append(handle)
-    return ready, pending
-
-
-def no_handle(what: str, one: object) -> MisuseError:
-    """The error for something else among the handles."""
-    return MisuseError(
-        f"{what} was given a list with {one!r} in it, which is no handle; give it "
-        f"what .remote() has returned. For other futures there is asyncio.wait()."
-    )

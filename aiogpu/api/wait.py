@@ -196,11 +196,9 @@ class Parted(Protocol[T]):
         self,
     ) -> Generator[Any, None, tuple[list[Handle[T]], list[Handle[T]]]]:
         """Wait on an event loop."""
-        ...
 
     def __iter__(self) -> Iterator[list[Handle[T]]]:
         """The lists of the ready and of the pending ones."""
-        ...
 
 
 class Completions(Protocol[T]):
@@ -208,15 +206,12 @@ class Completions(Protocol[T]):
 
     def __aiter__(self) -> AsyncIterator[Handle[T]]:
         """Each handle, when it has ended."""
-        ...
 
     def __iter__(self) -> Iterator[Handle[T]]:
         """Each handle, when it has ended."""
-        ...
 
     def __len__(self) -> int:
         """Return how many handles there are in all, those that were given included."""
-        ...
 
 
 @options_of("wait()")
