@@ -42,8 +42,6 @@ LACKS: Final = {
         "own vendors": "Ray knows the kinds of devices that it was made for",
         "told of": "Ray tells nobody that a placement group was removed",
         "listed actors": "Ray tells of its actors by its dashboard only",
-        "coroutine order": "Ray begins calls of coroutines nearly in their order",
-        "interrupting calls": "a plain method that runs on Ray goes on",
         "detection": "Ray looks itself for the devices of its nodes",
     },
     "inline": {

@@ -14,6 +14,7 @@ import pytest
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray.engine import RayEngine
+from aiogpu.engines.ray.worker_process import CODE
 
 OF_CLUSTERS: Final = ("num_cpus", "num_gpus", "resources", "accelerator_type")
 OF_PROGRAMS: Final = ("cancel_grace",)
@@ -34,19 +35,19 @@ class Clusters:
             self._has = options
 
     def _start(self, options: dict[str, Any]) -> None:
-        from aiogpu.engines.ray import cluster
+        from aiogpu.engines.ray import ray_api as ray
 
         if self._has is not None:
-            cluster.leave()
+            ray.leave()
             self._has = None
-        cluster.start({**options, "log_to_driver": False})
+        ray.start({**options, "log_to_driver": False})
 
     def end(self) -> None:
         """End it; another may be started."""
         if self._has is not None:
-            from aiogpu.engines.ray import cluster
+            from aiogpu.engines.ray import ray_api as ray
 
-            self._thread.submit(cluster.leave).result()
+            self._thread.submit(ray.leave).result()
             self._has = None
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ class RayedEngine(RayEngine):
                 pytest.skip(f"ray: a cluster knows nothing of init({name}=...)")
         self._wanted = options
         own = {name: getattr(options, name) for name in OF_PROGRAMS}
-        super().__init__(NodeOptions(**own), loop)
+        super().__init__(NodeOptions(**own), loop, CODE)
 
     async def open(self) -> None:
         wanted = self._wanted

@@ -94,7 +94,7 @@ async def test_a_coroutine_that_has_not_begun_never_does(gate: Gate) -> None:
         assert await actor.later.remote() == 1
 
 
-@pytest.mark.needs("blocking", "interrupting calls")
+@pytest.mark.needs("blocking")
 async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
@@ -110,7 +110,7 @@ async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) 
         assert await counter.pid.remote() == gate.pids["a"]
 
 
-@pytest.mark.needs("blocking", "interrupting calls")
+@pytest.mark.needs("blocking")
 async def test_blocking_calls_are_interrupted_as_well(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
@@ -121,7 +121,7 @@ async def test_blocking_calls_are_interrupted_as_well(gate: Gate) -> None:
         assert await counter.pid.remote() == gate.pids["a"]
 
 
-@pytest.mark.needs("blocking", "interrupting calls")
+@pytest.mark.needs("blocking")
 async def test_who_swallows_the_interrupt_holds_up_those_behind(gate: Gate) -> None:
     """The caller is told at once; nobody is killed."""
     async with aiogpu.init(num_cpus=1, cancel_grace=0.1):
@@ -215,7 +215,7 @@ async def test_timeouts_cancel_calls(gate: Gate) -> None:
         await gate.entered("d-cancelled")
 
 
-@pytest.mark.needs("blocking", "interrupting calls")
+@pytest.mark.needs("blocking")
 async def test_timeouts_interrupt_plain_methods(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()

@@ -57,10 +57,7 @@ async def test_each_actor_has_a_process_of_its_own() -> None:
         assert len({*pids, os.getpid()}) == 3
 
 
-@pytest.mark.parametrize(
-    "kind", [Counter, pytest.param(Async, marks=pytest.mark.needs("coroutine order"))]
-)
-async def test_each_caller_has_its_order(kind: Any) -> None:
+async def test_each_caller_has_its_order() -> None:
     """[B31]"""
 
     async def caller(counter: Any, name: int) -> None:
@@ -71,11 +68,11 @@ async def test_each_caller_has_its_order(kind: Any) -> None:
                 counter.note.remote((name, step))
 
     async with aiogpu.init(num_cpus=1):
-        actor = kind.remote()
-        await asyncio.gather(*(caller(actor, name) for name in range(8)))
-        notes = await actor.notes.remote()
-        for name in range(8):
-            assert [step for who, step in notes if who == name] == [*range(50)]
+        for actor in (Counter.remote(), Async.remote()):
+            await asyncio.gather(*(caller(actor, name) for name in range(8)))
+            notes = await actor.notes.remote()
+            for name in range(8):
+                assert [step for who, step in notes if who == name] == [*range(50)]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from inspect import isasyncgenfunction
@@ -24,12 +25,10 @@ class Written:
 
     name = "written"
     resources: dict[str, float] = {}  # noqa: RUF012 - never written to
+    kinds = ()
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        from aiogpu.engines.ray.engine import RayEngine
-
         self.load = lambda: function
-        self.make_engine = RayEngine.inside
 
     def wants_retry(self, _error: BaseException) -> bool:
         return False
@@ -38,18 +37,19 @@ class Written:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs tasks."""
-    cluster = pytest.importorskip("aiogpu.engines.ray.cluster")
-    from aiogpu.engines.ray import task_worker
+    ray = pytest.importorskip("aiogpu.engines.ray.ray_api")
+    from aiogpu.engines.ray import worker_process as loops
+    from aiogpu.engines.ray import worker_process as work
 
-    monkeypatch.setattr(cluster, "task_id", lambda: "00" * 24)
-    monkeypatch.setattr(task_worker, "set_up_process", lambda *_place: None)
-    monkeypatch.setattr(task_worker, "SLICE", 0)
-    monkeypatch.setattr(task_worker, "_thread", task_worker._Thread())
+    monkeypatch.setattr(ray, "task_id", lambda: "00" * 24)
+    monkeypatch.setattr(work, "take_place", lambda *_place: None)
+    monkeypatch.setattr(loops, "SLICE", 0)
+    monkeypatch.setattr(loops, "_of_thread", loops._OfThread())
     handler = signal.getsignal(signal.SIGINT)
-    yield task_worker
+    yield work
     signal.signal(signal.SIGINT, handler)
-    if task_worker._thread.loop is not None:
-        task_worker._thread.loop.loop.close()
+    if loops.has_loop():
+        loops.task_loop().loop.close()
 
 
 def waits() -> str:
@@ -92,8 +92,8 @@ async def fails() -> str:
 def run(work: Any, function: Callable[[], Any]) -> Any:
     payload = dump_arguments("written", (), {})
     if isasyncgenfunction(function):
-        return list(work.stream_task(Written(function), (payload,)))
-    return work.run_task(Written(function), (payload,))
+        return list(work.pour_task(Written(function), payload, (), ()))
+    return work.run_task(Written(function), payload, (), 0, ())
 
 
 def outcome(work: Any, function: Callable[[], Any]) -> str:
@@ -116,7 +116,11 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
     task: Callable[[], Any], work: Any
 ) -> None:
     """The next task in that worker is none the worse for it."""
-    modules = (work, asyncio.base_events, asyncio.runners)
+    from aiogpu.engines.ray import cancellation as interrupts
+    from aiogpu.engines.ray import worker_process as host
+    from aiogpu.engines.ray import worker_process as loops
+
+    modules = (work, host, interrupts, loops, asyncio.base_events, asyncio.runners)
     files = frozenset(module.__file__ for module in modules)
     expected = run(work, awaits), outcome(work, task)
     seen = set()
@@ -124,7 +128,7 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
         with Tripwire(nth, files) as wire:
             seen.add(outcome(work, task))
         assert asyncio._get_running_loop() is None, nth
-        assert not asyncio.all_tasks(work.task_loop().loop), nth
+        assert not asyncio.all_tasks(loops.task_loop().loop), nth
         assert (run(work, awaits), outcome(work, task)) == expected, nth
         assert run(work, waits) == expected[0], nth
         if not wire.is_torn:
@@ -144,9 +148,39 @@ def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(
         loop, "call_soon_threadsafe", lambda _call: signal.default_int_handler(2, None)
     )
     with pytest.raises(KeyboardInterrupt):
-        calls.call_soon(lambda: done.append("first"))
+        calls.post(lambda: done.append("first"))
     monkeypatch.undo()
-    calls.call_soon(lambda: done.append("second"))
+    calls.post(lambda: done.append("second"))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert done == ["first", "second"]
+
+
+def test_a_cancelled_call_of_an_actor_ends_no_code_that_runs_its_loop(
+    work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is the actor's: all its later calls wait on it."""
+    from aiogpu.engines.ray import cancellation as cancels
+    from aiogpu.engines.ray.cancellation import interrupts
+
+    heard = cancels.Cancels(f"of-test-{os.getpid()}")
+    monkeypatch.setattr(heard, "_is_running", lambda: True)
+    before = signal.signal(cancels.INTERRUPT, heard._on_interrupt)
+    steps = []
+
+    def call() -> None:
+        with heard.heard():
+            with interrupts.put_off():
+                signal.raise_signal(cancels.INTERRUPT)
+                steps.append("the loop's own code goes on")
+            steps.append("and the call's own does not")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        signal.signal(cancels.INTERRUPT, before)
+        assert heard._socket is not None
+        heard._socket.close()
+    assert heard.has_come
+    assert steps == ["the loop's own code goes on"]

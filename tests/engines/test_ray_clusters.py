@@ -73,18 +73,21 @@ async def test_a_share_is_of_one_device(joined):
     assert await whole.remote() == (joined.nodes[1], [0, 1], "0,1")
 
 
-async def test_status_tells_what_waits_and_what_is_free(joined, gate):
+async def test_what_waits_says_so_and_what_there_is(joined, gate):
     holding = spread_tasks.gated_node.options(num_gpus=1, num_cpus=0)
     held = [holding.remote(gate.path, f"h{i}") for i in range(GPUS)]
     await gate.entered(*(f"h{i}" for i in range(GPUS)))
     waiting = spread_tasks.node.options(num_gpus=1, num_cpus=0).remote()
-    why = await waiting.why()
-    assert (why.name, why.state, why.request) == ("node", "sent", {"GPU": 1.0})
-
     async with asyncio.timeout(60):
-        # Ray tells what waits a moment later.
-        while not (status := await aiogpu.status()).waiting_count:
-            await asyncio.sleep(0)
+        while "without a place" not in (told := str(why := await waiting.why())):
+            assert why.state == "sent"
+    assert why.request == {"GPU": 1.0}
+    assert f"node (task {why.task}) asks for {{GPU: 1}} and was sent" in told, told
+    assert "all programs: 1 task alike" in told, told
+    assert "the cluster has" in told, told
+
+    status = await aiogpu.status()
+    assert status.waiting_count >= 1
     assert {"GPU": 1.0} in [shape.request for shape in status.shapes]
     assert Counter(device.type for device in status.devices) == {"A100": 2, "T4": 1}
     assert {device.free for device in status.devices} == {0.0}
@@ -124,7 +127,7 @@ async def seen(resource: str) -> None:
 
 async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
     """[B2] The cluster answers nothing meanwhile."""
-    from aiogpu.engines.ray import cluster
+    from aiogpu.engines.ray import ray_api as ray
 
     answered = threading.Event()
 
@@ -133,7 +136,7 @@ async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
         return []
 
     with monkeypatch.context() as patched:
-        patched.setattr(cluster, "nodes", nodes)
+        patched.setattr(ray, "nodes", nodes)
         try:
             with pytest.raises(aiogpu.InfeasibleError):
                 spread_tasks.node.options(num_gpus=3).remote()
@@ -144,9 +147,9 @@ async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
 async def test_calls_whose_only_node_has_left_say_so_and_fail(
     joined, gate, caplog, monkeypatch
 ):
-    from aiogpu.engines.ray import status
+    from aiogpu.engines.ray import engine as infeasible
 
-    monkeypatch.setattr(status, "GIVE_UP_AFTER", 3.0)
+    monkeypatch.setattr(infeasible, "GIVE_UP_AFTER", 3.0)
     spot = f"spot{len(joined.nodes)}"
     node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
     await seen(spot)
@@ -233,9 +236,9 @@ def test_programs_share_it_and_it_goes_on(joined_by):
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors are taken for another machine's, though all nodes are on this one."""
-    from aiogpu.engines.ray.actors import CancelSender
+    from aiogpu.engines.ray.cancellation import CancelSender
 
-    monkeypatch.setattr(CancelSender, "sends_here", lambda *_: False)
+    monkeypatch.setattr(CancelSender, "reaches", lambda *_: False)
 
 
 async def test_an_actor_elsewhere_hears_of_cancelled_calls(joined, gate, elsewhere):
@@ -248,19 +251,21 @@ async def test_an_actor_elsewhere_hears_of_cancelled_calls(joined, gate, elsewhe
     held = [holding.remote(gate.path, f"h{i}") for i in range(2)]
     await gate.entered("h0", "h1")
 
-    busy = counter.gated.remote(gate.path, "busy")
+    busy = counter.spin.remote(gate.path, "busy")
     await gate.entered("busy")
     calls = [counter.note.remote(number) for number in range(40)]
     for call in calls[1::2]:
         call.cancel()
-    # A coroutine beside it hears of its cancel after the others.
+    # It is told after the others, and in their order.
+    busy.cancel()
+    await gate.entered("busy-interrupted")
+    await asyncio.gather(*calls[::2])
+    assert await counter.notes.remote() == [*range(0, 40, 2)]
+
     waiting = soft.wait.remote(gate.path, "soft")
     await gate.entered("soft")
     waiting.cancel()
     await gate.entered("soft-cancelled")
-    gate.release("busy")
-    await asyncio.gather(busy, *calls[::2])
-    assert await counter.notes.remote() == ["busy", *range(0, 40, 2)]
     assert await soft.later.remote() == 1
     gate.release("h0", "h1")
     await asyncio.gather(*held)
@@ -268,10 +273,41 @@ async def test_an_actor_elsewhere_hears_of_cancelled_calls(joined, gate, elsewhe
 
 async def test_where_an_actor_is_need_not_be_known(joined, gate, elsewhere):
     beside = {"resources": {"license": 0.1}}
-    soft = await actor_classes.Async.options(num_cpus=0, **beside).remote()
-    soft._link._actor.place = "", 0
+    counter = await actor_classes.Counter.options(num_cpus=0, **beside).remote()
+    counter._link._actor.place = "", 0
     for name in ("a", "b"):
-        waiting = soft.wait.remote(gate.path, name)
+        busy = counter.spin.remote(gate.path, name)
         await gate.entered(name)
-        waiting.cancel()
-        await gate.entered(f"{name}-cancelled")
+        busy.cancel()
+        await gate.entered(f"{name}-interrupted")
+
+
+async def test_a_node_that_dies_holds_up_no_cancels(joined, gate, monkeypatch):
+    spot = f"doomed{len(joined.nodes)}"
+    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await seen(spot)
+    on_it = actor_classes.Counter.options(num_cpus=0, resources={spot: 1})
+    doomed, living = await on_it.remote(), actor_classes.Counter.options(num_cpus=0)
+    living = await living.options(resources={"license": 0.1}).remote()
+    dying = threading.Event()
+
+    def reaches(_: object, actor: str, *_calls: object) -> bool:
+        """The first question is of the node that dies, and it dies of it."""
+        if not dying.is_set():
+            dying.set()
+            joined.kill(node)
+        return False
+
+    from aiogpu.engines.ray.cancellation import CancelSender
+
+    lost, runs = doomed.spin.remote(gate.path, "lost"), living.spin
+    await gate.entered("lost")
+    runs = runs.remote(gate.path, "runs")
+    await gate.entered("runs")
+    monkeypatch.setattr(CancelSender, "reaches", reaches)
+    lost.cancel()
+    runs.cancel()
+    await gate.entered("runs-interrupted")
+    with pytest.raises(aiogpu.ActorDiedError):
+        await doomed.add.remote()
+    assert await living.add.remote() == 1

@@ -1,45 +1,94 @@
-"""What is told of an address where no Ray cluster answers."""
+"""What is told of an address where no Ray cluster answers; needs no Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
-from aiogpu.errors import NodeError
-
 pytest.importorskip("ray", reason="Ray is not installed here")
-from aiogpu.engines.ray.cluster import connection_error, host_and_port
+from aiogpu.engines.ray import cluster as reach
+from aiogpu.engines.ray.cluster import GREETING, answers, check_reachable, place_of
+from aiogpu.errors import NodeError
 
 pytestmark = pytest.mark.ray
 
-
-async def test_a_server_that_accepts_connections_is_left_to_ray() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = "{}:{}".format(*server.getsockname())
-        assert await connection_error(address, 10) is None
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+SETTINGS = bytes((0, 0, 0, 4)) + bytes(5)
 
 
-async def test_where_nobody_listens_it_is_said_so() -> None:
-    error = await connection_error("127.0.0.1:1", 10)
-    assert error is not None
-    assert "Errno 111" in error
+@asynccontextmanager
+async def listening(serve: Serve) -> AsyncIterator[int]:
+    """The port of a server of this machine that serves so."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
 
 
-async def test_a_server_that_does_not_answer_is_waited_for_in_bounds(
-    monkeypatch: pytest.MonkeyPatch,
+def saying(said: bytes) -> Serve:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readexactly(len(GREETING)) == GREETING
+        writer.write(said)
+        writer.close()
+
+    return serve
+
+
+async def staying_silent(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    async def never(*_address: object) -> None:
-        await asyncio.Event().wait()
+    await reader.read(-1)
+    writer.close()
 
-    monkeypatch.setattr(asyncio, "open_connection", never)
-    assert await connection_error("head:6379", 0.1) == "no answer within 0.1 s"
+
+async def test_a_server_of_rays_answers():
+    async with listening(saying(SETTINGS)) as port:
+        assert await answers("127.0.0.1", port, 10) is None
+        await check_reachable(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"", "closes the connection at once"),
+        (b"SSH-2.0-OpenSSH", "is not Ray, and says b'SSH-2.0-O'"),
+        (b"no", "is not Ray, and says b'no'"),
+    ],
+)
+async def test_what_listens_in_its_place_is_named(said, told):
+    async with listening(saying(said)) as port:
+        with pytest.raises(NodeError) as caught:
+            await check_reachable(f"127.0.0.1:{port}")
+    assert told in str(caught.value)
+    assert f"`ray start --head --port={port}`" in str(caught.value)
+
+
+async def test_one_that_says_nothing_is_waited_for_in_bounds(monkeypatch):
+    monkeypatch.setattr(reach, "REACHABLE", 0.1)
+    async with listening(staying_silent) as port:
+        with pytest.raises(NodeError, match=r"says nothing within 0\.1 s"):
+            await check_reachable(f"127.0.0.1:{port}")
+
+
+async def test_where_nobody_listens_it_is_said_so():
+    with pytest.raises(NodeError, match=r"Errno 111.*--port=1`"):
+        await check_reachable("127.0.0.1:1")
+
+
+async def test_a_server_with_certificates_is_left_to_ray(monkeypatch):
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    async with listening(staying_silent) as port:
+        assert await answers("127.0.0.1", port, 10) is None
+        await check_reachable(f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("address", ["head", "head:", "head:many", ":6379"])
-def test_an_address_names_host_and_port(address: str) -> None:
-    assert host_and_port("head:6379") == ("head", 6379)
-    assert host_and_port("[::1]:7") == ("::1", 7)
+def test_an_address_names_host_and_port(address):
+    assert place_of("head:6379") == ("head", 6379)
+    assert place_of("[::1]:7") == ("::1", 7)
     with pytest.raises(NodeError, match=f"RAY_ADDRESS='{address}' names no host"):
-        host_and_port(address)
+        place_of(address)

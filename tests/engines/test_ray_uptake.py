@@ -16,7 +16,7 @@ from tests.gate import Gate
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("rayed")]
 
 
-async def test_a_program_outlives_what_it_cancels_force(gate: Gate) -> None:
+async def test_a_program_outlives_what_it_cancels_at_once(gate: Gate) -> None:
     """Ray alone would end it, as soon as the argument comes."""
     async with aiogpu.init(address="ray", num_cpus=4):
         for number in range(10):
@@ -33,15 +33,11 @@ async def test_cancelling_never_has_the_loop_wait(
 ) -> None:
     """While Ray does not say that it has taken a call up, the loop goes on turning."""
     async with aiogpu.init(address="ray", num_cpus=4):
-        from aiogpu.engines.ray import cluster
+        from aiogpu.engines.ray import ray_api as ray
 
         slow = v.gated.remote(gate.path, "slow", 1)
         await gate.entered("slow")
-        when_done, cancel, here = (
-            cluster.add_done_callback,
-            cluster.cancel,
-            threading.get_ident(),
-        )
+        when_done, cancel, here = ray.when_done, ray.cancel, threading.get_ident()
         may_answer, asked, cancelled_in = threading.Event(), [], []
 
         def answer_late(ref: Any, tell: Callable[[Any], object]) -> None:
@@ -54,14 +50,14 @@ async def test_cancelling_never_has_the_loop_wait(
 
             when_done(ref, come)
 
-        def note_thread(ref: Any, *, force: bool = False) -> None:
+        def note_thread(ref: Any, *, at_once: bool = False) -> None:
             cancelled_in.append(threading.get_ident())
-            cancel(ref, force=force)
+            cancel(ref, at_once=at_once)
 
         calls = [v.give.remote(slow) for _ in range(20)]
         with monkeypatch.context() as patched:
-            patched.setattr(cluster, "add_done_callback", answer_late)
-            patched.setattr(cluster, "cancel", note_thread)
+            patched.setattr(ray, "when_done", answer_late)
+            patched.setattr(ray, "cancel", note_thread)
             for call in calls:
                 call.cancel()
                 await asyncio.sleep(0)

@@ -1,9 +1,18 @@
 """The actors of a cluster, as a program or a task reaches them.
 
 Ray counts who holds a handle, in whichever process, and ends an actor with the last.
-Ray tells nobody that a constructor has returned or that a process has ended. So a first
-call asks for the one, and a call that fails tells the other. Calls made before the
-first answer are held back, so that those that are cancelled are never sent.
+In this process its own handle goes with the ties that hold it, wherever these end: no
+loop need run for that, since that of a plain task does not while nobody waits.
+
+Ray tells by itself of neither begin nor end of an actor. Whether the constructor has
+returned says a first call; that the process has ended, a call that fails. Calls that
+are made before the first one has its answer are held back here, so that those that are
+cancelled are never sent.
+
+Ray begins the calls of an actor with coroutines as they come, which is nearly in their
+order. So each has a number of its caller's, and waits for those before it (`Turns`). A
+call goes in one piece of bytes, which Ray carries as it is (`spoken`): of anything else
+it makes a pickle of its own.
 """
 
 from __future__ import annotations
@@ -11,47 +20,30 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import threading
+import struct
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from itertools import count
+from secrets import randbits
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from aiogpu.client.function_spec import Site, placeholder_site
 from aiogpu.core.scheduler.placement_groups import REMOVED
-from aiogpu.engines.ray import cluster
-from aiogpu.engines.ray.actor_process import (
-    MAX_IDS,
-    SEND_LIMIT,
-    AsyncActorProcess,
-    Place,
-    PlainActorProcess,
-    encode_call,
-    send_cancels,
-)
-from aiogpu.engines.ray.cluster import Ref, SerialThread, exceptions
-from aiogpu.engines.ray.errors import actor_death, unpack_error, window_of
+from aiogpu.engines.ray import ray_api as ray
+from aiogpu.engines.ray.cancellation import telling
+from aiogpu.engines.ray.errors import died_of, failed_as
 from aiogpu.engines.ray.options import (
-    METHODS_GROUP,
-    actor_options,
-    actor_request,
-    stream_options,
+    CALLS,
+    Blueprint,
+    options_of_actor,
+    request_of_actor,
     terms_of,
 )
-from aiogpu.engines.ray.placement_groups import PlacementGroups
-from aiogpu.engines.ray.status import Overview
-from aiogpu.engines.ray.task_worker import EngineFactory, RemoteCode
-from aiogpu.engines.ray.tasks import Calls, PendingCall, Stream
-from aiogpu.engines.ray.values import (
-    ActorReference,
-    SharedValue,
-    Terms,
-    actor_handles,
-    actor_terms,
-    to_arguments,
-)
+from aiogpu.engines.ray.status import ClusterPort
+from aiogpu.engines.ray.tasks import Inflow, Live, ahead_at_ray
+from aiogpu.engines.ray.values import Carried, met, terms_met
 from aiogpu.errors import ActorDiedError, MisuseError, NodeError
 from aiogpu.runtime.actors.actor import ActorEnd, died, leaving, name_taken, not_made
 from aiogpu.runtime.callers.leases import removed
@@ -62,404 +54,176 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.model.request import PlacementGroupSpec, Request
+    from aiogpu.engines.ray.options import Place, RemoteCode
+    from aiogpu.engines.ray.placement_groups import Placements
+    from aiogpu.engines.ray.values import Shared, Terms
     from aiogpu.wire.messages import Failed
 
-# Cancelled calls
+
+_HEAD: Final = struct.Struct(">QH")
+"""The number among its caller's calls, and the bytes of the method's name."""
 
 
-class CancelSender:
-    """Tells actors' processes which calls are cancelled; see `CancelReceiver`.
+def spoken(number: int, method: bytes, payload: bytes = b"") -> bytes:
+    """A call in one piece.
 
-    On the same machine it tells them at once. On others a task of Ray's does so, which
-    runs beside the actor.
+    Args:
+        number: its caller's, see `turns`; 0 for none.
+        method: the name, encoded.
+        payload: the arguments, if they are a pickle and nothing else.
     """
+    return b"".join((_HEAD.pack(number, len(method)), method, payload))
+
+
+def understood(said: bytes) -> tuple[int, str, bytes]:
+    """The number, the method and the payload of a call."""
+    number, length = _HEAD.unpack_from(said)
+    end = _HEAD.size + length
+    return number, said[_HEAD.size : end].decode(), said[end:]
+
+
+PATIENCE: Final = 0.25
+"""Seconds in which a call comes that was sent before another that has come."""
+
+
+CALLERS: Final = 10_000
+"""Of so many callers it is known how far they are."""
+
+
+_BITS: Final = 32
+
+
+class Numbers:
+    """The numbers of one caller's calls to one actor."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[tuple[str, str], list[bytes]] = {}
-        self._thread: SerialThread | None = None
-        self._remote_sender: Any = None
+        self._next = count(randbits(31) << _BITS | 1)
 
     def __repr__(self) -> str:
-        return f"<CancelSender for {len(self._waiting)} actors>"
+        return f"<Numbers {self._next}>"
 
-    def send(self, actor: str, call: Ref, node: str) -> None:
-        """Tell an actor's process that a call is cancelled, now or soon.
+    def take(self) -> int:
+        """The next one."""
+        return next(self._next)
 
-        Args:
-            actor: its id.
-            call: an object that the call makes.
-            node: where the process is; "" if that is not known.
+
+class Turns:
+    """See above, in the actor's process; used on its loop alone."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, int] = {}
+        self._waiting: dict[int, dict[int, asyncio.Future[None]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Turns of {len(self._due)} callers>"
+
+    async def come(self, number: int) -> None:
+        """Wait until all calls have begun that its caller has sent before.
+
+        `number` is the call's, 0 for one that waits for none.
         """
-        call_id, key = call.task_id().binary(), (actor, node)
-        with self._lock:
-            if key not in self._waiting:
-                with suppress(BlockingIOError):
-                    if self.sends_here(actor, call_id, 0):
-                        return
-                if self._thread is None:
-                    self._thread = SerialThread("aiogpu-cancel")
-                self._thread.submit(partial(self._send_waiting, key))
-            self._waiting.setdefault(key, []).append(call_id)
+        if not number:
+            return
+        caller, place = number >> _BITS, number & ((1 << _BITS) - 1)
+        while place > self._due.get(caller, 1):
+            await self._wait(caller, place)
+        self._pass(caller, place)
 
-    def sends_here(self, actor: str, calls: bytes, seconds: float) -> bool:
-        """Tell a process on this machine; False if it is on another one."""
-        return send_cancels(actor, calls, seconds)
+    def _pass(self, caller: int, place: int) -> None:
+        """It begins: the next one may, unless that has begun already."""
+        due = self._due.pop(caller, 1)
+        self._due[caller] = due = max(due, place + 1)
+        while len(self._due) > CALLERS:
+            del self._due[next(iter(self._due))]
+        waiting = self._waiting.get(caller)
+        if waiting is not None and due in waiting and not waiting[due].done():
+            waiting[due].set_result(None)
 
-    def _send_waiting(self, key: tuple[str, str]) -> None:
-        actor, node = key
-        with self._lock:
-            ids = self._waiting.pop(key)
-        # The process hangs, or has gone with the cluster, which Ray calls an exit.
-        gone = (OSError, exceptions.RayError, RuntimeError, ValueError, SystemExit)
-        with suppress(*gone):
-            for start in range(0, len(ids), MAX_IDS):
-                calls = b"".join(ids[start : start + MAX_IDS])
-                if not self.sends_here(actor, calls, SEND_LIMIT):
-                    self._send_elsewhere(actor, node, calls)
+    async def _wait(self, caller: int, place: int) -> None:
+        waiting = self._waiting.setdefault(caller, {})
+        turn = waiting[place] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await turn
+        except TimeoutError:
+            # What is missing does not come: the first of those that have is next.
+            first = min(waiting)
+            self._due[caller] = max(self._due.get(caller, 1), first)
+            if not waiting[first].done():
+                waiting[first].set_result(None)
+        finally:
+            del waiting[place]
+            if not waiting:
+                self._waiting.pop(caller, None)
 
-    def _send_elsewhere(self, actor: str, node: str, calls: bytes) -> None:
-        if not cluster.is_connected():
-            return  # the question would have Ray start a cluster
-        if self._remote_sender is None:
-            # Without CPUs: it has a place although others have taken them all.
-            options = {"num_cpus": 0, "max_retries": 0, "name": "aiogpu.cancel"}
-            self._remote_sender = cluster.remote(send_cancels, options)
-        here = cluster.process_ids()[0]
-        for other in [node] if node else [one.id for one in cluster.nodes()]:
-            if other != here:
-                strategy = cluster.on_node(other)
-                sender = self._remote_sender.options(scheduling_strategy=strategy)
-                sender.remote(actor, calls)
-
-
-_cancel_sender: Final = CancelSender()
-"""That of this process."""
-
-# One actor
 
 NONE: Final = dump_whole(None)
 """The payload of None."""
 
 
-class NoActor:
-    """Stands for Ray's handle of an actor for which there is no place.
-
-    Attributes:
-        failed: what is told to whoever calls it.
-    """
-
-    def __init__(self, failed: Failed) -> None:
-        self._actor_id = secrets.token_bytes(16)
-        self.failed = failed
+AGAIN: Final = 0.05
+"""Seconds between two looks at whether an actor has ended that was told to."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class RayActor:
-    """One actor; see `ActorPort`.
-
-    Attributes:
-        id: its number, the same in all processes.
-        site: its class.
-        handle: Ray's.
-        terms: how its calls are run.
-        actors: all actors that this event loop reaches.
-        is_made_here: whether it ends with this program at the latest.
-        end: why it takes no calls, if this process has ended it.
-        is_leaving: whether it was told to end after what it was sent.
-        failed: why there is none: its constructor has failed, or its place has gone.
-        needs: the values that its constructor is given, until that has returned.
-        place: where it was when it was last asked.
-    """
-
-    id: int
-    site: Site
-    handle: Any
-    terms: Terms
-    actors: RayActors
-    is_made_here: bool = False
-    end: ActorEnd | None = None
-    is_leaving: bool = False
-    failed: Failed | None = None
-    needs: tuple[SharedValue, ...] = ()
-    place: Place = ("", 0)
-    _methods: dict[tuple[str, int, int], Callable[..., Any]] = field(
-        default_factory=dict
-    )
-    _held: list[Callable[[], object]] | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.handle, NoActor):
-            self.failed = self.handle.failed
-
-    def __repr__(self) -> str:
-        return f"<RayActor {self.name} {self.id}>"
-
-    @property
-    def name(self) -> str:
-        """How errors call it."""
-        return self.site.spec.name
-
-    @property
-    def _calls(self) -> Calls:
-        """The calls of the event loop."""
-        return self.actors.calls
-
-    def pass_on(self) -> None:
-        """Have Ray's handle go along with a handle that is being pickled.
-
-        Raises:
-            MisuseError: what is pickled is no call, and no result.
-        """
-        if not add_reference(ActorReference(self.id, self.handle, self.terms)):
-            raise MisuseError(
-                f"on a Ray cluster the handle of {self.name} can only be pickled as a "
-                f"part of what a task or an actor is given, or of what it returns. "
-                f"Give it as an argument."
-            )
-
-    # Calls
-
-    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method; return the call's number."""
-        calls = self._calls
-        number = calls.begin(self._new_call(receiver))
-        if self.failed is not None:
-            calls.reject(number, self.failed)
-        elif self.end is not None:
-            calls.end(number, self.end.tell)
-        else:
-            send = partial(self._send, number, method)
-            if self._held is None and type(payload) is bytes:
-                send((payload,))
-            else:
-                self._when_made(partial(calls.when_ready, number, payload, send))
-        return number
-
-    def _new_call(self, receiver: Receiver, **attributes: Any) -> PendingCall:
-        self.actors.check_open()
-        return PendingCall(
-            self.name,
-            receiver,
-            self._calls.loop.time(),
-            actor=self.id,
-            group=self.site.spec.shape.request.placement_group,
-            **{"explain": self.explain, **attributes},
-        )
-
-    def _when_made(self, do: Callable[[], object]) -> None:
-        """Do something after all that is held back, or now."""
-        # Plain code's loop does not run while nobody waits.
-        if self._held is not None and asyncio._get_running_loop() is not None:
-            self._held.append(do)
-            self.actors.starting.add(self)
-        else:
-            do()
-
-    def hold(self) -> None:
-        """Hold its calls back until it is made."""
-        self._held = []
-        receiver = _ConstructorReceiver(self)
-        request, explain = actor_request(self.site), receiver.explain
-        self._ask(receiver, request=request, explain=explain)
-
-    def release(self) -> None:
-        """Send what was held back: it was made, or never will be."""
-        held, self._held = self._held or (), None
-        for do in held:
-            do()
-        self.actors.starting.discard(self)
-
-    def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
-        calls = self._calls
-        call = calls.live.get(number)
-        if call is None:
-            return
-        if self.failed is not None:
-            calls.reject(number, self.failed)
-            return
-        window = window_of(call.receiver)
-        returns = given[2] if len(given) > 2 else 0
-        remote = self._methods.get((method, returns, window))
-        if remote is None:
-            remote = self._method(method, returns, window)
-        if len(given) == 1:
-            made = remote(encode_call(method.encode(), given[0]))
-        else:
-            made = remote(encode_call(method.encode()), *given)
-        if window:
-            stop = None if self.terms[0] == ASYNC else self._cancel
-            Stream(calls, number, made, window, stop)
-            return
-        refs = made if returns > 1 else (made,)
-        call.stop = partial(self._cancel, refs[0])
-        calls.watch(number, refs)
-
-    def _method(self, method: str, returns: int, window: int) -> Callable[..., Any]:
-        """Return what has Ray call a method, which Ray would make anew each time."""
-        mode, _, groups = self.terms
-        options = stream_options(window) if window else {}
-        if mode == THREADED:
-            group = groups.get(method, DEFAULT_GROUP) or METHODS_GROUP
-            options["concurrency_group"] = group
-        if returns > 1:
-            options["num_returns"] = returns
-        called = self.handle.stream if window else self.handle.call
-        remote: Callable[..., Any] = (
-            called.options(**options) if options else called
-        ).remote
-        self._methods[method, returns, window] = remote
-        return remote
-
-    def _cancel(self, call: Any) -> None:
-        """Have a call not begin, whose answer nobody wants; a coroutine is stopped."""
-        if self.failed is None and (self.end is None or self.is_leaving):
-            _cancel_sender.send(cluster.actor_id(self.handle), call, self.place[0])
-
-    # Begin and end
-
-    def await_ready(self, receiver: Receiver) -> None:
-        """Tell a receiver when the constructor has returned, or why it never will."""
-        if self.end is not None and not self.is_leaving:
-            self.end.tell(receiver)
-        else:
-            self._ask(receiver, result=NONE)
-
-    def await_end(self, receiver: Receiver) -> None:
-        """Tell a receiver when the actor's process has ended."""
-        if self.failed is not None:
-            receiver.receive(NONE)
-        else:
-            self._ask(_EndReceiver(self, receiver))
-
-    def _ask(self, receiver: Receiver, **attributes: Any) -> None:
-        """Ask where it is, which it answers when its constructor has returned."""
-        call = self._new_call(receiver, goes_on=True, **attributes)
-        number = self._calls.begin(call)
-        if self.failed is not None:
-            self._calls.reject(number, self.failed)
-        else:
-            self._calls.watch(number, (self.handle.ready.remote(),))
-
-    def kill(self, *, may_restart: bool) -> None:
-        """End its process at once."""
-        if self.failed is not None:
-            return
-        if not may_restart:
-            killed = ActorDiedError(f"{self.name} was killed.", self.name)
-            self.end, self.is_leaving = ActorEnd(killed), False
-        cluster.kill(self.handle, may_restart=may_restart)
-
-    def leave(self) -> None:
-        """Have it end after what it was sent."""
-        if self.failed is not None:
-            return
-        if self.end is None:
-            self.end, self.is_leaving = ActorEnd(leaving(self.name)), True
-        self._when_made(self._leave)
-
-    def _leave(self) -> None:
-        mode, limits, _ = self.terms
-        leave = self.handle.leave
-        if mode == ASYNC:
-            leave.remote()
-        elif mode == THREADED:
-            for group in limits:
-                options = {"concurrency_group": group or METHODS_GROUP}
-                leave.options(**options).remote(len(limits))
-        else:
-            leave.remote(1)
-
-    def fail(self, failed: Failed) -> None:
-        """Note that the constructor has failed; end the process."""
-        self.failed = failed
-        self.release()
-        # After what it was sent already, which is told the same.
-        self._leave()
-
-    def evict(self, error: Exception) -> None:
-        """End it at once, since its place has gone, and tell callers why."""
-        self.failed = pack_own_error(actor_death(self.name, error))
-        cluster.kill(self.handle, may_restart=False)
-
-    def explain(self, error: BaseException) -> Failed | None:
-        """Return why the constructor never ran, if an argument of it is to blame.
-
-        Ray tells so in words only, without the error itself.
-        """
-        if not isinstance(error, exceptions.RayActorError):
-            return None
-        needs, self.needs = self.needs, ()
-        if self.failed is None:
-            for given in [one.ref for one in needs if one.ref is not None]:
-                try:
-                    cluster.get(given, 0)
-                except exceptions.GetTimeoutError:
-                    continue  # it is there, but elsewhere
-                except Exception as failure:  # noqa: BLE001 - whatever it failed with
-                    reason = unpack_error(f"an argument of {self.name}", failure)
-                    self.failed = not_made(self.name, reason)
-                    break
-        return self.failed
+SELDOM: Final = 0.5
+"""The same for one that was not."""
 
 
-class _ConstructorReceiver:
-    """Is told whether a constructor has returned; does not keep the actor alive.
+LOOKED: Final = 0.005
+"""Seconds between two looks at whether a process is there."""
+
+
+LEAVING: Final = 10.0
+"""Seconds for a process to be gone of which Ray says that it is dead."""
+
+
+class Made:
+    """Hears whether an actor's constructor has returned; keeps nobody alive for that.
 
     The constructor runs to its end all the same: Ray does what it was sent before.
     """
 
-    def __init__(self, actor: RayActor) -> None:
+    def __init__(self, actor: ClusterActor) -> None:
         self._actor = ref(actor)
 
     def receive(self, place: Any) -> None:
-        """Note that it has returned, in this place."""
+        """It has, in this place."""
         actor = self._actor()
         if actor is not None:
             actor.place, actor.needs = place, ()
-            actor.release()
+            actor.begin()
 
     def reject(self, failed: Failed) -> None:
-        """Note that it has failed."""
+        """It has not."""
         actor = self._actor()
         if actor is not None:
             actor.fail(failed)
 
     def fail(self, _error: Exception) -> None:
-        """Note that the process has ended first; Ray tells so whoever calls."""
+        """Its process has ended first; whoever calls is told so by Ray."""
         actor = self._actor()
         if actor is not None:
-            actor.release()
+            actor.begin()
 
-    def explain(self, error: BaseException) -> Failed | None:
-        """Return what the actor knows of an error; see `PendingCall.explain`."""
+    def knows(self, error: BaseException) -> Failed | None:
+        """Return what its actor knows of an error of Ray's; see `Live.knows`."""
         actor = self._actor()
-        return None if actor is None else actor.explain(error)
+        return None if actor is None else actor.knows(error)
 
 
-LOOK_AGAIN: Final = 0.05
-"""Seconds between two looks at whether an actor has ended that was told to."""
-LOOK_SELDOM: Final = 0.5
-"""The same for one that was not."""
-PROCESS_LOOK: Final = 0.005
-"""Seconds between two looks at whether a process is there."""
-PROCESS_END: Final = 10.0
-"""Seconds for the end of a process of which Ray says that it is dead."""
-
-
-class _EndReceiver:
+class Ended:
     """Asks an actor again and again, until it does not answer any more."""
 
-    def __init__(self, actor: RayActor, receiver: Receiver) -> None:
+    def __init__(self, actor: ClusterActor, receiver: Receiver) -> None:
         self._actor = actor
         self._receiver = receiver
 
     def receive(self, place: Any) -> None:
-        """Ask again later: it lives, in this place."""
+        """It lives, in this place."""
         self._actor.place = place
-        again = LOOK_AGAIN if self._actor.end is not None else LOOK_SELDOM
-        self._actor._calls.loop.call_later(again, self._ask)
+        again = AGAIN if self._actor.end is not None else SELDOM
+        self._actor.engine.loop.call_later(again, self._ask)
 
     def _ask(self) -> None:
         try:
@@ -468,73 +232,332 @@ class _EndReceiver:
             self._receiver.fail(error)
 
     def reject(self, _failed: Failed) -> None:
-        """Tell that it has ended: its constructor has failed."""
+        """Its constructor has failed."""
         self._receiver.receive(NONE)
 
     def fail(self, error: Exception) -> None:
-        """Wait for the end of its process, if Ray says that it is dead."""
+        """Ray says that it is dead: its process is gone in a moment."""
         if not isinstance(error, ActorDiedError):
             self._receiver.fail(error)
             return
         actor = self._actor
-        if actor.is_leaving:
+        if actor.is_left:
             actor.end = ActorEnd(died(actor.name, "its `async with` block was left."))
         node, pid = actor.place
-        is_here = bool(node) and node == cluster.process_ids()[0]
-        self._look(pid if is_here else 0, PROCESS_END)
+        is_here = bool(node) and node == ray.facts()[0]
+        tell = partial(self._receiver.receive, NONE)
+        _when_gone(actor.engine.loop, pid if is_here else 0, tell, LEAVING)
 
-    def _look(self, pid: int, left: float) -> None:
-        if pid and left > 0 and os.path.exists(f"/proc/{pid}"):
-            loop = self._actor._calls.loop
-            loop.call_later(PROCESS_LOOK, self._look, pid, left - PROCESS_LOOK)
+
+def _when_gone(
+    loop: asyncio.AbstractEventLoop, pid: int, tell: Callable[[], object], left: float
+) -> None:
+    """Tell when a process is there no more; Ray ends it, and need not be asked."""
+    if pid and left > 0 and os.path.exists(f"/proc/{pid}"):
+        loop.call_later(LOOKED, _when_gone, loop, pid, tell, left - LOOKED)
+    else:
+        tell()
+
+
+_Way = tuple[bytes, Callable[..., Any]]
+"""The name of a method, encoded, and what has Ray call it."""
+
+
+class ActorEngine(ClusterPort, Protocol):
+    """What actors ask of their engine."""
+
+    code: RemoteCode
+    placements: Placements
+
+    @property
+    def actors(self) -> ClusterActors:
+        """All of them."""
+        ...
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class ClusterActor:
+    """One actor; see `ActorPort`.
+
+    Attributes:
+        id: its number, the same in all processes.
+        site: its class.
+        handle: Ray's own.
+        engine: carries its calls.
+        terms: how its calls are run.
+        is_made_here: whether it ends with this program at the latest.
+        end: why it is dead or takes no calls, as far as this process has ended it.
+        why_failed: why its constructor did not return, once that is known.
+        is_left: whether it was told to end after what it was sent.
+        needs: the values that its constructor is given, until that has returned.
+        place: where it was when it was last asked.
+    """
+
+    id: int
+    site: Site
+    handle: Any
+    engine: ActorEngine
+    terms: Terms
+    is_made_here: bool = False
+    end: ActorEnd | None = None
+    is_left: bool = False
+    why_failed: Failed | None = None
+    needs: tuple[Shared, ...] = ()
+    place: Place = ("", 0)
+    _numbers: Numbers = field(default_factory=Numbers)
+    _ways: dict[tuple[str, int, int], _Way] = field(default_factory=dict)
+    _held: list[Callable[[], object]] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.handle, Nobody):
+            self.why_failed = self.handle.why
+
+    def __repr__(self) -> str:
+        return f"<ClusterActor {self.name} {self.id}>"
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return self.site.spec.name
+
+    def pass_on(self) -> None:
+        """A handle to it is being pickled: Ray's goes along.
+
+        Raises:
+            MisuseError: what is pickled is no call, and no result.
+        """
+        if not add_reference(Carried(self.id, self.handle, self.terms)):
+            raise MisuseError(
+                f"on a Ray cluster the handle of {self.name} can only be pickled as a "
+                f"part of what a task or an actor is given, or of what it returns. "
+                f"Give it as an argument."
+            )
+
+    def _live(self, receiver: Receiver) -> Live:
+        live = Live(self.name, receiver, self.engine.loop.time(), actor=self.id)
+        live.within = self.site.spec.shape.request.placement_group
+        live.knows = self.knows
+        return live
+
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method; gives the call's number."""
+        engine = self.engine
+        engine.check_open()
+        live = self._live(receiver)
+        number = engine.calls.begin(live)
+        if self.why_failed is not None:
+            engine.refuse(number, self.why_failed)
+        elif self.end is not None:
+            engine.calls.end(number, self.end.tell)
         else:
-            self._receiver.receive(NONE)
+            send = partial(self._send, number, method)
+            if self._held is None and type(payload) is bytes:
+                send((payload,))
+            else:
+                self._when_ready(partial(engine.send, number, payload, send))
+        return number
+
+    def _when_ready(self, do: Callable[[], object]) -> None:
+        """Do what is to be done after all that is held back, or now."""
+        # Plain code's loop does not run while nobody waits.
+        if self._held is not None and asyncio._get_running_loop() is not None:
+            self._held.append(do)
+            self.engine.actors.starting.add(self)
+        else:
+            do()
+
+    def hold(self, request: Request) -> None:
+        """It is being made: hold back its calls until that is done."""
+        self._held = []
+        made = Made(self)
+        live = self._ask(made)
+        live.told_as, live.request, live.knows = None, request, made.knows
+
+    def begin(self) -> None:
+        """It was made, or never will be: what was held back may go."""
+        held, self._held = self._held or (), None
+        for do in held:
+            do()
+        self.engine.actors.starting.discard(self)
+
+    def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
+        calls, is_async = self.engine.calls, self.terms[0] == ASYNC
+        live = calls.live.get(number)
+        if live is None:
+            return
+        if self.why_failed is not None:
+            self.engine.refuse(number, self.why_failed)
+            return
+        # Who waits for its arguments is waited for by nobody.
+        place = self._numbers.take() if is_async and len(given) <= 3 else 0
+        window = _window_of(live.receiver)
+        returns = given[2] if len(given) > 2 else 0
+        way = self._ways.get((method, returns, window))
+        if way is None:
+            way = self._find_way(method, returns, window)
+        name, remote = way
+        if len(given) == 1:
+            made = remote(spoken(place, name, given[0]))
+        else:
+            made = remote(spoken(place, name), *given)
+        if window:
+            stop = None if is_async else self._cancel
+            Inflow(calls, number, live, made, window).begin(stop)
+            return
+        refs = made if returns > 1 else (made,)
+        live.stop = partial(self._cancel, refs[0])
+        calls.watch(number, refs)
+
+    def _find_way(self, method: str, returns: int, window: int) -> _Way:
+        """Return what Ray is called by, which it would make anew each time."""
+        mode, _, groups = self.terms
+        options: dict[str, Any] = {}
+        if mode == THREADED:
+            options["concurrency_group"] = groups.get(method, DEFAULT_GROUP) or CALLS
+        if window:
+            options["num_returns"] = "streaming"
+            options["_generator_backpressure_num_objects"] = ahead_at_ray(window)
+        elif returns > 1:
+            options["num_returns"] = returns
+        called = self.handle.pour if window else self.handle.call
+        remote = (called.options(**options) if options else called).remote
+        way = self._ways[method, returns, window] = method.encode(), remote
+        return way
+
+    def _cancel(self, call: Any) -> None:
+        """Nobody wants a call's answer any more: it does not begin, or is stopped."""
+        if self.why_failed is None and (self.end is None or self.is_left):
+            identity = ray.id_of(self.handle)
+            telling.tell(identity, call, self.place[0])
+
+    def kill(self, *, may_restart: bool) -> None:
+        """End its process at once."""
+        if self.why_failed is not None:
+            return
+        if not may_restart:
+            killed = ActorDiedError(f"{self.name} was killed.", self.name)
+            self.end, self.is_left = ActorEnd(killed), False
+        ray.kill(self.handle, may_restart=may_restart)
+
+    def evict(self, failed: Failed) -> None:
+        """Its placement was removed: it ends at once, and calls are told why."""
+        self.why_failed = failed
+        ray.kill(self.handle, may_restart=False)
+
+    def leave(self) -> None:
+        """Have it end after what it was sent."""
+        if self.why_failed is not None:
+            return
+        if self.end is None:
+            self.end, self.is_left = ActorEnd(leaving(self.name)), True
+        self._when_ready(self._leave)
+
+    def _leave(self) -> None:
+        mode, limits, _ = self.terms
+        leave = self.handle.leave
+        if mode == ASYNC:
+            leave.remote(self._numbers.take())
+        elif mode == THREADED:
+            for group in limits:
+                leave.options(concurrency_group=group or CALLS).remote(len(limits))
+        else:
+            leave.remote(1)
+
+    def await_ready(self, receiver: Receiver) -> None:
+        """Tell it when the constructor has returned, or why it never will."""
+        if self.end is not None and not self.is_left:
+            self.end.tell(receiver)
+        else:
+            self._ask(receiver)
+
+    def await_end(self, receiver: Receiver) -> None:
+        """Tell it when the actor's process has ended."""
+        if self.why_failed is not None:
+            receiver.receive(NONE)
+        else:
+            self._ask(Ended(self, receiver)).told_as = None
+
+    def _ask(self, receiver: Receiver) -> Live:
+        engine = self.engine
+        engine.check_open()
+        live = self._live(receiver)
+        live.goes_on, live.told_as = True, NONE
+        number = engine.calls.begin(live)
+        if self.why_failed is not None:
+            engine.refuse(number, self.why_failed)
+        else:
+            engine.calls.watch(number, (self.handle.ready.remote(),))
+        return live
+
+    def fail(self, failed: Failed) -> None:
+        """Its constructor has failed: nobody need ask it, and its process may go."""
+        self.why_failed = failed
+        self.begin()
+        # After what it was sent already, which is told the same.
+        self._leave()
+
+    def knows(self, error: BaseException) -> Failed | None:
+        """Return why the constructor never ran, if an argument of it is to blame.
+
+        Ray tells so in words only, and to whoever calls, without the error itself.
+        """
+        if not isinstance(error, ray.ActorGone):
+            return None
+        if self.why_failed is None and self.needs:
+            self.why_failed = self._failed_need()
+            self.needs = ()
+        return self.why_failed
+
+    def _failed_need(self) -> Failed | None:
+        for given in [one.ref for one in self.needs if one.ref is not None]:
+            try:
+                ray.fetched(given, 0)
+            except ray.TimedOut:
+                continue  # it is there, but elsewhere
+            except Exception as error:  # noqa: BLE001 - whatever it has failed with
+                what = f"an argument of {self.name}"
+                return not_made(self.name, failed_as(what, error))
+        return None
 
 
-# All actors
+def _window_of(receiver: Receiver | None) -> int:
+    """How far a stream's consumer lets it be ahead; 0 if it is no stream."""
+    # What is carried along has a receiver of its own around it.
+    inner = getattr(receiver, "receiver", receiver)
+    window = getattr(inner, "window", None)
+    return 0 if window is None else int(window.size)
 
 
-def number_of(handle: Any) -> int:
-    """Return the number of an actor, the same in all processes."""
-    return int(cluster.actor_id(handle)[:15], 16)
+class Nobody:
+    """In place of Ray's handle, that of an actor for which there was no place.
+
+    Attributes:
+        why: what is told to whoever calls it.
+    """
+
+    def __init__(self, why: Failed) -> None:
+        self._actor_id = secrets.token_bytes(16)
+        self.why = why
 
 
 _sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()
 """The classes of the actors that any thread or loop of this process holds."""
 
 
-class RayActors:
-    """All actors that an event loop reaches; see `ActorsPort`.
-
-    In this process Ray's handle goes with the handles that hold it, wherever these end.
-    No loop need run for that: that of a plain task does not while nobody waits.
+class ClusterActors:
+    """All actors that this process can reach; see `ActorsPort`.
 
     Attributes:
-        calls: of the event loop.
-        check_open: raises `NodeError` if the cluster is not there any more.
-        starting: actors whose calls are held back until they are made.
+        starting: those of which calls are held back until they are made.
     """
 
-    def __init__(
-        self,
-        calls: Calls,
-        groups: PlacementGroups,
-        overview: Overview,
-        check_open: Callable[[], None],
-        admit: Callable[[Site], None],
-        make_engine: EngineFactory,
-    ) -> None:
-        self.calls = calls
-        self.check_open = check_open
-        self.starting: set[RayActor] = set()
-        self._groups = groups
-        self._overview = overview
-        self._admit = admit
-        self._make_engine = make_engine
-        self._actors: WeakValueDictionary[int, RayActor] = WeakValueDictionary()
+    def __init__(self, engine: ActorEngine) -> None:
+        self.starting: set[ClusterActor] = set()
+        self._engine = engine
+        self._actors: WeakValueDictionary[int, ClusterActor] = WeakValueDictionary()
 
     def __repr__(self) -> str:
-        return f"<RayActors {len(self._actors)}>"
+        return f"<ClusterActors {len(self._actors)}>"
 
     def create(
         self,
@@ -542,128 +565,151 @@ class RayActors:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
-    ) -> RayActor:
+    ) -> ClusterActor:
         """Make an actor, or find the one of that name; see `ActorsPort.create`."""
-        self._admit(site)
+        engine = self._engine
+        if site.checked_by is not engine.mark:
+            engine.admit(site)
         assert site.actor is not None, site
         terms = terms_of(site.actor)
-        if key is not None and (found := self.find(key)) is not None:
-            if get_if_exists:
-                return found
+        found = None if key is None else self.find(key)
+        if found is not None and get_if_exists:
+            return found
+        if found is not None and key is not None:
             raise name_taken(key[1])
-        error = self._groups.refusal(site)
-        if error is not None:
-            failed = pack_own_error(actor_death(site.spec.name, error))
-            return self._note(NoActor(failed), site, terms)
-        options = self._groups.add_strategy(
-            actor_options(site, key), site.spec.shape.request
-        )
-        is_async = site.actor.mode == ASYNC
-        process = AsyncActorProcess if is_async else PlainActorProcess
-        code = RemoteCode(site, self._make_engine)
         try:
-            made = cluster.remote(process, options)
-            handle = made.remote(code, *to_arguments(payload))
+            refused = engine.placements.refusal(site)
+            if refused is not None:
+                nobody = Nobody(_death(site.spec.name, refused))
+                return self._note(nobody, site, terms)
+            handle = self._made(site, payload, key)
         except ValueError as error:
             if key is None:
                 raise
-            if get_if_exists and (found := self.find(key)) is not None:
-                return found
+            again = self.find(key)
+            if again is not None and get_if_exists:
+                return again
             raise name_taken(key[1]) from error
         actor = self._note(handle, site, terms)
         actor.is_made_here = not site.spec.is_detached
         actor.needs = getattr(payload, "needs", ())
         if key is not None:
-            described = site.spec.name, site.actor.packed_face(), terms
-            cluster.store_bytes(f"{actor.id}", dump_whole(described))
-        actor.hold()
+            told = dump_whole((site.spec.name, site.actor.packed_face(), terms))
+            ray.remember(f"{actor.id}", told)
+        actor.hold(request_of_actor(site))
         return actor
 
-    def _note(self, handle: Any, site: Site, terms: Terms) -> RayActor:
-        number = number_of(handle)
-        handle = actor_handles.setdefault(number, handle)
+    def _made(self, site: Site, payload: bytes, key: tuple[str, str] | None) -> Any:
+        assert site.actor is not None, site
+        request = site.spec.shape.request
+        options = options_of_actor(site, key)
+        options = self._engine.placements.placed(options, request)
+        blueprint = Blueprint(site, self._engine.overview.kinds())
+        code = self._engine.code
+        host = code.async_actor if site.actor.mode == ASYNC else code.plain_actor
+        made = ray.actor(host, options)
+        return made.remote(blueprint, *self._engine.given(payload))
+
+    def _note(self, handle: Any, site: Site, terms: Terms) -> ClusterActor:
+        identity = identity_of(handle)
+        handle = met.setdefault(identity, handle)
         _sites.setdefault(handle, site)
-        terms = actor_terms.setdefault(handle, terms)
-        actor = self._actors.get(number)
+        terms = terms_met.setdefault(handle, terms)
+        actor = self._actors.get(identity)
         if actor is None:
-            actor = self._actors[number] = RayActor(number, site, handle, terms, self)
+            actor = ClusterActor(identity, site, handle, self._engine, terms)
+            self._actors[identity] = actor
         return actor
 
-    def find(self, key: tuple[str, str]) -> RayActor | None:
-        """Return the living actor of that name; asks the cluster."""
+    def find(self, key: tuple[str, str]) -> ClusterActor | None:
+        """The living actor of that name; asks the cluster."""
         namespace, name = key
-        handle = cluster.find_actor(name, namespace)
+        handle = ray.find_actor(name, namespace)
         if handle is None:
             return None
-        described = cluster.load_bytes(f"{number_of(handle)}")
-        if described is None:
-            return None  # it is no actor of aiogpu's
-        class_name, face, terms = load_result(described)
-        return self._note(handle, placeholder_site(class_name, face), terms)
+        told = ray.recall(f"{identity_of(handle)}")
+        if told is None:
+            return None  # somebody else's than aiogpu's
+        of_class, face, terms = load_result(told)
+        return self._note(handle, placeholder_site(of_class, face), terms)
 
-    def held(self, actor: int, name: str = "actor") -> RayActor:
-        """Return an actor of which a handle has come; see `ActorsPort.held`."""
+    def held(self, actor: int, name: str = "actor") -> ClusterActor:
+        """An actor of which a handle has come; see `ActorsPort.held`."""
         known = self._actors.get(actor)
         if known is not None:
             return known
-        handle = actor_handles.get(actor)
+        handle = met.get(actor)
         if handle is None:
             raise ActorDiedError(f"{name} is dead: nobody holds it any more.", name)
-        return self._note(handle, placeholder_site(name), actor_terms[handle])
+        return self._note(handle, placeholder_site(name), terms_met[handle])
 
-    def known(self, actor: int) -> RayActor:
-        """Return an actor that this process holds, maybe another thread of it."""
+    def known(self, actor: int) -> ClusterActor:
+        """An actor that somebody of this process holds, maybe another thread."""
         found = self._actors.get(actor)
         if found is None:
-            handle = actor_handles[actor]
-            found = self._note(handle, _sites[handle], actor_terms[handle])
+            handle = met[actor]
+            found = self._note(handle, _sites[handle], terms_met[handle])
         return found
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
         request = self.known(actor).site.spec.shape.request
-        receiver.receive(dump_whole((self._overview.room_for(request), str(request))))
+        room = self._engine.overview.room_for(request), str(request)
+        receiver.receive(dump_whole(room))
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Let a call that is a stream yield so many items in all."""
-        self.calls.demand(number, limit)
+        self._engine.demand(number, limit)
 
     def cancel(self, _actor: int, number: int) -> None:
-        """Stop a call whose answer nobody wants."""
-        self.calls.cancel(number)
+        """Nobody wants a call's answer any more."""
+        self._engine.cancel(number)
 
     def release(self, _actor: int) -> None:
-        """Do nothing: with the last of our handles Ray's own goes."""
+        """A handle has gone, and with the last of them Ray's own."""
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End its process at once, and the actor unless it may restart."""
-        with suppress(NodeError):
-            self.check_open()
+        if self._engine.is_open:
             self.known(actor).kill(may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
-        with suppress(NodeError):
-            self.check_open()
+        if self._engine.is_open:
             self.known(actor).leave()
 
-    def evict(self, group: PlacementGroupSpec) -> None:
-        """End the actors that live in a placement group, which was removed."""
+    def evict(self, placement_group: PlacementGroupSpec) -> None:
+        """A placement was removed: who lives in it ends."""
         for actor in list(self._actors.values()):
             within = actor.site.spec.shape.request.placement_group
-            if within is None or within.key != group.key or actor.failed is not None:
+            if within is None or within.key != placement_group.key or actor.why_failed:
                 continue
-            actor.evict(removed(group.name, actor.name, REMOVED))
+            name = actor.site.spec.name
+            actor.evict(_death(name, removed(placement_group.name, name, REMOVED)))
+
+    def give_up(self, actor: int, error: Exception) -> None:
+        """One waits for a place that the cluster does not have any more."""
+        waiting = self.known(actor)
+        waiting.evict(_death(waiting.name, error))
 
     def lose(self, failed: Failed) -> None:
-        """Note that the cluster has gone; callers are told so, and Ray nothing."""
+        """The cluster has gone: who calls one of them is told so, and Ray nothing."""
         for actor in self._actors.values():
-            actor.failed = failed
+            actor.why_failed = failed
 
     def close(self) -> None:
-        """End the actors that this program has made."""
+        """The program leaves its cluster: what is its own ends."""
         for actor in list(self._actors.values()):
-            if actor.is_made_here and actor.failed is None:
-                cluster.kill(actor.handle, may_restart=False)
+            if actor.is_made_here and actor.why_failed is None:
+                ray.kill(actor.handle, may_restart=False)
         self._actors.clear()
         self.starting.clear()
+
+
+def identity_of(handle: Any) -> int:
+    """The number of an actor, the same in all processes."""
+    return int(ray.id_of(handle)[:15], 16)
+
+
+def _death(name: str, error: Exception) -> Failed:
+    return pack_own_error(died_of(name, error))
