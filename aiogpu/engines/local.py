@@ -242,7 +242,6 @@ class LocalEngine:
         ledger = self._open_driver.scheduler.ledger
         await supervisor.welcome(
             listening,
-            self.store,
             premises_of(
                 supervisor.directory,
                 ledger,

@@ -187,9 +187,7 @@ class Driver:
         pool.hearing.on_done = self.on_done
         pool.hearing.on_items = self.results.on_items
         pool.hearing.on_skipped = self._on_skipped
-        pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.on_fault = self._on_fault
-        pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
         pool.hearing.on_behind = self._delay
 
@@ -451,10 +449,6 @@ class Driver:
     def _on_started(self, worker: int) -> None:
         self.feed(Scheduler.worker_started, WorkerId(worker))
 
-    def _on_spoilt(self, worker: int) -> None:
-        if not self.actors.on_spoilt(worker):
-            self.feed(Scheduler.worker_spoilt, WorkerId(worker))
-
     def wait(
         self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
     ) -> None:
@@ -517,7 +511,6 @@ class Driver:
         self.feed(Scheduler.worker_gone, gone, *end)
         del self.results.deaths[gone]
         self.guard.forget(worker)
-        self.shortages.forget(worker)
         tell_callers()
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:
@@ -609,7 +602,8 @@ class Driver:
         task = TaskId(answer.task)
         call = self._calls.young.get(task) or self._calls.get(task)
         if call is None or call.worker != worker:
-            self.shortages.drop(worker, answer.task)
+            if type(answer) is Failed and answer.is_spoilt:
+                self.feed(Scheduler.worker_spoilt, WorkerId(worker))
             return
         if self.on_end is not None:
             try:
@@ -624,7 +618,9 @@ class Driver:
             took = answer.took * 1e-6
         elif type(answer) is Failed:
             retry = answer.is_retried
-            if self.shortages and self.shortages.concerns(worker, answer):
+            if answer.is_spoilt:
+                self.feed(Scheduler.worker_spoilt, WorkerId(worker))
+            if answer.peak >= 0:
                 self.shortages.replace(call, answer)
                 self.feed(Scheduler.finish, task, WorkerId(worker), retry, ran_out=True)
                 return

@@ -56,8 +56,8 @@ class Faults:
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Assign: self._not_assigned,
             effects.Ahead: self._not_sent_ahead,
-            effects.Spawn: self._not_spawned,
-            effects.Granted: self._not_granted,
+            effects.Spawn: lambda it, fault: self._pool.give_up(it.worker, fault),
+            effects.Granted: lambda it, fault: self._cancel(it.task, fault),
         }
 
     def on_effect(self, effect: Effect, error: Exception) -> None:
@@ -122,12 +122,6 @@ class Faults:
                 self._dispatcher.send_alone(effect.worker, task)
             except Exception as error:  # noqa: BLE001 - it is told to who waits
                 self._cancel(task, internal_error("sent a task to a worker", error))
-
-    def _not_spawned(self, effect: effects.Spawn, fault: Exception) -> None:
-        self._pool.give_up(effect.worker, fault)
-
-    def _not_granted(self, effect: effects.Granted, fault: Exception) -> None:
-        self._cancel(effect.task, fault)
 
     def _not_heard(
         self, worker: LiveWorker, message: Message, fault: Exception

@@ -18,7 +18,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
@@ -43,7 +42,9 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.store import DescriptorServer, Store
     from aiogpu.runtime.output.console import Console
     from aiogpu.runtime.workers.pool import Pool
+    from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.runtime.zygote.generations import Zygotes
+    from aiogpu.wire.messages import Message
 
 
 SHORT: Final = 300e-6
@@ -125,7 +126,9 @@ class Supervisor:
         self._peers: WeakSet[Peer] = WeakSet()
         self._devices: Devices | None = None
         self._descriptor_server: DescriptorServer | None = None
-        self._nested: Callable[[], Requests] | None = None
+        self._requests: Requests | None = None
+        self._check: Check
+        self._store: Store
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
@@ -229,9 +232,8 @@ class Supervisor:
         self.driver = Driver(self._loop, scheduler, pool, assignment, device_release)
         if self._devices is not None:
             self.driver.heed(self._devices.monitor)
-        nested = cache(partial(_open_nest, self.driver, pool, store, check))
-        pool.hearing.on_nested = lambda *said: nested().on_message(*said)
-        self._nested = nested
+        self._store, self._check = store, check
+        pool.hearing.on_nested = self._on_first_request
         await self._parts.zygotes.ready()
         return self.driver
 
@@ -250,10 +252,23 @@ class Supervisor:
         monitor = DeviceMonitor(self._loop, thread, guard, self._roots)
         return Devices(thread, device_release, monitor)
 
+    @property
+    def requests(self) -> Requests:
+        """Takes in what tasks and programs ask; few programs have tasks that do."""
+        if self._requests is None:
+            from aiogpu.runtime.callers.requests import Requests
+
+            assert self.driver is not None
+            self._requests = Requests(self.driver, self._store, self._check)
+            self.pool.hearing.on_nested = self._requests.on_message
+        return self._requests
+
+    def _on_first_request(self, worker: LiveWorker, message: Message) -> None:
+        self.requests.on_message(worker, message)
+
     async def welcome(
         self,
         listening: socket.socket,
-        store: Store,
         server_info: ServerInfo,
         answers: Mapping[str, Answer],
         logs: str | None = None,
@@ -262,7 +277,6 @@ class Supervisor:
 
         Args:
             listening: it is bound, and listens.
-            store: of the node's values.
             server_info: what they find here.
             answers: what they can ask of the node.
             logs: directory for what their tasks print; None for no log of it.
@@ -272,15 +286,14 @@ class Supervisor:
 
         assert self._parts is not None
         assert self.driver is not None
-        assert self._nested is not None
         wakefulness = BusyPoll(self._loop)
         self._note_heard = wakefulness.note
         self.clients = Clients(
             self._loop,
             self.driver,
-            self._nested(),
+            self.requests,
             self._parts.zygotes,
-            store,
+            self._store,
             server_info,
         )
         self.clients.answers = answers
@@ -384,12 +397,3 @@ class Supervisor:
     def observed(self) -> Observations:
         """What was last seen on the devices."""
         return self._devices.monitor.observed if self._devices is not None else {}
-
-
-def _open_nest(driver: Driver, pool: Pool, store: Store, check: Check) -> Requests:
-    """Hear what tasks say of others that they start; few programs have such."""
-    from aiogpu.runtime.callers.requests import Requests
-
-    nested = Requests(driver, store, check)
-    pool.hearing.on_nested = nested.on_message
-    return nested

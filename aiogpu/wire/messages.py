@@ -282,6 +282,9 @@ class Failed(NamedTuple):
     """Worker to driver: the task has no result; see `serialization.exceptions`.
 
     `is_retried`: the task's options ask for another attempt after this exception.
+    `peak`: it has run out of device memory, of which this process is known to have used
+    so many bytes at most, 0 where that is unknown; -1 for any other failure.
+    `is_spoilt`: the process is unfit for another task, and ends after this answer.
     """
 
     task: int
@@ -291,6 +294,8 @@ class Failed(NamedTuple):
     traceback: str
     payload: bytes | None
     is_retried: bool = False
+    peak: int = -1
+    is_spoilt: bool = False
 
     @property
     def why(self) -> tuple[str, str, str, str, bytes | None]:
@@ -298,28 +303,11 @@ class Failed(NamedTuple):
         return self[1:6]
 
 
-class RanOut(NamedTuple):
-    """Worker to driver: the next `Failed` of this task or call is out of GPU memory.
-
-    `peak` is the most bytes of device memory that this process is known to have used,
-    0 where that is unknown.
-    """
-
-    task: int
-    peak: int
-
-
 class Skipped(NamedTuple):
     """Worker to driver: the task was revoked just as it was about to begin."""
 
     task: int
     number: int
-
-
-class Spoilt(NamedTuple):
-    """Worker to driver: I end after the next answer, unfit for another task."""
-
-    task: int
 
 
 class Imported(NamedTuple):
@@ -842,7 +830,7 @@ _Requests = _ChildRequests | _ActorRequests | _ValueRequests
 _ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
 _ToActor = Create | Invoke | Drop | Leave
 ToWorker = _ToTask | _ToActor | _Answers
-_TaskReports = Done | Failed | RanOut | Skipped | Spoilt | Items | Created
+_TaskReports = Done | Failed | Skipped | Items | Created
 FromWorker = _TaskReports | Log | Imported | Wait | Sync | _Requests
 
 ToClient = Refused | Welcome | Close | Departed | Printed | Warned | _Answers

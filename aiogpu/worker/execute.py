@@ -34,9 +34,7 @@ from aiogpu.wire.messages import (
     Done,
     Failed,
     Invoke,
-    RanOut,
     Run,
-    Spoilt,
 )
 from aiogpu.worker.gpu import poisoned_by, tell
 from aiogpu.worker.invoke import RetryRules, arguments_in, explain_quit, let_go, packed
@@ -180,8 +178,7 @@ class Executor:
         if self._channel.is_closed:
             self._raised = error  # this fork ends as a program would
             has_devices = False
-        if has_devices:
-            self._note_poison(task, error)
+        peak, is_spoilt = -1, has_devices and self._is_poisoned(error)
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
             self.has_left = True
@@ -189,26 +186,31 @@ class Executor:
             self._interrupts.hear(task)
             kind = STOPPED
         elif has_devices:
-            self._note_shortage(task, error)
+            peak = self._peak_of_shortage(error)
         explain_quit(error)
         failed = pack_failure(task, kind, error, OWN_FRAMES)
+        if peak >= 0 or is_spoilt:
+            failed = failed._replace(peak=peak, is_spoilt=is_spoilt)
         let_go(error)
         return failed
 
-    def _note_poison(self, task: int, error: BaseException) -> None:
+    def _is_poisoned(self, error: BaseException) -> bool:
         name = poisoned_by(error)
-        if name is not None:
-            self.is_spoilt = True
-            tell(error, name, os.getpid())
-            self._channel.send(Spoilt(task))
+        if name is None:
+            return False
+        self.is_spoilt = True
+        tell(error, name, os.getpid())
+        return True
 
-    def _note_shortage(self, task: int, error: BaseException) -> None:
+    def _peak_of_shortage(self, error: BaseException) -> int:
+        """The most bytes of device memory that were used; -1 for any other failure."""
         # Of no use to most workers.
         from aiogpu.worker.gpu import has_run_out, peak_memory
 
-        if has_run_out(error):
-            self._has_run_out = True
-            self._channel.send(RanOut(task, peak_memory()))
+        if not has_run_out(error):
+            return -1
+        self._has_run_out = True
+        return peak_memory()
 
     def exit_code(self) -> int:
         """Return what a program that ended as the last task did would exit with.

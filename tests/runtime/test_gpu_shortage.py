@@ -17,7 +17,7 @@ from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
 from aiogpu.runtime.devices.binding import limits_of
 from aiogpu.runtime.devices.memory_shortage import Shortages, gpu_out_of_memory
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
-from aiogpu.wire.messages import Failed, RanOut
+from aiogpu.wire.messages import Failed
 from tests.runtime import sites
 
 GIB = 1 << 30
@@ -160,21 +160,15 @@ def test_what_has_no_lease_any_more_is_told_with_less(node: Scheduler) -> None:
     assert error.neighbours == ()
 
 
-FAILED = Failed(7, RAISED, "torch.OutOfMemoryError", "CUDA out\nof it", "trace", b"x")
+FAILED = Failed(
+    7, RAISED, "torch.OutOfMemoryError", "CUDA out\nof it", "trace", b"x", peak=5
+)
 
 
 def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
     worker = worker_of(node, "train", lease_of(0, share=2500))
     shortages = Shortages(node)
-    assert not shortages
-    shortages.note(worker.id, RanOut(7, 5))
-    assert shortages
-    assert repr(shortages) == "<Shortages 1>"
-    assert shortages.concerns(worker.id, FAILED)
-    assert not shortages.concerns(worker.id, FAILED._replace(task=8))
-    assert not shortages.concerns(99, FAILED)
     told = shortages.told(worker.id, "train", FAILED)
-    assert not shortages
     assert (told.task, told.kind, told.traceback) == (7, RAISED, "trace")
     error = unpack_failure(told, "train")
     assert isinstance(error, GpuOutOfMemoryError)
@@ -183,25 +177,13 @@ def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
     assert error.peak == 5
     assert isinstance(error.__cause__, RemoteTraceback)
     shortages.peak_seen = {worker.id: 9}.__getitem__
-    shortages.note(worker.id, RanOut(7, 5))
     seen = unpack_failure(shortages.told(worker.id, "train", FAILED), "train")
     assert isinstance(seen, GpuOutOfMemoryError)
     assert seen.peak == 9, "the framework knows only of its own"
 
 
-def test_who_has_gone_is_told_of_no_more(node: Scheduler) -> None:
-    shortages = Shortages(node)
-    shortages.forget(1)
-    shortages.note(1, RanOut(7, 0))
-    shortages.note(2, RanOut(8, 0))
-    assert shortages.told(1, "train", FAILED) is FAILED, "nothing is known of it"
-    shortages.note(1, RanOut(7, 0))
-    shortages.forget(1)
-    shortages.note(1, RanOut(7, 0))
-    shortages.drop(1, 7)
-    shortages.drop(1, 7)
-    assert not shortages.concerns(1, FAILED)
-    assert shortages.concerns(2, FAILED._replace(task=8))
+def test_of_who_has_gone_nothing_is_known(node: Scheduler) -> None:
+    assert Shortages(node).told(1, "train", FAILED) is FAILED
 
 
 def test_the_answer_is_replaced(node: Scheduler) -> None:
@@ -209,7 +191,6 @@ def test_the_answer_is_replaced(node: Scheduler) -> None:
     call = sites.call()
     call.send_to(worker.id, 1)
     shortages = Shortages(node)
-    shortages.note(worker.id, RanOut(7, 0))
     shortages.replace(call, FAILED)
     assert isinstance(call.answer, Failed)
     assert call.answer.type_name == "aiogpu.errors.GpuOutOfMemoryError"

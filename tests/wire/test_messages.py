@@ -51,10 +51,15 @@ def test_a_message_without_fields_is_its_tag():
 
 def test_an_optional_field_may_be_none_and_another_may_not():
     tag = TAGS[Failed]
-    assert from_fields((tag, 1, "k", "t", "m", "tb", None, False)).payload is None
-    assert from_fields((tag, 1, "k", "t", "m", "tb", b"p", True)).payload == b"p"
+    assert (
+        from_fields((tag, 1, "k", "t", "m", "tb", None, False, -1, False)).payload
+        is None
+    )
+    assert (
+        from_fields((tag, 1, "k", "t", "m", "tb", b"p", True, -1, True)).payload == b"p"
+    )
     with pytest.raises(ProtocolError, match=r"Failed does not take \(NoneType, "):
-        from_fields((tag, None, "k", "t", "m", "tb", None, False))
+        from_fields((tag, None, "k", "t", "m", "tb", None, False, -1, False))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from aiogpu.serialization.serializer import (
     dump_retried,
     load_result,
 )
-from aiogpu.wire.messages import Define, Done, Failed, RanOut, Run
+from aiogpu.wire.messages import Define, Done, Failed, Run
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
@@ -343,18 +343,20 @@ def test_threads_are_looked_at_only_where_the_site_changes(desk: Desk) -> None:
     assert desk.cpus == [1.0, 2.0, 1.0]
 
 
-def test_running_out_of_device_memory_is_told_first(
-    desk: Desk, driver: DriverEnd, context: Context
+def test_running_out_of_device_memory_is_told_with_the_answer(
+    desk: Desk, context: Context
 ) -> None:
     def fail(text: str) -> None:
         raise RuntimeError(text)
 
     desk.knows(fail)
-    desk.fail("CUDA out of memory")  # without a device that means nothing
+    assert (
+        desk.fail("CUDA out of memory").peak == -1
+    )  # without a device that means nothing
     context.accelerators = {"GPU": (0,)}
-    desk.fail("CUDA error: invalid argument")
-    assert desk.fail("CUDA out of memory").type_name == "RuntimeError"
-    assert driver.next() == RanOut(7, 0), "nothing before it"
+    assert desk.fail("CUDA error: invalid argument").peak == -1
+    failed = desk.fail("CUDA out of memory")
+    assert (failed.type_name, failed.peak) == ("RuntimeError", 0)
 
 
 def test_who_was_to_stop_has_not_run_out(

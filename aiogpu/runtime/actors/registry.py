@@ -212,7 +212,8 @@ LEAVE_LIMIT: Final = 5.0
 
 
 SPOILT: Final = 0.1
-"""Seconds in which a process that is unfit to go on may tell its last answer."""
+"""Seconds from the answer after which a process is unfit to go on until it is ended.
+Calls that it has begun by then may end as they will."""
 
 
 INTERRUPT_EVERY: Final = 0.05
@@ -380,15 +381,6 @@ class Actors(Register):
                 mailbox.is_open = False  # what comes from now on is for the next one
             self._pool.kill(found.worker.id)
 
-    def on_spoilt(self, worker: int) -> bool:
-        """An actor's process is unfit to go on; False if that worker is no actor's."""
-        known = self.workers.get(worker)
-        if known is None or known.actor is None:
-            return False
-        # Not before the answer that follows is here.
-        self._loop.call_later(SPOILT, self._end_spoilt, known)
-        return True
-
     def _end_spoilt(self, worker: LiveWorker) -> None:
         """End that process, unless it has ended by itself and another is the actor."""
         actor = worker.actor
@@ -468,8 +460,10 @@ class Actors(Register):
         """What an actor's process says."""
         worker = self.workers.get(worker_id)
         actor = worker.actor if worker is not None else None
-        if actor is None or actor.worker is not worker:
+        if worker is None or actor is None or actor.worker is not worker:
             return
+        if type(message) is Failed and message.is_spoilt:
+            self._loop.call_later(SPOILT, self._end_spoilt, worker)
         if type(message) is Created:
             actor.on_created()
         elif message.task == actor.id:
@@ -481,10 +475,10 @@ class Actors(Register):
 
     def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
         """Return what is told of a call that has failed."""
-        shortages, call = self._shortages, actor.calls.get(failed.task)
+        call = actor.calls.get(failed.task)
         name = f"{actor.name}.{call.method}" if call is not None else actor.name
-        if shortages and shortages.concerns(worker, failed):
-            failed = shortages.told(worker, name, failed)
+        if failed.peak >= 0:
+            failed = self._shortages.told(worker, name, failed)
         if call is not None and call.receiver is not None and failed.kind != LEFT:
             self._results.note_call(actor.id, name, failed)
         return failed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Lease, Ledger
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.pending_tasks import Call
-    from aiogpu.wire.messages import Failed, RanOut
+    from aiogpu.wire.messages import Failed
 
 
 LISTED: Final = 8
@@ -203,9 +203,7 @@ def told_instead(
 
 
 class Shortages:
-    """Failures for want of device memory, from the word of them to the answer.
-
-    Falsy while there are none, as almost always.
+    """Tells of failures for want of device memory what is known of them here.
 
     Attributes:
         peak_seen: the most bytes that a worker was seen from outside to use of a GPU.
@@ -214,32 +212,6 @@ class Shortages:
     def __init__(self, node: Scheduler) -> None:
         self.peak_seen: Callable[[int], int] = lambda _worker: 0
         self._node = node
-        self._peaks: dict[tuple[int, int], int] = {}
-
-    def __repr__(self) -> str:
-        return f"<Shortages {len(self._peaks)}>"
-
-    def __len__(self) -> int:
-        return len(self._peaks)
-
-    def note(self, worker: int, message: RanOut) -> None:
-        """A worker says that the answer which follows tells of one."""
-        self._peaks[worker, message.task] = message.peak
-
-    def drop(self, worker: int, task: int) -> None:
-        """Nobody wants to know of its answer any more."""
-        self._peaks.pop((worker, task), None)
-
-    def concerns(self, worker: int, failed: Failed) -> bool:
-        """Return whether this answer tells of one."""
-        return (worker, failed.task) in self._peaks
-
-    def forget(self, worker: int) -> None:
-        """It has gone, and answers no more."""
-        if self._peaks:
-            self._peaks = {
-                key: peak for key, peak in self._peaks.items() if key[0] != worker
-            }
 
     def replace(self, call: Call, failed: Failed) -> None:
         """Replace a task's answer."""
@@ -251,7 +223,7 @@ class Shortages:
 
     def told(self, worker: int, name: str, failed: Failed) -> Failed:
         """What is told of one in the answer's place, with that one's traceback."""
-        peak = max(self._peaks.pop((worker, failed.task)), self.peak_seen(worker))
+        peak = max(failed.peak, self.peak_seen(worker))
         record = self._node.workers.get(WorkerId(worker))
         if record is None:
             return failed

@@ -40,9 +40,7 @@ from aiogpu.wire.messages import (
     Make,
     Message,
     Put,
-    RanOut,
     Skipped,
-    Spoilt,
     Submit,
 )
 
@@ -218,8 +216,6 @@ class MessageRouter:
         on_done: told of tasks that have ended one after the other, with plain results.
         on_items: told what a task's or a call's generator has yielded.
         on_skipped: told of a task that was not run.
-        on_spoilt: told of a worker that ends after the task that it runs.
-        on_ran_out: told of a task that fails for want of device memory.
         on_behind: told that a worker has printed lines which are not out: what has
             receivers told after them, and of which task or call; `EACH` for each that
             the worker has.
@@ -242,8 +238,6 @@ class MessageRouter:
         self.on_done: Callable[[int, list[Done]], None]
         self.on_items: Callable[[LiveWorker, Items], None]
         self.on_skipped: Callable[[int, Skipped], None]
-        self.on_spoilt: Callable[[int], None]
-        self.on_ran_out: Callable[[int, RanOut], None]
         self.on_behind: Callable[[LiveWorker, int, Delay], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
         self.on_acting: Callable[[int, Done | Failed | Created], None]
@@ -358,10 +352,6 @@ class MessageRouter:
             self.on_answer(worker.id, message)
         elif isinstance(message, Skipped):
             self.on_skipped(worker.id, message)
-        elif isinstance(message, Spoilt):
-            self.on_spoilt(worker.id)
-        elif isinstance(message, RanOut):
-            self.on_ran_out(worker.id, message)
         elif isinstance(message, Imported):
             self.on_imported(worker, message)
         else:
