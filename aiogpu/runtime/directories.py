@@ -1,4 +1,11 @@
-"""The node's directory: private, short, and gone when the node is."""
+"""The two directories of a node: its own, and where programs meet it.
+
+Its own directory holds the sockets of its workers: private, with a short path, and
+removed with the node. Programs find the node's socket, pidfile and logs in another,
+mode 0700. Anybody may create a directory in /tmp, so the owner and mode of that one are
+checked before anything in it is used: by the node, by programs that join and by each
+command.
+"""
 
 from __future__ import annotations
 

@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 
 class SubmitBatch:
-    """See above.
+    """Calls of one site in a row that the core is told of together.
 
     Attributes:
-        site: what is called; None where the next call is to be told by itself.
-        calls: those that the core does not know yet.
+        site: what is called; None where the next call is submitted by itself.
+        calls: calls that the core does not know yet.
     """
 
     __slots__ = ("_before", "_bucket", "_loop", "_tell", "calls", "site")

@@ -56,7 +56,7 @@ AWAKE: Final = 100e-6
 
 
 class BusyPoll:
-    """See above. Made for the running loop, told of each message."""
+    """Keeps the loop awake where the next message is about to come."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

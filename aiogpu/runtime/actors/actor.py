@@ -1,10 +1,10 @@
 """One actor as the driver knows it: its state, calls, process, and end.
 
-To the core it is a task that holds its devices until it ends, and that is tried again
-as often as `max_restarts` says. This is that task's receiver. A caller's calls are
-begun in the order in which they were made. So behind one whose arguments are not there
-yet the others of its caller wait as well; those of other callers do not, for the
-argument may depend on them.
+To the core an actor is a task that holds its devices until it ends, and that is retried
+as often as `max_restarts` says. `Actor` is the receiver of that task. The calls of one
+caller begin in the order in which they were made. So a call whose arguments are still
+to come holds up the later calls of its caller. Calls of other callers go on, since the
+missing argument may depend on them.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from aiogpu.wire.messages import (
 
 
 class ActorState(Enum):
-    """Where an actor is."""
+    """The state of an actor."""
 
     PENDING = "pending"
-    """It waits for its place, or its constructor runs; maybe not for the first time."""
+    """It waits for a worker, or its constructor runs. Also while it restarts."""
     ALIVE = "alive"
     LEAVING = "leaving"
-    """It was told to end after what it was sent."""
+    """It ends once it has answered the calls that it was sent."""
     DEAD = "dead"
 
 
 @dataclass(slots=True, eq=False)
 class ActorCall:
-    """See above.
+    """One call of a method that was not answered.
 
     Attributes:
-        receiver: None once nobody waits for it.
-        retries_left: how often it is tried again whose process has died; -1 is
-            without end.
-        limit: of a stream, how many items it may yield in all; 0 for other calls.
-        passed: how many have come.
-        known_as: the number under which its caller knows it, if that is another one.
+        receiver: None once nobody waits for the answer.
+        retries_left: how often the call is retried when the process dies; -1 for
+            without limit.
+        limit: for a stream, how many items it may yield in all; 0 for other calls.
+        passed: how many items have come.
+        known_as: the number by which the caller knows the call, if it differs; else 0.
     """
 
     method: str
@@ -81,7 +81,7 @@ class ActorCall:
     known_as: CallId = 0
 
     def order(self, number: CallId, worker: Borrower) -> Invoke:
-        """What its process is told; what its payload refers to is lent to that."""
+        """The message for the process, which is lent what the payload refers to."""
         payload = self.payload
         if type(payload) is not bytes:
             payload = worker.borrow(payload)
@@ -89,16 +89,16 @@ class ActorCall:
 
 
 class ActorEnd:
-    """An error of ours, or what its process has told of its constructor's.
+    """Why an actor is dead: an error of aiogpu, or the failure of its constructor.
 
-    That is the user's, and is unpickled only by who asks.
+    The failure holds the user's exception, which only the receiver unpickles.
     """
 
     def __init__(self, why: Exception | Failed) -> None:
         self._why = why
 
     def tell(self, receiver: Receiver) -> None:
-        """Tell one more who asks."""
+        """Tell a receiver."""
         if isinstance(self._why, Exception):
             receiver.fail(_again(self._why))
         else:
@@ -133,7 +133,7 @@ def not_made(name: str, failed: Failed) -> Failed:
 
 
 def _again(end: Exception) -> Exception:
-    """The same error once more: raised twice, one would grow."""
+    """A copy of the error: one that is raised twice gets a longer traceback."""
     if not isinstance(end, ActorDiedError):
         return NodeClosedError(str(end))
     told = ActorDiedError(str(end), end.actor)
@@ -143,12 +143,12 @@ def _again(end: Exception) -> Exception:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A call in line.
+    """A call in such a queue.
 
     Attributes:
-        number: by which its caller knows it.
-        is_due: its arguments are there, or one of them never will be.
-        failed: an argument that never will be, None without.
+        number: the number by which the caller knows the call.
+        is_due: all arguments are there, or one of them has failed.
+        failed: the argument that has failed, or None.
     """
 
     number: CallId
@@ -157,10 +157,10 @@ class Held:
 
 
 class Lines:
-    """The lines of one actor's callers.
+    """The calls of one actor that wait for arguments, in a queue for each caller.
 
     Attributes:
-        callers: by caller, his calls that wait.
+        callers: the queue of each caller that has one.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -263,26 +263,26 @@ class ActorOwner(Protocol):
 
 
 class Actor:
-    """See above.
+    """One actor; it receives the end of the task that it is to the core.
 
     Attributes:
-        id: of the task that it is to the core; 0 before it was submitted.
-        aliases: other ids, by which workers call it who have had it made.
+        id: the id of that task; 0 before it was submitted.
+        aliases: the ids that workers and programs gave it when they created it.
         site: its class.
-        key: namespace and name under which it can be found, None without.
-        holders: how many hold a handle.
-        is_ending: it ends after what it was sent, whoever holds a handle.
+        key: namespace and name by which it can be found, or None.
+        holders: the number of handles; it ends with the last one.
+        is_ending: it ends after the calls that it was sent, however many handles exist.
         is_serial: its process runs one call at a time.
-        state: where it is.
+        state: see `ActorState`; only methods of this class change it.
         is_gone: it is dead, and its process has ended.
-        has_lived: its constructor has returned once.
+        has_lived: its constructor has returned at least once.
         worker: its process, None while there is none.
-        drops: how many calls were dropped that this process had been sent.
-        is_killed: `kill` has ended this process, and another takes its place.
-        calls: those that were not answered, by number.
-        mailboxes: by concurrency group.
+        drops: how many calls that were sent to this process have been dropped.
+        is_killed: `kill` has ended this process, and the actor restarts.
+        calls: calls that were not answered, by number.
+        mailboxes: the queue of each concurrency group.
         lines: calls that wait for their arguments.
-        owner: the register that has it.
+        owner: the register that this actor is in.
     """
 
     def __init__(

@@ -4,11 +4,6 @@ To the rest of the node a program is what a worker is with respect to the tasks 
 has started. What it says is taken in like a worker's; when it goes, all that is its own
 is stopped, and nothing else. On an orderly `Depart` it is told when its tasks have
 stopped.
-
-They meet the node in a directory of their own, mode 0700, with the node's socket, its
-pidfile and its logs. Anybody may create a directory in /tmp, so its owner and mode are
-checked before anything in it is used: by the node, by programs that join and by each
-command.
 """
 
 from __future__ import annotations
@@ -148,7 +143,7 @@ Answer = Callable[[int], Coroutine[Any, Any, object]]
 
 
 class Clients:
-    """See above.
+    """The programs that have joined one node.
 
     Attributes:
         answers: what can be asked of the node, by what it is called.

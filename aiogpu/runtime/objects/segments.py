@@ -262,11 +262,11 @@ _SHORT_OF_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
 
 
 class BorrowerReferences:
-    """See above.
+    """What one worker was lent, and the socket by which it gets descriptors.
 
     Attributes:
         worker: id of the worker.
-        warm: bytes of its segments that stand ready to be written again, by id.
+        warm: sizes in bytes of its segments that are ready to be written again, by id.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, worker: int) -> None:
@@ -355,8 +355,8 @@ class BorrowerReferences:
             os.close(descriptor)
 
     def _flush(self) -> None:
-        assert self._sender is not None, self
-        assert self._socket is not None, self
+        if self._sender is None or self._socket is None:
+            return  # the worker has ended
         try:
             is_through = self._sender.flush()
         except OSError:
@@ -367,11 +367,7 @@ class BorrowerReferences:
             self._loop.add_writer(self._socket.fileno(), self._flush)
         if not is_through and self._sender.is_refused:
             # Writable all the same: too many are under way, until others read theirs.
-            self._loop.call_later(REFUSED, self._flush_again)
-
-    def _flush_again(self) -> None:
-        if self._socket is not None:
-            self._flush()
+            self._loop.call_later(REFUSED, self._flush)
 
     def receive(self, segment: int) -> int | mmap.mmap:
         """A segment that the worker has written; it was sent first.

@@ -83,18 +83,18 @@ class Borrower:
 
 
 class Store:
-    """See above. Made for the running loop, used on it alone.
+    """The values of one node. Made for the running loop, and used only on that loop.
 
     Attributes:
         memory: how much it takes and may take.
         clients: those that have joined the node, by id.
-        catch_up: takes in the workers that have connected for descriptors.
+        descriptors: accepts the workers that connect for descriptors.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
         self._workers: Mapping[int, Borrower] = {}
         self.clients: dict[int, Borrower] = {}
-        self.catch_up: Callable[[], object] = _nothing
+        self.descriptors: DescriptorServer | None = None
         self.memory = memory
         self._loop = loop
         self._warm = SegmentPool(FIRST_SEGMENT + 1, WARM, lambda: memory.directory)
@@ -270,8 +270,8 @@ class Store:
             raise ProtocolError(f"nobody has the segment {segment} any more")
         borrowers = self.borrowers(caller)
         self.memory.use_warm(borrowers.warm.pop(segment, 0))
-        if not borrowers.is_connected:
-            self.catch_up()
+        if not borrowers.is_connected and self.descriptors is not None:
+            self.descriptors.catch_up()
         return borrowers.receive(segment)
 
     def take_back(
@@ -426,10 +426,6 @@ def filled(parcel: Payload) -> Payload:
     return Payload.of(contents, parcel.holds, parcel.source)
 
 
-def _nothing() -> None:
-    """Nobody can connect yet."""
-
-
 _log: Final = logging.getLogger(__name__)
 
 
@@ -463,7 +459,7 @@ class DescriptorServer:
         self._listening.listen(BACKLOG)
         self._later: asyncio.TimerHandle | None = None
         self._listen()
-        store.catch_up = self.catch_up
+        store.descriptors = self
 
     def _listen(self) -> None:
         self._later = None
