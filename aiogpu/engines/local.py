@@ -77,19 +77,23 @@ class LocalEngine:
                 options.spill_directory or "",
             )
             # Imported here, since the zygote starts meanwhile on another core.
-            from aiogpu.engines import admission
+            from aiogpu.engines.admission import check_arguments, check_site
 
             scheduler, assignment = await build_node(options)
+
+            def check(site: Site, payload: bytes) -> None:
+                check_site(site, scheduler.ledger)
+                check_arguments(site, payload)
+
             self._driver = await self._supervisor.start_driver(
                 scheduler,
                 assignment,
                 self.store,
-                lambda site: admission.check_site(site, scheduler.ledger),
+                check,
             )
             self._driver.guard.is_on = options.memory_guard
             self._supervisor.enforce_gpu_memory(options.gpu_memory_enforce)
             await self._supervisor.mind_foreign(options.foreign)
-            self._driver.actors.check = self._check_actor
         except BaseException:
             await self._supervisor.stop()
             raise
@@ -143,12 +147,6 @@ class LocalEngine:
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
         return self.submit(site, b"", receiver)
-
-    def _check_actor(self, site: Site, payload: bytes) -> None:
-        from aiogpu.engines.admission import check_arguments, check_site
-
-        check_site(site, self._open_driver.scheduler.ledger)
-        check_arguments(site, payload)
 
     def _admit(self, site: Site) -> Driver:
         from aiogpu.engines.admission import check_site

@@ -26,7 +26,7 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Scheduler, Step
-from aiogpu.runtime.actors.registry import Actors
+from aiogpu.runtime.actors.registry import Actors, Check
 from aiogpu.runtime.callers.caller import pass_on_all
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_shortage import Shortages
@@ -142,6 +142,7 @@ class Driver:
         pool: Pool,
         assignment: Assignment,
         device_release: DeviceRelease | NullDeviceRelease,
+        check: Check,
     ) -> None:
         self.scheduler = scheduler
         self.burst = pool.hearing.burst
@@ -160,7 +161,9 @@ class Driver:
             loop, scheduler.workers, self._calls, pool.commands, self.feed
         )
         self.results = Results(scheduler, self._calls, self.guard)
-        self.actors = Actors(loop, scheduler, pool, self, self.results, self.shortages)
+        self.actors = Actors(
+            loop, scheduler, pool, self, self.results, self.shortages, check
+        )
         self._last_task = 0
         self.row = SubmitBatch(loop, self._submit_each)
         self.burst.before = self.row.end

@@ -30,8 +30,9 @@ from aiogpu.wire.messages import descriptor_path
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.observe.status import Observations
+    from aiogpu.runtime.actors.registry import Check
     from aiogpu.runtime.callers.programs import Answer, Clients, ServerInfo
-    from aiogpu.runtime.callers.requests import Check, Requests
+    from aiogpu.runtime.callers.requests import Requests
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.devices.binding import Assignment
@@ -127,7 +128,6 @@ class Supervisor:
         self._devices: Devices | None = None
         self._descriptor_server: DescriptorServer | None = None
         self._requests: Requests | None = None
-        self._check: Check
         self._store: Store
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
@@ -203,7 +203,7 @@ class Supervisor:
     ) -> Driver:
         """Wait for the zygote; from here on tasks can run.
 
-        `check` raises where what a task wants to start can never be served.
+        `check` raises where a call can never be served.
 
         Raises:
             PreloadError: a module to preload cannot be imported.
@@ -229,10 +229,12 @@ class Supervisor:
             # A program's first function needs it, and now there is time.
             import aiogpu.serialization.pickler  # noqa: F401
         scheduler.worker_limit.bound(pool.slots.most_workers)
-        self.driver = Driver(self._loop, scheduler, pool, assignment, device_release)
+        self.driver = Driver(
+            self._loop, scheduler, pool, assignment, device_release, check
+        )
         if self._devices is not None:
             self.driver.heed(self._devices.monitor)
-        self._store, self._check = store, check
+        self._store = store
         pool.hearing.on_nested = self._on_first_request
         await self._parts.zygotes.ready()
         return self.driver
@@ -259,7 +261,7 @@ class Supervisor:
             from aiogpu.runtime.callers.requests import Requests
 
             assert self.driver is not None
-            self._requests = Requests(self.driver, self._store, self._check)
+            self._requests = Requests(self.driver, self._store)
             self.pool.hearing.on_nested = self._requests.on_message
         return self._requests
 

@@ -59,6 +59,7 @@ class Office:
             pool,  # type: ignore[arg-type]
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
             SimpleNamespace(begin=lambda *_: None, tell=id),  # type: ignore[arg-type]
+            lambda *_: None,
         )
         if isinstance(scheduler, OneAtATime):
             scheduler.driver = self.driver

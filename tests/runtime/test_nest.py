@@ -82,9 +82,10 @@ class House:
     def __init__(self) -> None:
         self.driver = PaperDriver()
         self.refusal: AiogpuError | None = None
-        self.nested = Requests(self.driver, PaperStore(), self.check)  # type: ignore[arg-type]
+        self.driver.actors.check = self.check
+        self.nested = Requests(self.driver, PaperStore())  # type: ignore[arg-type]
 
-    def check(self, _site: Site) -> None:
+    def check(self, _site: Site, _payload: bytes) -> None:
         if self.refusal is not None:
             raise self.refusal
 

@@ -65,10 +65,11 @@ class Office:
             pool,  # type: ignore[arg-type]
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
             SimpleNamespace(begin=lambda *_: None, tell=id),  # type: ignore[arg-type]
+            lambda *_: None,
         )
         self.pool: Any = pool
         self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
-        self.nested = Requests(self.driver, SimpleNamespace(), bool)  # type: ignore[arg-type]
+        self.nested = Requests(self.driver, SimpleNamespace())  # type: ignore[arg-type]
         self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
         terms = Terms.of(sites.site())
         for site in (1, 2):

@@ -44,6 +44,10 @@ FIRST_CALL: Final = 1 << 40
 """Number of a node's first call: above those of tasks and of what they are sent."""
 
 
+Check = Callable[[Site, bytes], None]
+"""Raises if a site's calls with these arguments can never be served."""
+
+
 class TaskPort(Protocol):
     """What actors need of the driver, to which each of them is a task."""
 
@@ -237,9 +241,10 @@ class Actors(Register):
         tasks: TaskPort,
         results: Results,
         shortages: Shortages,
+        check: Check,
     ) -> None:
         super().__init__(loop)
-        self.check: Callable[[Site, bytes], None]
+        self.check = check
         self.holding: dict[int, Caller] = {}
         self.workers: dict[int, LiveWorker] = {}
         self._scheduler = scheduler

@@ -92,18 +92,13 @@ KEPT: Final = 1024
 """Functions and sites that are recognised when another worker declares them."""
 
 
-Check = Callable[[Site], None]
-"""Raises if calls of a site can never be served."""
-
-
 class Requests:
     """Takes in what workers and programs ask of a node."""
 
-    def __init__(self, driver: Driver, store: Store, check: Check) -> None:
+    def __init__(self, driver: Driver, store: Store) -> None:
         self._driver = driver
         self._actors = driver.actors
         self._store = store
-        self._check = check
         self._functions: dict[bytes, Function] = {}
         self._sites: dict[tuple[int, Terms], Site] = {}
         self._handlers: Final[dict[type[Message], Callable[..., object]]] = {
@@ -152,7 +147,7 @@ class Requests:
     def _declare(self, message: Declare, program: str) -> Site | Failed:
         try:
             site = self._find_site(message, program)
-            self._check(site)
+            self._actors.check(site, b"")
         except AiogpuError as error:
             return pack_failure(0, RAISED, error, "")
         return site
