@@ -18,7 +18,6 @@ from typing import (
     NoReturn,
     ParamSpec,
     Protocol,
-    Self,
     TypeVar,
     Unpack,
     cast,
@@ -202,7 +201,7 @@ def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object)
 
 
 class Link(Protocol):
-    """A process's tie to an actor: `api.actor_link` or, in a worker, `api.actor_far`.
+    """A process's tie to an actor: `actor_link`, in a worker `worker_actor_link`.
 
     Attributes:
         name: how errors call the actor.
@@ -238,7 +237,7 @@ class Link(Protocol):
         """Have it end after what it was sent."""
 
 
-class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
+class RemoteMethod(CalledFirst, Mapper, Generic[P, R_co]):
     """A method of an actor; call it by `.remote(...)`."""
 
     __slots__ = ("_groups", "_link", "_method")
@@ -248,7 +247,7 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
         self._method = method
         self._groups = groups
 
-    def options(self, **options: Unpack[MethodCallKeywords]) -> Self:
+    def options(self, **options: Unpack[MethodCallKeywords]) -> RemoteMethod[P, Any]:
         """Return the same method with other options; this one stays as it is.
 
         What is not given stays as `@aiogpu.method(...)` says.
@@ -277,7 +276,7 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
             f"and call `actor.{self._method.attribute}.remote(...)` there."
         )
 
-    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
         """Call it; gives the call's handle at once.
 
         Raises:
@@ -296,7 +295,7 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
             return self._link.stream(  # type: ignore[no-any-return]
                 method.label, method.window, method.name, payload
             )
-        handle: Handle[R] = self._link.call(method.label, method.name, payload)
+        handle: Handle[R_co] = self._link.call(method.label, method.name, payload)
         return handle
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
@@ -318,14 +317,12 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
             )
 
 
-class TypedMethod(Mapper, Generic[P, R_co]):
+class TypedMethod(RemoteMethod[P, R_co]):
     """What a type checker sees of a method under `@aiogpu.method`.
 
     On an object it can be called, as the class's own code does; `typed(handle)` makes
     a handle look like one, so that `.remote` has its parameters and its result.
     """
-
-    __name__: str
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call it here."""
@@ -355,9 +352,6 @@ class TypedMethod(Mapper, Generic[P, R_co]):
         """Return the same method with other options; see `MethodCallKeywords`."""
         raise NotImplementedError
 
-    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
-        raise NotImplementedError
-
 
 class MethodDescriptor(Protocol[P, R_co]):
     """A `TypedMethod`, found on an object."""
@@ -366,20 +360,17 @@ class MethodDescriptor(Protocol[P, R_co]):
         """Return what the attribute of an object is."""
 
 
-T = TypeVar("T")
-
-
 T_co = TypeVar("T_co", covariant=True)
 
 
-class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T]):
+class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T_co]):
     """A method of an actor that is a generator; iterate what `.remote(...)` gives."""
 
     __slots__ = ()
 
     if TYPE_CHECKING:
 
-        def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+        def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:  # type: ignore[override]
             """Call it; gives the stream of its items at once.
 
             Raises:
@@ -387,6 +378,11 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T])
                 SerializationError: an argument cannot be pickled.
                 NodeError: the actor's node is closed.
             """
+
+        def options(
+            self, **options: Unpack[MethodCallKeywords]
+        ) -> GeneratorMethod[P, T_co]:
+            """Return the same method with other options; this one stays as it is."""
 
     if not TYPE_CHECKING:
 
@@ -410,21 +406,11 @@ def remote_method(
     return kind(link, method, groups)
 
 
-class TypedGenerator(Generic[P, T_co]):
+class TypedGenerator(GeneratorMethod[P, T_co]):
     """What a type checker sees of a generator method; see `TypedMethod`."""
-
-    __name__: str
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call it here."""
-        raise NotImplementedError
-
-    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:
-        """Call it in the actor's process."""
-        raise NotImplementedError
-
-    def options(self, **options: Unpack[MethodCallKeywords]) -> TypedGenerator[P, T_co]:
-        """Return the same method with other options; see `MethodCallKeywords`."""
         raise NotImplementedError
 
 
@@ -545,7 +531,7 @@ class ActorInterface:
 
     @property
     def known(self) -> ActorInterface:
-        """Itself; see `late_face.LateFace`."""
+        """Itself; see `PendingInterface`."""
         return self
 
     def limits(self, options: TaskOptions) -> tuple[str, dict[str, int]]:
@@ -687,11 +673,11 @@ class PendingInterface:
 class LateMethod(RemoteMethod[..., Any]):
     """A method that the class may have, or may not."""
 
-    __slots__ = ("_face", "_late_link")
+    __slots__ = ("_face", "_pending_link")
 
     def __init__(self, link: PendingLink, name: str, face: PendingInterface) -> None:
         super().__init__(link, Method(face.name, name, None), ())
-        self._late_link = link
+        self._pending_link = link
         self._face = face
 
     def _true(self) -> RemoteMethod[..., Any] | None:
@@ -702,7 +688,7 @@ class LateMethod(RemoteMethod[..., Any]):
         found = face.methods.get(self._method.name)
         if found is None:
             raise no_method(face, self._method.name)
-        link: Link = self._late_link
+        link: Link = self._pending_link
         return remote_method(link, found, face.group_names)
 
     def remote(self, *args: Any, **kwargs: Any) -> Handle[Any]:
@@ -711,7 +697,7 @@ class LateMethod(RemoteMethod[..., Any]):
         if true is not None:
             return true.remote(*args, **kwargs)
         payload = method.pack(args, kwargs)
-        return self._late_link.call_late(method.label, method.name, payload)
+        return self._pending_link.call_late(method.label, method.name, payload)
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         true = self._true()

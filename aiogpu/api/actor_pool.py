@@ -72,7 +72,7 @@ class PoolLimits(NamedTuple):
 
 
 class PoolActor:
-    """One actor of the crew.
+    """One actor of the scheduler.
 
     Attributes:
         number: its place; the lowest that was free.
@@ -522,39 +522,21 @@ class MakesActor(Protocol[A]):
 class PoolFinalizer:
     """Held by a pool and its methods; with the last of them the actors end."""
 
-    __slots__ = ("crew",)
+    __slots__ = ("scheduler",)
 
-    def __init__(self, crew: PoolScheduler) -> None:
-        self.crew = crew
+    def __init__(self, scheduler: PoolScheduler) -> None:
+        self.scheduler = scheduler
 
     def __del__(self) -> None:
-        crew = self.crew
-        if not crew.is_closed:
+        scheduler = self.scheduler
+        if not scheduler.is_closed:
             # Who drops the last reference may be any thread; a loop that is closed,
             # and its node with it, refuses.
             with suppress(RuntimeError):
-                crew.loop.call_soon_threadsafe(crew.close, False)
+                scheduler.loop.call_soon_threadsafe(scheduler.close, False)
 
 
-class OptionsWhereDefined:
-    """An actor's method, which has its options where the class says them."""
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:
-
-        def options(self, **options: object) -> NoReturn:
-            """Always raises; `OptionError` for one that no method has."""
-            check_options(dict(options), "method")
-            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            raise MisuseError(
-                f"{self.__name__} is a method of an actor, and has its options where "
-                f"its class defines it: write `@aiogpu.method({given or '...'})` above "
-                f"it, and call it by `.remote(...)`."
-            )
-
-
-class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
+class PoolMethod(CalledFirst, Mapper):
     """A method of a pool's actors; call one of them by `.remote(...)`."""
 
     __slots__ = ("_name", "_tie")
@@ -569,7 +551,7 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
     @property
     def __name__(self) -> str:
         """How errors call it."""
-        return f"{self._tie.crew.name}.{self._name}"
+        return f"{self._tie.scheduler.name}.{self._name}"
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Handle[Any]:
         """Call it on the actor with the fewest unanswered calls.
@@ -591,9 +573,9 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
         # Late: `session` imports asyncio.
         from aiogpu.api.handle import check_thread
 
-        crew = self._tie.crew
-        check_thread(crew.loop, f"{self.__name__}.remote()")
-        member = crew.take()
+        scheduler = self._tie.scheduler
+        check_thread(scheduler.loop, f"{self.__name__}.remote()")
+        member = scheduler.take()
         method = getattr(member.handle, self._name)
         if isinstance(method, GeneratorMethod):
             raise MisuseError(
@@ -601,10 +583,21 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
                 f"one result; call it by the handle of one actor."
             )
         handle = call(method)
-        crew.watch(member, handle)
+        scheduler.watch(member, handle)
         return handle
 
     if not TYPE_CHECKING:
+
+        def options(self, **options: object) -> NoReturn:
+            """Always raises; `OptionError` for one that no method has."""
+            check_options(dict(options), "method")
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise MisuseError(
+                f"{self.__name__} is a method of an actor, and has its options where "
+                f"its class defines it: write `@aiogpu.method({given or '...'})` above "
+                f"it, and call it by `.remote(...)`."
+            )
+
         # Visible, it would make type checkers accept every direct call.
         def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
             """Always raises `MisuseError`: an actor's method is not called directly."""
@@ -673,12 +666,12 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         self._tie = PoolFinalizer(PoolScheduler(face, make, bounds, loop))
 
     def __repr__(self) -> str:
-        crew = self._tie.crew
-        return f"<ActorPool of {crew.name}: {crew!r}>"
+        scheduler = self._tie.scheduler
+        return f"<ActorPool of {scheduler.name}: {scheduler!r}>"
 
     def __len__(self) -> int:
         """Return how many actors there are, ready or not."""
-        return len(self._tie.crew)
+        return len(self._tie.scheduler)
 
     def __bool__(self) -> bool:
         return True
@@ -686,7 +679,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     def __getattr__(self, name: str) -> PoolMethod:
         if name.startswith("__"):
             raise AttributeError(f"an ActorPool has no attribute {name}.")
-        face = self._tie.crew.face
+        face = self._tie.scheduler.face
         if face is not None and name not in face.methods:
             raise no_method(face, name)
         # It holds the tie, not this pool, so that the pool goes at once.
@@ -698,7 +691,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         return "aiogpu.ActorPool(...)"
 
     def __await__(self) -> Generator[Any, None, ActorPool[A]]:
-        yield from self._tie.crew.ready().__await__()
+        yield from self._tie.scheduler.ready().__await__()
         return self
 
     async def __aenter__(self) -> ActorPool[A]:
@@ -716,9 +709,9 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         await self._end(at_once=False)
 
     async def _end(self, at_once: bool) -> None:
-        crew = self._tie.crew
-        crew.close(at_once)
-        await crew.ended()
+        scheduler = self._tie.scheduler
+        scheduler.close(at_once)
+        await scheduler.ended()
 
 
 def _maker(actor: object) -> tuple[ActorInterface | None, Callable[[], object]]:

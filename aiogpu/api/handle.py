@@ -168,8 +168,13 @@ _large: Final = LargeResults()
 
 
 class Handle(HandleBase, asyncio.Future[T]):
-    """A task's result to be."""
+    """A task's result to be.
 
+    Attributes:
+        far: what knows its value, where another process keeps that.
+    """
+
+    far: ValueStore | None = None
     __slots__ = (
         *("_callbacks_added", "_error", "_owner", "_payload", "_raw", "_value"),
         *("_waiters", "part", "shared", "task_id", "task_name"),
@@ -212,11 +217,6 @@ class Handle(HandleBase, asyncio.Future[T]):
         """Why there will be no result, None if there is one or may be."""
         return self.exception() if self.done() and not self.cancelled() else None
 
-    @property
-    def far(self) -> ValueStore | None:
-        """Who knows its value, where another process keeps that."""
-        return None
-
     def _how_to_wait(self) -> str:
         return f"`await` before {self.task_name}.remote(...)"
 
@@ -228,7 +228,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         self._callbacks_added += 1
 
     def _store(self) -> ValueStore | None:
-        return None
+        return self.far
 
     def _tell(self, how: str, told: object) -> None:
         if self._store() is None:
@@ -432,7 +432,7 @@ class FarHandle(Handle[T]):
     which task it is as soon as that has a number.
     """
 
-    __slots__ = ("_far", "_is_promised", "_number")
+    __slots__ = ("_is_promised", "_number", "far")
 
     def __init__(
         self,
@@ -441,7 +441,7 @@ class FarHandle(Handle[T]):
         loop: asyncio.AbstractEventLoop,
         far: ValueStore,
     ) -> None:
-        self._far = far
+        self.far: ValueStore = far
         self._is_promised = False
         super().__init__(task_name, owner, loop)
 
@@ -456,22 +456,14 @@ class FarHandle(Handle[T]):
         self._number = number
         if number and self._is_promised:
             self._is_promised = False
-            self._far.shares.keep(self.shared, self)
-
-    @property
-    def far(self) -> ValueStore | None:
-        """Who knows its value; see `Handle.far`."""
-        return self._far
-
-    def _store(self) -> ValueStore | None:
-        return self._far
+            self.far.shares.keep(self.shared, self)
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
         if self.shared is None and not self._number and not self.done():
             self._want()
             self._is_promised = True
-            self.shared = self._far.shares.promise()
+            self.shared = self.far.shares.promise()
         return super().share()
 
     def reject(self, failed: Failed) -> None:
@@ -497,7 +489,7 @@ class FarHandle(Handle[T]):
         """What was promised of it will not come."""
         if self._is_promised:
             self._is_promised = False
-            self._far.shares.fail(self.shared, error)
+            self.far.shares.fail(self.shared, error)
 
 
 class ChildHandle(Handle[T]):
@@ -602,7 +594,7 @@ NEVER_ASKED: Final = -1
 class BorrowedHandle(ChildHandle[T]):
     """A handle that has come from elsewhere; asks for its value when it is wanted."""
 
-    __slots__ = ("_far",)
+    __slots__ = ("far",)
 
     def __init__(
         self,
@@ -613,17 +605,12 @@ class BorrowedHandle(ChildHandle[T]):
         waits: Waits | None,
     ) -> None:
         super().__init__(task_name, far.link, loop, waits)
-        self._far = far
+        self.far: ValueStore = far
         self.shared = loan
         self._want()
 
-    @property
-    def far(self) -> ValueStore | None:
-        """Who knows its value; see `Handle.far`."""
-        return self._far
-
     def _store(self) -> ValueStore | None:
-        return self._far
+        return self.far
 
     def settle_with(self, payload: bytes) -> None:
         """The value is here already, and need not be asked for."""
@@ -633,7 +620,7 @@ class BorrowedHandle(ChildHandle[T]):
     def _fetch(self) -> None:
         if not self.task_id and not super().done():
             assert self.shared is not None, self
-            self.task_id = self._far.link.fetch(self.shared.id, self)
+            self.task_id = self.far.link.fetch(self.shared.id, self)
 
     def done(self) -> bool:
         """Return whether the value is here; whoever asks has it fetched."""
@@ -656,7 +643,7 @@ class BorrowedHandle(ChildHandle[T]):
         if not super().cancel(msg):
             return False
         assert self.shared is not None, self
-        self._far.link.discard(self.shared.id)
+        self.far.link.discard(self.shared.id)
         return True
 
 
@@ -679,7 +666,7 @@ class StreamOwner(Owner, Protocol):
         """Let its generator yield so many items in all."""
 
 
-class LoopInflow(ItemBuffer):
+class LoopItemBuffer(ItemBuffer):
     """The items of one stream on their way to an event loop.
 
     Attributes:
@@ -735,12 +722,12 @@ class Stream(StreamBase, EnteredOnLoop, AsyncIterator[T]):
         waits: Waits | None = None,
     ) -> None:
         self._owner = owner
-        self._inflow: LoopInflow = LoopInflow(task_name, owner, size, loop)
+        self._inflow: LoopItemBuffer = LoopItemBuffer(task_name, owner, size, loop)
         self._waits = waits
         self._ended: str | None = None
 
     @property
-    def inflow(self) -> LoopInflow:
+    def inflow(self) -> LoopItemBuffer:
         """Who receives what comes; for engines."""
         return self._inflow
 

@@ -1,7 +1,7 @@
 """The options of a task as keywords, for type checkers and readers.
 
 Only they read this file: every annotation in it would cost at import, and user modules
-bring the faces into every worker.
+bring `api.options` into every worker.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Opened(NamedTuple):
     rest: tuple[Any, ...] = ()
 
 
-class Packing:
+class Chunker:
     """Makes calls of items, and opens what they give.
 
     Attributes:
@@ -229,7 +229,7 @@ class MapWindow(Generic[R]):
         iterable: Iterable[Any] | AsyncIterable[Any],
         limit: int | None,
         is_ordered: bool,
-        packing: Packing | None = None,
+        chunker: Chunker | None = None,
     ) -> None:
         self.loop = _running_loop()
         self.limit = limit
@@ -239,7 +239,7 @@ class MapWindow(Generic[R]):
         self.reader: asyncio.Task[None] | None = None
         self._start = start
         self._is_ordered = is_ordered
-        self._packing = packing
+        self._chunker = chunker
         self._is_behind = False
         self._filling: asyncio.TimerHandle | None = None
         self._plain: Iterator[Any] | None = None
@@ -274,7 +274,7 @@ class MapWindow(Generic[R]):
         queue = self._queue
         if not queue or not queue[0].done():
             return None
-        if self._packing is None:
+        if self._chunker is None:
             self.release(1)
         return queue.popleft()
 
@@ -292,12 +292,12 @@ class MapWindow(Generic[R]):
         Raises:
             Exception: what the whole chunk has failed with.
         """
-        assert self._packing is not None
-        opened = self._packing.open(handle)
+        assert self._chunker is not None
+        opened = self._chunker.open(handle)
         calls = [] if opened.again is None else [opened.again]
-        rest, size = opened.rest, self._packing.size
+        rest, size = opened.rest, self._chunker.size
         calls += [
-            self._packing.send(rest[first : first + size])
+            self._chunker.send(rest[first : first + size])
             for first in range(0, len(rest), size)
         ]
         if self._is_ordered:
@@ -325,19 +325,19 @@ class MapWindow(Generic[R]):
 
     @property
     def _has_room(self) -> bool:
-        packing = self._packing
-        if packing is None:
+        chunker = self._chunker
+        if chunker is None:
             return self.ahead < self.limit  # type: ignore[operator]
-        if packing.partial:
+        if chunker.partial:
             return True  # it was there when the first of these was read
         if self.limit is None:
             return len(self._queue) + len(self._unended) < CALLS
-        return self.ahead + packing.size <= self.limit
+        return self.ahead + chunker.size <= self.limit
 
     def _read(self) -> None:
         assert self._plain is not None
         self._is_behind = False
-        until = None if self._packing is None else self.ahead + SLICE
+        until = None if self._chunker is None else self.ahead + SLICE
         while self._has_room:
             item = next(self._plain, _NOTHING)
             if item is _NOTHING:
@@ -371,15 +371,15 @@ class MapWindow(Generic[R]):
             self._wake()
 
     def _submit(self, item: Any) -> None:
-        packing = self._packing
-        if packing is None:
+        chunker = self._chunker
+        if chunker is None:
             handle = self._start(item)
             self.ahead += 1
             self._post(handle)
             return
         self.ahead += 1
-        packing.partial.append(item)
-        if len(packing.partial) >= packing.size or self.ahead == self.limit:
+        chunker.partial.append(item)
+        if len(chunker.partial) >= chunker.size or self.ahead == self.limit:
             self._flush()
         elif self._plain is None and self._filling is None:
             self._filling = self.loop.call_later(FILL_TIME, self._flush_late)
@@ -389,11 +389,11 @@ class MapWindow(Generic[R]):
         if self._filling is not None:
             self._filling.cancel()
             self._filling = None
-        packing = self._packing
-        if packing is not None and packing.partial:
-            items = tuple(packing.partial)
-            packing.partial.clear()
-            self._post(packing.send(items))
+        chunker = self._chunker
+        if chunker is not None and chunker.partial:
+            items = tuple(chunker.partial)
+            chunker.partial.clear()
+            self._post(chunker.send(items))
 
     def _flush_late(self) -> None:
         try:
@@ -429,8 +429,8 @@ class MapWindow(Generic[R]):
         self._plain = self._async = self._error = None
         if self._filling is not None:
             self._filling.cancel()
-        if self._packing is not None:
-            self._packing.clear()
+        if self._chunker is not None:
+            self._chunker.clear()
         if self.reader is not None:
             self.reader.cancel()
         for handle in reversed(handles):
@@ -515,13 +515,13 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
             raise OptionError(f"ordered={ordered!r} must be True or False.")
         chunk = check_chunk(chunk, limit)
         self._is_chunked = chunk is not None
-        packing = None
+        chunker = None
         if chunk is not None:
-            packing = Packing(remote, chunk, (limit or MOST * SHARE) // SHARE)
+            chunker = Chunker(remote, chunk, (limit or MOST * SHARE) // SHARE)
         elif limit is None:
             limit = DEFAULT_LIMIT
         self._window: MapWindow[R] = MapWindow(
-            remote.remote, iterable, limit, ordered, packing
+            remote.remote, iterable, limit, ordered, chunker
         )
         self._total: int | None
         try:

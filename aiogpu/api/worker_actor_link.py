@@ -156,7 +156,7 @@ def _found(actor: int, of_class: str, face: bytes) -> tuple[FarLink, ActorInterf
 
 
 class FarSeveral(NamedTuple):
-    """A call with several results, from a worker; see `several.Start`.
+    """A call with several results, from a worker; see `calls.Start`.
 
     Attributes:
         actor: its id.

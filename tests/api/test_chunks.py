@@ -341,12 +341,12 @@ async def test_a_chunk_that_shall_be_larger_goes_where_the_limit_is_reached(
             yield await queue.get()
 
     async with train.map(later(), chunk="auto", limit=32) as results:
-        packing = results._window._packing
-        assert packing is not None
-        packing._sizes.size = 3
+        chunker = results._window._chunker
+        assert chunker is not None
+        chunker._sizes.size = 3
         queue.put_nowait(1)
         task = await asking(results)
-        packing._sizes.size = 40
+        chunker._sizes.size = 40
         for number in range(2, 40):
             queue.put_nowait(number)
         for _ in range(10):
@@ -375,11 +375,11 @@ async def test_a_named_limit_has_room_for_several_automatic_chunks(
     paper: Paper,
 ) -> None:
     async with train.map(count(1), chunk="auto", limit=32) as results:
-        packing = results._window._packing
-        assert packing is not None
+        chunker = results._window._chunker
+        assert chunker is not None
         for _ in range(20):
-            packing._sizes.note(1000, 1e-9)
-        assert packing.size == 2
+            chunker._sizes.note(1000, 1e-9)
+        assert chunker.size == 2
         await (await asked_and_ended(paper, results))
         assert {len(items) for items in paper.items} == {2}
 
