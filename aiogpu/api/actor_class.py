@@ -193,13 +193,6 @@ def _is_method(attribute: object) -> bool:
     return is_bound and callable(attribute) and not isinstance(attribute, type)
 
 
-def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object) -> str:
-    """How the calls of a class with these options are run."""
-    if any(method.is_coroutine for method in methods.values()):
-        return ASYNC
-    return THREADED if groups or (concurrency or 1) > 1 else SERIAL
-
-
 class Link(Protocol):
     """A process's tie to an actor: `actor_link`, in a worker `worker_actor_link`.
 
@@ -537,8 +530,11 @@ class ActorInterface:
     def limits(self, options: TaskOptions) -> tuple[str, dict[str, int]]:
         """How calls are run, and how many of each group at once."""
         groups = options.concurrency_groups
-        mode = mode_of(self.methods, options.max_concurrency, groups)
-        usual = INTERLEAVED if mode == ASYNC else THREADS
+        if any(method.is_coroutine for method in self.methods.values()):
+            mode, usual = ASYNC, INTERLEAVED
+        else:
+            is_threaded = groups or (options.max_concurrency or 1) > 1
+            mode, usual = THREADED if is_threaded else SERIAL, THREADS
         return mode, {DEFAULT_GROUP: options.max_concurrency or usual, **groups}
 
     def windows(self) -> dict[str, int]:
@@ -635,12 +631,6 @@ class PendingInterface:
         self.name = name
         self.known: ActorInterface | None = None
         self._own = own
-
-    @property
-    def methods(self) -> dict[str, Method]:
-        """Those that are known."""
-        face = self.known or self._own
-        return {} if face is None else face.methods
 
     def method(self, link: Link, name: str) -> RemoteMethod[..., Any]:
         """Return what a handle has under a name, while the class is not known."""

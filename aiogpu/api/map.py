@@ -66,9 +66,6 @@ GROWTH: Final = 4
 """How many times more items than those that were measured the next call may have."""
 
 
-Start = Callable[[tuple[Any, ...]], Handle[Any]]
-
-
 class Sizes:
     """How many items the next chunk has.
 

@@ -384,56 +384,60 @@ def _no_handle(what: str, one: object) -> MisuseError:
     )
 
 
-# In plain code.
-
-
 class _Look:
-    """Notes which handles of plain code have ended; any thread may tell.
+    """Notes which handles have ended; it does not know the iterator that is the user's.
+
+    This is for plain code, where any thread may tell.
 
     Attributes:
         ended: those of which nobody was told yet.
+        pending: those that have not ended.
     """
 
-    def __init__(self, handles: list[BlockingHandle[Any]]) -> None:
-        self.ended: deque[BlockingHandle[Any]] = deque()
-        self._pending: dict[BlockingHandle[Any], None] = dict.fromkeys(handles)
+    def __init__(self, handles: list[Any]) -> None:
+        self.ended: deque[Any] = deque()
+        self.pending: dict[Any, None] = dict.fromkeys(handles)
         self._in_turn = handles[::-1]
         for handle in handles:
             if not handle.done():
-                handle.on_end += (self._note,)
+                self._attach(handle)
             if handle.done():
                 self._note(handle)
 
-    def _note(self, handle: BlockingHandle[Any]) -> None:
-        if self._pending.pop(handle, handle) is None:
+    def _note(self, handle: Any) -> None:
+        if self.pending.pop(handle, handle) is None:
             self.ended.append(handle)
 
-    def wait(self, count: int, deadline: float | None, first: bool = False) -> None:
-        """Wait until so many have ended.
+    def _attach(self, handle: Any) -> None:
+        handle.on_end += (self._note,)
 
-        With `first` the first that has not stands for all: its task waits for one of
-        them, and that is all that the node must know.
-        """
-        handles = [_first_pending(self._in_turn)] if first else list(self._pending)
-        block(
-            client_of_task(),
-            tuple(one.task_id for one in handles),
-            lambda: len(self.ended) >= count,
-            lambda: all(one.done() for one in handles),
-            deadline,
-        )
+    def _detach(self, handle: Any) -> None:
+        handle.on_end = tuple(one for one in handle.on_end if one != self._note)
+
+    def first(self) -> Any:
+        """The first that has not ended; None if all have."""
+        in_turn = self._in_turn
+        while in_turn and in_turn[-1].done():
+            in_turn.pop()
+        return in_turn[-1] if in_turn else None
 
     def leave(self) -> None:
         """Look no more."""
-        for handle in list(self._pending):
-            handle.on_end = tuple(one for one in handle.on_end if one != self._note)
+        for handle in list(self.pending):
+            self._detach(handle)
 
 
-def _first_pending(in_turn: list[Any]) -> Any:
-    """The last of a list that has not ended, those behind it dropped; None if none."""
-    while in_turn and in_turn[-1].done():
-        in_turn.pop()
-    return in_turn[-1] if in_turn else None
+def _wait_until_ended(
+    look: _Look, handles: list[Any], count: int, deadline: float | None = None
+) -> None:
+    """Wait in plain code until so many have ended; the node is told of `handles`."""
+    block(
+        client_of_task(),
+        tuple(one.task_id for one in handles),
+        lambda: len(look.ended) >= count,
+        lambda: all(one.done() for one in handles),
+        deadline,
+    )
 
 
 def _wait_here(handles: list[Any], count: int, timeout: float | None) -> Lists:
@@ -443,7 +447,7 @@ def _wait_here(handles: list[Any], count: int, timeout: float | None) -> Lists:
     look = _Look(handles)
     try:
         if handles and len(look.ended) < count:
-            look.wait(count, deadline)
+            _wait_until_ended(look, list(look.pending), count, deadline)
     finally:
         look.leave()
     return _parted(handles, count)
@@ -474,11 +478,13 @@ class CompletionsHere(_Counted):
 
     def __next__(self) -> BlockingHandle[Any]:
         look = self._look
-        if not look.ended and _first_pending(look._in_turn) is not None:
-            look.wait(1, None, first=True)
+        if not look.ended and (first := look.first()) is not None:
+            # It stands for all: its task waits for one of them, and that is all that
+            # the node must know.
+            _wait_until_ended(look, [first], 1)
         if not look.ended:
             raise StopIteration
-        return look.ended.popleft()
+        return look.ended.popleft()  # type: ignore[no-any-return]
 
     def __aiter__(self) -> CompletionsHere:
         raise MisuseError(
@@ -581,7 +587,8 @@ class CompletionsOnLoop(_Counted):
         self._look = _LookOnLoop(handles)
 
     def __repr__(self) -> str:
-        return f"<as_completed: {self._look.left} handles to come>"
+        look = self._look
+        return f"<as_completed: {len(look.pending) + len(look.ended)} handles to come>"
 
     def __aiter__(self) -> CompletionsOnLoop:
         return self
@@ -593,12 +600,11 @@ class CompletionsOnLoop(_Counted):
                 "another asyncio task is waiting for the next handle of this "
                 "as_completed(); let one task iterate."
             )
-        if not look.left:
-            raise StopAsyncIteration
         while not look.ended:
+            if not look.pending:
+                raise StopAsyncIteration
             await look.news()
-        look.left -= 1
-        return look.ended.popleft()
+        return look.ended.popleft()  # type: ignore[no-any-return]
 
     def __iter__(self) -> NoReturn:
         raise MisuseError(
@@ -608,19 +614,18 @@ class CompletionsOnLoop(_Counted):
 
     def __del__(self) -> None:
         look = getattr(self, "_look", None)
-        if look is not None and look.left:
+        if look is not None and look.pending:
             # Who drops the last reference may be any thread; a loop that is closed
             # refuses.
             with suppress(RuntimeError):
                 look.loop.call_soon_threadsafe(look.leave)
 
 
-class _LookOnLoop:
-    """Notes which handles have ended; it does not know the iterator that is the user's.
+class _LookOnLoop(_Look):
+    """The same on an event loop.
 
     Attributes:
-        left: how many the iterator has not given.
-        ended: those of them that have ended.
+        loop: that loop.
         waiter: set when the asyncio task that waits shall look again.
     """
 
@@ -630,28 +635,27 @@ class _LookOnLoop:
         from aiogpu.api.handle import Handle
 
         self.loop = asyncio.get_running_loop()
-        self._forget = Handle.remove_done_callback
-        self.left = len(handles)
-        self.ended: deque[Handle[Any]] = deque()
         self.waiter: asyncio.Future[None] | None = None
-        self._in_turn = handles[::-1]
-        for handle in handles:
-            if handle.done():
-                self.ended.append(handle)
-            else:
-                # In a task that of its class would tell its node that it waits, also
-                # while it does not.
-                Handle.add_done_callback(handle, self._note)
+        self._kind = Handle
+        super().__init__(handles)
 
-    def _note(self, handle: Handle[Any]) -> None:
-        self.ended.append(handle)
+    def _attach(self, handle: Any) -> None:
+        # In a task that of its class would tell its node that it waits, also while it
+        # does not.
+        self._kind.add_done_callback(handle, self._note)
+
+    def _detach(self, handle: Any) -> None:
+        self._kind.remove_done_callback(handle, self._note)
+
+    def _note(self, handle: Any) -> None:
+        super()._note(handle)
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
     async def news(self) -> None:
         """Wait until another one has ended."""
         # The first stands for all: a task's node must know that it waits for one.
-        first = _first_pending(self._in_turn)
+        first = self.first()
         waits = getattr(first, "_waits", None)
         self.waiter = self.loop.create_future()
         if waits is not None:
@@ -662,9 +666,3 @@ class _LookOnLoop:
             self.waiter = None
             if waits is not None:
                 waits.end_wait(first.task_id)
-
-    def leave(self) -> None:
-        """Look no more."""
-        for handle in self._in_turn:
-            if not handle.done():
-                self._forget(handle, self._note)
