@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class NearSeveral(NamedTuple):
-    """A call with several results, in a program's process; see `several.Start`.
+    """A call with several results that is made in a program's process.
 
     Attributes:
         link: the tie to the actor.
@@ -73,14 +73,6 @@ _get_running_loop: Final = asyncio._get_running_loop
 
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
-
-
-class EarlyCall(NamedTuple):
-    """A call made before the node was open."""
-
-    method: str
-    payload: bytes
-    handle: Handle[Any]
 
 
 class ActorLink:

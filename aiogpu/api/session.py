@@ -256,7 +256,7 @@ class Session(EnteredOnLoop):
         return Stream(name, owner, size, self._loop, self._engine.waits)
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload of arguments; see `packing.packed`."""
+        """Make a payload of arguments, whose handles must be of this node."""
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()
         for handle in outgoing.handles:

@@ -17,7 +17,7 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
-VERSION: Final = 12
+VERSION: Final = 13
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 

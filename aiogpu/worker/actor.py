@@ -15,7 +15,7 @@ from aiogpu.client.current import (
 )
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import ALL
-from aiogpu.serialization.exceptions import STOPPED, UNSENDABLE, pack_failure
+from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
     Carry,
@@ -31,7 +31,7 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.worker.chunk import method_of
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.execute import OWN_FRAMES, Executor
+from aiogpu.worker.execute import Executor, unsendable
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import task_client
 from aiogpu.worker.stdio import Stdio
@@ -109,7 +109,7 @@ class ActorRuntime:
         try:
             self.channel.send(answer)
         except SerializationError as error:
-            self.channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
+            self.channel.send(unsendable(answer, error))
         self.tell_rest()
 
     def answer_all(self, answers: list[Message]) -> None:

@@ -57,6 +57,17 @@ OWN_FRAMES: Final = "/aiogpu/worker/"
 """Marks this package's own frames, which a user's traceback leaves out."""
 
 
+def unsendable(answer: Done | Failed, error: BaseException) -> Failed:
+    """The answer in place of one that is too large to send.
+
+    What a failure says of memory and of its process holds for this one as well.
+    """
+    failed = pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES)
+    if type(answer) is Failed:
+        failed = failed._replace(peak=answer.peak, is_spoilt=answer.is_spoilt)
+    return failed
+
+
 class Executor:
     """The functions that a worker knows, and the way to run them.
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NoReturn
 from aiogpu.client.current import passing, services, take_passing
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
-from aiogpu.serialization.exceptions import UNSENDABLE, pack_failure
 from aiogpu.wire.messages import (
     ASYNC,
     SERIAL,
@@ -25,7 +24,7 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.environment import TaskStateReset, Threads, bind, find, restore
-from aiogpu.worker.execute import OWN_FRAMES, Executor
+from aiogpu.worker.execute import Executor, unsendable
 from aiogpu.worker.import_tracker import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
@@ -122,7 +121,7 @@ class Worker:
         try:
             self._channel.send(answer)
         except SerializationError as error:
-            self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
+            self._channel.send(unsendable(answer, error))
         if self._imports.found:
             self._channel.send(self._imports.take())
         self._client.end_task()

@@ -7,25 +7,25 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import SerializationError
-from aiogpu.serialization.exceptions import UNSENDABLE
+from aiogpu.serialization.exceptions import RAISED, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed, Message
 from aiogpu.worker.actor import ActorRuntime
 
+TOO_LONG = bytes(9)
+
 
 class PaperChannel:
-    """Carries no payload longer than a few bytes."""
+    """Carries no payload that is `TOO_LONG`."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.is_closed = False
 
     def send(self, message: Message) -> None:
-        if isinstance(message, Done) and len(message.payload) > 8:
-            raise SerializationError("too long")
-        self.sent.append(message)
+        self.send_all([message])
 
     def send_all(self, messages: list[Message]) -> None:
-        if any(isinstance(one, Done) and len(one.payload) > 8 for one in messages):
+        if any(getattr(one, "payload", None) == TOO_LONG for one in messages):
             raise SerializationError("too long")
         self.sent += messages
 
@@ -53,7 +53,7 @@ def stage(channel: PaperChannel) -> ActorRuntime:
 
 def test_a_result_that_is_too_long_is_the_calls_failure() -> None:
     channel = PaperChannel()
-    stage(channel).answer(Done(1, bytes(9)))
+    stage(channel).answer(Done(1, TOO_LONG))
     (failed,) = channel.sent
     assert isinstance(failed, Failed)
     assert (failed.task, failed.kind) == (1, UNSENDABLE)
@@ -62,7 +62,7 @@ def test_a_result_that_is_too_long_is_the_calls_failure() -> None:
 
 def test_it_spoils_none_of_those_that_go_with_it() -> None:
     channel = PaperChannel()
-    stage(channel).answer_all([Done(1, b"a"), Done(2, bytes(9)), Done(3, b"c")])
+    stage(channel).answer_all([Done(1, b"a"), Done(2, TOO_LONG), Done(3, b"c")])
     kinds = [(type(one), one.task) for one in channel.sent]  # type: ignore[union-attr]
     assert kinds == [(Done, 1), (Failed, 2), (Done, 3)]
 
@@ -73,3 +73,12 @@ def test_a_fork_answers_nothing() -> None:
     with pytest.raises(ForkEnded):
         stage(channel).answer(Done(1, b"a"))
     assert channel.sent == []
+
+
+def test_a_failure_too_long_to_send_still_says_what_it_said_of_the_process() -> None:
+    channel = PaperChannel()
+    failed = Failed(1, RAISED, "E", "m", "", TOO_LONG, peak=7, is_spoilt=True)
+    stage(channel).answer(failed)
+    (sent,) = channel.sent
+    assert isinstance(sent, Failed)
+    assert (sent.kind, sent.peak, sent.is_spoilt) == (UNSENDABLE, 7, True)
