@@ -44,7 +44,7 @@ from aiogpu.serialization.serializer import dump_arguments, load_reference
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import Link, PendingInterface
     from aiogpu.api.keywords import ActorKeywords
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
 
 
 P = ParamSpec("P")
@@ -61,30 +61,32 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
     the block at once. Methods are called by `await handle.method.remote(...)`.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_face", "_link")
+    __slots__ = ("__dict__", "__weakref__", "_interface", "_link")
 
-    def __init__(self, link: Link, face: ActorInterface | PendingInterface) -> None:
+    def __init__(
+        self, link: Link, interface: ActorInterface | PendingInterface
+    ) -> None:
         self._link = link
-        self._face = face
+        self._interface = interface
 
     def __repr__(self) -> str:
         return f"<ActorHandle {self._link.name}>"
 
     def __getattr__(self, name: str) -> RemoteMethod[..., Any]:
-        face = self._face.known
-        if face is None:
-            return cast("PendingInterface", self._face).method(self._link, name)
-        self._face = face
-        found = face.methods.get(name)
+        interface = self._interface.known
+        if interface is None:
+            return cast("PendingInterface", self._interface).method(self._link, name)
+        self._interface = interface
+        found = interface.methods.get(name)
         if found is None:
-            raise no_method(face, name)
+            raise no_method(interface, name)
         # It ties the link, not this handle, so that the last handle goes at once.
-        method = remote_method(self._link, found, face.group_names)
+        method = remote_method(self._link, found, interface.group_names)
         self.__dict__[name] = method
         return method
 
     def _as_called(self) -> str:
-        return f"{self._face.name}.remote(...)"
+        return f"{self._interface.name}.remote(...)"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[A]]:
         yield from self._link.ready().__await__()
@@ -101,10 +103,12 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         await self._link.ended()
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return revive, (*self._link.reference(), self._face.known)
+        return revive, (*self._link.reference(), self._interface.known)
 
 
-def revive(actor: int, name: str, home: str, face: ActorInterface) -> ActorHandle[Any]:
+def revive(
+    actor: int, name: str, home: str, interface: ActorInterface
+) -> ActorHandle[Any]:
     """The handle that was pickled as this, in whichever process it has come to.
 
     Raises:
@@ -112,24 +116,24 @@ def revive(actor: int, name: str, home: str, face: ActorInterface) -> ActorHandl
         MisuseError: its node is another.
     """
     if services.client is not None:
-        from aiogpu.api.worker_actor_link import FarLink
+        from aiogpu.api.worker_actor_link import WorkerActorLink
 
-        return ActorHandle(FarLink.to(actor, name, home), face)
+        return ActorHandle(WorkerActorLink.to(actor, name, home), interface)
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.calls import session_of_caller
 
     link = ActorLink.known(session_of_caller(), actor, name, home)
-    return ActorHandle(link, face)
+    return ActorHandle(link, interface)
 
 
 class RemoteClass(Decorated, Generic[P, A]):
     """A class whose objects live in processes of their own."""
 
     def __init__(
-        self, definition: Definition, face: ActorInterface, options: TaskOptions
+        self, definition: Definition, interface: ActorInterface, options: TaskOptions
     ) -> None:
         super().__init__(definition)
-        self._face = face.with_groups(options)
+        self._interface = interface.with_groups(options)
         self._options = options
 
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
@@ -143,8 +147,8 @@ class RemoteClass(Decorated, Generic[P, A]):
             InfeasibleError: the node can never give what the actor asks for.
             SerializationError: the class or an argument cannot be pickled.
         """
-        self._face.parameters.check(args, kwargs)
-        site = self._site or self._prepare()
+        self._interface.parameters.check(args, kwargs)
+        func = self._func or self._prepare()
         payload = dump_arguments(self.__name__, args, kwargs)
         if isinstance(payload, PickledValue):
             from aiogpu.api.calls import packed
@@ -152,27 +156,31 @@ class RemoteClass(Decorated, Generic[P, A]):
             payload = packed(payload)
         options = self._options
         key = None if options.name is None else (options.namespace or "", options.name)
-        asked = site, payload, key, options.get_if_exists
+        asked = func, payload, key, options.get_if_exists
         if services.client is not None:
-            from aiogpu.api.worker_actor_link import FarLink
+            from aiogpu.api.worker_actor_link import WorkerActorLink
 
-            return ActorHandle(FarLink.create(*asked), self._face)
+            return ActorHandle(WorkerActorLink.create(*asked), self._interface)
         from aiogpu.api.actor_link import ActorLink
         from aiogpu.api.calls import session_of_caller
 
         link = ActorLink.create(session_of_caller(), *asked)
-        return ActorHandle(link, link.face())
+        return ActorHandle(link, link.interface())
 
-    def _prepare(self) -> Site:
+    def _prepare(self) -> FunctionSpec:
         """All that is done once per class: checks, pickling, the request."""
-        from aiogpu.client.function_spec import ActorTerms, Site, new_site_id
+        from aiogpu.client.function_spec import ActorTerms, FunctionSpec, new_func_id
 
-        options, definition, face = self._options, self._definition, self._face
+        options, definition, interface = (
+            self._options,
+            self._definition,
+            self._interface,
+        )
         function = definition.sent()
         spec = options.actor_spec(definition.name, function.id)
-        mode, limits = face.limits(options)
-        self._site = Site(
-            id=new_site_id(),
+        mode, limits = interface.limits(options)
+        self._func = FunctionSpec(
+            id=new_func_id(),
             function=function,
             spec=spec,
             resources={
@@ -186,14 +194,14 @@ class RemoteClass(Decorated, Generic[P, A]):
             actor=ActorTerms(
                 mode,
                 limits,
-                face.groups(options),
+                interface.groups(options),
                 options.max_task_retries,
                 options.num_cpus is not None,
-                face,
-                face.windows(),
+                interface,
+                interface.windows(),
             ),
         )
-        return self._site
+        return self._func
 
     def options(self, **options: Unpack[ActorKeywords]) -> RemoteClass[P, A]:
         """The same class with other options; this one is left as it is.
@@ -202,7 +210,7 @@ class RemoteClass(Decorated, Generic[P, A]):
             OptionError: names the option, the value and what is allowed.
         """
         return RemoteClass(
-            self._definition, self._face, merged(self._options, options, "actor")
+            self._definition, self._interface, merged(self._options, options, "actor")
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -247,16 +255,16 @@ class RemoteClass(Decorated, Generic[P, A]):
 def _found_again(source: FunctionName, options: TaskOptions) -> RemoteClass[..., Any]:
     found: Any = load_reference(*source)
     if isinstance(found, RemoteClass):
-        return RemoteClass(found._definition, found._face, options)
+        return RemoteClass(found._definition, found._interface, options)
     return RemoteClass(Definition(found), ActorInterface(found), options)
 
 
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     """Return what `@remote` makes of a class; see there."""
-    face = ActorInterface(cls)
+    interface = ActorInterface(cls)
     checked = merged(TaskOptions(), options, "actor")
-    face.groups(checked)
-    return RemoteClass(Definition(cls), face, checked)
+    interface.groups(checked)
+    return RemoteClass(Definition(cls), interface, checked)
 
 
 def link_of(handle: object, asker: str) -> Link:
@@ -317,14 +325,14 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
             return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
         from aiogpu.api.worker_actor_link import find
 
-        far, face = find(name, namespace or "")
-        return ActorHandle(far, face)
+        remote_values, interface = find(name, namespace or "")
+        return ActorHandle(remote_values, interface)
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.calls import session_of_caller
 
     session = session_of_caller("aiogpu.get_actor()")
     link = ActorLink.find(session, name, namespace or "")
-    return ActorHandle(link, link.face())
+    return ActorHandle(link, link.interface())
 
 
 class NamedActor:

@@ -580,30 +580,34 @@ class ActorInterface:
         return named | {name + CHUNKED: group for name, group in named.items()}
 
 
-def no_method(face: ActorInterface, name: str) -> AttributeError:
+def no_method(interface: ActorInterface, name: str) -> AttributeError:
     """The error for a method that a class has not, or that is private."""
     from difflib import get_close_matches
 
     if name.startswith("_"):
         return AttributeError(
-            f"{name} of {face.name} is private: actors are called by public methods."
+            f"{name} of {interface.name} is private: actors are called by public "
+            f"methods."
         )
-    near = get_close_matches(name, face.methods, n=1)
+    near = get_close_matches(name, interface.methods, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     return AttributeError(
-        f"{face.name} has no method {name}.{hint} There are: "
-        f"{', '.join(face.methods) or 'none'}."
+        f"{interface.name} has no method {name}.{hint} There are: "
+        f"{', '.join(interface.methods) or 'none'}."
     )
 
 
-def face_in(terms: ActorTerms) -> ActorInterface:
+def interface_in(terms: ActorTerms) -> ActorInterface:
     """Return what handles are made of; it comes pickled from another process's class.
 
     Raises:
         DeserializationError: what it refers to cannot be imported here.
     """
-    face = terms.face
-    return cast("ActorInterface", load_result(face) if type(face) is bytes else face)
+    interface = terms.interface
+    return cast(
+        "ActorInterface",
+        load_result(interface) if type(interface) is bytes else interface,
+    )
 
 
 class PendingLink(Link, Protocol):
@@ -618,7 +622,7 @@ class PendingInterface:
 
     Attributes:
         name: how errors call the actor.
-        known: the class's true face; None until the node has answered.
+        known: the class's true interface; None until the node has answered.
     """
 
     def __init__(self, name: str, own: ActorInterface | None = None) -> None:
@@ -645,11 +649,11 @@ class PendingInterface:
 
     def problem(self, name: str) -> Exception | None:
         """Return why a call that was made before the answer cannot be carried out."""
-        face = self.known
-        assert face is not None, self
-        method = face.methods.get(name)
+        interface = self.known
+        assert interface is not None, self
+        method = interface.methods.get(name)
         if method is None:
-            return no_method(face, name)
+            return no_method(interface, name)
         if method.window or method.returns:
             what = "is a generator" if method.window else "has several results"
             return MisuseError(
@@ -663,23 +667,25 @@ class PendingInterface:
 class LateMethod(RemoteMethod[..., Any]):
     """A method that the class may have, or may not."""
 
-    __slots__ = ("_face", "_pending_link")
+    __slots__ = ("_interface", "_pending_link")
 
-    def __init__(self, link: PendingLink, name: str, face: PendingInterface) -> None:
-        super().__init__(link, Method(face.name, name, None), ())
+    def __init__(
+        self, link: PendingLink, name: str, interface: PendingInterface
+    ) -> None:
+        super().__init__(link, Method(interface.name, name, None), ())
         self._pending_link = link
-        self._face = face
+        self._interface = interface
 
     def _true(self) -> RemoteMethod[..., Any] | None:
         """The method itself, once the class is known."""
-        face = self._face.known
-        if face is None:
+        interface = self._interface.known
+        if interface is None:
             return None
-        found = face.methods.get(self._method.name)
+        found = interface.methods.get(self._method.name)
         if found is None:
-            raise no_method(face, self._method.name)
+            raise no_method(interface, self._method.name)
         link: Link = self._pending_link
-        return remote_method(link, found, face.group_names)
+        return remote_method(link, found, interface.group_names)
 
     def remote(self, *args: Any, **kwargs: Any) -> Handle[Any]:
         """Call it; a call that the class cannot serve fails when that is known."""

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aiogpu.api.actor_class import PendingInterface, face_in, stranger
+from aiogpu.api.actor_class import PendingInterface, interface_in, stranger
 from aiogpu.api.calls import host_beside_loop, may_use, request
 from aiogpu.client.current import note_passed, passing, take_kept
-from aiogpu.client.function_spec import placeholder_site
+from aiogpu.client.function_spec import placeholder_func
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiogpu.api.calls import ResultGroup
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Awaited, Session
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Client, Host, Receiver
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
 
@@ -80,12 +80,12 @@ class ActorLink:
 
     Attributes:
         name: how errors call the actor.
-        site: its class.
+        func: its class.
     """
 
-    def __init__(self, session: Session, name: str, site: Site) -> None:
+    def __init__(self, session: Session, name: str, func: FunctionSpec) -> None:
         self.name = name
-        self.site = site
+        self.func = func
         self._session = session
         self._actor: ActorPort | None = None
         self._actors: ActorsPort | None = None
@@ -101,13 +101,13 @@ class ActorLink:
     def create(
         cls,
         session: Session,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None,
         get_if_exists: bool,
     ) -> ActorLink:
         """Make an actor, now or as soon as the node is open."""
-        link = cls(session, site.spec.name, site)
+        link = cls(session, func.spec.name, func)
         passed = take_kept() if passing else []
         make = partial(link._make, payload, key, get_if_exists)
         session.when_open(make, link._fail)
@@ -122,7 +122,7 @@ class ActorLink:
     @classmethod
     def to(cls, session: Session, actor: ActorPort, actors: ActorsPort) -> ActorLink:
         """Tie an actor that exists; it counts the tie already."""
-        link = cls(session, actor.site.spec.name, actor.site)
+        link = cls(session, actor.func.spec.name, actor.func)
         link._actor, link._actors = actor, actors
         return link
 
@@ -142,26 +142,26 @@ class ActorLink:
         if not isinstance(found, asyncio.Future):
             return cls.to(session, found, actors)
         called = f"the actor {name!r}"
-        link = cls(session, called, placeholder_site(called))
+        link = cls(session, called, placeholder_func(called))
         link._actors = actors
         link._await(found, PendingInterface(called), missing)
         return link
 
-    def face(self) -> ActorInterface | PendingInterface:
+    def interface(self) -> ActorInterface | PendingInterface:
         """Return what handles are made of."""
         if self._late is not None:
             return self._late
-        assert self.site.actor is not None, self
-        return face_in(self.site.actor)
+        assert self.func.actor is not None, self
+        return interface_in(self.func.actor)
 
     def _await(
         self,
         answer: asyncio.Future[Any],
-        face: PendingInterface,
+        interface: PendingInterface,
         missing: Callable[[], Exception],
     ) -> None:
         """Take the actor that the node tells later; None means that it has none."""
-        self._late = face
+        self._late = interface
 
         def take(answer: asyncio.Future[Any]) -> None:
             error = NodeClosedError("the node was left before it had answered.")
@@ -178,11 +178,11 @@ class ActorLink:
         """The actor is known: do what was asked of it until now."""
         self._actor = actor
         # It may be one of that name that lives already, and of another class.
-        self.site, self.name = actor.site, actor.site.spec.name
+        self.func, self.name = actor.func, actor.func.spec.name
         if self._late is not None:
-            assert actor.site.actor is not None, actor
+            assert actor.func.actor is not None, actor
             try:
-                self._late.known = face_in(actor.site.actor)
+                self._late.known = interface_in(actor.func.actor)
             except AiogpuError as error:
                 self._fail(error)
                 return
@@ -236,11 +236,11 @@ class ActorLink:
         engine: Engine,
     ) -> None:
         self._actors = engine.actors
-        actor = self._actors.create(self.site, payload, key, get_if_exists)
+        actor = self._actors.create(self.func, payload, key, get_if_exists)
         if isinstance(actor, asyncio.Future):
-            assert self.site.actor is not None, self
-            face = PendingInterface(self.name, face_in(self.site.actor))
-            self._await(actor, face, partial(_no_actor, self.name, ""))
+            assert self.func.actor is not None, self
+            interface = PendingInterface(self.name, interface_in(self.func.actor))
+            self._await(actor, interface, partial(_no_actor, self.name, ""))
         else:
             self._take(actor)
 
@@ -315,7 +315,7 @@ class ActorLink:
         if len(payload) > UNCHECKED:
             from aiogpu.engines.admission import check_arguments
 
-            check_arguments(self.site, payload)
+            check_arguments(self.func, payload)
         if self._actor is not None and not self._session.is_open:
             raise self._session.unusable()
 

@@ -138,7 +138,8 @@ class PoolScheduler:
     """The actors of a pool; see above.
 
     Attributes:
-        face: of the actors' class; None before the first, if a function makes them.
+        interface: of the actors' class; None before the first, if a function makes
+            them.
         loop: on which it is called.
         is_closed: no call is taken any more.
         deaths: how many actors have died.
@@ -146,12 +147,12 @@ class PoolScheduler:
 
     def __init__(
         self,
-        face: ActorInterface | None,
+        interface: ActorInterface | None,
         make: Callable[[], object],
         bounds: PoolLimits,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.face = face
+        self.interface = interface
         self.loop = loop
         self.is_closed = False
         self.deaths = 0
@@ -188,7 +189,7 @@ class PoolScheduler:
     @property
     def name(self) -> str:
         """What errors call the actors."""
-        return "actors" if self.face is None else self.face.name
+        return "actors" if self.interface is None else self.interface.name
 
     # Calls.
 
@@ -260,7 +261,7 @@ class PoolScheduler:
                 f"what makes the actors of this pool gave {handle!r}; it must give an "
                 f"actor's handle, as `lambda: Model.remote('large')` does."
             )
-        self.face = handle._face.known
+        self.interface = handle._interface.known
         taken = {member.number for member in self._members}
         number = next(number for number in count() if number not in taken)
         member = PoolActor(number, handle, link_of(handle, "ActorPool()"))
@@ -652,7 +653,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
             MisuseError: `actor` is no actor's class, and gives no actor.
             NoLoopError: no event loop is running here.
         """
-        face, make = _maker(actor)
+        interface, make = _maker(actor)
         bounds = check_bounds(size, min_size, max_size, target, idle_after)
         from asyncio import _get_running_loop
 
@@ -663,7 +664,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
                 "thread. Make it inside an `async def` that runs by aiogpu.run(main())."
             )
 
-        self._tie = PoolFinalizer(PoolScheduler(face, make, bounds, loop))
+        self._tie = PoolFinalizer(PoolScheduler(interface, make, bounds, loop))
 
     def __repr__(self) -> str:
         scheduler = self._tie.scheduler
@@ -679,9 +680,9 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     def __getattr__(self, name: str) -> PoolMethod:
         if name.startswith("__"):
             raise AttributeError(f"an ActorPool has no attribute {name}.")
-        face = self._tie.scheduler.face
-        if face is not None and name not in face.methods:
-            raise no_method(face, name)
+        interface = self._tie.scheduler.interface
+        if interface is not None and name not in interface.methods:
+            raise no_method(interface, name)
         # It holds the tie, not this pool, so that the pool goes at once.
         method = PoolMethod(self._tie, name)
         self.__dict__[name] = method
@@ -716,7 +717,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
 
 def _maker(actor: object) -> tuple[ActorInterface | None, Callable[[], object]]:
     if isinstance(actor, RemoteClass):
-        return actor._face, actor.remote
+        return actor._interface, actor.remote
     if not callable(actor) or isinstance(actor, type | Decorated):
         raise MisuseError(
             f"ActorPool() was given {actor!r}; give it a class under @aiogpu.remote, "

@@ -168,7 +168,7 @@ class BlockingHandle(HandleBase, Generic[T]):
         )
 
     def _store(self) -> ValueStore | None:
-        return self.client.far
+        return self.client.remote_values
 
     def done(self) -> bool:
         """Return whether the task has ended or was cancelled."""

@@ -29,7 +29,7 @@ from aiogpu.serialization.serializer import PUT, WARNED_FROM, dump_result
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Client, Host, ValueStore
     from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
@@ -98,7 +98,7 @@ def current_client() -> Client | None:
 # Tasks.
 
 
-def submitter() -> Callable[[Site, bytes], Any]:
+def submitter() -> Callable[[FunctionSpec, bytes], Any]:
     """What starts tasks in this process and gives their handles."""
     if services.client is not None:
         return submit_in_task
@@ -108,33 +108,33 @@ def submitter() -> Callable[[Site, bytes], Any]:
 
     _get_running_loop = asyncio._get_running_loop
 
-    def submit(site: Site, payload: bytes) -> Handle[Any]:
+    def submit(func: FunctionSpec, payload: bytes) -> Handle[Any]:
         session = sessions.get(_get_running_loop())  # type: ignore[arg-type]
         if session is None:
             if host_beside_loop() is not None:
-                return submit_in_task(site, payload)  # type: ignore[no-any-return]
+                return submit_in_task(func, payload)  # type: ignore[no-any-return]
             session = session_of_caller()
-        return session.submit(site, payload)
+        return session.submit(func, payload)
 
     return submit
 
 
-def submit_in_task(site: Site, payload: bytes) -> Any:
+def submit_in_task(func: FunctionSpec, payload: bytes) -> Any:
     """Start a child of the task whose code asks; gives the kind of handle that fits.
 
     Raises:
         MisuseError: no task runs, but what one has left behind.
     """
     client = client_of_task()
-    return request(client, site.spec.name, partial(client.submit, site, payload))
+    return request(client, func.spec.name, partial(client.submit, func, payload))
 
 
-def submit_several(count: int, site: Site, payload: bytes) -> tuple[Any, ...]:
+def submit_several(count: int, func: FunctionSpec, payload: bytes) -> tuple[Any, ...]:
     """Start a task that has so many results; gives the handle of each."""
-    return call_several(site.spec.name, count, Submission(site, payload))
+    return call_several(func.spec.name, count, Submission(func, payload))
 
 
-def submit_stream(site: Site, payload: bytes) -> Any:
+def submit_stream(func: FunctionSpec, payload: bytes) -> Any:
     """Start a task that is a generator; gives the kind of stream that fits."""
     client: Client | None = services.client
     if client is None:
@@ -145,12 +145,12 @@ def submit_stream(site: Site, payload: bytes) -> Any:
         session: Session | None = session_of(asyncio._get_running_loop())
         if session is not None or host_beside_loop() is None:
             session = session or session_of_caller()
-            stream = session.new_stream(site.spec.name, session, site.window)
-            session.start(site, payload, stream.inflow)
+            stream = session.new_stream(func.spec.name, session, func.window)
+            session.start(func, payload, stream.inflow)
             return stream
         client = client_of_task()
-    start = partial(client.submit, site, payload)
-    return request_stream(client, site.spec.name, site.window, start)
+    start = partial(client.submit, func, payload)
+    return request_stream(client, func.spec.name, func.window, start)
 
 
 def request(client: Client, name: str, start: Callable[[Any], int]) -> Any:
@@ -325,11 +325,11 @@ class Submission(NamedTuple):
     """The `Start` of a task.
 
     Attributes:
-        site: what is called.
+        func: what is called.
         payload: the pickled arguments.
     """
 
-    site: Site
+    func: FunctionSpec
     payload: bytes
 
     def in_program(self, session: Session, several: ResultGroup) -> None:
@@ -337,7 +337,7 @@ class Submission(NamedTuple):
 
         def start(engine: Engine) -> None:
             if not several.done():
-                several.note(engine.submit(self.site, self.payload, several))
+                several.note(engine.submit(self.func, self.payload, several))
 
         several.stop, several.ask = session.cancel, session.why
         session.when_open(start, several.fail)
@@ -345,7 +345,7 @@ class Submission(NamedTuple):
     def by_client(self, client: Client, several: ResultGroup) -> None:
         """Start it for the task whose code asks."""
         several.stop, several.ask = client.cancel, client.why
-        several.note(client.submit(self.site, self.payload, several))
+        several.note(client.submit(self.func, self.payload, several))
 
 
 def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
@@ -371,12 +371,13 @@ class RestoredOwner:
 
     Attributes:
         reference: the value that it stands for.
-        far: who fetches that from another process; None for one of this process's.
+        remote_values: who fetches that from another process; None for one of this
+            process's.
     """
 
-    def __init__(self, reference: Any, far: ValueStore | None) -> None:
+    def __init__(self, reference: Any, remote_values: ValueStore | None) -> None:
         self.reference = reference
-        self.far = far
+        self.remote_values = remote_values
 
     def on_loop(self, name: str) -> Any:
         """The same handle for the event loop that runs."""
@@ -384,13 +385,13 @@ class RestoredOwner:
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value, unless it is there or was asked for."""
-        if self.far is not None and not handle.task_id and not handle.done():
-            handle.task_id = self.far.link.fetch(self.reference.id, handle)
+        if self.remote_values is not None and not handle.task_id and not handle.done():
+            handle.task_id = self.remote_values.link.fetch(self.reference.id, handle)
 
     def cancel(self, _task: int) -> None:
         """Stop whoever makes the value."""
-        if self.far is not None:
-            self.far.link.discard(self.reference.id)
+        if self.remote_values is not None:
+            self.remote_values.link.discard(self.reference.id)
         elif self.reference.stop is not None:
             self.reference.stop()
 
@@ -406,9 +407,11 @@ def restore_handle(identity: int, name: str) -> Any:
         identity: of the value that it stands for.
         name: of its task.
     """
-    client, far = _caller()
-    if far is not None:
-        return _handle_of(client, far, far.loans.loan(identity), name)
+    client, remote_values = _caller()
+    if remote_values is not None:
+        return _handle_of(
+            client, remote_values, remote_values.loans.loan(identity), name
+        )
     # Late: it is the node's, and a worker has none.
     from aiogpu.runtime.objects.values import known
 
@@ -423,9 +426,11 @@ HandleBase.restore = restore_handle
 
 def _put(payload: bytes, name: str = "put") -> Any:
     """A handle of a value that is there; `payload` is the value pickled."""
-    client, far = _caller("aiogpu.put()")
-    if far is not None:
-        handle = _handle_of(client, far, far.shares.put(payload), name)
+    client, remote_values = _caller("aiogpu.put()")
+    if remote_values is not None:
+        handle = _handle_of(
+            client, remote_values, remote_values.shares.put(payload), name
+        )
         settle = getattr(handle, "settle_with", handle.receive)
         settle(payload)
         return handle
@@ -444,26 +449,30 @@ def _caller(what: str = ".remote()") -> tuple[Client | None, ValueStore | None]:
     The latter is None where all values are this process's own.
     """
     client = current_client()
-    return client, session_of_caller(what).far if client is None else client.far
+    return client, session_of_caller(
+        what
+    ).remote_values if client is None else client.remote_values
 
 
 def _handle_of(
-    client: Client | None, far: ValueStore | None, reference: Any, name: str
+    client: Client | None, remote_values: ValueStore | None, reference: Any, name: str
 ) -> Any:
     """The kind of handle that fits, of a value that is known by a reference."""
-    if far is not None and (client is None or is_loop_running()):
+    if remote_values is not None and (client is None or is_loop_running()):
         import asyncio
 
         from aiogpu.api.handle import BorrowedHandle
 
         waits = None if client is None else client.waits
-        return BorrowedHandle(name, far, reference, asyncio.get_running_loop(), waits)
-    owner = RestoredOwner(reference, far)
+        return BorrowedHandle(
+            name, remote_values, reference, asyncio.get_running_loop(), waits
+        )
+    owner = RestoredOwner(reference, remote_values)
     if client is None:
         handle: Any = session_of_caller().new_handle(name, owner)
     else:
         handle = handle_for(client, name, owner)
-    if far is None:
+    if remote_values is None:
         handle.stand_for(reference)
     else:
         handle.shared = reference

@@ -70,17 +70,17 @@ def check_loop(handle: Any, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def check_node(
-    handle: Any, loop: asyncio.AbstractEventLoop, far: ValueStore | None
+    handle: Any, loop: asyncio.AbstractEventLoop, remote_values: ValueStore | None
 ) -> None:
     """The same, and if it belongs to a node that this loop had before.
 
     Args:
         handle: what is to be sent.
         loop: of who sends it.
-        far: who knows its values, where another process keeps them.
+        remote_values: who knows its values, where another process keeps them.
     """
     check_loop(handle, loop)
-    if _is_of_a_loop(handle) and handle.far is not far:
+    if _is_of_a_loop(handle) and handle.remote_values is not remote_values:
         raise closed_node_error(handle.task_name)
 
 
@@ -93,7 +93,7 @@ def check_sender(handle: object) -> None:
     if session is None:
         check_loop(handle, loop)
     else:
-        check_node(handle, loop, session.far)
+        check_node(handle, loop, session.remote_values)
 
 
 def _is_of_a_loop(handle: object) -> bool:
@@ -171,10 +171,10 @@ class Handle(HandleBase, asyncio.Future[T]):
     """A task's result to be.
 
     Attributes:
-        far: what knows its value, where another process keeps that.
+        remote_values: what knows its value, where another process keeps that.
     """
 
-    far: ValueStore | None = None
+    remote_values: ValueStore | None = None
     __slots__ = (
         *("_callbacks_added", "_error", "_owner", "_payload", "_raw", "_value"),
         *("_waiters", "part", "shared", "task_id", "task_name"),
@@ -228,7 +228,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         self._callbacks_added += 1
 
     def _store(self) -> ValueStore | None:
-        return self.far
+        return self.remote_values
 
     def _tell(self, how: str, told: object) -> None:
         if self._store() is None:
@@ -424,7 +424,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         raise MisuseError(f"the error of {self.task_name} is set by its task alone.")
 
 
-class FarHandle(Handle[T]):
+class RemoteHandle(Handle[T]):
     """A handle of a program whose node is another process.
 
     Others refer to its result by an id of this program's, which the node is told. They
@@ -432,16 +432,16 @@ class FarHandle(Handle[T]):
     which task it is as soon as that has a number.
     """
 
-    __slots__ = ("_is_promised", "_number", "far")
+    __slots__ = ("_is_promised", "_number", "remote_values")
 
     def __init__(
         self,
         task_name: str,
         owner: Owner,
         loop: asyncio.AbstractEventLoop,
-        far: ValueStore,
+        remote_values: ValueStore,
     ) -> None:
-        self.far: ValueStore = far
+        self.remote_values: ValueStore = remote_values
         self._is_promised = False
         super().__init__(task_name, owner, loop)
 
@@ -456,14 +456,14 @@ class FarHandle(Handle[T]):
         self._number = number
         if number and self._is_promised:
             self._is_promised = False
-            self.far.shares.keep(self.shared, self)
+            self.remote_values.shares.keep(self.shared, self)
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
         if self.shared is None and not self._number and not self.done():
             self._want()
             self._is_promised = True
-            self.shared = self.far.shares.promise()
+            self.shared = self.remote_values.shares.promise()
         return super().share()
 
     def reject(self, failed: Failed) -> None:
@@ -489,7 +489,7 @@ class FarHandle(Handle[T]):
         """What was promised of it will not come."""
         if self._is_promised:
             self._is_promised = False
-            self.far.shares.fail(self.shared, error)
+            self.remote_values.shares.fail(self.shared, error)
 
 
 class ChildHandle(Handle[T]):
@@ -544,7 +544,7 @@ class ChildHandle(Handle[T]):
         return removed
 
     def _store(self) -> ValueStore | None:
-        return None if services.client is None else services.client.far
+        return None if services.client is None else services.client.remote_values
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
@@ -594,23 +594,23 @@ NEVER_ASKED: Final = -1
 class BorrowedHandle(ChildHandle[T]):
     """A handle that has come from elsewhere; asks for its value when it is wanted."""
 
-    __slots__ = ("far",)
+    __slots__ = ("remote_values",)
 
     def __init__(
         self,
         task_name: str,
-        far: ValueStore,
+        remote_values: ValueStore,
         loan: Reference,
         loop: asyncio.AbstractEventLoop,
         waits: Waits | None,
     ) -> None:
-        super().__init__(task_name, far.link, loop, waits)
-        self.far: ValueStore = far
+        super().__init__(task_name, remote_values.link, loop, waits)
+        self.remote_values: ValueStore = remote_values
         self.shared = loan
         self._want()
 
     def _store(self) -> ValueStore | None:
-        return self.far
+        return self.remote_values
 
     def settle_with(self, payload: bytes) -> None:
         """The value is here already, and need not be asked for."""
@@ -620,7 +620,7 @@ class BorrowedHandle(ChildHandle[T]):
     def _fetch(self) -> None:
         if not self.task_id and not super().done():
             assert self.shared is not None, self
-            self.task_id = self.far.link.fetch(self.shared.id, self)
+            self.task_id = self.remote_values.link.fetch(self.shared.id, self)
 
     def done(self) -> bool:
         """Return whether the value is here; whoever asks has it fetched."""
@@ -643,7 +643,7 @@ class BorrowedHandle(ChildHandle[T]):
         if not super().cancel(msg):
             return False
         assert self.shared is not None, self
-        self.far.link.discard(self.shared.id)
+        self.remote_values.link.discard(self.shared.id)
         return True
 
 

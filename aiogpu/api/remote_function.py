@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from aiogpu.api.handle import Handle, Stream
     from aiogpu.api.keywords import Options
     from aiogpu.api.map import Results, TakesOne
-    from aiogpu.client.function_spec import Function, Site
+    from aiogpu.client.function_spec import Function, FunctionSpec
 
 
 class Parameters:
@@ -327,7 +327,7 @@ class Decorated(CalledFirst):
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
-        self._site: Site | None = None
+        self._func: FunctionSpec | None = None
         function = definition.function
         self.__wrapped__ = self.__aiogpu_function__ = function
         self.__name__ = definition.name
@@ -366,7 +366,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             raise not_buffered(definition.name)
         self._options = options
         self._returns = options.num_returns if options.num_returns > 1 else 0
-        self._submit: Callable[[Site, bytes], Handle[R]]
+        self._submit: Callable[[FunctionSpec, bytes], Handle[R]]
         self._least: int
         self._most: float
         self._in_chunks: RemoteFunction[..., Any] | None = None
@@ -397,15 +397,15 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             InfeasibleError: the node can never give what the task asks for.
             SerializationError: the function or an argument cannot be pickled.
         """
-        site = self._site or self._prepare()
+        func = self._func or self._prepare()
         if kwargs or not self._least <= len(args) <= self._most:
             self._definition.parameters.check(args, kwargs)
-        payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
+        payload = dump_arguments(func.spec.name, args, kwargs, self._returns)
         if type(payload) is PickledValue:
             from aiogpu.api.calls import packed_call
 
-            payload = packed_call(site.spec.name, args, kwargs, payload)
-        return self._submit(site, payload)  # type: ignore[arg-type]
+            payload = packed_call(func.spec.name, args, kwargs, payload)
+        return self._submit(func, payload)  # type: ignore[arg-type]
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         if self._in_chunks is None:
@@ -427,9 +427,9 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             )
         return self._again
 
-    def _prepare(self) -> Site:
+    def _prepare(self) -> FunctionSpec:
         """All that is done once per function: checks, pickling, the request."""
-        from aiogpu.client.function_spec import Site, new_site_id
+        from aiogpu.client.function_spec import FunctionSpec, new_func_id
 
         options, definition = self._options, self._definition
         function = definition.sent()
@@ -437,8 +437,8 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._submit = self._way()
         parameters = definition.parameters
         self._least, self._most = parameters.least, parameters.most
-        self._site = Site(
-            id=new_site_id(),
+        self._func = FunctionSpec(
+            id=new_func_id(),
             function=function,
             spec=spec,
             resources=spec.shape.request.as_numbers(),
@@ -450,7 +450,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             if definition.is_generator
             else 0,
         )
-        return self._site
+        return self._func
 
     def options(self, **options: Unpack[Options]) -> Self:
         """The same function with other options; this one is left as it is.
@@ -470,7 +470,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
                 f"process, write `{self.__name__}.__wrapped__(...)`."
             )
 
-    def _way(self) -> Callable[[Site, bytes], Any]:
+    def _way(self) -> Callable[[FunctionSpec, bytes], Any]:
         """What takes this process's calls: a program's session, or a task's client."""
         from functools import partial
 

@@ -29,7 +29,12 @@ from aiogpu.api.options import (
 )
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import current, error_inside_task, host_of_task
-from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
+from aiogpu.client.function_spec import (
+    Function,
+    FunctionSpec,
+    new_func_id,
+    new_function_id,
+)
 from aiogpu.core.model.request import Shape, TaskSpec
 from aiogpu.errors import (
     MisuseError,
@@ -56,7 +61,7 @@ PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _nothing: Final = Function(new_function_id(), b"")
 
 
-def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
+def lease_func(asked: Mapping[str, Any]) -> tuple[FunctionSpec, float | None]:
     """What the node is asked for a lease with these options, and how long it waits.
 
     Raises:
@@ -74,19 +79,19 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
             "a lease of nothing is no lease; say what is to be kept from others, such "
             "as num_gpus=1 or gpu_memory='6GiB'."
         )
-    return site_of(options.spec("lease", _nothing.id)), options.timeout
+    return func_of(options.spec("lease", _nothing.id)), options.timeout
 
 
-def placement_site(placement_group: PlacementGroupSpec, priority: int) -> Site:
+def placement_func(placement_group: PlacementGroupSpec, priority: int) -> FunctionSpec:
     """Return what the node is asked for a placement."""
     shape = Shape(placement_group.request())
-    return site_of(
+    return func_of(
         TaskSpec(placement_group.name, shape, _nothing.id, priority=priority)
     )
 
 
-def site_of(spec: TaskSpec) -> Site:
-    """A lease's site: nothing runs, and nobody but its owner gives it back."""
+def func_of(spec: TaskSpec) -> FunctionSpec:
+    """A lease's function: nothing runs, and nobody but its owner gives it back."""
     # How long it may wait is not how long it may be held.
     spec = replace(
         spec,
@@ -96,8 +101,8 @@ def site_of(spec: TaskSpec) -> Site:
         is_endless=True,
         is_lease=True,
     )
-    return Site(
-        id=new_site_id(),
+    return FunctionSpec(
+        id=new_func_id(),
         function=_nothing,
         spec=spec,
         resources=spec.shape.request.as_numbers(),
@@ -139,12 +144,12 @@ class Claim:
             return False
         return self.granted.exception() is None
 
-    def ask(self, site: Site) -> None:
+    def ask(self, func: FunctionSpec) -> None:
         """Ask for it, now or as soon as the node is open."""
 
         def start(engine: Engine) -> None:
             if not self.is_over:
-                self.task = engine.take_lease(site, self)
+                self.task = engine.take_lease(func, self)
 
         self._session.when_open(start, self.fail)
 
@@ -207,8 +212,8 @@ class Lease(EnteredOnLoop):
     All but `why()` is there once it is granted.
     """
 
-    def __init__(self, site: Site, timeout: float | None) -> None:
-        self._site = site
+    def __init__(self, func: FunctionSpec, timeout: float | None) -> None:
+        self._func = func
         self._timeout = timeout
         self._claim: Claim | None = None
         self._finalizer: weakref.finalize[Any, Lease] | None = None
@@ -221,7 +226,7 @@ class Lease(EnteredOnLoop):
             state = "over"
         else:
             state = "held" if claim.granted.done() else "waiting"
-        return f"<Lease {self._site.spec.name} {state}>"
+        return f"<Lease {self._func.spec.name} {state}>"
 
     def _as_called(self) -> str:
         return "aiogpu.lease(...)"
@@ -242,17 +247,17 @@ class Lease(EnteredOnLoop):
                 "so call it once for each."
             )
         session = session_for("aiogpu.lease()")
-        claim = self._claim = Claim(session, self._site.spec.name)
+        claim = self._claim = Claim(session, self._func.spec.name)
         self._finalizer = weakref.finalize(self, claim.forget)
         self._finalizer.atexit = False
         try:
-            claim.ask(self._site)
+            claim.ask(self._func)
             async with asyncio.timeout(self._timeout):
                 await asyncio.shield(claim.granted)
         except TimeoutError:
             self._end()
             raise TaskTimeoutError(
-                f"{self._site.spec.name}: the lease was not granted within its timeout "
+                f"{self._func.spec.name}: the lease was not granted within its timeout "
                 f"of {self._timeout:g} s; it is not asked for any more."
             ) from None
         except BaseException:
@@ -386,7 +391,7 @@ def lease(  # noqa: D417 - all by keyword, each an option of its own
         TaskTimeoutError: at the await; its turn has not come in time.
         NodeError: at the await; it is asked for inside a task.
     """
-    return Lease(*lease_site(dict(locals())))
+    return Lease(*lease_func(dict(locals())))
 
 
 class Placement(EnteredOnLoop):
@@ -542,7 +547,7 @@ def placement(
     placement_group = placement_group_of(
         bundles, strategy, called, secrets.token_hex(8)
     )
-    site = placement_site(placement_group, first)
+    func = placement_func(placement_group, first)
     claim = Claim(session_for("aiogpu.placement()"), called)
-    claim.ask(site)
+    claim.ask(func)
     return Placement(placement_group, claim)

@@ -33,7 +33,7 @@ from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Stream, StreamOwner
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Host, ValueStore, Waits
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
@@ -125,7 +125,7 @@ class EarlyRequests:
 
 
 def submit_early(
-    site: Site,
+    func: FunctionSpec,
     payload: bytes,
     handle: Awaited,
     receiver: Receiver,
@@ -133,7 +133,7 @@ def submit_early(
 ) -> None:
     """Start a task whose handle exists, unless nobody wants it any more."""
     if not handle.done():
-        handle.task_id = engine.submit(site, payload, receiver)
+        handle.task_id = engine.submit(func, payload, receiver)
 
 
 def retrieve(opening: asyncio.Task[None]) -> None:
@@ -160,17 +160,19 @@ shut_down: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
 HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
 
 
-def handle_maker(waits: Waits | None, far: ValueStore | None = None) -> HandleMaker:
+def handle_maker(
+    waits: Waits | None, remote_values: ValueStore | None = None
+) -> HandleMaker:
     """Return what makes the handles that fit an engine.
 
     Args:
         waits: who is to be told of waits, None for nobody.
-        far: who knows the values of a node that is another process.
+        remote_values: who knows the values of a node that is another process.
     """
-    if far is not None:
-        from aiogpu.api.handle import FarHandle
+    if remote_values is not None:
+        from aiogpu.api.handle import RemoteHandle
 
-        return partial(FarHandle, far=far)
+        return partial(RemoteHandle, remote_values=remote_values)
     if waits is None:
         return Handle
     # Late, so that the zygote's start need not wait for it.
@@ -184,14 +186,17 @@ class Session(EnteredOnLoop):
 
     Attributes:
         loop: the event loop.
-        far: who knows the values of a node that is another process.
+        remote_values: who knows the values of a node that is another process.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self.loop = self._loop = loop
         self._thread = get_ident()
-        self.far, self._new_handle = engine.far, handle_maker(engine.waits, engine.far)
+        self.remote_values, self._new_handle = (
+            engine.remote_values,
+            handle_maker(engine.waits, engine.remote_values),
+        )
         self._state = SessionState.OPENING
         self._pid = os.getpid()
         self._early = EarlyRequests()
@@ -230,23 +235,23 @@ class Session(EnteredOnLoop):
             self._engine.hasten()
             raise
 
-    def submit(self, site: Site, payload: bytes) -> Handle[Any]:
+    def submit(self, func: FunctionSpec, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
-        handle = self._new_handle(site.spec.name, self, self._loop)
+        handle = self._new_handle(func.spec.name, self, self._loop)
         if self._state is SessionState.OPEN and not passing:
-            handle.task_id = self._engine.submit(site, payload, handle)
+            handle.task_id = self._engine.submit(func, payload, handle)
         else:
-            self.start(site, payload, handle)
+            self.start(func, payload, handle)
         return handle
 
-    def start(self, site: Site, payload: bytes, handle: Awaited) -> None:
+    def start(self, func: FunctionSpec, payload: bytes, handle: Awaited) -> None:
         """Start a task for a handle or a stream that was made for it."""
         receiver: Receiver = handle
         if passing:
             from aiogpu.runtime.callers.caller import carrying
 
             receiver = carrying(handle)
-        start = partial(submit_early, site, payload, handle, receiver)
+        start = partial(submit_early, func, payload, handle, receiver)
         self.when_open(start, handle.fail)
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
@@ -260,7 +265,7 @@ class Session(EnteredOnLoop):
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()
         for handle in outgoing.handles:
-            check_node(handle, self._loop, self._engine.far)
+            check_node(handle, self._loop, self._engine.remote_values)
         return self._engine.pack(outgoing)
 
     def when_open(

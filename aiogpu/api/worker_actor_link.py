@@ -22,14 +22,14 @@ from aiogpu.worker.nested import task_client
 if TYPE_CHECKING:
     from aiogpu.api.actor_class import ActorInterface
     from aiogpu.api.calls import ResultGroup
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Client
 
 
-_links: Final[WeakValueDictionary[int, FarLink]] = WeakValueDictionary()
+_links: Final[WeakValueDictionary[int, WorkerActorLink]] = WeakValueDictionary()
 
 
-class FarLink:
+class WorkerActorLink:
     """See above.
 
     Attributes:
@@ -44,10 +44,10 @@ class FarLink:
         _links[actor] = self
 
     def __repr__(self) -> str:
-        return f"<FarLink {self.name} {self.actor}>"
+        return f"<WorkerActorLink {self.name} {self.actor}>"
 
     @classmethod
-    def to(cls, actor: int, name: str, home: str) -> FarLink:
+    def to(cls, actor: int, name: str, home: str) -> WorkerActorLink:
         """The tie to an actor of which a handle has come; raises `MisuseError`."""
         if home != current.home:
             raise stranger(name)
@@ -60,14 +60,14 @@ class FarLink:
     @classmethod
     def create(
         cls,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None,
         get_if_exists: bool,
-    ) -> FarLink:
+    ) -> WorkerActorLink:
         """Have an actor made, which ends with this process if nobody else has it."""
-        actor = task_client().make(site, payload, key, get_if_exists)
-        return cls(site.spec.name, actor)
+        actor = task_client().make(func, payload, key, get_if_exists)
+        return cls(func.spec.name, actor)
 
     def reference(self) -> tuple[int, str, str]:
         """Return what a handle is pickled as; whoever gets it counts as a holder."""
@@ -85,9 +85,9 @@ class FarLink:
         start = partial(client.call, self.actor, method, payload)
         return request(client, label, start)
 
-    def several(self, method: str, payload: bytes) -> FarSeveral:
+    def several(self, method: str, payload: bytes) -> SeveralResults:
         """How to call a method that has several results."""
-        return FarSeveral(self.actor, method, payload)
+        return SeveralResults(self.actor, method, payload)
 
     def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
         """Call a method that is a generator; gives the kind of stream that fits.
@@ -125,7 +125,7 @@ class FarLink:
         self._client.drop(self.actor)
 
 
-def find(name: str, namespace: str) -> tuple[FarLink, ActorInterface]:
+def find(name: str, namespace: str) -> tuple[WorkerActorLink, ActorInterface]:
     """The living actor of a name and what handles to it are made of; waits for it.
 
     Raises:
@@ -135,7 +135,9 @@ def find(name: str, namespace: str) -> tuple[FarLink, ActorInterface]:
     return _found(*get(_ask_for(name, namespace)))
 
 
-async def find_softly(name: str, namespace: str) -> tuple[FarLink, ActorInterface]:
+async def find_softly(
+    name: str, namespace: str
+) -> tuple[WorkerActorLink, ActorInterface]:
     """The same on the event loop that runs; raises as `find` does."""
     return _found(*await _ask_for(name, namespace))
 
@@ -146,16 +148,18 @@ def _ask_for(name: str, namespace: str) -> Any:
     return request(client, f"get_actor({name!r})", start)
 
 
-def _found(actor: int, of_class: str, face: bytes) -> tuple[FarLink, ActorInterface]:
+def _found(
+    actor: int, of_class: str, interface: bytes
+) -> tuple[WorkerActorLink, ActorInterface]:
     link = _links.get(actor)
     if link is None:
-        link = FarLink(of_class, actor)
+        link = WorkerActorLink(of_class, actor)
     else:
         task_client().drop(actor)  # it counts as a holder already
-    return link, load_result(face)
+    return link, load_result(interface)
 
 
-class FarSeveral(NamedTuple):
+class SeveralResults(NamedTuple):
     """A call with several results, from a worker; see `calls.Start`.
 
     Attributes:

@@ -27,7 +27,7 @@ from typing import Any, Final
 import click
 
 from aiogpu.api.node import Opening
-from aiogpu.api.reservation import Lease, lease_site
+from aiogpu.api.reservation import Lease, lease_func
 from aiogpu.cli.connect import (
     Number,
     Seconds,
@@ -267,7 +267,7 @@ def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     try:
         asked = _asked(command, **options)
         check_there(address)
-        code = asyncio.run(_hold(Lease(*lease_site(asked)), command, address, ending))
+        code = asyncio.run(_hold(Lease(*lease_func(asked)), command, address, ending))
     except TaskTimeoutError as error:
         code = _say(str(error), NOT_IN_TIME)
     except click.ClickException as error:

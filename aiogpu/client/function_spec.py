@@ -1,7 +1,7 @@
 """A function or class with its options, as all its calls share them.
 
-A `Site` is built once per function and options, and known by its id to every process
-that has been told of it. Light to import.
+A `FunctionSpec` is built once per function and options, and known by its id to every
+process that has been told of it. Light to import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiogpu.wire.messages import SERIAL
 _NO_WINDOWS: Final[Mapping[str, int]] = {}
 
 
-_site_ids: Final = count(1)
+_func_ids: Final = count(1)
 
 
 _function_ids: Final = count(1)
@@ -47,8 +47,8 @@ class ActorTerms(NamedTuple):
         windows: by method that is a generator, how many items it may be ahead.
         max_task_retries: how often a call is tried again whose process has died.
         keeps_cpus: whether it holds its CPUs for as long as it lives.
-        face: what handles to it are made of: the program's own, or pickled by another
-            process; nobody here looks at it.
+        interface: what handles to it are made of: the program's own, or pickled by
+            another process; nobody here looks at it.
     """
 
     mode: str
@@ -56,16 +56,20 @@ class ActorTerms(NamedTuple):
     groups: Mapping[str, str]
     max_task_retries: int = 0
     keeps_cpus: bool = False
-    face: object = None
+    interface: object = None
     windows: Mapping[str, int] = _NO_WINDOWS
 
-    def packed_face(self) -> bytes:
-        """The face as other processes get it."""
-        return self.face if type(self.face) is bytes else dump_whole(self.face)
+    def packed_interface(self) -> bytes:
+        """The interface as other processes get it."""
+        return (
+            self.interface
+            if type(self.interface) is bytes
+            else dump_whole(self.interface)
+        )
 
 
 @dataclass(slots=True, eq=False)
-class Site:
+class FunctionSpec:
     """A function with its options, as all its calls share it.
 
     Attributes:
@@ -95,23 +99,23 @@ class Site:
     actor: ActorTerms | None = None
     window: int = 0
 
-    def holding(self, request: Request) -> Site:
+    def holding(self, request: Request) -> FunctionSpec:
         """The same for a call that holds more than was asked for; its spec stays."""
-        return replace(self, id=new_site_id(), resources=request.as_numbers())
+        return replace(self, id=new_func_id(), resources=request.as_numbers())
 
 
-def new_site_id() -> int:
-    """An id for a site; no two sites of this process share one."""
-    return next(_site_ids)
+def new_func_id() -> int:
+    """An id for a function; no two functions of this process share one."""
+    return next(_func_ids)
 
 
-def placeholder_site(name: str, face: object = None) -> Site:
+def placeholder_func(name: str, interface: object = None) -> FunctionSpec:
     """Return what is known of the class of such an actor.
 
     Args:
         name: how errors call it.
-        face: what handles are made of, None where they have come.
+        interface: what handles are made of, None where they have come.
     """
     spec = TaskSpec(name, Shape(Request()))
-    terms = ActorTerms(SERIAL, {}, {}, face=face)
-    return Site(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)
+    terms = ActorTerms(SERIAL, {}, {}, interface=interface)
+    return FunctionSpec(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)

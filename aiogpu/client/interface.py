@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from collections.abc import Callable
 
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
@@ -156,11 +156,11 @@ class Client(Protocol):
         ...
 
     @property
-    def far(self) -> ValueStore | None:
+    def remote_values(self) -> ValueStore | None:
         """Who knows values that are not this process's; None where all are."""
         ...
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a child of the task; gives its number."""
         ...
 

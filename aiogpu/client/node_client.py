@@ -40,7 +40,7 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
 
 DECLARED: Final = 512
@@ -74,7 +74,7 @@ class NodeClient:
         raise NotImplementedError
 
     @property
-    def far(self) -> Self:
+    def remote_values(self) -> Self:
         """Who knows values that another process keeps; see `client.port.Far`."""
         return self
 
@@ -98,14 +98,14 @@ class NodeClient:
         """
         raise NotImplementedError
 
-    def _check(self, site: Site, payload: bytes) -> None:
+    def _check(self, func: FunctionSpec, payload: bytes) -> None:
         """Refuse a call that cannot be made.
 
         Raises:
             SerializationError: the arguments are too large to be sent.
         """
         if len(payload) > LARGEST_PAYLOAD:
-            raise too_large(f"the arguments of {site.spec.name}.remote()", payload)
+            raise too_large(f"the arguments of {func.spec.name}.remote()", payload)
 
     def own(self, identity: int) -> Loan:
         """A value that this process has just put, as one that was lent to it."""
@@ -121,36 +121,36 @@ class NodeClient:
         self._receivers[number] = receiver
         return number
 
-    def declare(self, site: Site) -> None:
+    def declare(self, func: FunctionSpec) -> None:
         """Tell the node what a function is and asks for."""
         # Late: a worker whose tasks start no others does without the core's types.
         from aiogpu.client.spec_codec import Terms
 
         if len(self._declared) >= DECLARED:
             self._declared.clear()
-        terms = Terms.of(site).pack()
-        self.send(Declare(site.id, site.spec.name, terms, site.function.payload))
-        self._declared.add(site.id)
+        terms = Terms.of(func).pack()
+        self.send(Declare(func.id, func.spec.name, terms, func.function.payload))
+        self._declared.add(func.id)
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; gives its number.
 
         Raises:
             SerializationError: the arguments are too large to be sent.
             MisuseError: the task that asks has ended.
         """
-        self._check(site, payload)
+        self._check(func, payload)
         with self._requesting:
-            self._prepare(site.spec.name, has_payload=True)
-            if site.id not in self._declared:
-                self.declare(site)
+            self._prepare(func.spec.name, has_payload=True)
+            if func.id not in self._declared:
+                self.declare(func)
             number = self.expect(receiver)
-            self.send(Submit(current.task, number, site.id, payload))
+            self.send(Submit(current.task, number, func.id, payload))
         return number
 
     def make(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
@@ -158,19 +158,19 @@ class NodeClient:
         """Have an actor made; gives its id.
 
         Args:
-            site: its class.
+            func: its class.
             payload: the constructor's arguments.
             key: its namespace and name, None without a name.
             get_if_exists: whether the living actor of that name is as good.
         """
-        self._check(site, payload)
+        self._check(func, payload)
         namespace, name = key or ("", "")
         with self._requesting:
-            self._prepare(site.spec.name, has_payload=True)
-            if site.id not in self._declared:
-                self.declare(site)
+            self._prepare(func.spec.name, has_payload=True)
+            if func.id not in self._declared:
+                self.declare(func)
             actor = self.new_id()
-            self.send(Make(actor, site.id, payload, name, namespace, get_if_exists))
+            self.send(Make(actor, func.id, payload, name, namespace, get_if_exists))
         return actor
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:

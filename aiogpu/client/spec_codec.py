@@ -1,4 +1,4 @@
-"""A `Site` as bytes, without pickle: what a caller declares of a function to its node.
+"""A `FunctionSpec` as bytes, without pickle: what a caller declares to its node.
 
 Only plain values travel in `Terms`, since a worker's hashes mean nothing in the driver.
 What is the user's stays pickled on its own: exception classes, the description of
@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 from aiogpu.client.function_spec import (
     ActorTerms,
     Function,
-    Site,
-    new_site_id,
+    FunctionSpec,
+    new_func_id,
 )
 from aiogpu.client.plain_data import Maybe, dump_plain, fits, load_plain
 from aiogpu.core.model.ids import PROGRAM
@@ -62,7 +62,7 @@ _FIELDS: Final = (
 
 
 class Terms(NamedTuple):
-    """The fields of a site and its spec; see `TaskSpec` and `Site`."""
+    """The fields of a function and its spec; see `TaskSpec` and `FunctionSpec`."""
 
     name: str
     scalars: tuple[tuple[str, int], ...]
@@ -88,9 +88,9 @@ class Terms(NamedTuple):
     placement_group: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, site: Site) -> Terms:
-        """The terms of a site."""
-        spec, request = site.spec, site.spec.shape.request
+    def of(cls, func: FunctionSpec) -> Terms:
+        """The terms of a function."""
+        spec, request = func.spec, func.spec.shape.request
         return cls(
             name=spec.name,
             scalars=request.scalars,
@@ -106,12 +106,12 @@ class Terms(NamedTuple):
             timeout=spec.timeout,
             cancel_grace=spec.cancel_grace,
             is_detached=spec.is_detached,
-            is_coroutine=site.is_coroutine,
-            retried=site.retried,
+            is_coroutine=func.is_coroutine,
+            retried=func.retried,
             is_endless=spec.is_endless,
             retries_oom=spec.retries_oom,
-            acting=None if site.actor is None else _acting(site.actor),
-            window=site.window,
+            acting=None if func.actor is None else _acting(func.actor),
+            window=func.window,
             is_lease=spec.is_lease,
             placement_group=None
             if request.placement_group is None
@@ -131,10 +131,10 @@ class Terms(NamedTuple):
         """
         fields: Any = load_plain(data)
         if not fits(fields, _FIELDS):
-            raise ProtocolError("what a site asks for is not said as it must be")
+            raise ProtocolError("what a function asks for is not said as it must be")
         terms = cls(*fields)
         if not _may_be(terms):
-            raise ProtocolError("a site asks for what nobody can ask for")
+            raise ProtocolError("a function asks for what nobody can ask for")
         return terms
 
     def of_program(self, program: str) -> Terms:
@@ -142,8 +142,8 @@ class Terms(NamedTuple):
         others = (pair for pair in self.environment if pair[0] != PROGRAM)
         return self._replace(environment=tuple(sorted((*others, (PROGRAM, program)))))
 
-    def site(self, function: Function) -> Site:
-        """A site of this process with these terms."""
+    def func(self, function: Function) -> FunctionSpec:
+        """A function of this process with these terms."""
         request = Request(
             self.scalars,
             self.devices,
@@ -169,8 +169,8 @@ class Terms(NamedTuple):
             retries_oom=self.retries_oom,
             is_lease=self.is_lease,
         )
-        return Site(
-            id=new_site_id(),
+        return FunctionSpec(
+            id=new_func_id(),
             function=function,
             spec=spec,
             resources=request.as_numbers(),
@@ -259,19 +259,19 @@ def _acting(terms: ActorTerms) -> tuple[Any, ...]:
         tuple(terms.groups.items()),
         terms.max_task_retries,
         terms.keeps_cpus,
-        terms.packed_face(),
+        terms.packed_interface(),
         tuple(terms.windows.items()),
     )
 
 
 def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
-    mode, limits, groups, retries, keeps_cpus, face, windows = acting
+    mode, limits, groups, retries, keeps_cpus, interface, windows = acting
     return ActorTerms(
         mode,
         dict(limits),
         dict(groups),
         retries,
         keeps_cpus,
-        face,
+        interface,
         dict(windows),
     )

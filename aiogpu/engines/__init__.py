@@ -1,1 +1,1 @@
-"""Carry: take a site and its arguments to where they run, bring back what comes."""
+"""Carry: take a function and its arguments to where they run, bring back what comes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.core.model.text import terms
 from aiogpu.core.model.units import GPU_MEMORY, MEMORY
 from aiogpu.core.resources.ledger import Ledger
@@ -11,14 +11,14 @@ from aiogpu.errors import InfeasibleError
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 
 
-def check_site(site: Site, ledger: Ledger) -> None:
-    """Check what is the same for all calls of a site.
+def check_func(func: FunctionSpec, ledger: Ledger) -> None:
+    """Check what is the same for all calls of a function.
 
     Raises:
-        InfeasibleError: the node lacks, even when idle, what the site asks for.
+        InfeasibleError: the node lacks, even when idle, what the function asks for.
         SerializationError: the function is too large to be sent.
     """
-    spec = site.spec
+    spec = func.spec
     reason = why_infeasible(ledger, spec.shape.request)
     if reason is not None:
         asked = spec.shape.request.as_numbers()
@@ -32,16 +32,16 @@ def check_site(site: Site, ledger: Ledger) -> None:
             f"{spec.name} asks for {spec.shape.request}, which this node can never "
             f"give: {reason}. It has {has}. Ask for less, or start the node with more."
         )
-    _check_size(f"the function {spec.name}", site.function.payload)
+    _check_size(f"the function {spec.name}", func.function.payload)
 
 
-def check_arguments(site: Site, payload: bytes) -> None:
+def check_arguments(func: FunctionSpec, payload: bytes) -> None:
     """Check the arguments of one call.
 
     Raises:
         SerializationError: they are too large to be sent.
     """
-    _check_size(f"the arguments of {site.spec.name}.remote()", payload)
+    _check_size(f"the arguments of {func.spec.name}.remote()", payload)
 
 
 def _check_size(what: str, payload: bytes) -> None:

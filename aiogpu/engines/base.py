@@ -10,7 +10,7 @@ from aiogpu.client.interface import ValueStore, Waits
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
@@ -74,7 +74,7 @@ class ActorPort(Protocol):
         ...
 
     @property
-    def site(self) -> Site:
+    def func(self) -> FunctionSpec:
         """Its class."""
         ...
 
@@ -105,7 +105,7 @@ class ActorsPort(Protocol):
 
     def create(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
@@ -185,7 +185,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def far(self) -> ValueStore | None:
+    def remote_values(self) -> ValueStore | None:
         """Who knows the values of a node that is another process; None for others."""
         ...
 
@@ -216,7 +216,7 @@ class Engine(Protocol):
         """
         ...
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; gives its id.
 
         Raises:
@@ -225,10 +225,10 @@ class Engine(Protocol):
         """
         ...
 
-    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a lease; gives its id, with which `cancel` gives it up, or back.
 
-        For a placement, `site.spec.shape.request.placement_group` is the
+        For a placement, `func.spec.shape.request.placement_group` is the
         `PlacementGroupSpec`: its key, bundles and strategy. Tasks that run in it have
         a `BundleRef` there, with the same key and a bundle's index. Its receiver is
         told an empty payload once all bundles are held.

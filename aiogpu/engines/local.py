@@ -18,7 +18,7 @@ from aiogpu.runtime.node import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.core.scheduler.scheduler import Scheduler
@@ -49,7 +49,7 @@ class LocalEngine:
     """An embedded node: the scheduler and all connections live on the loop."""
 
     waits = None
-    far = None
+    remote_values = None
     has_gone = False
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
@@ -59,7 +59,7 @@ class LocalEngine:
         self._driver: Driver | None = None
         self._recording: Recording | None = None
         self._store: Store | None = None
-        # Left on sites that were found feasible; it outlives the node, so is small.
+        # Left on functions that were found feasible; it outlives the node, so is small.
         self._mark = object()
 
     def __repr__(self) -> str:
@@ -77,13 +77,13 @@ class LocalEngine:
                 options.spill_directory or "",
             )
             # Imported here, since the zygote starts meanwhile on another core.
-            from aiogpu.engines.admission import check_arguments, check_site
+            from aiogpu.engines.admission import check_arguments, check_func
 
             scheduler, assignment = await build_node(options)
 
-            def check(site: Site, payload: bytes) -> None:
-                check_site(site, scheduler.ledger)
-                check_arguments(site, payload)
+            def check(func: FunctionSpec, payload: bytes) -> None:
+                check_func(func, scheduler.ledger)
+                check_arguments(func, payload)
 
             self._driver = await self._supervisor.start_driver(
                 scheduler,
@@ -126,34 +126,34 @@ class LocalEngine:
         self._driver.row.end()
         return self._driver
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
         driver = self._driver
-        if driver is None or site.checked_by is not self._mark:
-            driver = self._admit(site)
+        if driver is None or func.checked_by is not self._mark:
+            driver = self._admit(func)
         # A pickle alone is smaller; see `wire.payload.dump_arguments`.
         if type(payload) is not bytes and len(payload) > UNCHECKED:
             from aiogpu.engines.admission import check_arguments
 
-            check_arguments(site, payload)
+            check_arguments(func, payload)
         driver.burst.note()
         row = driver.row
-        if row.site is site and type(payload) is bytes:
+        if row.func is func and type(payload) is bytes:
             task = row.add(payload, receiver)
             if task:
                 return task
-        return driver.submit(site, payload, receiver)
+        return driver.submit(func, payload, receiver)
 
-    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
-        return self.submit(site, b"", receiver)
+        return self.submit(func, b"", receiver)
 
-    def _admit(self, site: Site) -> Driver:
-        from aiogpu.engines.admission import check_site
+    def _admit(self, func: FunctionSpec) -> Driver:
+        from aiogpu.engines.admission import check_func
 
         driver = self._open_driver
-        check_site(site, driver.scheduler.ledger)
-        site.checked_by = self._mark
+        check_func(func, driver.scheduler.ledger)
+        func.checked_by = self._mark
         return driver
 
     @property

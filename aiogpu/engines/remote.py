@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.client.function_spec import placeholder_site
+from aiogpu.client.function_spec import placeholder_func
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
 from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
@@ -42,7 +42,7 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
@@ -129,13 +129,13 @@ class RemoteLeases:
     def __repr__(self) -> str:
         return f"<RemoteLeases {len(self._held)} held>"
 
-    def take(self, site: Site, receiver: LeaseReceiver) -> int:
+    def take(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
         engine = self._engine
-        engine.know(site)
+        engine.know(func)
         asking = _Asking(self._held, receiver)
         asking.number = engine.expect(asking)
-        engine.send(TakeLease(asking.number, site.id))
+        engine.send(TakeLease(asking.number, func.id))
         return asking.number
 
     def give_back(self, number: int) -> None:
@@ -181,13 +181,13 @@ class _Asking:
 class RemoteActor:
     """One actor, as its calls reach it from here; see `ActorPort`."""
 
-    def __init__(self, engine: RemoteEngine, identity: int, site: Site) -> None:
+    def __init__(self, engine: RemoteEngine, identity: int, func: FunctionSpec) -> None:
         self.id = identity
-        self.site = site
+        self.func = func
         self._engine = engine
 
     def __repr__(self) -> str:
-        return f"<RemoteActor {self.site.spec.name} {self.id}>"
+        return f"<RemoteActor {self.func.spec.name} {self.id}>"
 
     def pass_on(self) -> None:
         """A handle to it is being pickled: its id says enough; see `ActorPort`."""
@@ -213,7 +213,7 @@ class RemoteActors:
 
     def create(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
@@ -223,13 +223,13 @@ class RemoteActors:
         The node refuses a name that is taken, and the actor's calls tell.
         """
         self._engine.check_open()
-        self._engine.know(site)
+        self._engine.know(func)
         if key is not None and get_if_exists:
-            return self._find_or_make(site, payload, key)
-        return self._make(site, payload, key, False)
+            return self._find_or_make(func, payload, key)
+        return self._make(func, payload, key, False)
 
     def _find_or_make(
-        self, site: Site, payload: bytes, key: tuple[str, str]
+        self, func: FunctionSpec, payload: bytes, key: tuple[str, str]
     ) -> asyncio.Future[RemoteActor]:
         # Not a task: `asyncio.run` cancels all tasks before the program leaves.
         found, made = self.find(key), self._engine.loop.create_future()
@@ -238,7 +238,7 @@ class RemoteActors:
             if made.done():
                 return  # nobody waits for it any more
             try:
-                found = answer.result() or self._make(site, payload, key, True)
+                found = answer.result() or self._make(func, payload, key, True)
                 made.set_result(found)
             except Exception as error:  # noqa: BLE001 - it is told to who has asked
                 made.set_exception(error)
@@ -255,13 +255,13 @@ class RemoteActors:
 
     def _make(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None,
         get_if_exists: bool,
     ) -> RemoteActor:
         engine = self._engine
-        return RemoteActor(engine, engine.make(site, payload, key, get_if_exists), site)
+        return RemoteActor(engine, engine.make(func, payload, key, get_if_exists), func)
 
     def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
         """The living actor of that name; asks the node."""
@@ -276,7 +276,7 @@ class RemoteActors:
         """An actor of which a handle has come; see `ActorsPort.held`."""
         self._engine.check_open()
         self._engine.hold(actor)
-        return RemoteActor(self._engine, actor, placeholder_site(name))
+        return RemoteActor(self._engine, actor, placeholder_func(name))
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
@@ -313,8 +313,10 @@ class _Sought(FutureReceiver):
         self._engine = engine
 
     def _read(self, payload: bytes) -> RemoteActor:
-        identity, of_class, face = load_result(payload)
-        return RemoteActor(self._engine, identity, placeholder_site(of_class, face))
+        identity, of_class, interface = load_result(payload)
+        return RemoteActor(
+            self._engine, identity, placeholder_func(of_class, interface)
+        )
 
     def reject(self, failed: Failed) -> None:
         """Nobody has the name, or the node cannot tell."""
@@ -353,46 +355,46 @@ class RemoteEngine(Membership):
         """Make a payload; see `Engine.pack`."""
         return self._loans.pack(outgoing)
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`.
 
         As `NodeClient.submit` does, in fewer steps: a program submits by thousands, and
         from one thread.
         """
-        if site.id not in self._declared:
-            self.declare(site)
+        if func.id not in self._declared:
+            self.declare(func)
         if len(payload) > LARGEST_PAYLOAD:
-            self._check(site, payload)
+            self._check(func, payload)
         number = self.new_number()
         self._receivers[number] = receiver
-        message = Submit(0, number, site.id, payload)
+        message = Submit(0, number, func.id, payload)
         if self._loans.unnamed:
             self._loans.name(message)
         self._line.send(message)
         return number
 
-    def know(self, site: Site) -> None:
+    def know(self, func: FunctionSpec) -> None:
         """Have the node know a function; raises as `declare` does."""
-        if site.id not in self._declared:
-            self.declare(site)
+        if func.id not in self._declared:
+            self.declare(func)
 
-    def declare(self, site: Site) -> None:
+    def declare(self, func: FunctionSpec) -> None:
         """Check what is the same for all calls of a function, and tell the node of it.
 
         Raises:
             InfeasibleError: the node can never give what it asks for.
             NodeError: the node has gone.
         """
-        from aiogpu.engines.admission import check_site
+        from aiogpu.engines.admission import check_func
 
         self.check_open()
         assert self._ledger is not None, self
-        check_site(site, self._ledger)
-        super().declare(site)
+        check_func(func, self._ledger)
+        super().declare(func)
 
-    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
-        return self.leases.take(site, receiver)
+        return self.leases.take(func, receiver)
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core import effects
 from aiogpu.core.effects import NOTHING, Effect
@@ -56,27 +56,27 @@ if TYPE_CHECKING:
 
 
 class SubmitBatch:
-    """Calls of one site in a row that the core is told of together.
+    """Calls of one function in a row that the core is told of together.
 
     Attributes:
-        site: what is called; None where the next call is submitted by itself.
+        func: what is called; None where the next call is submitted by itself.
         calls: calls that the core does not know yet.
     """
 
-    __slots__ = ("_before", "_bucket", "_loop", "_tell", "calls", "site")
+    __slots__ = ("_before", "_bucket", "_loop", "_tell", "calls", "func")
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        tell: Callable[[Site, list[Call]], object],
+        tell: Callable[[FunctionSpec, list[Call]], object],
     ) -> None:
         """Prepare.
 
         Args:
             loop: has what is left told at the end of a turn.
-            tell: tells the core of calls of one site.
+            tell: tells the core of calls of one function.
         """
-        self.site: Site | None = None
+        self.func: FunctionSpec | None = None
         self.calls: list[Call] = []
         self._before = 0
         self._bucket: Bucket
@@ -86,35 +86,35 @@ class SubmitBatch:
     def __repr__(self) -> str:
         return f"<SubmitBatch of {len(self.calls)}>"
 
-    def begin(self, site: Site, bucket: Bucket | None, before: int) -> None:
-        """The next calls of this site may come together, if they are plain tasks.
+    def begin(self, func: FunctionSpec, bucket: Bucket | None, before: int) -> None:
+        """The next calls of this function may come together, if they are plain tasks.
 
         Args:
-            site: theirs.
+            func: theirs.
             bucket: where others like them wait; while any does, they must as well.
             before: the id of the task before them.
         """
-        spec = site.spec
-        is_plain = not (site.actor or spec.is_lease or spec.is_grouped)
+        spec = func.spec
+        is_plain = not (func.actor or spec.is_lease or spec.is_grouped)
         if bucket is not None and is_plain and spec.timeout is None:
-            self.site, self._bucket, self._before = site, bucket, before
+            self.func, self._bucket, self._before = func, bucket, before
 
     def add(self, payload: bytes, receiver: Receiver) -> int:
-        """One more call of the site; gives its id, 0 if it is to be told by itself."""
-        site, calls = self.site, self.calls
-        if site is None or not self._bucket.size:
+        """One more call of it; gives its id, 0 if it is to be told by itself."""
+        func, calls = self.func, self.calls
+        if func is None or not self._bucket.size:
             return 0
         if not calls:
             self._loop.call_soon(self.end)
-        calls.append(Call(site, payload, receiver))
+        calls.append(Call(func, payload, receiver))
         return self._before + len(calls)
 
     def end(self) -> None:
         """Tell the core of what has come; the next call is told by itself."""
-        site, self.site = self.site, None
-        if site is not None and self.calls:
+        func, self.func = self.func, None
+        if func is not None and self.calls:
             calls, self.calls = self.calls, []
-            self._tell(site, calls)
+            self._tell(func, calls)
 
 
 _log: Final = logging.getLogger(__name__)
@@ -255,20 +255,20 @@ class Driver:
 
     def submit(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         receiver: Receiver,
         parent: TaskId | None = None,
         client: ClientId = OWN,
     ) -> int:
         """Start a task; gives its id. Raises what `Scheduler.admit` does."""
-        if self.row.site is not None:
+        if self.row.func is not None:
             self.row.end()
         if self.scheduler.clients is not None:
-            self.scheduler.admit(site.spec.shape.request, client, parent)
+            self.scheduler.admit(func.spec.shape.request, client, parent)
         self._last_task += 1
         task = TaskId(self._last_task)
-        self._calls[task] = Call(site, payload, receiver, client)
+        self._calls[task] = Call(func, payload, receiver, client)
         now = self._loop.time()
         needs: tuple[TaskId, ...] | None = None
         if type(payload) is Payload and not is_complete(payload):
@@ -278,12 +278,12 @@ class Driver:
         wanted: Sequence[Effect] | None = None
         if self.is_busy:
             # The garbage collector may run code that submits, wherever it likes.
-            args = (task, site.spec, parent, needs, client)
+            args = (task, func.spec, parent, needs, client)
             self.events.append((Scheduler.submit, args, {}))
         else:
             self.is_busy = True
             try:
-                wanted = submit(now, task, site.spec, parent, needs, client)
+                wanted = submit(now, task, func.spec, parent, needs, client)
             except BaseException:
                 self.is_busy = False
                 del self._calls[task]
@@ -293,8 +293,8 @@ class Driver:
             assert isinstance(payload, Payload), payload
             await_arguments(payload, partial(self._on_arguments, task))
         elif wanted is NOTHING and parent is None and self.scheduler.clients is None:
-            bucket = self.scheduler.ready.by_shape.get((client, site.spec.shape))
-            self.row.begin(site, bucket, self._last_task)
+            bucket = self.scheduler.ready.by_shape.get((client, func.spec.shape))
+            self.row.begin(func, bucket, self._last_task)
         return task
 
     def _on_arguments(self, task: TaskId, failed: Value | None) -> None:
@@ -308,7 +308,9 @@ class Driver:
             failed.tell(receiver)
             self.feed(Scheduler.cancel, task)
 
-    def submit_row(self, site: Site, calls: list[Call], client: ClientId) -> range:
+    def submit_row(
+        self, func: FunctionSpec, calls: list[Call], client: ClientId
+    ) -> range:
         """Start tasks that would wait behind others like them; gives their ids.
 
         There are none where each is to be submitted by itself.
@@ -317,18 +319,18 @@ class Driver:
         if self.is_busy:
             return range(0)
         first, count, now = TaskId(self._last_task + 1), len(calls), self._loop.time()
-        if not self.scheduler.submit_many(now, first, count, site.spec, client):
+        if not self.scheduler.submit_many(now, first, count, func.spec, client):
             return range(0)
         self._last_task += count
         self._calls.extend(first, calls)
         return range(first, first + count)
 
-    def _submit_each(self, site: Site, calls: list[Call]) -> None:
+    def _submit_each(self, func: FunctionSpec, calls: list[Call]) -> None:
         """Start tasks that were to wait, which nobody may need to do any more."""
-        if not self.submit_row(site, calls, OWN):
+        if not self.submit_row(func, calls, OWN):
             for call in calls:
                 assert call.receiver is not None, call
-                self.submit(site, call.payload, call.receiver)
+                self.submit(func, call.payload, call.receiver)
 
     def call_of(self, task: TaskId) -> Call | None:
         """Return what is kept of a task that has not ended."""
@@ -497,7 +499,7 @@ class Driver:
 
     def _name_of(self, task: int) -> str:
         call = self._calls.get(TaskId(task))
-        return call.site.spec.name if call is not None else ""
+        return call.func.spec.name if call is not None else ""
 
     def _on_gone(self, worker: int, death: Death) -> None:
         if self.is_busy:

@@ -103,13 +103,13 @@ class Faults:
     def _not_assigned(self, effect: effects.Assign, fault: Exception) -> None:
         """End a task that was not sent; a worker that has run others goes on."""
         call, worker = self._calls[effect.task], self._pool.workers.get(effect.worker)
-        is_bound = not (effect.is_first or effect.is_last or call.site.actor)
+        is_bound = not (effect.is_first or effect.is_last or call.func.actor)
         if worker is None or call.receiver is None or not is_bound:
             # Nobody knows whether it has its environment, or that it is to end.
             self._cancel(effect.task, fault)
             self._end_worker(effect.worker, fault)
             return
-        worker.unlearn(call.site)
+        worker.unlearn(call.func)
         call.answer = pack_own_error(fault)._replace(task=effect.task)
         self._feed(Scheduler.finish, effect.task, effect.worker)
 
@@ -118,7 +118,7 @@ class Faults:
         worker = self._pool.workers[effect.worker]
         for task in effect.tasks:
             try:
-                worker.unlearn(self._calls[task].site)
+                worker.unlearn(self._calls[task].func)
                 self._dispatcher.send_alone(effect.worker, task)
             except Exception as error:  # noqa: BLE001 - it is told to who waits
                 self._cancel(task, internal_error("sent a task to a worker", error))

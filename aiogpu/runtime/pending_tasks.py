@@ -1,7 +1,8 @@
 """What the driver keeps of a task while the core decides about its id.
 
-A `Site` is built once per function and options, a `Call` once per task. The `Receiver`
-is whoever waits: the driver tells it exactly one thing, once. Light to import.
+A `FunctionSpec` is built once per function and options, a `Call` once per task. The
+`Receiver` is whoever waits: the driver tells it exactly one thing, once. Light to
+import.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import ItemReceiver, Receiver
 from aiogpu.errors import (
     AiogpuError,
@@ -91,7 +92,7 @@ class Call:
         passed: how many have come.
     """
 
-    site: Site
+    func: FunctionSpec
     payload: bytes
     receiver: Receiver | None
     client: int = 0
@@ -103,13 +104,13 @@ class Call:
 
     def run(self, task: int, is_last: bool, borrow: Callable[[bytes], bytes]) -> Run:
         """What its worker is told; `borrow` lends that what its payload refers to."""
-        site, payload = self.site, self.payload
+        func, payload = self.func, self.payload
         if type(payload) is not bytes:
             payload = borrow(payload)
-        if not site.window:
-            return Run(task, site.id, payload, is_last, self.number)
-        limit = self.limit or site.window
-        return Run(task, site.id, payload, is_last, self.number, limit, self.passed)
+        if not func.window:
+            return Run(task, func.id, payload, is_last, self.number)
+        limit = self.limit or func.window
+        return Run(task, func.id, payload, is_last, self.number, limit, self.passed)
 
     def send_to(self, worker: int, number: int) -> None:
         """Note that it goes to a worker now; what another one said is void."""
@@ -124,7 +125,7 @@ class Call:
 
     def tell_timeout(self) -> TaskTimeoutError:
         """Tell who waits that its time is up; gives what he is told."""
-        spec = self.site.spec
+        spec = self.func.spec
         error = TaskTimeoutError(
             f"{spec.name} did not end within its timeout of {spec.timeout:g} s "
             f"after .remote(); it is being stopped."
@@ -145,12 +146,12 @@ class Call:
         """Tell who waits that the task ends with the one that has started it."""
         self.tell(
             TaskCancelledError(
-                f"{self.site.spec.name} was stopped, since the task that had started "
+                f"{self.func.spec.name} was stopped, since the task that had started "
                 f"it has ended or is being stopped."
             )
         )
 
     def tell_closed(self) -> None:
         """Tell who waits that the node was shut down."""
-        name = self.site.spec.name
+        name = self.func.spec.name
         self.tell(NodeClosedError(f"the node was shut down before {name} had ended."))

@@ -71,7 +71,7 @@ class Results:
     def fail(self, effect: effects.Fail) -> None:
         """There will be no result: tell why."""
         call, task, reason = self._calls[effect.task], effect.task, effect.reason
-        spec = call.site.spec
+        spec = call.func.spec
         match effect.failure:
             case Failure.EXPIRED:
                 timeout = f"{spec.timeout or 0.0:g} s"
@@ -143,7 +143,7 @@ class Results:
     def note(self, task: int, call: Call, error: str, message: str) -> None:
         """Remember a failure that somebody is told of."""
         if call.receiver is not None:
-            now, name = time.monotonic(), call.site.spec.name
+            now, name = time.monotonic(), call.func.spec.name
             self.failures.note(now, task, name, error, message, call.client)
 
     def on_items(self, worker: LiveWorker, message: Items) -> None:

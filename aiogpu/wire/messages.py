@@ -225,13 +225,13 @@ and it is how they are found."""
 
 
 class Define(NamedTuple):
-    """Driver to worker: the function and options of this call site.
+    """Driver to worker: the function and options of this function.
 
     `function` is the id of the function alone, without options. `payload` is empty if
     the function was sent before. `retried`: `serializer.dump_retried`.
     """
 
-    site: int
+    func: int
     function: int
     name: str
     resources: dict[str, float]
@@ -240,11 +240,11 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Driver to worker: drop all sites and functions."""
+    """Driver to worker: drop all functions and functions."""
 
 
 class Run(NamedTuple):
-    """Driver to worker: run a site with these arguments; if `is_last`, end after it.
+    """Driver to worker: run a function with these arguments; `is_last`: then end.
 
     `number` counts what is sent to workers; by it they tell what they have begun. For
     a generator `limit` is as in `Demand`, and the first `skip` items are not sent,
@@ -252,7 +252,7 @@ class Run(NamedTuple):
     """
 
     task: int
-    site: int
+    func: int
     payload: bytes
     is_last: bool
     number: int = 0
@@ -321,12 +321,12 @@ class Imported(NamedTuple):
 
 
 class Declare(NamedTuple):
-    """Worker to driver: the function and options of its children at this call site.
+    """Worker to driver: the function and options of its children at this function.
 
     `terms`: the options, as plain values; the rest is as in `Define`.
     """
 
-    site: int
+    func: int
     name: str
     terms: bytes
     payload: bytes
@@ -337,7 +337,7 @@ class Submit(NamedTuple):
 
     task: int
     child: int
-    site: int
+    func: int
     payload: bytes
 
 
@@ -408,14 +408,14 @@ DEFAULT_GROUP: Final = ""
 class Create(NamedTuple):
     """Driver to worker: be this actor from now on.
 
-    `number` is as in `Run`; its calls have higher ones. `site` stands for its class,
+    `number` is as in `Run`; its calls have higher ones. `func` stands for its class,
     `payload` for the constructor's arguments. `mode` is one of the above; `limits`
     says how many methods of a group run at once; `groups` names the group of each
     method that has one.
     """
 
     task: int
-    site: int
+    func: int
     payload: bytes
     number: int
     mode: str
@@ -464,7 +464,7 @@ class Make(NamedTuple):
     """
 
     actor: int
-    site: int
+    func: int
     payload: bytes
     name: str
     namespace: str
@@ -796,13 +796,13 @@ class Inquire(NamedTuple):
 
 
 class TakeLease(NamedTuple):
-    """Client to node: grant a lease of the resources of this declared site.
+    """Client to node: grant a lease of the resources of this declared function.
 
     `ChildDone` grants it, with a packed `Bind`; `Withdraw` cancels or returns it.
     """
 
     child: int
-    site: int
+    func: int
 
 
 class Depart(NamedTuple):

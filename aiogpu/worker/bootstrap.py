@@ -44,7 +44,7 @@ from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
 
 TASKS: Final = 3
-"""In each rehearsal: the first of a site by name, of one by value, a known one."""
+"""In each rehearsal: the first of a function by name, of one by value, a known one."""
 
 
 VARIABLES: Final = ("AIOGPU_REHEARSAL_1", "AIOGPU_REHEARSAL_2")

@@ -84,8 +84,8 @@ class Executor:
         self._channel = channel
         self._interrupts = interrupts
         self._threads = threads
-        self._site: Define | None = None
-        self._sites: dict[int, Define] = {}
+        self._func: Define | None = None
+        self._funcs: dict[int, Define] = {}
         self._payloads: dict[int, bytes] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
         self._coroutines: Coroutines | None = None
@@ -95,69 +95,69 @@ class Executor:
         interrupts.spare(self._attempt.__code__, send_all.__code__)
 
     def define(self, message: Define) -> None:
-        """Learn a site; its function is not unpickled before a task needs it."""
+        """Learn a function; its function is not unpickled before a task needs it."""
         if message.payload:
             self._payloads[message.function] = message.payload
-        self._sites[message.site] = message._replace(payload=b"")
+        self._funcs[message.func] = message._replace(payload=b"")
 
     def forget_error(self) -> None:
         """Let go of what the last task has raised, and so of its frames."""
         self._raised = None
 
     def forget(self) -> None:
-        """Drop all sites and functions."""
-        self._sites.clear()
+        """Drop all functions and functions."""
+        self._funcs.clear()
         self._payloads.clear()
         self._functions.clear()
         self._retrying.forget()
 
     def run(self, message: Run) -> Done | Failed:
         """Run a task to its end; whatever it does, the answer is returned."""
-        site = self._sites[message.site]
-        if site is not self._site:
-            self._site = site
-            self._threads.adapt(site.resources.get("CPU", 0.0))
-        current.task, current.name = message.task, site.name
-        current.resources = site.resources
+        func = self._funcs[message.func]
+        if func is not self._func:
+            self._func = func
+            self._threads.adapt(func.resources.get("CPU", 0.0))
+        current.task, current.name = message.task, func.name
+        current.resources = func.resources
         self._raised = None
         flow = self.flow_of(message.task, message) if message.limit else None
         outcome = self._attempt(
-            message.task, None, site.function, message.payload, flow
+            message.task, None, func.function, message.payload, flow
         )
         if isinstance(outcome, tuple):
             return outcome
         self._raised = outcome.error
         self._has_run_out = False
         failed = self.describe(message.task, outcome)
-        if site.retried and failed.kind == RAISED:
-            is_retried = self._is_retried(site, outcome.error, failed)
+        if func.retried and failed.kind == RAISED:
+            is_retried = self._is_retried(func, outcome.error, failed)
             failed = failed._replace(is_retried=is_retried)
         # It refers to this frame, and so to itself and to the arguments.
         del outcome
         return failed
 
-    def _is_retried(self, site: Define, error: BaseException, failed: Failed) -> bool:
+    def _is_retried(self, func: Define, error: BaseException, failed: Failed) -> bool:
         told: list[type[BaseException]] = []
         if failed.payload is None:
             told.append(TaskError)
         if self._has_run_out:
             told.append(GpuOutOfMemoryError)
-        return self._retrying.wants(site, error, *told)
+        return self._retrying.wants(func, error, *told)
 
     def make(self, message: Create) -> object | Failed:
-        """Make an actor, its class being known as a site; a failure is returned."""
-        site = self._sites[message.site]
-        self._threads.adapt(site.resources.get("CPU", 0.0))
-        current.task, current.name = message.task, site.name
-        current.resources = site.resources
+        """Make an actor, its class being known as a function; a failure is returned."""
+        func = self._funcs[message.func]
+        self._threads.adapt(func.resources.get("CPU", 0.0))
+        current.task, current.name = message.task, func.name
+        current.resources = func.resources
         made: list[object] = []
 
         def keep(*args: Any, **kwargs: Any) -> None:
-            made.append(self._functions[site.function](*args, **kwargs))
+            made.append(self._functions[func.function](*args, **kwargs))
 
         try:
-            if site.function not in self._functions:
-                self._load(site.function)
+            if func.function not in self._functions:
+                self._load(func.function)
         except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
             return self.describe(message.task, Raised(UNREADABLE, error))
         outcome = self._attempt(message.task, keep, 0, message.payload)

@@ -104,4 +104,4 @@ def is_installed(module: ModuleType) -> bool:
         return False
     if origin in ("built-in", "frozen") or origin.startswith(_STANDARD):
         return True
-    return any(site in origin for site in _SITES)
+    return any(func in origin for func in _SITES)

@@ -58,7 +58,7 @@ def packed(outgoing: PickledValue) -> bytes:
 
 
 class RetryRules:
-    """What the sites of one worker say of it."""
+    """What the functions of one worker say of it."""
 
     def __init__(self) -> None:
         self._wanted: dict[bytes, Retried] = {}
@@ -68,16 +68,16 @@ class RetryRules:
         self._wanted.clear()
 
     def wants(
-        self, site: Define, error: BaseException, *told: type[BaseException]
+        self, func: Define, error: BaseException, *told: type[BaseException]
     ) -> bool:
-        """Return whether a failure is one of those that the site names.
+        """Return whether a failure is one of those that the function names.
 
         Args:
-            site: what has failed.
+            func: what has failed.
             error: what it has raised.
             told: classes as one of which the task's owner is told of it.
         """
-        retried = site.retried
+        retried = func.retried
         try:
             wanted = self._wanted.get(retried)
             if wanted is None:
@@ -88,7 +88,7 @@ class RetryRules:
         except BaseException as odd:  # noqa: BLE001 - foreign code may raise anything
             self._wanted[retried] = False
             sys.stderr.write(
-                f"aiogpu: {site.name} is not tried again, whatever it raises: its "
+                f"aiogpu: {func.name} is not tried again, whatever it raises: its "
                 f"retry_exceptions cannot be asked: {type(odd).__name__}: "
                 f"{safe_text(odd)}\n"
             )

@@ -32,7 +32,7 @@ from aiogpu.worker.interrupts import IMPORT
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import ChildReceiver
     from aiogpu.worker.connection import Channel
 
@@ -92,20 +92,20 @@ class TaskClient(NodeClient):
         assert self._channel.loans is not None, self
         return self._channel.loans
 
-    def _check(self, site: Site, payload: bytes) -> None:
+    def _check(self, func: FunctionSpec, payload: bytes) -> None:
         if current.is_loading:
             refuse_to_begin_anew()
-        super()._check(site, payload)
+        super()._check(func, payload)
 
-    def declare(self, site: Site) -> None:
+    def declare(self, func: FunctionSpec) -> None:
         """Tell the node what a function is and asks for.
 
         Raises:
             MisuseError: a module that a task imports would start that task anew.
         """
-        if site.spec.name == current.name:
+        if func.spec.name == current.name:
             refuse_to_begin_anew()
-        super().declare(site)
+        super().declare(func)
 
     def _prepare(self, name: str, has_payload: bool) -> None:
         if not current.task:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
+from aiogpu.client.function_spec import (
+    Function,
+    FunctionSpec,
+    new_func_id,
+    new_function_id,
+)
 from aiogpu.client.interface import Receiver
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
@@ -13,11 +18,11 @@ from aiogpu.errors import InfeasibleError
 from aiogpu.observe.why import Why
 
 
-def site(name: str = "train") -> Site:
-    """A site of a function that nobody runs."""
+def func(name: str = "train") -> FunctionSpec:
+    """A function of a function that nobody runs."""
     request = Request.of({"CPU": UNIT}, {})
-    return Site(
-        id=new_site_id(),
+    return FunctionSpec(
+        id=new_func_id(),
         function=Function(new_function_id(), b"pickled"),
         spec=TaskSpec(name, Shape(request)),
         resources=request.as_numbers(),
@@ -68,12 +73,12 @@ class PaperEngine:
             raise self.open_error
         self.story.append("opened")
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
-        if site.spec.name in self.infeasible:
-            raise InfeasibleError(f"{site.spec.name} asks for too much.")
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
+        if func.spec.name in self.infeasible:
+            raise InfeasibleError(f"{func.spec.name} asks for too much.")
         task = len(self.receivers) + 1
         self.receivers[task] = receiver
-        self.story.append(f"submit {site.spec.name}")
+        self.story.append(f"submit {func.spec.name}")
         return task
 
     def cancel(self, task: int) -> None:

@@ -55,7 +55,7 @@ def test_remote_gives_a_blocking_handle(channel: PaperChannel) -> None:
     assert isinstance(declare, Declare)
     assert isinstance(submit, Submit)
     assert (declare.name, submit.task, submit.child) == ("child", 3, 1)
-    assert declare.site == submit.site
+    assert declare.func == submit.func
     assert declare.payload
 
 

@@ -14,7 +14,7 @@ import aiogpu
 from aiogpu.api import map as window
 from aiogpu.api.map import CALLS, GROWTH, LONGEST, MOST, TARGET, Results, Sizes
 from aiogpu.api.session import Session
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
 from aiogpu.serialization.exceptions import (
@@ -46,12 +46,12 @@ class Paper(PaperEngine):
         self.retries = [0]
         self.kind = RAISED
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         args, kwargs = load_arguments(payload)
         assert not kwargs
         self.calls.append(args)
-        self.retries.append(site.spec.max_retries)
-        return super().submit(site, payload, receiver)
+        self.retries.append(func.spec.max_retries)
+        return super().submit(func, payload, receiver)
 
     @property
     def items(self) -> list[list[Any]]:

@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.reservation import lease_site
+from aiogpu.api.reservation import lease_func
 from aiogpu.errors import MisuseError, OptionError
 
 
 def test_it_has_no_cpu_and_its_timeout_is_no_end() -> None:
-    site, timeout = lease_site({"num_gpus": 0.5, "timeout": 3, "priority": 2})
-    spec = site.spec
-    assert site.resources == {"GPU": 0.5}
+    func, timeout = lease_func({"num_gpus": 0.5, "timeout": 3, "priority": 2})
+    spec = func.spec
+    assert func.resources == {"GPU": 0.5}
     assert (timeout, spec.timeout) == (3.0, None)
     assert (spec.name, spec.priority) == ("lease", 2)
     assert (spec.is_lease, spec.is_endless, spec.max_calls) == (True, True, 1)
 
 
 def test_none_is_as_if_it_was_not_said() -> None:
-    site, _ = lease_site({"num_cpus": None, "num_gpus": None, "gpu_memory": "1GiB"})
-    assert site.resources == {"gpu_memory": float(1 << 30)}
+    func, _ = lease_func({"num_cpus": None, "num_gpus": None, "gpu_memory": "1GiB"})
+    assert func.resources == {"gpu_memory": float(1 << 30)}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_none_is_as_if_it_was_not_said() -> None:
 )
 def test_what_is_wrong_is_named(options: dict[str, Any], told: str) -> None:
     with pytest.raises(OptionError, match=told):
-        lease_site(options)
+        lease_func(options)
 
 
 async def test_what_is_not_granted_has_no_ids() -> None:

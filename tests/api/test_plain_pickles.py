@@ -47,7 +47,7 @@ def test_what_is_in_a_module_goes_by_its_name(thing: Any) -> None:
 def test_options_go_with_it() -> None:
     found = again(Counter.options(num_cpus=3, name="one"))
     assert found._options == Counter.options(num_cpus=3, name="one")._options
-    assert found._face is Counter._face
+    assert found._interface is Counter._interface
 
 
 def test_a_class_that_is_plain_where_it_comes_to(

@@ -33,7 +33,7 @@ from aiogpu.errors import (
     NoLoopError,
 )
 from aiogpu.serialization.serializer import dump_result
-from tests.api.paper_engine import PaperEngine, site
+from tests.api.paper_engine import PaperEngine, func
 
 LOOPS = [
     pytest.param(asyncio.new_event_loop, id="asyncio"),
@@ -117,25 +117,25 @@ async def test_it_passes_questions_on(engine: PaperEngine) -> None:
 
 async def test_a_call(engine: PaperEngine) -> None:
     session = await opened(engine)
-    handle = session.submit(site(), b"")
+    handle = session.submit(func(), b"")
     assert (handle.task_name, handle.task_id) == ("train", 1)
     engine.receivers[1].receive(dump_result(3))
     assert await handle == 3
-    session.submit(site(), b"").cancel()
+    session.submit(func(), b"").cancel()
     assert engine.story[2:] == ["submit train", "submit train", "cancel 2"]
     engine.infeasible.add("train")
     with pytest.raises(InfeasibleError):
-        session.submit(site(), b"")
+        session.submit(func(), b"")
     await session.shutdown()
     with pytest.raises(NodeClosedError):
-        session.submit(site(), b"")
+        session.submit(func(), b"")
 
 
 async def test_why(engine: PaperEngine) -> None:
     """[B23]"""
     engine.may_open.clear()
     session = opening(engine)
-    early = session.submit(site(), b"")
+    early = session.submit(func(), b"")
     why = await early.why()
     assert (why.state, str(why)) == (
         "opening",
@@ -161,7 +161,7 @@ async def test_early_calls_are_made_in_order_once_it_is_open(
     engine.may_open.clear()
     session = opening(engine)
     names = ("a", "b", "huge", "c")
-    first, cancelled, huge, last = (session.submit(site(n), b"") for n in names)
+    first, cancelled, huge, last = (session.submit(func(n), b"") for n in names)
     assert [h.task_id for h in (first, cancelled, huge, last)] == [0, 0, 0, 0]
     assert cancelled.cancel()
     assert engine.story == ["cancel 0"]
@@ -182,12 +182,12 @@ async def test_what_keeps_it_from_opening_is_told_to_all(
 ) -> None:
     engine.open_error = error
     session = opening(engine)
-    handles = [session.submit(site(), b"") for _ in range(2)]
+    handles = [session.submit(func(), b"") for _ in range(2)]
     assert [await ended(handle) for handle in handles] == [error, error]
     with pytest.raises(type(error)):
         await session.opened()
     with pytest.raises(NodeClosedError):
-        session.submit(site(), b"")
+        session.submit(func(), b"")
     assert session_of(asyncio.get_running_loop()) is None
     await session.shutdown()
     await aiogpu.shutdown()
@@ -202,7 +202,7 @@ async def test_the_handles_alone_tell_why_it_did_not_open(
 ) -> None:
     engine.open_error = OSError("no socket")
     session = opening(engine)
-    handle = session.submit(site(), b"")
+    handle = session.submit(func(), b"")
     assert isinstance(await ended(handle), OSError)
     del session, handle
     gc.collect()
@@ -227,7 +227,7 @@ async def test_shutdown_while_it_opens(engine: PaperEngine) -> None:
     session = opening(engine)
     closing = asyncio.ensure_future(session.shutdown())
     await asyncio.sleep(0)
-    handle = session.submit(site(), b"")
+    handle = session.submit(func(), b"")
     await closing
     assert engine.story == ["open"]
     with pytest.raises(NodeClosedError, match="given up before it was open"):
@@ -243,7 +243,7 @@ async def test_shutdown_is_done_once(engine: PaperEngine) -> None:
     assert repr(session) == "<Session closing <PaperEngine>>"
     assert session_of(asyncio.get_running_loop()) is session
     with pytest.raises(NodeClosedError):
-        session.submit(site(), b"")
+        session.submit(func(), b"")
     closings[0].cancel()
     assert isinstance(await ended(closings[0]), asyncio.CancelledError)
     engine.may_close.set()
@@ -314,7 +314,7 @@ def test_it_closes_with_its_loop(
             session = opening(engine)
         else:
             session = await opened(engine)
-        handle = session.submit(site(), b"")
+        handle = session.submit(func(), b"")
         await asyncio.sleep(0)
         return handle
 
@@ -367,7 +367,7 @@ async def test_a_fork_is_inert(
     session.disown()
     assert session.is_forked
     with pytest.raises(NodeError, match=f"belongs to process {parent}"):
-        session.submit(site(), b"")
+        session.submit(func(), b"")
     with pytest.raises(NodeError, match="fork"):
         await session.status()
     await session.shutdown()

@@ -152,8 +152,8 @@ def test_a_redefinition_goes_by_value() -> None:
 def test_a_module_that_is_sent_by_value() -> None:
     import tests.api.paper_engine as module
 
-    definition = Definition(module.site)
-    assert definition.reference() == FunctionName("tests.api.paper_engine", "site")
+    definition = Definition(module.func)
+    assert definition.reference() == FunctionName("tests.api.paper_engine", "func")
     cloudpickle.register_pickle_by_value(module)
     try:
         assert definition.reference() is None
@@ -230,15 +230,15 @@ async def test_all_calls_share_one_site(engine: PaperEngine) -> None:
     async def nested(x: int) -> int:
         return x
 
-    assert nested._site is None
+    assert nested._func is None
     handle = nested.remote(1)
-    site = nested._site
-    assert site is not None
+    func = nested._func
+    assert func is not None
     nested.remote(2).cancel()
-    assert nested._site is site
-    assert (handle.task_name, site.spec.name) == ("nested", "nested")
-    assert site.resources == {"CPU": 1.0, "GPU": 0.5}
-    assert (site.environ, site.is_coroutine) == ({"A": "1"}, True)
+    assert nested._func is func
+    assert (handle.task_name, func.spec.name) == ("nested", "nested")
+    assert func.resources == {"CPU": 1.0, "GPU": 0.5}
+    assert (func.environ, func.is_coroutine) == ({"A": "1"}, True)
     handle.cancel()
 
 
@@ -251,7 +251,7 @@ async def test_options_have_a_site_of_their_own_and_one_function(
     other = nested.options(name="other", retry_exceptions=[OSError])
     handles = [nested.remote(), other.remote()]
     assert [handle.task_name for handle in handles] == ["nested", "other"]
-    one, two = nested._site, other._site
+    one, two = nested._func, other._func
     assert one is not None
     assert two is not None
     assert one.id != two.id

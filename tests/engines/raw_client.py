@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import aiogpu
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.spec_codec import Terms
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import join_of
@@ -152,16 +152,16 @@ def joining() -> Join:
     return join_of(NodeOptions(log_to_driver=False))
 
 
-def site_of(remote: Any) -> Site:
+def func_of(remote: Any) -> FunctionSpec:
     """What is declared of a remote function or class."""
-    site: Site = remote._site or remote._prepare()
-    return site
+    func: FunctionSpec = remote._func or remote._prepare()
+    return func
 
 
-def declared(number: int, site: Site, **changes: Any) -> Declare:
+def declared(number: int, func: FunctionSpec, **changes: Any) -> Declare:
     """How a client declares it, with other terms if a test says so."""
-    terms = Terms.of(site)._replace(**changes).pack()
-    return Declare(number, site.spec.name, terms, site.function.payload)
+    terms = Terms.of(func)._replace(**changes).pack()
+    return Declare(number, func.spec.name, terms, func.function.payload)
 
 
 def program(path: str, source: str) -> str:

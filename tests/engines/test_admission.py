@@ -2,12 +2,12 @@
 
 import pytest
 
-from aiogpu.client.function_spec import Function, Site
+from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.core.model.request import Device, DeviceSelector, Request, Shape, TaskSpec
 from aiogpu.core.model.units import TYPE_PREFIX, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.engines.admission import check_site
+from aiogpu.engines.admission import check_func
 from aiogpu.errors import InfeasibleError
 
 GIB = 1 << 30
@@ -18,10 +18,10 @@ NODE = Ledger(
 )
 
 
-def site(request: Request) -> Site:
+def func(request: Request) -> FunctionSpec:
     """A function that asks for this."""
     spec = TaskSpec("work", Shape(request))
-    return Site(1, Function(1, b""), spec, {}, {}, False, False)
+    return FunctionSpec(1, Function(1, b""), spec, {}, {}, False, False)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def site(request: Request) -> Site:
 )
 def test_what_is_asked_and_what_there_is_are_told(request_, said):
     with pytest.raises(InfeasibleError) as caught:
-        check_site(site(request_), NODE)
+        check_func(func(request_), NODE)
     assert said in str(caught.value)
 
 
 def test_what_a_node_can_give_is_admitted():
-    check_site(site(Request.of({"CPU": UNIT}, {"GPU": 2 * UNIT}, "A100")), NODE)
+    check_func(func(Request.of({"CPU": UNIT}, {"GPU": 2 * UNIT}, "A100")), NODE)

@@ -150,8 +150,8 @@ async def test_what_is_detached_outlives_its_parent(node: aiogpu.Session) -> Non
     """If it has begun, its loop goes on until it has ended."""
     detached_note, begun = note.options(name="note"), note_twice.options(name="twice")
     for function in (detached_note, begun):
-        site = function._prepare()
-        site.spec = replace(site.spec, is_detached=True)
+        func = function._prepare()
+        func.spec = replace(func.spec, is_detached=True)
     seen.append((detached_note, begun))
     await asyncio.gather(start_detached.remote(), note.remote("other"))
     assert seen[:3] == ["begin", "end", "other"]

@@ -14,7 +14,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.options import placement_group_of
-from aiogpu.api.reservation import Placement, placement_site
+from aiogpu.api.reservation import Placement, placement_func
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.serialization.payload import MARK, Contents, pack
@@ -58,8 +58,8 @@ from tests.engines.raw_client import (
     RawClient,
     Service,
     declared,
+    func_of,
     service,
-    site_of,
     watching,
 )
 
@@ -149,7 +149,7 @@ async def test_terms_that_nobody_can_have(
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            client.say(declared(1, site_of(tasks.add), **terms))
+            client.say(declared(1, func_of(tasks.add), **terms))
             client.say(Submit(0, 1, 1, NO_ARGUMENTS))
             assert why in client.hear(ChildFailed).message
 
@@ -162,13 +162,13 @@ async def test_a_placement_ends_with_its_program(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            client.say(declared(1, placement_site(placement_group, 0)), TakeLease(1, 1))
+            client.say(declared(1, placement_func(placement_group, 0)), TakeLease(1, 1))
             assert client.hear(ChildDone).child == 1
             assert (await aiogpu.available_resources())["GPU"] == 0
             assert (await aiogpu.status()).placements[0].client == client.number
-            client.say(declared(2, site_of(member)), TakeLease(2, 1))
+            client.say(declared(2, func_of(member)), TakeLease(2, 1))
             assert "asked for before" in client.hear(ChildFailed).message
-            client.say(declared(3, site_of(member)), Submit(0, 3, 3, NO_ARGUMENTS))
+            client.say(declared(3, func_of(member)), Submit(0, 3, 3, NO_ARGUMENTS))
             assert client.hear(ChildFailed).child == 3
 
 
@@ -176,7 +176,7 @@ async def test_a_class_is_no_task_and_a_task_no_class(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            client.say(declared(1, site_of(Counter)), declared(2, site_of(tasks.add)))
+            client.say(declared(1, func_of(Counter)), declared(2, func_of(tasks.add)))
             client.say(Submit(0, 1, 1, NO_ARGUMENTS))
             assert "Counter was declared as no task" in client.hear(ChildFailed).message
             actor = -((client.number << NUMBER_BITS) + 2)
@@ -191,7 +191,7 @@ async def test_a_value_of_a_part_that_is_not_there(node: Service) -> None:
             client.joined()
             mine = -((client.number << NUMBER_BITS) + 1)
             two = Contents(stream=pickle.dumps((((1, 2),), {})), returns=2)
-            client.say(declared(1, site_of(tasks.echo)))
+            client.say(declared(1, func_of(tasks.echo)))
             client.say(Submit(0, 1, 1, pack(two)), Share(mine, 1, 7))
             assert client.hear(ChildDone).child == 1
             client.say(Fetch(0, 2, mine))
@@ -229,13 +229,13 @@ def made_up(random: random.Random, client: int, other: int) -> Message:
         return random.choice(kinds)
 
     where = random.choice(["add", "", " ready", " ended", " capacity", "\udc80\0"])
-    site = random.randrange(8)
+    func = random.randrange(8)
     says = [
-        lambda: Submit(random.choice([0, 0, number()]), number(), site, payload()),
+        lambda: Submit(random.choice([0, 0, number()]), number(), func, payload()),
         lambda: Withdraw(number(), number()),
-        lambda: TakeLease(number(), site),
+        lambda: TakeLease(number(), func),
         lambda: ChildDemand(number(), number()),
-        lambda: Make(identity(), site, payload(), where, where, site % 2 == 0),
+        lambda: Make(identity(), func, payload(), where, where, func % 2 == 0),
         lambda: Find(number(), where, where),
         lambda: Ask(
             random.choice([0, number()]), number(), identity(), where, payload()
@@ -260,14 +260,14 @@ def harass(node: Service, random: random.Random, other: int) -> None:
     """One client that has joined, and says made-up things until it is cut off."""
     with RawClient(node) as client:
         client.joined(only_looks=False)
-        sites = [site_of(one) for one in (tasks.add, stream_tasks.numbers, Counter)]
-        for place, site in enumerate(sites):
-            client.say(declared(place, site))
+        funcs = [func_of(one) for one in (tasks.add, stream_tasks.numbers, Counter)]
+        for place, func in enumerate(funcs):
+            client.say(declared(place, func))
         lease = {"is_lease": True, "is_endless": True}
-        client.say(declared(3, sites[0], **lease))
-        client.say(declared(4, sites[0], scalars=(("CPU", -1),)))
-        client.say(declared(5, sites[0], is_endless=True))
-        client.say(declared(6, sites[2], is_endless=False))
+        client.say(declared(3, funcs[0], **lease))
+        client.say(declared(4, funcs[0], scalars=(("CPU", -1),)))
+        client.say(declared(5, funcs[0], is_endless=True))
+        client.say(declared(6, funcs[2], is_endless=False))
         try:
             last = 0
             for _ in range(random.randrange(1, 60)):

@@ -37,9 +37,9 @@ from tests.engines.raw_client import (
     Service,
     all_is_free,
     declared,
+    func_of,
     program,
     service,
-    site_of,
     watching,
 )
 from tests.gate import Gate
@@ -68,12 +68,12 @@ def node(no_leaks: None) -> Iterator[Service]:
 
 def doing(step: str, client: int) -> list[Message]:
     """What a client has said when it comes to a step, after it has joined."""
-    plain = declared(1, site_of(tasks.echo))
-    deaf = declared(1, site_of(tasks.swallow))
-    counters = declared(1, site_of(Counter.options(num_gpus=0.5)))
-    whole = site_of(tasks.echo.options(num_gpus=1))
+    plain = declared(1, func_of(tasks.echo))
+    deaf = declared(1, func_of(tasks.swallow))
+    counters = declared(1, func_of(Counter.options(num_gpus=0.5)))
+    whole = func_of(tasks.echo.options(num_gpus=1))
     lease = declared(1, whole, is_lease=True, is_endless=True)
-    numbers = declared(1, site_of(stream_tasks.numbers))
+    numbers = declared(1, func_of(stream_tasks.numbers))
     nowhere = pickle.dumps((("/nowhere", "x"), {}))
     much = pickle.dumps(((b"x" * 50_000_000,), {}))
     names = [-((client << NUMBER_BITS) + number) for number in range(1, 5)]
@@ -219,7 +219,7 @@ async def test_one_that_does_not_read_slows_only_itself(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            client.say(declared(1, site_of(tasks.echo)))
+            client.say(declared(1, func_of(tasks.echo)))
             much = pickle.dumps(((b"x" * 100_000,), {}))
             asked = [Submit(0, number, 1, much) for number in range(1, 200)]
             before = node.memory
@@ -237,7 +237,7 @@ async def test_a_stopped_one_that_floods_can_be_killed(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            client.say(declared(1, site_of(stream_tasks.numbers)))
+            client.say(declared(1, func_of(stream_tasks.numbers)))
             many = pickle.dumps(((10**9,), {}))
             client.say(Submit(0, 1, 1, many), ChildDemand(1, 1 << 40))
             for number in range(50):

@@ -27,22 +27,22 @@ value = {value!r}
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def func(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of installed packages, in which `write` puts modules."""
-    site = tmp_path / "site-packages"
-    site.mkdir()
-    monkeypatch.syspath_prepend(str(site))
+    func = tmp_path / "site-packages"
+    func.mkdir()
+    monkeypatch.syspath_prepend(str(func))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return site
+    return func
 
 
 def write(path: Path, source: str = SLOW, value: object = 1) -> None:
     path.write_text(source.format(value=value) if source is SLOW else source)
 
 
-async def test_what_one_call_imported_the_next_one_has(site: Path) -> None:
-    write(site / "slow_lib.py")
+async def test_what_one_call_imported_the_next_one_has(func: Path) -> None:
+    write(func / "slow_lib.py")
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
         old = plain.current
@@ -57,9 +57,9 @@ async def test_what_one_call_imported_the_next_one_has(site: Path) -> None:
 
 
 async def test_of_a_users_module_the_installed_ones_are_learnt(
-    site: Path, tmp_path: Path
+    func: Path, tmp_path: Path
 ) -> None:
-    write(site / "slow_lib.py")
+    write(func / "slow_lib.py")
     write(tmp_path / "users_own.py", "import slow_lib\n" + SLOW.format(value=1))
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
@@ -72,9 +72,9 @@ async def test_of_a_users_module_the_installed_ones_are_learnt(
 
 @pytest.mark.parametrize("preload", [(), ("json",)])
 async def test_learning_can_be_switched_off(
-    preload: tuple[str, ...], site: Path
+    preload: tuple[str, ...], func: Path
 ) -> None:
-    write(site / "slow_lib.py")
+    write(func / "slow_lib.py")
     async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
         for _ in range(2):
             assert await load.remote("slow_lib") is False
@@ -83,8 +83,8 @@ async def test_learning_can_be_switched_off(
         assert plain.current.generation == 0
 
 
-async def test_both_named_and_learnt(site: Path) -> None:
-    write(site / "slow_lib.py")
+async def test_both_named_and_learnt(func: Path) -> None:
+    write(func / "slow_lib.py")
     preload = ("json", "auto")
     async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
         assert await load.remote("json") is True
@@ -95,11 +95,11 @@ async def test_both_named_and_learnt(site: Path) -> None:
 
 
 async def test_a_generation_finds_what_the_first_one_found(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    func: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the program has done to its own environment meanwhile."""
     write(
-        site / "slow_lib.py",
+        func / "slow_lib.py",
         "import os, sys\n"
         + SLOW.replace("{value!r}", "[os.getcwd(), os.environ['AIOGPU_TEST_A']]"),
     )
@@ -140,11 +140,11 @@ UNFIT = {
 
 @pytest.mark.parametrize("way", UNFIT)
 async def test_what_is_unfit_is_left_out_and_named_once(
-    way: str, site: Path, caplog: pytest.LogCaptureFixture
+    way: str, func: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, reason = UNFIT[way]
-    write(site / "bad_lib.py", SLOW.format(value=1) + source)
-    write(site / "good_lib.py")
+    write(func / "bad_lib.py", SLOW.format(value=1) + source)
+    write(func / "good_lib.py")
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
         assert await load.remote("bad_lib") is False
@@ -164,10 +164,10 @@ async def test_what_is_unfit_is_left_out_and_named_once(
 
 @pytest.mark.parametrize("named", [True, False])
 async def test_an_edited_module_is_imported_anew(
-    named: bool, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: bool, func: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zygote_module, "CHECKS", 0.0)
-    path = tmp_path / "edited.py" if named else site / "edited.py"
+    path = tmp_path / "edited.py" if named else func / "edited.py"
     write(path, value="old")
     os.utime(path, (1, 1))
     preload = ("edited", "auto") if named else "auto"
@@ -187,7 +187,7 @@ async def test_an_edited_module_is_imported_anew(
 
 async def test_an_edit_that_spoils_a_named_module(
     tmp_path: Path,
-    site: Path,
+    func: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -24,16 +24,18 @@ class Ends:
     """A sender, a receiver and their sockets."""
 
     def __init__(self) -> None:
-        self.near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.far.setblocking(False)
+        self.near, self.remote_values = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_STREAM
+        )
+        self.remote_values.setblocking(False)
         self.sender = DescriptorSender(self.near)
-        self.receiver = DescriptorReceiver(self.far)
+        self.receiver = DescriptorReceiver(self.remote_values)
 
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
         self.near.close()
-        self.far.close()
+        self.remote_values.close()
 
     def fill(self) -> int:
         """Send until the socket takes no more; gives how many were sent or queued."""
@@ -102,14 +104,14 @@ def test_who_reads_before_anything_came(ends: Ends) -> None:
 
 
 def test_a_socket_that_blocks(ends: Ends) -> None:
-    ends.far.setblocking(True)
+    ends.remote_values.setblocking(True)
     assert ends.receiver.read(socket.MSG_DONTWAIT) == []
     send(ends.sender, 1, 3)
     assert texts(ends.receiver.read()) == numbered(1, 3)
 
 
 def test_who_waits_is_woken_by_another_process(ends: Ends) -> None:
-    ends.far.setblocking(True)
+    ends.remote_values.setblocking(True)
     pid = os.fork()
     if pid == 0:
         send(ends.sender, 5, 1)
@@ -186,7 +188,7 @@ class Cut:
 @pytest.mark.parametrize("reads", [[1], [5], [13, 2], [4000]])
 def test_a_message_cut_anywhere(ends: Ends, sizes: list[int], reads: list[int]) -> None:
     ends.sender._sock = Cut(ends.near, sizes)
-    ends.receiver._sock = Cut(ends.far, reads)
+    ends.receiver._sock = Cut(ends.remote_values, reads)
     received: Pairs = []
     for number, text in numbered(1, 30):
         with marked(text) as fd:
@@ -221,7 +223,7 @@ def test_a_peer_that_is_gone_is_told_after_all_that_it_sent(ends: Ends) -> None:
 
 
 def test_a_peer_that_left_unread_what_it_was_sent_is_gone_too(ends: Ends) -> None:
-    ends.far.send(b"never read")
+    ends.remote_values.send(b"never read")
     send(ends.sender, 1, 2)
     ends.near.close()
     assert texts(ends.receiver.read()) == numbered(1, 2)
@@ -231,7 +233,7 @@ def test_a_peer_that_left_unread_what_it_was_sent_is_gone_too(ends: Ends) -> Non
 
 def test_sending_to_a_peer_that_is_gone(ends: Ends) -> None:
     sent = ends.fill()
-    ends.far.close()
+    ends.remote_values.close()
     with pytest.raises(BrokenPipeError):
         ends.sender.flush()
     assert ends.sender.waiting == 1
@@ -381,7 +383,7 @@ def test_the_kernel_lets_no_more_be_under_way_than_may_be_open(ends: Ends) -> No
 
 def test_a_segment_passes_and_outlives_its_writer(ends: Ends) -> None:
     """Written in a process that is killed, read here, and free when unmapped."""
-    ends.far.setblocking(True)
+    ends.remote_values.setblocking(True)
     pid = os.fork()
     if pid == 0:
         segment = Segment.create(77, 5000)
@@ -405,14 +407,14 @@ def test_what_is_under_way_and_what_a_killed_reader_had_is_known(ends: Ends) -> 
     pid = os.fork()
     if pid == 0:
         ends.near.close()
-        ends.far.setblocking(True)
+        ends.remote_values.setblocking(True)
         [(_, fd)] = ends.receiver.read()
         mapping = map_readonly(fd, 5000)
         os.close(fd)
         os.write(tell, mapping[:5])
         signal.pause()
         os._exit(1)
-    ends.far.close()
+    ends.remote_values.close()
     fd = segment.share()
     ends.sender.send(1, fd)
     os.close(fd)
@@ -433,6 +435,6 @@ def test_under_way_it_is_read_until_the_socket_is_gone(ends: Ends) -> None:
     ends.sender.send(1, fd)
     os.close(fd)
     assert segment.is_read
-    ends.far.close()
+    ends.remote_values.close()
     assert not segment.is_read
     segment.close()

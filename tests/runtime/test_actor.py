@@ -21,7 +21,7 @@ from aiogpu.wire.messages import (
     Invoke,
     Leave,
 )
-from tests.runtime import sites
+from tests.runtime import funcs
 from tests.runtime.paper import PaperPeer
 
 
@@ -45,11 +45,11 @@ class Stage:
     """An actor, its peer, and what its node hears of it."""
 
     def __init__(self, mode: str = SERIAL, retries: int = 0, limit: int = 2) -> None:
-        site = sites.site()
-        site.actor = ActorTerms(mode, {DEFAULT_GROUP: limit}, {}, retries)
+        func = funcs.func()
+        func.actor = ActorTerms(mode, {DEFAULT_GROUP: limit}, {}, retries)
         self.peer = PaperPeer()
         self.new_number = count(1).__next__
-        self.actor = Actor(site, self, None)
+        self.actor = Actor(func, self, None)
         self.heard: list[str] = []
 
     def caller_here(self) -> int:

@@ -26,7 +26,7 @@ from aiogpu.runtime.actors.actor import Actor, ActorState
 from aiogpu.serialization.exceptions import RAISED
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, Done, Failed, Invoke
 from tests.drawing import examples
-from tests.runtime import sites
+from tests.runtime import funcs
 from tests.runtime.paper import PaperPeer
 
 
@@ -79,10 +79,10 @@ class ActorMachine(RuleBasedStateMachine):
     def make(
         self, mode: str, limit: int, retries: int, restarts: int, lifetime: int
     ) -> None:
-        site = sites.site()
-        site.actor = ActorTerms(mode, {DEFAULT_GROUP: limit}, {}, retries)
+        func = funcs.func()
+        func.actor = ActorTerms(mode, {DEFAULT_GROUP: limit}, {}, retries)
         self.new_number = count(1).__next__
-        self.actor = Actor(site, self, None)
+        self.actor = Actor(func, self, None)
         self.limit, self.lifetime, self.holders = limit, lifetime, 1
         self.retries, self.restarts = retries, restarts
         self.process: Process | None = None

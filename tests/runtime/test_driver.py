@@ -20,7 +20,7 @@ from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.wire.codec import LARGE
-from tests.runtime import sites
+from tests.runtime import funcs
 
 
 class PaperOrders:
@@ -64,7 +64,7 @@ class Office:
         if isinstance(scheduler, OneAtATime):
             scheduler.driver = self.driver
         receiver = SimpleNamespace()
-        self.driver.submit(sites.call().site, payload, receiver)  # type: ignore[arg-type]
+        self.driver.submit(funcs.call().func, payload, receiver)  # type: ignore[arg-type]
         pool.on_started(1)
 
     async def look(self) -> None:
@@ -147,9 +147,9 @@ class Meddler:
         self.told.append(type(error))
         before = len(scheduler.told)
         receiver = SimpleNamespace(fail=self.told.append)
-        site = sites.call().site
-        first = driver.submit(site, b"x", receiver)  # type: ignore[arg-type]
-        second = driver.submit(site, b"x", receiver)  # type: ignore[arg-type]
+        func = funcs.call().func
+        first = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
+        second = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
         assert second == first + 1
         driver.cancel(first)
         self.during = scheduler.told[before:]
@@ -166,8 +166,8 @@ async def test_what_happens_amid_an_event_is_told_after_it(
     office = Office(b"x", scheduler)
     driver = office.driver
     meddler = Meddler(office)
-    site = replace(sites.call().site, spec=replace(sites.call().site.spec, timeout=9))
-    task = driver.submit(site, b"x", meddler)  # type: ignore[arg-type]
+    func = replace(funcs.call().func, spec=replace(funcs.call().func.spec, timeout=9))
+    task = driver.submit(func, b"x", meddler)  # type: ignore[arg-type]
     scheduler.told.clear()
     record = scheduler.tasks[TaskId(task)]
     scheduler.timers.set(0.0, AlarmKind.EXPIRE, record.id)

@@ -18,7 +18,7 @@ from aiogpu.runtime.devices.binding import limits_of
 from aiogpu.runtime.devices.memory_shortage import Shortages, gpu_out_of_memory
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.wire.messages import Failed
-from tests.runtime import sites
+from tests.runtime import funcs
 
 GIB = 1 << 30
 GPUS = DeviceSet(
@@ -188,7 +188,7 @@ def test_of_who_has_gone_nothing_is_known(node: Scheduler) -> None:
 
 def test_the_answer_is_replaced(node: Scheduler) -> None:
     worker = worker_of(node, "train", lease_of(0, share=2500))
-    call = sites.call()
+    call = funcs.call()
     call.send_to(worker.id, 1)
     shortages = Shortages(node)
     shortages.replace(call, FAILED)

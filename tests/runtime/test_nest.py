@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
@@ -24,7 +24,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from tests.runtime import sites
+from tests.runtime import funcs
 from tests.runtime.paper import PaperPeer
 
 
@@ -34,21 +34,21 @@ class PaperDriver:
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
         self.receivers: dict[int, Receiver] = {}
-        self.sites: list[Site] = []
+        self.funcs: list[FunctionSpec] = []
         self.ends_at_once = False
         self.actors = SimpleNamespace()
         self.scheduler = SimpleNamespace(clients=None)
 
     def submit(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         receiver: Receiver,
         parent: int,
         _client: int = 0,
     ) -> int:
-        task = 100 + len(self.sites)
-        self.sites.append(site)
+        task = 100 + len(self.funcs)
+        self.funcs.append(func)
         self.asked.append(("submit", payload, parent))
         if self.ends_at_once:
             receiver.fail(InfeasibleError("at once"))
@@ -85,7 +85,7 @@ class House:
         self.driver.actors.check = self.check
         self.nested = Requests(self.driver, PaperStore())  # type: ignore[arg-type]
 
-    def check(self, _site: Site, _payload: bytes) -> None:
+    def check(self, _func: FunctionSpec, _payload: bytes) -> None:
         if self.refusal is not None:
             raise self.refusal
 
@@ -104,9 +104,9 @@ def house() -> House:
     return House()
 
 
-def declaration(site: int = 7, payload: bytes = b"function", **changed: Any) -> Declare:
-    terms = Terms.of(sites.site())._replace(**changed)
-    return Declare(site, terms.name, terms.pack(), payload)
+def declaration(func: int = 7, payload: bytes = b"function", **changed: Any) -> Declare:
+    terms = Terms.of(funcs.func())._replace(**changed)
+    return Declare(func, terms.name, terms.pack(), payload)
 
 
 def error_in(failed: Message) -> Exception:
@@ -178,14 +178,14 @@ def test_what_two_workers_declare_alike_is_one_site(house: House) -> None:
     house.hear(one, declaration(7), declaration(8), Submit(3, 1, 7, b""))
     house.hear(one, Submit(3, 2, 8, b""))
     house.hear(two, declaration(9), Submit(4, 1, 9, b""))
-    assert len(set(map(id, house.driver.sites))) == 1
+    assert len(set(map(id, house.driver.funcs))) == 1
     house.hear(two, declaration(10, priority=5), Submit(4, 2, 10, b""))
     house.hear(two, declaration(11, b"other"), Submit(4, 3, 11, b""))
-    *_, urgent, other = house.driver.sites
-    assert urgent.function is house.driver.sites[0].function
+    *_, urgent, other = house.driver.funcs
+    assert urgent.function is house.driver.funcs[0].function
     assert urgent.spec.priority == 5
     assert other.function.payload == b"other"
-    assert len({site.id for site in house.driver.sites}) == 3
+    assert len({func.id for func in house.driver.funcs}) == 3
 
 
 def test_what_can_never_run_is_told_at_each_call(house: House) -> None:
@@ -203,9 +203,9 @@ def test_a_retry_class_is_not_looked_at(house: House) -> None:
     unloadable = b"cno_such_module\nNoError\n."
     house.hear(worker, declaration(retried=unloadable), Submit(3, 1, 7, b""))
     assert peer.sent == []
-    (site,) = worker.declared.values()
-    assert isinstance(site, Site)
-    assert site.retried == unloadable
+    (func,) = worker.declared.values()
+    assert isinstance(func, FunctionSpec)
+    assert func.retried == unloadable
 
 
 def test_what_was_never_declared_is_told(house: House) -> None:
@@ -219,10 +219,10 @@ def test_only_so_much_is_remembered(
 ) -> None:
     monkeypatch.setattr("aiogpu.runtime.callers.requests.KEPT", 4)
     worker, peer = house.worker()
-    for site in range(1, 20):
-        house.hear(worker, declaration(site, b"%d" % site), Submit(3, site, site, b""))
+    for func in range(1, 20):
+        house.hear(worker, declaration(func, b"%d" % func), Submit(3, func, func, b""))
         house.hear(worker, declaration(1, b"1"))
-        house.hear(worker, Submit(3, 100 + site, 1, b""))
+        house.hear(worker, Submit(3, 100 + func, 1, b""))
     assert peer.sent == [], "what was declared last is known"
     assert len(worker.declared) == 4
-    assert len(house.nested._functions) + len(house.nested._sites) < 12
+    assert len(house.nested._functions) + len(house.nested._funcs) < 12

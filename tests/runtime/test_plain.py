@@ -13,7 +13,7 @@ from aiogpu.client.plain_data import Maybe, dump_plain, fits, load_plain, plain
 from aiogpu.client.spec_codec import Terms
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import pack
-from tests.runtime import sites
+from tests.runtime import funcs
 
 
 class Level(enum.IntEnum):
@@ -94,7 +94,7 @@ def test_shapes(value: object, pattern: Any, is_so: bool) -> None:
     ids=str,
 )
 def test_terms_that_were_made_up(changed: dict[str, Any]) -> None:
-    fields = tuple(Terms.of(sites.site())._replace(**changed))
+    fields = tuple(Terms.of(funcs.func())._replace(**changed))
     for said in (pack(fields), pack(fields[:3]), pickle.dumps(fields)):
         with pytest.raises(ProtocolError):
             Terms.unpack(said)

@@ -44,7 +44,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from tests.runtime import sites
+from tests.runtime import funcs
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygotes
 
 
@@ -252,7 +252,7 @@ async def test_one_that_has_ended_does_not_greet_any_more(house: House) -> None:
 
 async def test_an_answer_goes_ahead_of_its_lines_which_is_said(house: House) -> None:
     keeper, worker = house.start()
-    house.pool.commands.assign(1, 7, sites.call(), Bind({}, {}), False)
+    house.pool.commands.assign(1, 7, funcs.call(), Bind({}, {}), False)
     worker.on_messages([Log(7, 1, b"printed")])
     worker.on_messages([Log(0, 2, b"outside")])
     worker.on_messages([Done(7, b"")])
@@ -301,15 +301,15 @@ async def test_the_last_lines_are_the_workers_own(house: House) -> None:
 
 async def test_what_a_worker_is_told_of_a_task(house: House) -> None:
     _, worker = house.start()
-    call = sites.call()
+    call = funcs.call()
     bind = Bind({"A": "1"}, {"GPU": (0,)})
     house.pool.commands.assign(1, 7, call, bind, False)
-    function = call.site.function
-    define = Define(call.site.id, function.id, "train", {"CPU": 1.0}, b"pickled")
-    run = Run(7, call.site.id, b"arguments", False)
+    function = call.func.function
+    define = Define(call.func.id, function.id, "train", {"CPU": 1.0}, b"pickled")
+    run = Run(7, call.func.id, b"arguments", False)
     assert worker.taken() == [bind, define, run]
     house.pool.commands.assign(1, 8, call, None, True)
-    assert worker.taken() == [Run(8, call.site.id, b"arguments", True)]
+    assert worker.taken() == [Run(8, call.func.id, b"arguments", True)]
     again = Bind({}, {})
     house.pool.commands.assign(1, 9, call, again, False)
     assert worker.taken() == [again, run._replace(task=9)]
@@ -318,9 +318,9 @@ async def test_what_a_worker_is_told_of_a_task(house: House) -> None:
 async def test_many_sites_are_forgotten_in_time(house: House) -> None:
     _, worker = house.start()
     for _ in range(SITES_KEPT):
-        house.pool.commands.assign(1, 1, sites.call(), None, False)
+        house.pool.commands.assign(1, 1, funcs.call(), None, False)
     assert Forget() not in worker.taken()
-    house.pool.commands.assign(1, 1, sites.call(), None, False)
+    house.pool.commands.assign(1, 1, funcs.call(), None, False)
     assert [type(message) for message in worker.taken()] == [Forget, Define, Run]
 
 
@@ -329,7 +329,7 @@ async def test_what_is_told_to_a_worker_that_has_gone(house: House) -> None:
     worker.on_lost()
     worker.sent.clear()
     keeper.sent.clear()
-    house.pool.commands.assign(1, 7, sites.call(), None, False)
+    house.pool.commands.assign(1, 7, funcs.call(), None, False)
     house.pool.retire(1)
     house.pool.commands.interrupt(1, 7, 0, is_coroutine=True)
     assert worker.sent == []
@@ -341,15 +341,15 @@ async def test_what_is_told_to_a_worker_that_has_gone(house: House) -> None:
 
 async def test_what_is_sent_ahead_is_one_write(house: House) -> None:
     _, worker = house.start()
-    known, other = sites.call(), sites.call()
+    known, other = funcs.call(), funcs.call()
     house.pool.commands.assign(1, 7, known, Bind({}, {}), False)
     worker.sent.clear()
     known.number, other.number = 8, 9
     house.pool.commands.send_ahead(1, [(TaskId(8), known), (TaskId(9), other)])
     run, define, last = worker.sent
-    assert run == Run(8, known.site.id, b"arguments", False, 8)
+    assert run == Run(8, known.func.id, b"arguments", False, 8)
     assert isinstance(define, Define)
-    assert last == Run(9, other.site.id, b"arguments", False, 9)
+    assert last == Run(9, other.func.id, b"arguments", False, 9)
     worker.on_lost()
     house.pool.commands.send_ahead(1, [(TaskId(8), known)])
     assert len(worker.sent) == 3, "it has gone"

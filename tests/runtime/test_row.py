@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.runtime.driver import SubmitBatch
 from aiogpu.runtime.pending_tasks import Call
-from tests.runtime import sites
+from tests.runtime import funcs
 
-SITE = sites.site()
+SITE = funcs.func()
 
 
 class Desk:
@@ -22,15 +22,15 @@ class Desk:
 
     def __init__(self) -> None:
         self.due: list[Callable[[], object]] = []
-        self.told: list[tuple[Site, list[Call]]] = []
+        self.told: list[tuple[FunctionSpec, list[Call]]] = []
         self.bucket: Any = SimpleNamespace(size=1)
         loop: Any = SimpleNamespace(call_soon=self.due.append)
         self.row = SubmitBatch(
-            loop, lambda site, calls: self.told.append((site, calls))
+            loop, lambda func, calls: self.told.append((func, calls))
         )
 
-    def begin(self, site: Site = SITE) -> None:
-        self.row.begin(site, self.bucket, 40)
+    def begin(self, func: FunctionSpec = SITE) -> None:
+        self.row.begin(func, self.bucket, 40)
 
     def add(self, name: bytes) -> int:
         receiver: Any = name
@@ -49,8 +49,8 @@ def test_they_are_told_together_in_order_once(desk: Desk) -> None:
     assert not desk.told
     (at_the_end,) = desk.due
     desk.row.end()
-    ((site, calls),) = desk.told
-    assert site is SITE
+    ((func, calls),) = desk.told
+    assert func is SITE
     assert [(call.payload, call.receiver) for call in calls] == [
         (b"a", b"a"),
         (b"b", b"b"),
@@ -91,10 +91,10 @@ def test_what_is_more_than_a_task_is_told_by_itself(
     change: dict[str, Any], desk: Desk
 ) -> None:
     desk.begin(replace(SITE, spec=replace(SITE.spec, **change)))
-    assert desk.row.site is None
+    assert desk.row.func is None
 
 
 def test_an_actor_is_told_by_itself(desk: Desk) -> None:
     terms: Any = SimpleNamespace()
     desk.begin(replace(SITE, actor=terms))
-    assert desk.row.site is None
+    assert desk.row.func is None

@@ -25,7 +25,7 @@ from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
-from tests.runtime import sites
+from tests.runtime import funcs
 from tests.runtime.paper import PaperPeer
 
 MINE = ClientId(1 << 26)
@@ -71,13 +71,13 @@ class Office:
         self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
         self.nested = Requests(self.driver, SimpleNamespace())  # type: ignore[arg-type]
         self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
-        terms = Terms.of(sites.site())
-        for site in (1, 2):
-            told = Declare(site, terms.name, terms.pack(), b"f")
+        terms = Terms.of(funcs.func())
+        for func in (1, 2):
+            told = Declare(func, terms.name, terms.pack(), b"f")
             self.nested.on_message(self.client, told)
 
-    def submit(self, *numbers: int, site: int = 1) -> None:
-        row = [Submit(0, number, site, b"%d" % number) for number in numbers]
+    def submit(self, *numbers: int, func: int = 1) -> None:
+        row = [Submit(0, number, func, b"%d" % number) for number in numbers]
         self.nested.submit_all(self.client, row)
 
     def end(self, count: int, **payloads: bytes) -> list[int]:
@@ -140,10 +140,10 @@ async def test_a_number_that_comes_twice_cuts_off(office: Office) -> None:
 
 
 async def test_what_was_declared_as_no_task_fails_one_by_one(office: Office) -> None:
-    office.submit(2, 3, site=9)
-    site = office.client.declared[2]
-    site.actor = object()  # type: ignore[union-attr, assignment]
-    office.submit(4, 5, site=2)
+    office.submit(2, 3, func=9)
+    func = office.client.declared[2]
+    func.actor = object()  # type: ignore[union-attr, assignment]
+    office.submit(4, 5, func=2)
     assert [it.child for it in office.peer.sent[1:]] == [2, 3, 4, 5]  # type: ignore[union-attr]
 
 
@@ -187,7 +187,7 @@ async def test_what_one_makes_of_its_answer_is_no_others_business(
     office: Office, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[bytes] = []
-    site, submit = office.client.declared[1], office.driver.submit
+    func, submit = office.client.declared[1], office.driver.submit
     later: list[int] = []
 
     def stop() -> None:
@@ -195,10 +195,10 @@ async def test_what_one_makes_of_its_answer_is_no_others_business(
 
     angry = Angry()
     for receiver in (Content(heard), Content(heard), angry, Content(heard, stop)):
-        submit(site, b"", receiver, None, MINE)  # type: ignore[arg-type]
-    later.append(submit(site, b"", Content(heard), None, MINE))  # type: ignore[arg-type]
+        submit(func, b"", receiver, None, MINE)  # type: ignore[arg-type]
+    later.append(submit(func, b"", Content(heard), None, MINE))  # type: ignore[arg-type]
     for _ in range(20):
-        submit(site, b"", Content(heard), None, MINE)  # type: ignore[arg-type]
+        submit(func, b"", Content(heard), None, MINE)  # type: ignore[arg-type]
     office.end(1)
     office.end(6)
     assert heard == [b"r2", b"r3", b"r5", b"r7", b"r8"], (

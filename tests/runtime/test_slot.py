@@ -9,7 +9,7 @@ from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.workers.death import Death
 from aiogpu.runtime.workers.slots import SITES_KEPT, LiveWorker, Slot
 from aiogpu.wire.messages import Define, Forget
-from tests.runtime import sites
+from tests.runtime import funcs
 
 
 def worker() -> LiveWorker:
@@ -18,8 +18,8 @@ def worker() -> LiveWorker:
 
 def test_a_site_is_introduced_once_and_its_function_too() -> None:
     one = worker()
-    function = sites.function()
-    first, second = sites.site(function), sites.site(function)
+    function = funcs.function()
+    first, second = funcs.func(function), funcs.func(function)
     resources = {"CPU": 1.0}
     assert one.introduce(first) == [
         Define(first.id, function.id, "train", resources, b"pickled")
@@ -32,15 +32,15 @@ def test_a_site_is_introduced_once_and_its_function_too() -> None:
 
 def test_too_many_sites_are_forgotten_all_together() -> None:
     one = worker()
-    function = sites.function()
+    function = funcs.function()
     for _ in range(SITES_KEPT):
-        assert [type(m) for m in one.introduce(sites.site(function))] == [Define]
-    straw = sites.site(function)
+        assert [type(m) for m in one.introduce(funcs.func(function))] == [Define]
+    straw = funcs.func(function)
     forget, define = one.introduce(straw)
     assert forget == Forget()
     assert isinstance(define, Define)
     assert define.payload == b"pickled", "it has been forgotten as well"
-    assert (one.sites, one.functions) == ({straw.id}, {function.id})
+    assert (one.funcs, one.functions) == ({straw.id}, {function.id})
 
 
 def test_a_death_without_a_life() -> None:

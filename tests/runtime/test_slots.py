@@ -89,12 +89,12 @@ async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
     mine, another = slots.take(ZYGOTE), slots.take(other)
     assert other.kept == [another.index]
     assert not slots.is_busy(other)
-    worker: Any = SimpleNamespace(peer=None, sites=set())
+    worker: Any = SimpleNamespace(peer=None, funcs=set())
     another.worker = worker
     assert slots.is_busy(other), "it starts"
     worker.peer = object()
     assert not slots.is_busy(other), "it stands ready"
-    worker.sites.add(1)
+    worker.funcs.add(1)
     assert slots.is_busy(other)
     assert not slots.is_busy(ZYGOTE)
     another.worker = None

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from aiogpu.api.options import TaskOptions, check_options, placement_group_of
-from aiogpu.api.reservation import Placement, placement_site
+from aiogpu.api.reservation import Placement, placement_func
 from aiogpu.client.function_spec import (
     ActorTerms,
     Function,
-    Site,
+    FunctionSpec,
+    new_func_id,
     new_function_id,
-    new_site_id,
 )
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.request import BundleRef
@@ -25,15 +25,15 @@ from aiogpu.serialization.serializer import dump_retried, load_result
 from aiogpu.wire.codec import unpack
 from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
 from tests.program import environment
-from tests.runtime import sites
+from tests.runtime import funcs
 
 
-def site_of(**options: Any) -> Site:
+def func_of(**options: Any) -> FunctionSpec:
     checked = TaskOptions(**check_options(options))
-    function = sites.function()
+    function = funcs.function()
     spec = checked.spec("train", function.id)
-    return Site(
-        new_site_id(),
+    return FunctionSpec(
+        new_func_id(),
         function,
         spec,
         spec.shape.request.as_numbers(),
@@ -56,9 +56,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
 def test_a_site_there_and_back(options: dict[str, Any]) -> None:
-    ours = site_of(**options)
+    ours = func_of(**options)
     function = Function(new_function_id(), ours.function.payload)
-    theirs = Terms.unpack(Terms.of(ours).pack()).site(function)
+    theirs = Terms.unpack(Terms.of(ours).pack()).func(function)
     assert theirs.spec.shape == ours.spec.shape
     assert hash(theirs.spec.shape) == hash(ours.spec.shape)
     assert theirs.spec.function == function.id != ours.spec.function
@@ -76,8 +76,8 @@ GANG = placement_group_of(
 
 
 def test_a_placement_there_and_back() -> None:
-    ours = placement_site(GANG, 3)
-    theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
+    ours = placement_func(GANG, 3)
+    theirs = Terms.unpack(Terms.of(ours).pack()).func(funcs.function())
     assert theirs.spec.shape == ours.spec.shape
     assert theirs.spec.shape.request.placement_group == GANG
     assert theirs.spec.is_lease
@@ -85,8 +85,8 @@ def test_a_placement_there_and_back() -> None:
 
 
 def test_a_member_there_and_back() -> None:
-    ours = site_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
-    theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
+    ours = func_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
+    theirs = Terms.unpack(Terms.of(ours).pack()).func(funcs.function())
     assert theirs.spec.shape == ours.spec.shape
     assert theirs.spec.shape.request.placement_group == BundleRef("key", "group", 1)
 
@@ -128,7 +128,7 @@ BUNDLE = ((("CPU", 20_000),), (("GPU", 10_000),), None)
     ],
 )
 def test_a_placement_that_nobody_can_ask_for(wrong: dict[str, Any]) -> None:
-    terms = Terms.of(placement_site(GANG, 0))
+    terms = Terms.of(placement_func(GANG, 0))
     like = {"scalars": BUNDLE[0], "devices": BUNDLE[1], "is_lease": False}
     with pytest.raises(ProtocolError):
         Terms.unpack(terms._replace(**{**like, **wrong}).pack())
@@ -136,10 +136,10 @@ def test_a_placement_that_nobody_can_ask_for(wrong: dict[str, Any]) -> None:
 
 ELSEWHERE = """
 import sys
-from tests.runtime.test_terms import OPTIONS, site_of
+from tests.runtime.test_terms import OPTIONS, func_of
 from aiogpu.runtime.callers.requests import Terms
 for options in OPTIONS:
-    site = site_of(**options)
+    site = func_of(**options)
     print(hash(site.spec.shape), Terms.of(site).pack().hex())
 """
 
@@ -156,22 +156,22 @@ def test_shapes_of_another_process_equal_ours() -> None:
     hashes = set()
     for options, line in zip(OPTIONS, told, strict=True):
         number, packed = line.split()
-        ours = site_of(**options).spec.shape
-        theirs = Terms.unpack(bytes.fromhex(packed)).site(sites.function()).spec.shape
+        ours = func_of(**options).spec.shape
+        theirs = Terms.unpack(bytes.fromhex(packed)).func(funcs.function()).spec.shape
         assert {ours: 1}[theirs] == 1
         hashes.add(int(number) == hash(ours))
     assert False in hashes, "else this test shows nothing"
 
 
 def test_only_plain_values_travel() -> None:
-    packed = Terms.of(site_of(retry_exceptions=[OSError])).pack()
+    packed = Terms.of(func_of(retry_exceptions=[OSError])).pack()
     assert b"aiogpu" not in packed
     assert type(unpack(packed)) is tuple
 
 
 def test_equal_terms_are_equal_keys() -> None:
     one, two = (
-        Terms.unpack(Terms.of(site_of(name="a", timeout=1)).pack()) for _ in "12"
+        Terms.unpack(Terms.of(func_of(name="a", timeout=1)).pack()) for _ in "12"
     )
     assert one == two
     assert hash(one) == hash(two)
@@ -179,18 +179,18 @@ def test_equal_terms_are_equal_keys() -> None:
 
 def test_what_is_the_users_is_never_loaded() -> None:
     unloadable = b"cno_such_module\nNoError\n."
-    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, face=unloadable)
-    ours = replace(site_of(), retried=unloadable, actor=acting)
-    theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
+    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, interface=unloadable)
+    ours = replace(func_of(), retried=unloadable, actor=acting)
+    theirs = Terms.unpack(Terms.of(ours).pack()).func(funcs.function())
     assert theirs.retried == unloadable
     assert theirs.actor == acting
     assert theirs.actor is not None
-    assert theirs.actor.packed_face() == unloadable
+    assert theirs.actor.packed_interface() == unloadable
 
 
 def test_the_programs_own_face_is_packed_for_others() -> None:
-    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, face=["a", "face"])
-    assert load_result(acting.packed_face()) == ["a", "face"]
+    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, interface=["a", "face"])
+    assert load_result(acting.packed_interface()) == ["a", "face"]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,6 @@ def test_the_programs_own_face_is_packed_for_others() -> None:
     ids=str,
 )
 def test_what_nobody_can_ask_for_is_refused(wrong: dict[str, Any]) -> None:
-    packed = Terms.of(sites.site())._replace(**wrong).pack()
+    packed = Terms.of(funcs.func())._replace(**wrong).pack()
     with pytest.raises(ProtocolError, match="nobody can ask for"):
         Terms.unpack(packed)

@@ -42,7 +42,7 @@ def test_every_message_says_who_tells_whom(kind):
 def test_fields_make_a_message():
     run = from_fields((TAGS[Run], 7, 3, b"args", True, 9, 0, 0))
     assert type(run) is Run
-    assert run == Run(task=7, site=3, payload=b"args", is_last=True, number=9)
+    assert run == Run(task=7, func=3, payload=b"args", is_last=True, number=9)
 
 
 def test_a_message_without_fields_is_its_tag():

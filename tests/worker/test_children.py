@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiogpu.client.current import Context, services
-from aiogpu.client.function_spec import Function, Site
+from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.errors import MisuseError, NodeClosedError
@@ -48,16 +48,16 @@ class PaperReceiver:
         self.told.append("abandoned")
 
 
-def site(number: int = 7) -> Site:
+def func(number: int = 7) -> FunctionSpec:
     spec = TaskSpec("train", Shape(Request()))
-    return Site(number, Function(1, b"function"), spec, {}, {}, False)
+    return FunctionSpec(number, Function(1, b"function"), spec, {}, {}, False)
 
 
-TRAIN = site()
+TRAIN = func()
 
 
 def declared(number: int = 7) -> Declare:
-    return Declare(number, "train", Terms.of(site(number)).pack(), b"function")
+    return Declare(number, "train", Terms.of(func(number)).pack(), b"function")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_site_is_declared_once(children: TaskClient, driver: DriverEnd) -> Non
     receiver = PaperReceiver()
     for number in (1, 2):
         assert children.submit(TRAIN, b"args", receiver) == number
-    assert children.submit(site(8), b"", receiver) == 3
+    assert children.submit(func(8), b"", receiver) == 3
     assert [driver.next() for _ in range(5)] == [
         declared(),
         Submit(3, 1, 7, b"args"),
@@ -88,9 +88,9 @@ def test_sites_are_declared_anew_when_there_are_many(
 ) -> None:
     monkeypatch.setattr("aiogpu.client.node_client.DECLARED", 2)
     for number in (1, 2, 1, 3, 1):
-        children.submit(site(number), b"", PaperReceiver())
+        children.submit(func(number), b"", PaperReceiver())
     said = [driver.next() for _ in range(9)]
-    numbers = [one.site for one in said if isinstance(one, Declare)]
+    numbers = [one.func for one in said if isinstance(one, Declare)]
     assert numbers == [1, 2, 3, 1], "all were forgotten with the third"
 
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("context")
 
 
 class Desk:
-    """An executor with one site."""
+    """An executor with one function."""
 
     def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
         self.cpus: list[float] = []
@@ -47,22 +47,22 @@ class Desk:
     def define(
         self,
         payload: bytes,
-        site: int = 1,
+        func: int = 1,
         function: int = 1,
         retried: Retried = False,
     ) -> None:
-        resources = {"GPU": 0.5, "CPU": float(site)}
+        resources = {"GPU": 0.5, "CPU": float(func)}
         known = Define(
-            site, function, "train", resources, payload, dump_retried(retried)
+            func, function, "train", resources, payload, dump_retried(retried)
         )
         self.executor.define(known)
 
     def knows(self, function: Callable[..., object]) -> None:
         self.define(dump_function("train", function))
 
-    def run(self, *args: object, site: int = 1) -> Done | Failed:
+    def run(self, *args: object, func: int = 1) -> Done | Failed:
         answer = self.executor.run(
-            Run(7, site, dump_arguments("train", args, {}), False)
+            Run(7, func, dump_arguments("train", args, {}), False)
         )
         assert self.interrupts.entered == 0
         return answer
@@ -112,7 +112,7 @@ def test_a_function_is_loaded_once_and_shared_by_its_sites(desk: Desk) -> None:
     assert first == {}, "not before it is needed"
     value(desk.run())
     (loaded,) = desk.executor._functions.values()
-    assert value(desk.run(site=2)) == os.getpid()
+    assert value(desk.run(func=2)) == os.getpid()
     assert desk.executor._functions == {9: loaded}
 
 
@@ -337,9 +337,9 @@ def test_a_coroutine_is_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_threads_are_looked_at_only_where_the_site_changes(desk: Desk) -> None:
     desk.knows(abs)
-    desk.define(b"", site=2)
-    for site in (1, 1, 2, 2, 1):
-        assert isinstance(desk.run(-1, site=site), Done)
+    desk.define(b"", func=2)
+    for func in (1, 1, 2, 2, 1):
+        assert isinstance(desk.run(-1, func=func), Done)
     assert desk.cpus == [1.0, 2.0, 1.0]
 
 

@@ -7,14 +7,16 @@ import threading
 from itertools import count
 
 from aiogpu.client.current import Context, note_passed, take_kept, take_passing
-from aiogpu.client.function_spec import Function, Site
+from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.client.node_client import NodeClient, hold_for
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.nested import TaskClient
 from tests.worker.driver_end import DriverEnd
 
-MODEL = Site(1, Function(1, b""), TaskSpec("Model", Shape(Request())), {}, {}, False)
+MODEL = FunctionSpec(
+    1, Function(1, b""), TaskSpec("Model", Shape(Request())), {}, {}, False
+)
 
 
 class Dropping(NodeClient):

@@ -33,20 +33,20 @@ LIBRARY += " pass\n"
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[str, str]:
     """A directory of installed packages and one of the user's own."""
-    site, own = tmp_path / "site-packages", tmp_path / "project"
-    site.mkdir()
+    func, own = tmp_path / "site-packages", tmp_path / "project"
+    func.mkdir()
     own.mkdir()
-    (site / "lib_a.py").write_text("import lib_b\n" + LIBRARY)
-    (site / "lib_b.py").write_text(LIBRARY)
-    (site / "lib_quick.py").write_text("")
-    (site / "lib_pack").mkdir()
-    (site / "lib_pack" / "__init__.py").write_text(LIBRARY)
-    (site / "lib_pack" / "part.py").write_text("")
-    (site / "lib_bad.py").write_text("import lib_b\nraise ValueError('bad')\n")
+    (func / "lib_a.py").write_text("import lib_b\n" + LIBRARY)
+    (func / "lib_b.py").write_text(LIBRARY)
+    (func / "lib_quick.py").write_text("")
+    (func / "lib_pack").mkdir()
+    (func / "lib_pack" / "__init__.py").write_text(LIBRARY)
+    (func / "lib_pack" / "part.py").write_text("")
+    (func / "lib_bad.py").write_text("import lib_b\nraise ValueError('bad')\n")
     (own / "own_a.py").write_text("import own_b, lib_quick\n")
     (own / "own_b.py").write_text("import lib_a\nimport lib_b\n" + LIBRARY)
     (own / "own_bad.py").write_text("import lib_a\n1 / 0\n")
-    return str(site), str(own)
+    return str(func), str(own)
 
 
 def test_the_topmost_installed_module_counts(places: tuple[str, str]) -> None:

@@ -12,19 +12,19 @@ from aiogpu.worker.invoke import RetryRules
 UNLOADABLE = b"cno_such_module\nNoError\n."
 
 
-def site(retried: bytes) -> Define:
+def func(retried: bytes) -> Define:
     return Define(1, 1, "train", {}, b"", retried)
 
 
 def says(wanted: Retried) -> Define:
-    return site(dump_retried(wanted))
+    return func(dump_retried(wanted))
 
 
 def test_by_the_error_or_by_what_is_told_of_it() -> None:
     wants = RetryRules().wants
     assert wants(says((OSError,)), ConnectionError())
     assert not wants(says((OSError,)), KeyError())
-    assert wants(site(RETRY_ALL), KeyboardInterrupt())
+    assert wants(func(RETRY_ALL), KeyboardInterrupt())
     assert wants(says((TaskError,)), StopIteration(), TaskError)
     assert wants(says((Exception,)), SystemExit(), TaskError)
     assert not wants(says((OSError,)), SystemExit(), TaskError)
@@ -53,10 +53,10 @@ def test_what_cannot_be_asked_is_told_once(
 ) -> None:
     retrying = RetryRules()
     for _ in range(3):
-        assert not retrying.wants(site(retried), KeyError())
+        assert not retrying.wants(func(retried), KeyError())
     told = capsys.readouterr().err
     assert told.count("train is not tried again") == 1
     assert why in told
     retrying.forget()
-    assert not retrying.wants(site(retried), KeyError())
+    assert not retrying.wants(func(retried), KeyError())
     assert "train is not tried again" in capsys.readouterr().err

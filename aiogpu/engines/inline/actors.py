@@ -49,7 +49,7 @@ from aiogpu.wire.messages import ASYNC, THREADED, Demand, Failed, Invoke, Leave,
 from aiogpu.worker.chunk import method_of, plain_name
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.engines.base import Room
     from aiogpu.engines.inline.tasks import Executor, InlineNode, Runner
@@ -77,7 +77,7 @@ class Creation(Job):
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """What makes the object and keeps it; raises what unpickling the class does."""
-        cls, resident = executor.function(self.call.site), self.resident
+        cls, resident = executor.function(self.call.func), self.resident
 
         def make(*args: Any, **kwargs: Any) -> None:
             resident.object = cls(*args, **kwargs)
@@ -307,14 +307,14 @@ class Resident:
         return call
 
     def _invocation(self, message: Invoke) -> Invocation:
-        creation, site = self.creation, self.actor.site
+        creation, func = self.creation, self.actor.func
         sent = self.actor.calls.get(message.call)
         receiver = sent.receiver if sent is not None else None
-        record = TaskRecord(TaskId(message.call), site.spec, creation.record.since)
+        record = TaskRecord(TaskId(message.call), func.spec, creation.record.since)
         return Invocation(
             record,
             Call(
-                site,
+                func,
                 message.payload,
                 receiver,
                 limit=message.limit,
@@ -663,7 +663,7 @@ class Residents(Register):
 
     def create(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
@@ -673,33 +673,33 @@ class Residents(Register):
         Raises:
             NodeError: it would need threads, or the node is being shut down.
         """
-        _refuse_threads(site)
-        refusal = self._node.refusal(Call(site, payload, None), None)
+        _refuse_threads(func)
+        refusal = self._node.refusal(Call(func, payload, None), None)
         if get_if_exists and key is not None and (found := self.find(key)):
             return found
         self.check_name(key)
-        actor = Actor(site, self, key)
+        actor = Actor(func, self, key)
         self.name(actor)
-        if site.spec.is_detached:
+        if func.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
-        self._make(actor, payload, site.spec.max_retries)
+        self._make(actor, payload, func.spec.max_retries)
         if refusal is not None:
             actor.fail(refusal)
             self._living[actor.id].kill()
         return actor
 
     def _make(self, actor: Actor, payload: bytes, restarts_left: int) -> None:
-        node, site = self._node, actor.site
-        record = node.new_record(site)
+        node, func = self._node, actor.func
+        record = node.new_record(func)
         if actor.id:
             record.id = TaskId(actor.id)
         actor.id, actor.is_killed = record.id, False
-        kind = AsyncResident if site.actor and site.actor.mode == ASYNC else Resident
+        kind = AsyncResident if func.actor and func.actor.mode == ASYNC else Resident
         worker = WorkerId(self._new_worker())
         resident = kind(actor, self, worker, restarts_left)
         resident.creation = Creation(
             record,
-            Call(site, payload, actor),
+            Call(func, payload, actor),
             self.runner,
             is_urgent=True,
             resident=resident,
@@ -723,10 +723,10 @@ class Residents(Register):
 
     def room(self, actor: int) -> Room:
         """See `ActorsPort.room`."""
-        site = self.known(actor).site
-        assert site.actor is not None, site
-        request = site.spec.shape.request
-        room = room_for(self._node.ledger, request, not site.actor.keeps_cpus)
+        func = self.known(actor).func
+        assert func.actor is not None, func
+        request = func.spec.shape.request
+        room = room_for(self._node.ledger, request, not func.actor.keeps_cpus)
         return room, str(request)
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
@@ -886,10 +886,10 @@ class Residents(Register):
         await self._is_empty.wait()
 
 
-def _refuse_threads(site: Site) -> None:
-    if site.actor is not None and site.actor.mode == THREADED:
+def _refuse_threads(func: FunctionSpec) -> None:
+    if func.actor is not None and func.actor.mode == THREADED:
         raise NodeError(
-            f"{site.spec.name} asks for plain methods that run at once, by "
+            f"{func.spec.name} asks for plain methods that run at once, by "
             f"max_concurrency or concurrency_groups. A node of init(address='inline') "
             f"runs all code in one thread: leave these out, make the methods "
             f"`async def`, or open a node with address='local'."

@@ -18,7 +18,7 @@ from itertools import count, islice
 from typing import Final
 
 from aiogpu.client.current import error_inside_task
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.model.ids import OWN, TaskId, WorkerId
 from aiogpu.core.records import TaskState, WorkerRecord, WorkerState
@@ -157,7 +157,7 @@ _numbers: Final = count(1)
 class InlineEngine:
     """A node without processes."""
 
-    far = None
+    remote_values = None
     has_gone = False
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
@@ -236,13 +236,13 @@ class InlineEngine:
         """Make a payload; see `Engine.pack`."""
         return self.store.pack(outgoing)
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
-        return self._open_runner.submit(site, payload, receiver)
+        return self._open_runner.submit(func, payload, receiver)
 
-    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
-        return self._node.leases.take(site, receiver)
+        return self._node.leases.take(func, receiver)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""

@@ -42,7 +42,7 @@ from aiogpu.client.current import (
     host_of_task,
     take_kept,
 )
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Host, Receiver
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import BundleRef, Shape
@@ -62,7 +62,7 @@ from aiogpu.core.resources.placement_group import (
 )
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.core.scheduler.recovery import may_retry
-from aiogpu.engines.admission import check_arguments, check_site
+from aiogpu.engines.admission import check_arguments, check_func
 from aiogpu.engines.inline.surroundings import CtrlC, Surroundings, silence
 from aiogpu.errors import (
     AiogpuError,
@@ -381,7 +381,7 @@ class Job:
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """Return what is called; raises whatever unpickling it raises."""
-        return executor.function(self.call.site)
+        return executor.function(self.call.func)
 
     def tell(self, outcome: Outcome) -> None:
         """Tell who waits what has come of it."""
@@ -412,7 +412,7 @@ class Job:
 
     def _names(self, failed: Failed) -> bool:
         """Return whether its options name what was raised; that is kept, to be told."""
-        wanted = self.call.site.retry_exceptions
+        wanted = self.call.func.retry_exceptions
         if wanted is False or failed.kind != RAISED:
             return False
         self.error = unpack_failure(failed, self.name)
@@ -708,7 +708,7 @@ class InlineFlow(StreamSender):
 
     def __init__(self, job: Job) -> None:
         call = job.call
-        limit = call.limit or call.site.window
+        limit = call.limit or call.func.window
         super().__init__(None, job.id, limit, call.passed)  # type: ignore[arg-type]
         self._job = job
 
@@ -887,7 +887,7 @@ class Executor:
                     return value
                 value = split_results(value, job.call.payload)
                 _raise_exit()
-                if job.call.limit or job.call.site.window:
+                if job.call.limit or job.call.func.window:
                     return begin_stream(job, value, host)
                 kind = UNSENDABLE
                 return _packed(job, value)
@@ -966,10 +966,10 @@ class Executor:
         """Await what an actor's code has started, in the actor's surroundings."""
         return await self.stepwise(job, begun)
 
-    def function(self, site: Site) -> Callable[..., Any]:
-        """Return what a site stands for; raises whatever unpickling it raises."""
-        sent = site.function
-        if site.spec.max_calls == 1:
+    def function(self, func: FunctionSpec) -> Callable[..., Any]:
+        """Return what a function stands for; raises whatever unpickling it raises."""
+        sent = func.function
+        if func.spec.max_calls == 1:
             # Its worker would have run nothing before.
             return self._load(sent.payload)
         found = self._functions.get(sent.id)
@@ -992,7 +992,7 @@ def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what a call is given; handles for a coroutine are its loop's."""
     payload = supplied(job.call.payload)
     if asyncio._get_running_loop() is not None or not (
-        has_handles(payload) and job.call.site.is_coroutine
+        has_handles(payload) and job.call.func.is_coroutine
     ):
         return load_arguments(payload)
     asyncio._set_running_loop(job.runner.loop)
@@ -1035,7 +1035,7 @@ class TaskHost:
         """Who is to be told of waits on an event loop."""
         return self._node
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a child of the task; gives its number.
 
         Raises:
@@ -1043,10 +1043,10 @@ class TaskHost:
             NodeError: this is another thread than the task's.
             SerializationError: the arguments are too large to be sent.
         """
-        self._check(f"{site.spec.name}.remote()")
+        self._check(f"{func.spec.name}.remote()")
         loop = asyncio._get_running_loop()
         runner = self._at_home() if loop is None else self._beside(loop)
-        return runner.submit(site, payload, receiver)
+        return runner.submit(func, payload, receiver)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; gives the call's number.
@@ -1059,7 +1059,7 @@ class TaskHost:
         actors = self._node.actors
         called = actors.known(actor)
         self._check(f"{called.name}.{method}.remote()")
-        if called.site.actor is not None and called.site.actor.mode == ASYNC:
+        if called.func.actor is not None and called.func.actor.mode == ASYNC:
             raise NodeError(
                 f"{called.name}.{method}.remote() was called by {self._job.name}, "
                 f"whose plain code holds the thread. On an inline node a class that "
@@ -1073,7 +1073,7 @@ class TaskHost:
             self._beside(loop).wake()
         return number
 
-    far = None
+    remote_values = None
 
     def engine(self, _loop: asyncio.AbstractEventLoop | None) -> None:
         """The program's own engine takes all calls; see `Host.engine`."""
@@ -1300,7 +1300,7 @@ class InlinePlacements:
 
     def _residents_in(self, key: str) -> list[HostedActor]:
         living = self._node.actors.living()
-        return [one for one in living if _is_in(key, one.actor.site.spec)]
+        return [one for one in living if _is_in(key, one.actor.func.spec)]
 
 
 def _is_in(key: str, spec: TaskSpec) -> bool:
@@ -1374,14 +1374,14 @@ class InlineLeases:
             if record.spec.is_grouped
         )
 
-    def take(self, site: Site, receiver: LeaseReceiver) -> int:
+    def take(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
         node = self._node
         if node.is_closing:
             raise NodeClosedError("this node is being shut down.")
-        check_site(site, node.ledger)
-        record = node.new_record(site)
-        if (placement_group := site.spec.shape.request.placement_group) is not None:
+        check_func(func, node.ledger)
+        record = node.new_record(func)
+        if (placement_group := func.spec.shape.request.placement_group) is not None:
             self.placements.names[placement_group.key] = placement_group.name
         self._tenants[record.id] = Tenant(record, receiver)
         self.look()
@@ -1502,7 +1502,7 @@ class InlineNode:
     leases: InlineLeases = field(init=False)
     reservation: None = None
     _last_task: int = 0
-    # Left on sites that were found feasible.
+    # Left on functions that were found feasible.
     _mark: object = field(default_factory=object)
 
     def __post_init__(self) -> None:
@@ -1520,10 +1520,10 @@ class InlineNode:
         records += [one.record for one in self.actors.living() if one.record]
         return [record.worker for record in records if record.worker]
 
-    def new_record(self, site: Site) -> TaskRecord:
+    def new_record(self, func: FunctionSpec) -> TaskRecord:
         """A record for one more task, with the next number."""
         self._last_task += 1
-        spec, now = site.spec, self.clock()
+        spec, now = func.spec, self.clock()
         return TaskRecord(TaskId(self._last_task), spec, now)
 
     def grace_of(self, job: Job) -> float:
@@ -1535,8 +1535,8 @@ class InlineNode:
 
     def surroundings(self, job: Job, lease: Lease, worker: WorkerId) -> Surroundings:
         """Return what a job that has begun finds around it."""
-        site = job.call.site
-        bind = self.assignment.bind(lease, site.environ)
+        func = job.call.func
+        bind = self.assignment.bind(lease, func.environ)
         return Surroundings(
             bind.environ,
             {
@@ -1545,7 +1545,7 @@ class InlineNode:
                 "worker": worker,
                 "task": job.id,
                 "name": job.name,
-                "resources": site.resources,
+                "resources": func.resources,
                 "accelerators": bind.accelerators,
             },
         )
@@ -1565,17 +1565,17 @@ class InlineNode:
         """
         if self.is_closing:
             raise NodeClosedError("this node is being shut down.")
-        check_arguments(call.site, call.payload)
-        if call.site.spec.is_grouped:
-            return self.leases.placements.refusal(call.site.spec)
-        if call.site.checked_by is not self._mark:
+        check_arguments(call.func, call.payload)
+        if call.func.spec.is_grouped:
+            return self.leases.placements.refusal(call.func.spec)
+        if call.func.checked_by is not self._mark:
             try:
-                check_site(call.site, self.ledger)
+                check_func(call.func, self.ledger)
             except AiogpuError as error:
                 if parent is None:
                     raise
                 return error
-            call.site.checked_by = self._mark
+            call.func.checked_by = self._mark
         return None
 
     def cancel(self, task: int) -> None:
@@ -1645,7 +1645,7 @@ class InlineNode:
 
     def _lend_for_life(self, job: Job) -> Lease | None:
         """What an actor holds; CPUs only until it is made, unless it asks for some."""
-        terms, ledger = job.call.site.actor, self.ledger
+        terms, ledger = job.call.func.actor, self.ledger
         assert terms is not None, job
         beneath = [one.lease for one in self.turns.running if one.lease is not None]
         lent = [lease for lease in beneath if not lease.is_lent]
@@ -1731,13 +1731,13 @@ class Runner:
     def __repr__(self) -> str:
         return f"<Runner on {self.loop!r} of {self.node!r}>"
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
         node = self.node
-        call, parent = Call(site, payload, receiver), self._turns.parent()
+        call, parent = Call(func, payload, receiver), self._turns.parent()
         maker = None if parent is not None else acting_job.get()
         refusal = node.refusal(call, parent or maker)
-        record = node.new_record(site)
+        record = node.new_record(func)
         if refusal is not None:
             call.tell(refusal)
         elif parent is not None and parent.record.state is not TaskState.RUNNING:

@@ -29,7 +29,7 @@ from secrets import randbits
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
-from aiogpu.client.function_spec import Site, placeholder_site
+from aiogpu.client.function_spec import FunctionSpec, placeholder_func
 from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.ray import ray_api as ray
 from aiogpu.engines.ray.cancellation import telling
@@ -281,7 +281,7 @@ class ClusterActor:
 
     Attributes:
         id: its number, the same in all processes.
-        site: its class.
+        func: its class.
         handle: Ray's own.
         engine: carries its calls.
         terms: how its calls are run.
@@ -294,7 +294,7 @@ class ClusterActor:
     """
 
     id: int
-    site: Site
+    func: FunctionSpec
     handle: Any
     engine: ActorEngine
     terms: Terms
@@ -318,7 +318,7 @@ class ClusterActor:
     @property
     def name(self) -> str:
         """How errors call it."""
-        return self.site.spec.name
+        return self.func.spec.name
 
     def pass_on(self) -> None:
         """A handle to it is being pickled: Ray's goes along.
@@ -335,7 +335,7 @@ class ClusterActor:
 
     def _live(self, receiver: Receiver) -> Live:
         live = Live(self.name, receiver, self.engine.loop.time(), actor=self.id)
-        live.within = self.site.spec.shape.request.placement_group
+        live.within = self.func.spec.shape.request.placement_group
         live.knows = self.knows
         return live
 
@@ -540,7 +540,7 @@ class Nobody:
         self.why = why
 
 
-_sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()
+_funcs: Final[WeakKeyDictionary[Any, FunctionSpec]] = WeakKeyDictionary()
 """The classes of the actors that any thread or loop of this process holds."""
 
 
@@ -561,28 +561,28 @@ class ClusterActors:
 
     def create(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
     ) -> ClusterActor:
         """Make an actor, or find the one of that name; see `ActorsPort.create`."""
         engine = self._engine
-        if site.checked_by is not engine.mark:
-            engine.admit(site)
-        assert site.actor is not None, site
-        terms = terms_of(site.actor)
+        if func.checked_by is not engine.mark:
+            engine.admit(func)
+        assert func.actor is not None, func
+        terms = terms_of(func.actor)
         found = None if key is None else self.find(key)
         if found is not None and get_if_exists:
             return found
         if found is not None and key is not None:
             raise name_taken(key[1])
         try:
-            refused = engine.placements.refusal(site)
+            refused = engine.placements.refusal(func)
             if refused is not None:
-                nobody = Nobody(_death(site.spec.name, refused))
-                return self._note(nobody, site, terms)
-            handle = self._made(site, payload, key)
+                nobody = Nobody(_death(func.spec.name, refused))
+                return self._note(nobody, func, terms)
+            handle = self._made(func, payload, key)
         except ValueError as error:
             if key is None:
                 raise
@@ -590,34 +590,36 @@ class ClusterActors:
             if again is not None and get_if_exists:
                 return again
             raise name_taken(key[1]) from error
-        actor = self._note(handle, site, terms)
-        actor.is_made_here = not site.spec.is_detached
+        actor = self._note(handle, func, terms)
+        actor.is_made_here = not func.spec.is_detached
         actor.needs = getattr(payload, "needs", ())
         if key is not None:
-            told = dump_whole((site.spec.name, site.actor.packed_face(), terms))
+            told = dump_whole((func.spec.name, func.actor.packed_interface(), terms))
             ray.remember(f"{actor.id}", told)
-        actor.hold(request_of_actor(site))
+        actor.hold(request_of_actor(func))
         return actor
 
-    def _made(self, site: Site, payload: bytes, key: tuple[str, str] | None) -> Any:
-        assert site.actor is not None, site
-        request = site.spec.shape.request
-        options = options_of_actor(site, key)
+    def _made(
+        self, func: FunctionSpec, payload: bytes, key: tuple[str, str] | None
+    ) -> Any:
+        assert func.actor is not None, func
+        request = func.spec.shape.request
+        options = options_of_actor(func, key)
         options = self._engine.placements.placed(options, request)
-        blueprint = Blueprint(site, self._engine.overview.kinds())
+        blueprint = Blueprint(func, self._engine.overview.kinds())
         code = self._engine.code
-        host = code.async_actor if site.actor.mode == ASYNC else code.plain_actor
+        host = code.async_actor if func.actor.mode == ASYNC else code.plain_actor
         made = ray.actor(host, options)
         return made.remote(blueprint, *self._engine.given(payload))
 
-    def _note(self, handle: Any, site: Site, terms: Terms) -> ClusterActor:
+    def _note(self, handle: Any, func: FunctionSpec, terms: Terms) -> ClusterActor:
         identity = identity_of(handle)
         handle = met.setdefault(identity, handle)
-        _sites.setdefault(handle, site)
+        _funcs.setdefault(handle, func)
         terms = terms_met.setdefault(handle, terms)
         actor = self._actors.get(identity)
         if actor is None:
-            actor = ClusterActor(identity, site, handle, self._engine, terms)
+            actor = ClusterActor(identity, func, handle, self._engine, terms)
             self._actors[identity] = actor
         return actor
 
@@ -630,8 +632,8 @@ class ClusterActors:
         told = ray.recall(f"{identity_of(handle)}")
         if told is None:
             return None  # somebody else's than aiogpu's
-        of_class, face, terms = load_result(told)
-        return self._note(handle, placeholder_site(of_class, face), terms)
+        of_class, interface, terms = load_result(told)
+        return self._note(handle, placeholder_func(of_class, interface), terms)
 
     def held(self, actor: int, name: str = "actor") -> ClusterActor:
         """An actor of which a handle has come; see `ActorsPort.held`."""
@@ -641,19 +643,19 @@ class ClusterActors:
         handle = met.get(actor)
         if handle is None:
             raise ActorDiedError(f"{name} is dead: nobody holds it any more.", name)
-        return self._note(handle, placeholder_site(name), terms_met[handle])
+        return self._note(handle, placeholder_func(name), terms_met[handle])
 
     def known(self, actor: int) -> ClusterActor:
         """An actor that somebody of this process holds, maybe another thread."""
         found = self._actors.get(actor)
         if found is None:
             handle = met[actor]
-            found = self._note(handle, _sites[handle], terms_met[handle])
+            found = self._note(handle, _funcs[handle], terms_met[handle])
         return found
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
-        request = self.known(actor).site.spec.shape.request
+        request = self.known(actor).func.spec.shape.request
         room = self._engine.overview.room_for(request), str(request)
         receiver.receive(dump_whole(room))
 
@@ -681,10 +683,10 @@ class ClusterActors:
     def evict(self, placement_group: PlacementGroupSpec) -> None:
         """A placement was removed: who lives in it ends."""
         for actor in list(self._actors.values()):
-            within = actor.site.spec.shape.request.placement_group
+            within = actor.func.spec.shape.request.placement_group
             if within is None or within.key != placement_group.key or actor.why_failed:
                 continue
-            name = actor.site.spec.name
+            name = actor.func.spec.name
             actor.evict(_death(name, removed(placement_group.name, name, REMOVED)))
 
     def give_up(self, actor: int, error: Exception) -> None:

@@ -45,7 +45,7 @@ from aiogpu.serialization.references import PickledValue
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.core.model.request import Request
     from aiogpu.engines.ray.actors import ClusterActors
@@ -72,17 +72,17 @@ class Functions:
     def __repr__(self) -> str:
         return f"<Functions {len(self._sent)}>"
 
-    def of(self, site: Site) -> Any:
-        """Return what Ray knows a site by."""
-        found = self._sent.get(site.id)
+    def of(self, func: FunctionSpec) -> Any:
+        """Return what Ray knows a function by."""
+        found = self._sent.get(func.id)
         if found is None:
-            work = Work(site, self._overview.kinds())
-            run = (self._code.streamer if site.window else self._code.runner)(work)
+            work = Work(func, self._overview.kinds())
+            run = (self._code.streamer if func.window else self._code.runner)(work)
             if len(self._sent) >= SITES:
                 del self._sent[next(iter(self._sent))]
-            request = site.spec.shape.request
-            options = self._placements.placed(options_of_task(site), request)
-            found = self._sent[site.id] = ray.function(run, options)
+            request = func.spec.shape.request
+            options = self._placements.placed(options_of_task(func), request)
+            found = self._sent[func.id] = ray.function(run, options)
         return found
 
 
@@ -163,7 +163,7 @@ class InfeasibleCalls:
         engine.cancel(number)
         if receiver is not None:
             receiver.fail(error)
-        engine.far.forsake(live, error)
+        engine.remote_values.forsake(live, error)
 
 
 class ClusterValues:
@@ -176,7 +176,7 @@ class ClusterValues:
         return f"<ClusterValues of {self._engine!r}>"
 
     @property
-    def far(self) -> ClusterValues:
+    def remote_values(self) -> ClusterValues:
         """Whose way to values this is."""
         return self
 
@@ -371,7 +371,7 @@ class RayEngine(Questions):
     ) -> None:
         self.code = code
         self.calls = Calls(loop)
-        self._far = ClusterValues(self)
+        self._remote_values = ClusterValues(self)
         self._membership = Membership(options)
         self.grace = options.cancel_grace
         self._mark = object()
@@ -393,9 +393,9 @@ class RayEngine(Questions):
         return f"<RayEngine {self._membership!r} {self.calls!r}>"
 
     @property
-    def far(self) -> ClusterValues:
-        """Who knows values that are not here; see `Engine.far`."""
-        return self._far
+    def remote_values(self) -> ClusterValues:
+        """Who knows values that are not here; see `Engine.remote_values`."""
+        return self._remote_values
 
     @property
     def actors(self) -> ClusterActors:
@@ -418,7 +418,7 @@ class RayEngine(Questions):
 
     @property
     def mark(self) -> object:
-        """Left on sites that were checked."""
+        """Left on functions that were checked."""
         return self._mark
 
     async def open(self) -> None:
@@ -435,29 +435,29 @@ class RayEngine(Questions):
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
-        return self._far.pack(outgoing)
+        return self._remote_values.pack(outgoing)
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
-        if site.checked_by is not self._mark:
-            self.admit(site)
-        name, request = site.spec.name, site.spec.shape.request
+        if func.checked_by is not self._mark:
+            self.admit(func)
+        name, request = func.spec.name, func.spec.shape.request
         live = Live(name, receiver, self.loop.time(), request=request)
-        grace = site.spec.cancel_grace
+        grace = func.spec.cancel_grace
         live.grace = self.grace if grace is None else grace
         number = self.calls.begin(live)
-        if site.spec.is_grouped and (error := self.placements.refusal(site)):
+        if func.spec.is_grouped and (error := self.placements.refusal(func)):
             self.calls.fail(number, error)
             return number
-        self._time(number, live, site, payload)
-        if type(payload) is bytes and not site.window:
-            self.calls.watch(number, (self._functions.of(site).remote(payload),))
+        self._time(number, live, func, payload)
+        if type(payload) is bytes and not func.window:
+            self.calls.watch(number, (self._functions.of(func).remote(payload),))
         else:
-            self.send(number, payload, partial(self._send, number, site))
+            self.send(number, payload, partial(self._send, number, func))
         return number
 
-    def admit(self, site: Site) -> None:
-        """Check what is the same for all calls of a site.
+    def admit(self, func: FunctionSpec) -> None:
+        """Check what is the same for all calls of a function.
 
         Raises:
             OptionError: it asks for what Ray cannot do.
@@ -465,9 +465,9 @@ class RayEngine(Questions):
             NodeClosedError: the cluster was left.
         """
         self.check_open()
-        check_possible(site)
-        self.overview.check_feasible(site)
-        site.checked_by = self._mark
+        check_possible(func)
+        self.overview.check_feasible(func)
+        func.checked_by = self._mark
 
     def send(
         self, number: int, payload: bytes, send: Callable[[tuple[Any, ...]], None]
@@ -507,44 +507,46 @@ class RayEngine(Questions):
         """A call is not sent: its receiver is told why."""
         self.calls.end(number, lambda receiver: receiver.reject(failed))
 
-    def _send(self, number: int, site: Site, given: tuple[Any, ...]) -> None:
+    def _send(self, number: int, func: FunctionSpec, given: tuple[Any, ...]) -> None:
         live = self.calls.live.get(number)
         if live is None:
             return
-        sent = self._functions.of(site)
-        if site.window:
-            Inflow(self.calls, number, live, sent.remote(*given), site.window).begin()
+        sent = self._functions.of(func)
+        if func.window:
+            Inflow(self.calls, number, live, sent.remote(*given), func.window).begin()
         elif len(given) > 2 and given[2] > 1:
             refs = sent.options(num_returns=given[2]).remote(*given)
             self.calls.watch(number, refs)
         else:
             self.calls.watch(number, (sent.remote(*given),))
 
-    def _time(self, number: int, live: Live, site: Site, payload: bytes) -> None:
-        spec = site.spec
+    def _time(
+        self, number: int, live: Live, func: FunctionSpec, payload: bytes
+    ) -> None:
+        spec = func.spec
         if spec.timeout is not None:
-            late = partial(self._on_late, number, Call(site, payload, live.receiver))
+            late = partial(self._on_late, number, Call(func, payload, live.receiver))
             self.calls.ring(number, spec.timeout, late)
 
     def _on_late(self, number: int, call: Call) -> None:
         live = self.calls.live[number]
         self.cancel(number)
-        self._far.forsake(live, call.tell_timeout())
+        self._remote_values.forsake(live, call.tell_timeout())
 
-    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a placement; see `Engine.take_lease`.
 
         Raises:
             MisuseError: it is a lease, which a Ray cluster cannot give.
         """
-        if not site.spec.is_grouped:
+        if not func.spec.is_grouped:
             raise MisuseError(
                 "aiogpu.lease() hands devices to processes that are not aiogpu's, "
                 "which a Ray cluster cannot do. Use a node, or have a task start the "
                 "process."
             )
         self.check_open()
-        return self.placements.take(site, receiver)
+        return self.placements.take(func, receiver)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""

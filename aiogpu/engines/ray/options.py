@@ -1,4 +1,4 @@
-"""What a site asks for, as Ray is asked for it; and what Ray cannot do is refused.
+"""What a function asks for, as Ray is asked for it; and what Ray cannot do is refused.
 
 Quantities are exact here, parts of 1/10 000; Ray truncates a float to such parts, so
 that 0.57 would be 0.5699. What it is given is the float that it truncates rightly.
@@ -25,7 +25,7 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Define
 from aiogpu.worker.invoke import RetryRules
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import ActorTerms, Site
+    from aiogpu.client.function_spec import ActorTerms, FunctionSpec
     from aiogpu.core.model.request import Bundle, Request, TaskSpec
     from aiogpu.engines.ray.values import Terms
 
@@ -56,15 +56,15 @@ CALLS: Final = "aiogpu calls"
 """To Ray, the group of those methods of a threaded actor that name none."""
 
 
-def check_possible(site: Site) -> None:
+def check_possible(func: FunctionSpec) -> None:
     """Refuse what Ray cannot do.
 
     Raises:
         OptionError: names the option, and what to do.
     """
-    spec, request = site.spec, site.spec.shape.request
+    spec, request = func.spec, func.spec.shape.request
     check_priority(spec)
-    if spec.is_detached and site.actor is None:
+    if spec.is_detached and func.actor is None:
         raise OptionError(
             f"{spec.name} asks for lifetime='detached'. Ray ends a task with the "
             f"process that has started it. Leave it out, or have an actor with "
@@ -132,33 +132,33 @@ def as_float(parts: int) -> float:
     return whole if int(whole * UNIT) == parts else (parts + 0.5) / UNIT
 
 
-def options_of_task(site: Site) -> dict[str, Any]:
+def options_of_task(func: FunctionSpec) -> dict[str, Any]:
     """All that Ray is told once of a function."""
-    spec = site.spec
+    spec = func.spec
     options = resources_of(spec.shape.request)
     options |= {
         "name": spec.name,
         "max_calls": spec.max_calls,
         "max_retries": spec.max_retries,
     }
-    if site.retried:
+    if func.retried:
         options["retry_exceptions"] = [RetriedFailure]
-    environ = environ_of(site)
+    environ = environ_of(func)
     if environ:
         options["runtime_env"] = {"env_vars": environ}
-    if site.window:
+    if func.window:
         options["num_returns"] = "streaming"
-        options["_generator_backpressure_num_objects"] = ahead_at_ray(site.window)
+        options["_generator_backpressure_num_objects"] = ahead_at_ray(func.window)
     return options
 
 
-def environ_of(site: Site) -> dict[str, str]:
+def environ_of(func: FunctionSpec) -> dict[str, str]:
     """The variables of `runtime_env`, and what they mean in Ray's terms.
 
     Ray sets the variables of devices by itself, unless its own switch is on.
     """
     switches = {n: v for n, v in os.environ.items() if n.startswith(NOSET)}
-    environ = {**switches, **site.environ}
+    environ = {**switches, **func.environ}
     for variable in [name.removeprefix(NOSET) for name in environ]:
         if is_left_alone(variable, environ):
             environ[RAY_NOSET + variable] = "1"
@@ -170,10 +170,10 @@ def terms_of(terms: ActorTerms) -> Terms:
     return terms.mode, dict(terms.limits), dict(terms.groups)
 
 
-def request_of_actor(site: Site) -> Request:
+def request_of_actor(func: FunctionSpec) -> Request:
     """Return what must be free for an actor to be placed, as Ray is told."""
-    request, terms = site.spec.shape.request, site.actor
-    assert terms is not None, site
+    request, terms = func.spec.shape.request, func.actor
+    assert terms is not None, func
     others = tuple(one for one in request.scalars if one[0] != CPU)
     if terms.keeps_cpus or not (others or request.devices):
         return request
@@ -181,16 +181,16 @@ def request_of_actor(site: Site) -> Request:
     return replace(request, scalars=others)
 
 
-def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
+def options_of_actor(func: FunctionSpec, key: tuple[str, str] | None) -> dict[str, Any]:
     """All that Ray is told of an actor, but for where it is placed.
 
     Args:
-        site: its class.
+        func: its class.
         key: its namespace and name, None without.
     """
-    spec, terms = site.spec, site.actor
-    assert terms is not None, site
-    options = resources_of(request_of_actor(site))
+    spec, terms = func.spec, func.actor
+    assert terms is not None, func
+    options = resources_of(request_of_actor(func))
     if not terms.keeps_cpus and options["num_cpus"]:
         # Ray takes one CPU then to place it, and none while it runs.
         del options["num_cpus"]
@@ -211,7 +211,7 @@ def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
     if spec.is_detached:
         options["lifetime"] = "detached"
         options.setdefault("namespace", NAMESPACE)
-    environ = environ_of(site)
+    environ = environ_of(func)
     if environ:
         options["runtime_env"] = {"env_vars": environ}
     return options
@@ -241,13 +241,13 @@ class Work:
         kinds: the kinds of devices that the cluster has.
     """
 
-    def __init__(self, site: Site, kinds: tuple[str, ...]) -> None:
-        self.name = site.spec.name
-        self.resources = dict(site.resources)
-        self.retried = site.retried
+    def __init__(self, func: FunctionSpec, kinds: tuple[str, ...]) -> None:
+        self.name = func.spec.name
+        self.resources = dict(func.resources)
+        self.retried = func.retried
         self.kinds = kinds
         self._places = search_path()
-        self._payload = site.function.payload
+        self._payload = func.function.payload
         self._loaded: Callable[..., Any] | None = None
 
     def __repr__(self) -> str:
@@ -282,14 +282,14 @@ class Blueprint:
         kinds: the kinds of devices that the cluster has.
     """
 
-    def __init__(self, site: Site, kinds: tuple[str, ...]) -> None:
-        assert site.actor is not None, site
-        self.name = site.spec.name
-        self.resources = dict(site.resources)
-        self.limits = dict(site.actor.limits)
-        self.groups = dict(site.actor.groups)
+    def __init__(self, func: FunctionSpec, kinds: tuple[str, ...]) -> None:
+        assert func.actor is not None, func
+        self.name = func.spec.name
+        self.resources = dict(func.resources)
+        self.limits = dict(func.actor.limits)
+        self.groups = dict(func.actor.groups)
         self.kinds = kinds
-        self._payload = site.function.payload
+        self._payload = func.function.payload
         self._places = search_path()
 
     def __repr__(self) -> str:

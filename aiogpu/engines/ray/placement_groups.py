@@ -36,7 +36,7 @@ from aiogpu.observe.why import Why
 from aiogpu.runtime.callers.leases import removed
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
 
 
@@ -104,15 +104,15 @@ class Placements:
     def __repr__(self) -> str:
         return f"<Placements {len(self.own)} of {len(self._groups)}>"
 
-    def take(self, site: Site, receiver: Receiver) -> int:
+    def take(self, func: FunctionSpec, receiver: Receiver) -> int:
         """Ask for a placement; see `Engine.take_placement`.
 
         Raises:
             InfeasibleError: the cluster can never give it.
         """
-        engine, placement_group = self._engine, site.spec.shape.request.placement_group
-        assert isinstance(placement_group, PlacementGroupSpec), site
-        check_priority(site.spec)
+        engine, placement_group = self._engine, func.spec.shape.request.placement_group
+        assert isinstance(placement_group, PlacementGroupSpec), func
+        check_priority(func.spec)
         self._check(placement_group)
         bundles = [bundle_of(bundle) for bundle in placement_group.bundles]
         group = ray.new_group(
@@ -205,19 +205,19 @@ class Placements:
         if found is not None and self._engine.lost is None:
             ray.remove_group(found[0])
 
-    def refusal(self, site: Site) -> AiogpuError | None:
+    def refusal(self, func: FunctionSpec) -> AiogpuError | None:
         """Why nobody with this spec is taken; None if he is in none, or may be."""
-        request = site.spec.shape.request
+        request = func.spec.shape.request
         within = request.placement_group
         if not isinstance(within, BundleRef):
             return None
         group = self._group_of(within)
         if group is None:
-            return removed(within.name, site.spec.name, UNKNOWN)
+            return removed(within.name, func.spec.name, UNKNOWN)
         if request.accelerator_type and not _is_typed(group, within, request):
             of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
             return InfeasibleError(
-                f"{site.spec.name} asks for accelerator_type="
+                f"{func.spec.name} asks for accelerator_type="
                 f"{request.accelerator_type!r} in {within}, which was not asked for "
                 f"with it. On a Ray cluster a bundle says so itself: "
                 f'{{"GPU": 1, "{of_type}": 0.001}}.'

@@ -39,7 +39,7 @@ from aiogpu.observe.status import DeviceStatus, NodeStatus, ShapeStatus, TaskSta
 from aiogpu.observe.why import Why
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.ray.cluster import Pulse
     from aiogpu.engines.ray.ray_api import Node, Survey
@@ -376,13 +376,13 @@ class Overview:
         """Return what no node has of it, in words."""
         return lacking(self._nodes, amounts(request))
 
-    def check_feasible(self, site: Site) -> None:
+    def check_feasible(self, func: FunctionSpec) -> None:
         """Refuse what no node of the cluster could ever give.
 
         Raises:
             InfeasibleError: says what was asked and what there is.
         """
-        self.check_request(site.spec.name, site.spec.shape.request)
+        self.check_request(func.spec.name, func.spec.shape.request)
 
     def room_for(self, request: Request) -> int | None:
         """Return how many that ask for this could be at once, None for any number."""
@@ -588,15 +588,15 @@ class ClusterPort(Protocol):
 
     @property
     def mark(self) -> object:
-        """Left on sites that were checked."""
+        """Left on functions that were checked."""
         ...
 
     def check_open(self) -> None:
         """Raise what has become of the cluster, where it is there no more."""
         ...
 
-    def admit(self, site: Site) -> None:
-        """Check what is the same for all calls of a site."""
+    def admit(self, func: FunctionSpec) -> None:
+        """Check what is the same for all calls of a function."""
         ...
 
     def send(

@@ -92,7 +92,7 @@ from aiogpu.worker.actor import Methods
 from aiogpu.worker.execute import is_coroutine
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.engines.ray.ray_api import Ref
     from aiogpu.engines.ray.tasks import Calls
@@ -386,19 +386,19 @@ class ClusterHost:
         return self.engine(asyncio._get_running_loop())
 
     @property
-    def far(self) -> ClusterValues:
+    def remote_values(self) -> ClusterValues:
         """Who knows the values of the cluster."""
-        return self._engine.far
+        return self._engine.remote_values
 
     @property
     def waits(self) -> ClusterValues:
         """Who is to be told of waits on an event loop: nobody needs to be."""
-        return self._engine.far
+        return self._engine.remote_values
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a child of the task; gives its number."""
         with interrupts.put_off():
-            return self._engine.submit(site, payload, receiver)
+            return self._engine.submit(func, payload, receiver)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; gives the call's number."""

@@ -17,7 +17,7 @@ from enum import Enum
 from functools import partial
 from typing import Final, Protocol
 
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import (
@@ -268,7 +268,7 @@ class Actor:
     Attributes:
         id: the id of that task; 0 before it was submitted.
         aliases: the ids that workers and programs gave it when they created it.
-        site: its class.
+        func: its class.
         key: namespace and name by which it can be found, or None.
         holders: the number of handles; it ends with the last one.
         is_ending: it ends after the calls that it was sent, however many handles exist.
@@ -286,12 +286,12 @@ class Actor:
     """
 
     def __init__(
-        self, site: Site, owner: ActorOwner, key: tuple[str, str] | None
+        self, func: FunctionSpec, owner: ActorOwner, key: tuple[str, str] | None
     ) -> None:
-        assert site.actor is not None, site
+        assert func.actor is not None, func
         self.id = 0
         self.aliases: list[int] = []
-        self.site = site
+        self.func = func
         self.key = key
         self.holders = 1
         self.is_ending = False
@@ -302,7 +302,7 @@ class Actor:
         self.has_lived = False
         self.is_gone = False
         self.calls: dict[CallId, ActorCall] = {}
-        terms = site.actor
+        terms = func.actor
         self.is_serial = terms.mode == SERIAL
         self.mailboxes = {
             group: Mailbox(AHEAD if self.is_serial else limit, self.is_serial)
@@ -323,7 +323,7 @@ class Actor:
     @property
     def name(self) -> str:
         """How logs and errors call it."""
-        return self.site.spec.name
+        return self.func.spec.name
 
     def pass_on(self) -> None:
         """A handle to it is being pickled: its id says enough; see `ActorPort`."""

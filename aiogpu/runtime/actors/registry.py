@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import count, islice
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from aiogpu.client.function_spec import Site
+from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.resources.placement_group import room_for
@@ -44,8 +44,8 @@ FIRST_CALL: Final = 1 << 40
 """Number of a node's first call: above those of tasks and of what they are sent."""
 
 
-Check = Callable[[Site, bytes], None]
-"""Raises if a site's calls with these arguments can never be served."""
+Check = Callable[[FunctionSpec, bytes], None]
+"""Raises if a function's calls with these arguments can never be served."""
 
 
 class TaskPort(Protocol):
@@ -57,7 +57,7 @@ class TaskPort(Protocol):
 
     def submit(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         receiver: Receiver,
         parent: TaskId | None = None,
@@ -206,7 +206,7 @@ def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorSt
         actor.state.value,
         actor.holders,
         *(worker, pid, len(actor.calls)),
-        is_detached=actor.site.spec.is_detached,
+        is_detached=actor.func.spec.is_detached,
         client=client,
     )
 
@@ -257,7 +257,7 @@ class Actors(Register):
 
     def create(
         self,
-        site: Site,
+        func: FunctionSpec,
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
@@ -269,16 +269,16 @@ class Actors(Register):
         Whoever asks holds one handle to it. See `ActorsPort.create`. `public` is
         the id by which a worker or a client calls it who has it made.
         """
-        self.check(site, payload)
+        self.check(func, payload)
         if get_if_exists and key is not None and (found := self.find(key)):
             self.add(found, public)
             return found
         self.check_name(key)
-        actor = Actor(site, self, key)
+        actor = Actor(func, self, key)
         self.name(actor)
-        if site.spec.is_detached:
+        if func.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
-        actor.id = self._tasks.submit(site, payload, actor, None, client)
+        actor.id = self._tasks.submit(func, payload, actor, None, client)
         self.add(actor, public)
         return actor
 
@@ -287,10 +287,10 @@ class Actors(Register):
         found = self.get(actor)
         if found is None:
             raise self.unknown(actor)
-        assert found.site.actor is not None, found
-        request = found.site.spec.shape.request
+        assert found.func.actor is not None, found
+        request = found.func.spec.shape.request
         ledger = self._scheduler.ledger
-        lends = not found.site.actor.keeps_cpus
+        lends = not found.func.actor.keeps_cpus
         return room_for(ledger, request, lends), str(request)
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
@@ -412,7 +412,7 @@ class Actors(Register):
         actor.drops, actor.is_killed = 0, False
         self.workers[worker.id] = worker
         self._commands.expect_actor(worker)
-        terms = call.site.actor
+        terms = call.func.actor
         assert terms is not None, call
         if not terms.keeps_cpus:
             # Later, not now: the core is told of events one at a time.
@@ -421,7 +421,7 @@ class Actors(Register):
             )
         return Create(
             actor.id,
-            call.site.id,
+            call.func.id,
             call.payload,
             call.number,
             terms.mode,

@@ -45,7 +45,7 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.objects.values import Value
@@ -73,7 +73,9 @@ class Caller(Borrower):
 
     client: ClientId = field(default=OWN, kw_only=True)
     program: str = field(default="", kw_only=True)
-    declared: dict[int, Site | Failed] = field(default_factory=dict, kw_only=True)
+    declared: dict[int, FunctionSpec | Failed] = field(
+        default_factory=dict, kw_only=True
+    )
     children: dict[int, int] = field(default_factory=dict, kw_only=True)
     asked: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
     waits_for: tuple[int, ...] = field(default=(), kw_only=True)

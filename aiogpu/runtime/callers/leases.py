@@ -265,15 +265,15 @@ class Leases:
 
     def _grant(self, effect: effects.Granted) -> None:
         call = self._calls[effect.task]
-        site, receiver = call.site, cast("LeaseReceiver", call.receiver)
-        if site.spec.is_grouped:
+        func, receiver = call.func, cast("LeaseReceiver", call.receiver)
+        if func.spec.is_grouped:
             self._placements[effect.task] = effect.holder, receiver.pid
             receiver.receive(b"")
             return
         mark = f"{self._token}.{effect.task}"
         bind = self._assignment.bind(effect.lease, {})
         self._held[effect.holder] = Held(
-            receiver.pid, site.spec.name, f"{LEASE_MARK}={mark}", effect.lease
+            receiver.pid, func.spec.name, f"{LEASE_MARK}={mark}", effect.lease
         )
         self._device_release.begin(effect.holder, effect.lease)
         environ = {**bind.environ, LEASE_MARK: mark}

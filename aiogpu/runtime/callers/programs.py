@@ -394,13 +394,13 @@ class Clients:
 
     def _take_lease(self, client: Client, message: TakeLease) -> None:
         receiver, driver = LeaseChild(client, message.child), self._driver
-        site = client.declared.get(message.site)
+        func = client.declared.get(message.func)
         if self.is_draining:
             error = "the node is being stopped, and grants nothing."
             receiver.fail(NodeClosedError(error))
-        elif isinstance(site, Failed):
-            receiver.reject(site)
-        elif site is None or not site.spec.is_lease:
+        elif isinstance(func, Failed):
+            receiver.reject(func)
+        elif func is None or not func.spec.is_lease:
             receiver.fail(InternalError(f"{client.name} never declared this lease"))
         else:
             if client.wish is not None:
@@ -408,7 +408,7 @@ class Clients:
                 driver.feed(Scheduler.join, *client.wish)
                 client.wish = None
             try:
-                task = driver.submit(site, b"", receiver, None, client.client)
+                task = driver.submit(func, b"", receiver, None, client.client)
             except AiogpuError as error:
                 receiver.fail(error)
                 return

@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.client.function_spec import Function, Site, new_function_id
+from aiogpu.client.function_spec import Function, FunctionSpec, new_function_id
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.errors import (
@@ -89,7 +89,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 KEPT: Final = 1024
-"""Functions and sites that are recognised when another worker declares them."""
+"""Functions and functions that are recognised when another worker declares them."""
 
 
 class Requests:
@@ -100,7 +100,7 @@ class Requests:
         self._actors = driver.actors
         self._store = store
         self._functions: dict[bytes, Function] = {}
-        self._sites: dict[tuple[int, Terms], Site] = {}
+        self._funcs: dict[tuple[int, Terms], FunctionSpec] = {}
         self._handlers: Final[dict[type[Message], Callable[..., object]]] = {
             Declare: self._note_declared,
             Submit: self.submit,
@@ -138,25 +138,25 @@ class Requests:
 
     def _note_declared(self, caller: Caller, message: Declare) -> None:
         declared = caller.declared
-        declared.pop(message.site, None)
-        declared[message.site] = self._declare(message, caller.program)
+        declared.pop(message.func, None)
+        declared[message.func] = self._declare(message, caller.program)
         if len(declared) > KEPT:
             # The oldest; by now the worker would declare it anew.
             del declared[next(iter(declared))]
 
-    def _declare(self, message: Declare, program: str) -> Site | Failed:
+    def _declare(self, message: Declare, program: str) -> FunctionSpec | Failed:
         try:
-            site = self._find_site(message, program)
-            self._actors.check(site, b"")
+            func = self._find_site(message, program)
+            self._actors.check(func, b"")
         except AiogpuError as error:
             return pack_failure(0, RAISED, error, "")
-        return site
+        return func
 
-    def _find_site(self, message: Declare, program: str) -> Site:
-        """The site that another caller may have declared before, or a new one."""
-        if len(self._functions) + len(self._sites) > 2 * KEPT:
+    def _find_site(self, message: Declare, program: str) -> FunctionSpec:
+        """The function that another caller may have declared before, or a new one."""
+        if len(self._functions) + len(self._funcs) > 2 * KEPT:
             self._functions.clear()
-            self._sites.clear()
+            self._funcs.clear()
         function = self._functions.get(message.payload)
         if function is None:
             function = Function(new_function_id(), message.payload)
@@ -165,10 +165,10 @@ class Requests:
         if program:
             terms = terms.of_program(program)
         key = function.id, terms
-        site = self._sites.get(key)
-        if site is None:
-            site = self._sites[key] = terms.site(function)
-        return site
+        func = self._funcs.get(key)
+        if func is None:
+            func = self._funcs[key] = terms.func(function)
+        return func
 
     def submit_all(self, client: Client, messages: Sequence[Submit]) -> None:
         """Start tasks for a client; their payloads refer to nothing.
@@ -182,29 +182,35 @@ class Requests:
                 self.submit(client, message)
             return
         fresh = count_fresh(client, messages)
-        for number, group in groupby(messages[:fresh], attrgetter("site")):
+        for number, group in groupby(messages[:fresh], attrgetter("func")):
             row, start = [*group], 0
-            site = client.declared.get(number)
+            func = client.declared.get(number)
             while start < len(row):
                 rest = row[start:]
-                if len(rest) > 1 and isinstance(site, Site) and not client.carried:
-                    start += self._submit_row(client, site, rest)
+                if (
+                    len(rest) > 1
+                    and isinstance(func, FunctionSpec)
+                    and not client.carried
+                ):
+                    start += self._submit_row(client, func, rest)
                 if start < len(row):
                     self.submit(client, row[start])
                     start += 1
         if fresh < len(messages):
             check_claims(client, messages[fresh])
 
-    def _submit_row(self, client: Client, site: Site, row: Sequence[Submit]) -> int:
+    def _submit_row(
+        self, client: Client, func: FunctionSpec, row: Sequence[Submit]
+    ) -> int:
         """Start tasks that wait behind others like them; gives how many."""
-        if site.actor is not None or site.spec.is_lease:
+        if func.actor is not None or func.spec.is_lease:
             return 0
         numbers = [message.child for message in row]
         calls = [
-            Call(site, one.payload, Child(client, one.child), client.client)
+            Call(func, one.payload, Child(client, one.child), client.client)
             for one in row
         ]
-        tasks = self._driver.submit_row(site, calls, client.client)
+        tasks = self._driver.submit_row(func, calls, client.client)
         client.children.update(zip(numbers, tasks, strict=False))
         return len(tasks)
 
@@ -212,17 +218,17 @@ class Requests:
         """Start a task for whoever asks."""
         number, driver = message.child, self._driver
         child = Child(caller, number)
-        site = caller.declared.get(message.site)
-        if not isinstance(site, Site):
-            if site is not None:
-                child.reject(site)
+        func = caller.declared.get(message.func)
+        if not isinstance(func, FunctionSpec):
+            if func is not None:
+                child.reject(func)
             else:
                 child.fail(
                     InternalError(f"worker {caller.id} never declared this task")
                 )
             return
-        if site.actor is not None or site.spec.is_lease:
-            child.fail(InternalError(f"{site.spec.name} was declared as no task"))
+        if func.actor is not None or func.spec.is_lease:
+            child.fail(InternalError(f"{func.spec.name} was declared as no task"))
             return
         if caller.carried and (held := self._take_carried(caller)):
             let_go = partial(self._release_each, held)
@@ -232,7 +238,7 @@ class Requests:
         if driver.scheduler.clients is not None:
             client = self._client_of(caller)
         try:
-            task = driver.submit(site, message.payload, child, parent, client)
+            task = driver.submit(func, message.payload, child, parent, client)
         except AiogpuError as error:
             child.fail(error)
             return
@@ -472,18 +478,18 @@ class Requests:
             self._actors.cancel(*asked)
 
     def _make(self, caller: Caller, message: Make) -> None:
-        site = caller.declared.get(message.site)
+        func = caller.declared.get(message.func)
         key = (message.namespace, message.name) if message.name else None
         held = self._take_carried(caller)
         try:
-            if isinstance(site, Failed):
-                raise unpack_failure(site, "the actor")
-            if site is None:
+            if isinstance(func, Failed):
+                raise unpack_failure(func, "the actor")
+            if func is None:
                 raise InternalError("the actor's class was never declared")
-            if site.actor is None:
-                raise InternalError(f"{site.spec.name} was declared as no actor")
+            if func.actor is None:
+                raise InternalError(f"{func.spec.name} was declared as no actor")
             actor = self._actors.create(
-                *(site, message.payload, key, message.get_if_exists, message.actor),
+                *(func, message.payload, key, message.get_if_exists, message.actor),
                 self._client_of(caller),
             )
             actor.await_ready(Then(partial(self._release_each, held)))
@@ -501,9 +507,9 @@ class Requests:
             )
             return
         self._actors.note_hold(caller, actor.id)
-        terms = actor.site.actor
+        terms = actor.func.actor
         assert terms is not None, actor
-        receiver.receive(dump_whole((actor.id, actor.name, terms.packed_face())))
+        receiver.receive(dump_whole((actor.id, actor.name, terms.packed_interface())))
 
     def _stop(self, _caller: Caller, message: Stop) -> None:
         if message.how == AFTER_ALL:

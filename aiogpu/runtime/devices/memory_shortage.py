@@ -215,7 +215,7 @@ class Shortages:
 
     def replace(self, call: Call, failed: Failed) -> None:
         """Replace a task's answer."""
-        spec = call.site.spec
+        spec = call.func.spec
         record = self._node.workers.get(WorkerId(call.worker))
         is_exclusive = record and record.task and record.task.spec is not spec
         again = ", tried once more with a GPU of its own," if is_exclusive else ""

@@ -44,18 +44,18 @@ class WorkerCommands:
     ) -> None:
         """Send a task; `bind` comes first where the worker is fresh."""
         worker = self._workers[worker_id]
-        site, peer = call.site, worker.peer
+        func, peer = call.func, worker.peer
         if peer is None:
             return
         # It is idle, so what came by its pipes is of tasks that have ended.
         if worker.slot.output.last:
             worker.slot.output.last.clear()
         run = call.run(task, is_last, worker.borrow)
-        if bind is None and site.id in worker.sites:
+        if bind is None and func.id in worker.funcs:
             peer.send_one(run)
             return
         messages: list[Message] = [] if bind is None else [bind]
-        peer.send(*messages, *worker.introduce(site), run)
+        peer.send(*messages, *worker.introduce(func), run)
 
     def create(self, worker_id: int, call: Call, bind: Bind | None, it: Create) -> None:
         """Have a worker become an actor."""
@@ -64,7 +64,7 @@ class WorkerCommands:
             worker.slot.output.last.clear()
             first = [] if bind is None else [bind]
             it = it._replace(payload=worker.borrow(it.payload))
-            worker.peer.send(*first, *worker.introduce(call.site), it)
+            worker.peer.send(*first, *worker.introduce(call.func), it)
 
     def demand(self, worker_id: int, task: int, limit: int) -> None:
         """Let a task's generator yield so many items in all."""
@@ -99,13 +99,13 @@ class WorkerCommands:
             return
         messages: list[Message] = []
         for task, call in calls:
-            site, payload = call.site, call.payload
-            if site.id not in worker.sites:
-                messages += worker.introduce(site)
-            if site.window or type(payload) is not bytes:
+            func, payload = call.func, call.payload
+            if func.id not in worker.funcs:
+                messages += worker.introduce(func)
+            if func.window or type(payload) is not bytes:
                 messages.append(call.run(task, False, worker.borrow))
             else:
-                messages.append(Run(task, site.id, payload, False, call.number))
+                messages.append(Run(task, func.id, payload, False, call.number))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:
@@ -203,7 +203,7 @@ class QueueRevoker:
         for sent in (record.task, *record.queue):
             call = self._calls[sent.id]
             # An actor's calls have higher numbers than it has itself.
-            is_begun_actor = call.site.actor is not None and number > call.number
+            is_begun_actor = call.func.actor is not None and number > call.number
             if call.number == number or is_begun_actor:
                 return sent.id
         return None

@@ -61,13 +61,13 @@ class TaskDispatcher:
         self._last_number += 1
         call.send_to(effect.worker, self._last_number)
         self._guard.wake()
-        if effect.lease.request is not call.site.spec.shape.request:
-            call.site = call.site.holding(effect.lease.request)
+        if effect.lease.request is not call.func.spec.shape.request:
+            call.func = call.func.holding(effect.lease.request)
         bind = None
         if effect.is_first:
-            bind = self._assignment.bind(effect.lease, call.site.environ)
+            bind = self._assignment.bind(effect.lease, call.func.environ)
             self._device_release.begin(effect.worker, effect.lease)
-        if call.site.actor is not None:
+        if call.func.actor is not None:
             creation = self._actors.creation(
                 self._pool.workers[effect.worker], effect.task, call
             )
@@ -101,7 +101,7 @@ class TaskDispatcher:
         self._taking_back.revoke(effect.worker, effect.number, self._last_number + 1)
 
     def _interrupt(self, effect: effects.Interrupt) -> None:
-        site, task = self._calls[effect.task].site, int(effect.task)
-        if site.actor is not None and self._scheduler.is_closing:
+        func, task = self._calls[effect.task].func, int(effect.task)
+        if func.actor is not None and self._scheduler.is_closing:
             task = self._actors.call_off(effect.worker, effect.attempt) or task
-        self._commands.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)
+        self._commands.interrupt(effect.worker, task, effect.attempt, func.is_coroutine)

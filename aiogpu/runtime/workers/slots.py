@@ -34,7 +34,7 @@ from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import Site
+    from aiogpu.client.function_spec import FunctionSpec
 
 
 SITES_KEPT: Final = 1024
@@ -49,7 +49,7 @@ class LiveWorker(Caller):
         start_timer: rings if it has not connected in time.
         end_timer: rings if it was to be ended and has not ended in time.
         environment: variables of `runtime_env` for which it is wanted.
-        sites: ids of the sites that it knows.
+        funcs: ids of the functions that it knows.
         functions: ids of the functions that it knows.
         status: its wait status, once its keeper has said so.
         is_gone: all of it has ended; the core may not have been told yet.
@@ -60,7 +60,7 @@ class LiveWorker(Caller):
     slot: Slot
     start_timer: asyncio.Handle
     environment: tuple[tuple[str, str], ...] = ()
-    sites: set[int] = field(default_factory=set)
+    funcs: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
     end_timer: asyncio.TimerHandle | None = None
     status: int | None = None
@@ -102,28 +102,28 @@ class LiveWorker(Caller):
             findings,
         )
 
-    def introduce(self, site: Site) -> list[Message]:
-        """Return what the worker must hear before it can run a site; noted as heard."""
+    def introduce(self, func: FunctionSpec) -> list[Message]:
+        """What a worker must hear before it can run a function; noted as heard."""
         messages: list[Message] = []
-        if site.id in self.sites:
+        if func.id in self.funcs:
             return messages
-        if len(self.sites) >= SITES_KEPT:
+        if len(self.funcs) >= SITES_KEPT:
             messages.append(Forget())
-            self.sites.clear()
+            self.funcs.clear()
             self.functions.clear()
-        function = site.function
+        function = func.function
         payload = b"" if function.id in self.functions else function.payload
-        resources = dict(site.resources)
-        name, retried = site.spec.name, site.retried
-        messages.append(Define(site.id, function.id, name, resources, payload, retried))
-        self.sites.add(site.id)
+        resources = dict(func.resources)
+        name, retried = func.spec.name, func.retried
+        messages.append(Define(func.id, function.id, name, resources, payload, retried))
+        self.funcs.add(func.id)
         self.functions.add(function.id)
         return messages
 
-    def unlearn(self, site: Site) -> None:
-        """The worker may not have heard of a site: introduce it again."""
-        self.sites.discard(site.id)
-        self.functions.discard(site.function.id)
+    def unlearn(self, func: FunctionSpec) -> None:
+        """The worker may not have heard of a function: introduce it again."""
+        self.funcs.discard(func.id)
+        self.functions.discard(func.function.id)
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +226,7 @@ class Slots:
         return any(
             slot.zygote is zygote
             and slot.worker is not None
-            and (slot.worker.peer is None or bool(slot.worker.sites))
+            and (slot.worker.peer is None or bool(slot.worker.funcs))
             for slot in self._slots.values()
         )
 

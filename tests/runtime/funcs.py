@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from aiogpu.client.function_spec import Function, Site, new_function_id, new_site_id
+from aiogpu.client.function_spec import (
+    Function,
+    FunctionSpec,
+    new_func_id,
+    new_function_id,
+)
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.runtime.pending_tasks import Call
@@ -12,14 +17,14 @@ def function() -> Function:
     return Function(new_function_id(), b"pickled")
 
 
-def site(
+def func(
     function_: Function | None = None,
-) -> Site:
+) -> FunctionSpec:
     request = Request.of({"CPU": UNIT}, {})
     spec = TaskSpec("train", Shape(request))
     known = function_ or function()
-    return Site(new_site_id(), known, spec, request.as_numbers(), {}, False)
+    return FunctionSpec(new_func_id(), known, spec, request.as_numbers(), {}, False)
 
 
-def call(site_: Site | None = None) -> Call:
-    return Call(site_ or site(), b"arguments", None)
+def call(site_: FunctionSpec | None = None) -> Call:
+    return Call(site_ or func(), b"arguments", None)
