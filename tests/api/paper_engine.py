@@ -56,7 +56,7 @@ class PaperEngine:
 
     waits = None
     home = "paper"
-    far = None
+    remote_values = None
     has_gone = False
 
     def __post_init__(self) -> None:
