@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from aiogpu.linux.syscalls import keep_pages
+from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.mapping import Mappings
 from aiogpu.memory.segment import Segment

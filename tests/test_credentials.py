@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.client.references import Descriptors
 from aiogpu.errors import NodeError
-from aiogpu.linux.syscalls import peer_credentials, user
+from aiogpu.linux.sockets import peer_credentials, user
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 
 from aiogpu.client.current import current
 from aiogpu.errors import NodeClosedError, TaskCancelledError
-from aiogpu.linux.syscalls import check_server
+from aiogpu.linux.sockets import check_server
 from aiogpu.memory.segment import spill_directory
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import (

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from aiogpu.daemon.place import Claim, Place, Record, holds_claim, living_node
 from aiogpu.daemon.process import remove
 from aiogpu.errors import NodeError, NodeRunningError
-from aiogpu.linux.syscalls import user
+from aiogpu.linux.sockets import user
 from aiogpu.runtime.directories import check_meeting
 
 SLACK: Final = 5.0

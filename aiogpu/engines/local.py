@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
-from aiogpu.linux.syscalls import keep_pages
+from aiogpu.linux.sockets import keep_pages
 from aiogpu.runtime.node import Supervisor
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from aiogpu.errors import (
     OptionError,
     ProtocolError,
 )
-from aiogpu.linux.syscalls import check_server, keep_pages
+from aiogpu.linux.sockets import check_server, keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_meeting, default_socket
 from aiogpu.runtime.output.console import Console, Source

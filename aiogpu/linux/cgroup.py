@@ -18,8 +18,6 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from aiogpu.linux import syscalls as kernel
-
 AGAIN: Final = 0.02
 """Seconds between two looks where the kernel does not say that a group is empty."""
 
@@ -219,9 +217,11 @@ class SlotCgroup:
 
     def _end_each(self) -> None:
         """The same without stepping out, one by one; for who has ended is not shown."""
+        from aiogpu.linux.syscalls import kill
+
         while others := [pid for pid in self._group.pids() if pid != os.getpid()]:
             for pid in others:
-                kernel.kill(pid)
+                kill(pid)
             time.sleep(AGAIN)
 
     def forget(self) -> None:
@@ -265,10 +265,13 @@ def _fork_into(group: Cgroup) -> int | None:
     Linux does so, 6.18 at least, where just one of both groups was ever killed: it
     compares the wrong counters (`kill_seq` in kernel/cgroup/cgroup.c).
     """
+    # Late, as above: a driver reads cgroups too, and does without `ctypes`.
+    from aiogpu.linux.syscalls import fork_into
+
     place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY)
     reading, writing = os.pipe()
     try:
-        pid = kernel.fork_into(place)
+        pid = fork_into(place)
         if pid == 0:
             os.write(writing, b".")
             return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -635,38 +635,6 @@ class FailureStatus:
     message: str
     seconds: float
     client: int = 0
-
-
-KEPT: Final = 100
-"""Failures that a node remembers."""
-
-
-LONGEST: Final = 200
-"""Characters of a message that are kept."""
-
-
-class Failures:
-    """The last `KEPT` of them."""
-
-    def __init__(self) -> None:
-        self._noted: deque[tuple[float, int, str, str, str, int]] = deque(maxlen=KEPT)
-
-    def __repr__(self) -> str:
-        return f"<Failures {len(self._noted)}>"
-
-    def note(
-        self, now: float, task: int, name: str, error: str, message: str, client: int
-    ) -> None:
-        """Remember one; the one noted first is forgotten for it."""
-        first = message.strip().partition("\n")[0][:LONGEST].rstrip()
-        self._noted.append((now, task, name, error, first, client))
-
-    def at(self, now: float) -> tuple[FailureStatus, ...]:
-        """Those that are remembered, the latest first."""
-        return tuple(
-            FailureStatus(task, name, error, message, max(now - since, 0.0), client)
-            for since, task, name, error, message, client in reversed(self._noted)
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
-from aiogpu.linux.syscalls import peer_credentials
+from aiogpu.linux.sockets import peer_credentials
 from aiogpu.wire.codec import LARGE, encode, encode_all
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import ChildDone, Hello, Invoke, Message, Refused

@@ -17,7 +17,7 @@ from aiogpu.errors import (
     NodeError,
     NodeStartError,
 )
-from aiogpu.linux.syscalls import user
+from aiogpu.linux.sockets import user
 
 SOCKET: Final = "node.sock"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core import effects
@@ -13,7 +14,6 @@ from aiogpu.core.model.ids import OWN, TaskId, WorkerId
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import DeadlockError, TaskTimeoutError
-from aiogpu.observe.status import Failures
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.pending_tasks import Call, pass_on, tell_fault
 from aiogpu.runtime.workers.death import Death, describe_death
@@ -22,12 +22,44 @@ from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.wire.messages import Done, Failed, Items
 
 if TYPE_CHECKING:
+    from aiogpu.observe.status import FailureStatus
     from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
     from aiogpu.runtime.output.console import Routes
 
 
 _log: Final = logging.getLogger(__name__)
+KEPT: Final = 100
+"""Failures that a node remembers."""
+LONGEST: Final = 200
+"""Characters of a message that are kept."""
+
+
+class Failures:
+    """The last `KEPT` failures of a node's tasks and calls."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[float, int, str, str, str, int]] = deque(maxlen=KEPT)
+
+    def __repr__(self) -> str:
+        return f"<Failures {len(self._noted)}>"
+
+    def note(
+        self, now: float, task: int, name: str, error: str, message: str, client: int
+    ) -> None:
+        """Remember one; the one noted first is forgotten for it."""
+        first = message.strip().partition("\n")[0][:LONGEST].rstrip()
+        self._noted.append((now, task, name, error, first, client))
+
+    def at(self, now: float) -> tuple[FailureStatus, ...]:
+        """Those that are remembered, the latest first."""
+        # Late, as all of status is: few programs ask for it.
+        from aiogpu.observe.status import FailureStatus
+
+        return tuple(
+            FailureStatus(task, name, error, message, max(now - since, 0.0), client)
+            for since, task, name, error, message, client in reversed(self._noted)
+        )
 
 
 class Results:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.linux.syscalls import check_server
+from aiogpu.linux.sockets import check_server
 from aiogpu.wire.codec import encode, encode_all
 from aiogpu.wire.connection import WORKER, Connection, greeting
 from aiogpu.wire.messages import Message

@@ -20,7 +20,7 @@ from typing import Final
 from aiogpu.errors import ProtocolError
 from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import end_node
-from aiogpu.linux.syscalls import check_server
+from aiogpu.linux.sockets import check_server
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import Connection, greeting
 from aiogpu.wire.messages import Close, Message, Setup

@@ -22,7 +22,7 @@ from aiogpu.linux.cgroup import (
     fork_into_slot,
     remove_closed_node,
 )
-from aiogpu.linux.syscalls import keep_pages
+from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.messages import (

@@ -199,8 +199,13 @@ async def ran(source: str) -> None:
 
 
 @asynccontextmanager
-async def left_before_the_answer(node: Service) -> AsyncIterator[None]:
-    """Join; leave at the end of the block, which the node answers only after that."""
+async def left_before_the_answer(
+    node: Service, *, dies: bool = False
+) -> AsyncIterator[None]:
+    """Join; leave at the end of the block, which the node answers only after that.
+
+    A node that dies has left whenever the end of its connection is seen.
+    """
     async with no_complaints():
         await aiogpu.init(address=node.path, log_to_driver=False)
         with stopped(node):
@@ -311,7 +316,7 @@ async def test_a_node_that_never_answers_is_left(
 async def test_a_node_that_dies_while_it_is_left(
     node: Service, runtime_directory: Path
 ) -> None:
-    async with left_before_the_answer(node):
+    async with left_before_the_answer(node, dies=True):
         aiogpu.kill(aiogpu.get_actor("kept"))
         call = aiogpu.get_actor("kept").add.remote()
         os.kill(node.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from aiogpu.linux.syscalls import keep_pages
+from aiogpu.linux.sockets import keep_pages
 from aiogpu.serialization.references import SHARED_FROM
 
 def copy_blocks():

@@ -22,7 +22,6 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError, DeadlockError
-from aiogpu.observe.status import ActorStatus
 from aiogpu.runtime.actors.actor import Actor, ActorState, died, name_taken
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.pending_tasks import Call
@@ -36,6 +35,7 @@ from aiogpu.wire.messages import Create, Created, Done, Failed
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
+    from aiogpu.observe.status import ActorStatus
     from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_shortage import Shortages
 
@@ -198,6 +198,8 @@ class Register:
 
 
 def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorStatus:
+    from aiogpu.observe.status import ActorStatus  # late: few programs ask for it
+
     namespace, name = actor.key or ("", None)
     worker, pid = place or (None, 0)
     suffix = f" {name!r}" if name is not None else ""

@@ -25,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.linux.syscalls import peer_credentials
+from aiogpu.linux.sockets import peer_credentials
 from aiogpu.memory.mapping import Mappings, SegmentSpans
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.segment_pool import SegmentPool

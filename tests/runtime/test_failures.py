@@ -1,6 +1,7 @@
 """The last failures that a node remembers."""
 
-from aiogpu.observe.status import KEPT, LONGEST, Failures, FailureStatus
+from aiogpu.observe.status import FailureStatus
+from aiogpu.runtime.results import KEPT, LONGEST, Failures
 
 
 def test_the_latest_comes_first_with_its_age():
