@@ -52,6 +52,7 @@ class ActorRuntime:
 
     Attributes:
         end_fork: ends this process, if the user's code has come back in a fork of it.
+        client: asks the node in the name of its calls; None outside a worker.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ActorRuntime:
         self.interrupts = interrupts
         self.executor = executor
         self.end_fork = end_fork
+        self.client = None if services.client is None else task_client()
         self._stdio = stdio
         self._imports = imports
 
@@ -94,8 +96,8 @@ class ActorRuntime:
         del actor
         gc.collect()
         self._stdio.end_lines()
-        if services.client is not None and task_client().shares.due:
-            task_client().hand_over()
+        if self.client is not None and self.client.shares.due:
+            self.client.hand_over()
         self.channel.send(Done(creation.task, NONE_PAYLOAD, 0))
         return True
 
@@ -132,8 +134,8 @@ class ActorRuntime:
         """Say what was imported, and what is not needed any more."""
         if self._imports.found:
             self.channel.send(self._imports.take())
-        if services.client is not None:
-            task_client().tell_dropped()
+        if self.client is not None:
+            self.client.tell_dropped()
 
 
 class Methods(dict[str, Callable[..., Any]]):
@@ -162,11 +164,8 @@ class SerialActor:
 
     def play(self) -> None:
         """Obey until it is to end."""
-        executor, interrupts, methods = (
-            self._stage.executor,
-            self._interrupts,
-            self._methods,
-        )
+        stage, interrupts, methods = self._stage, self._interrupts, self._methods
+        executor, client = stage.executor, stage.client
         while True:
             message = self._channel.next()
             if type(message) is Invoke:
@@ -180,11 +179,11 @@ class SerialActor:
                     continue
                 method_called.set(message.method)
                 answer = executor.call(_bound(methods, message), message)
-                self._stage.answer(answer)
-                if services.client is not None and task_client().loans.are_used:
+                stage.answer(answer)
+                if client is not None and client.loans.are_used:
                     # It holds the arguments, of which the driver is to be told.
                     del message
-                    self._stage.tell_rest()
+                    stage.tell_rest()
                 if type(answer) is Failed and executor.has_left:
                     return
             elif type(message) is Drop:

@@ -18,7 +18,6 @@ from aiogpu.client.current import (
     has_exited,
     method_called,
     passing,
-    services,
     take_passing,
 )
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
@@ -29,7 +28,6 @@ from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
-from aiogpu.worker.nested import task_client
 from aiogpu.worker.streams import StreamSender, UnsendableError, send_all_async
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ class AsyncActor:
         """Obey until it is to end, then give it time for its `close()`."""
         loop = self._loop
         asyncio.set_event_loop(loop)
-        client = None if services.client is None else task_client()
+        client = self._stage.client
         if client is not None:
             client.loop, client.wake = loop, self._look_soon
             client.on_drop = self._tell_soon
@@ -193,7 +191,8 @@ class AsyncActor:
         del self._running[call]
         self._dropped.discard(call)
         self._answer(answer)
-        if services.client is not None and task_client().loans.are_used:
+        client = self._stage.client
+        if client is not None and client.loans.are_used:
             # Not before this frame, which holds the arguments, has gone.
             self._tell_soon()
 

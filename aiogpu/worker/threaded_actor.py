@@ -13,7 +13,6 @@ from aiogpu.client.current import (
     has_exited,
     method_called,
     passing,
-    services,
     take_passing,
 )
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
@@ -32,7 +31,6 @@ from aiogpu.wire.messages import (
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
-from aiogpu.worker.nested import task_client
 from aiogpu.worker.streams import ThreadWindow, UnsendableError, send_all
 
 if TYPE_CHECKING:
@@ -56,9 +54,9 @@ class ThreadedActor:
 
     def play(self) -> None:
         """Obey until it is to end and all calls have ended."""
-        if services.client is not None:
+        if self._stage.client is not None:
             # A method that waits for its task reads what may be for this thread.
-            task_client().wake = self._channel.waker()
+            self._stage.client.wake = self._channel.waker()
         is_over = False
         while not is_over:
             self._channel.wait(None)
@@ -102,7 +100,8 @@ class ThreadedActor:
         if self._stage.executor.has_left:
             return  # the driver is told of all calls at once
         self._stage.answer(self._outcome(held.pop()))
-        if services.client is not None and task_client().loans.are_used:
+        client = self._stage.client
+        if client is not None and client.loans.are_used:
             # Not before the frame that held the arguments has gone.
             self._stage.tell_rest()
 
