@@ -8,7 +8,6 @@ import errno
 import os
 from collections.abc import Callable
 
-from aiogpu.linux import cgroup
 from aiogpu.linux import syscalls as kernel
 
 MOST = int(os.environ.get("SCARCE", "1000"))
@@ -38,4 +37,4 @@ def bounded(fork: Callable[..., int]) -> Callable[..., int]:
 
 
 os.fork = bounded(os.fork)
-cgroup.kernel.fork_into = bounded(kernel.fork_into)
+kernel.fork_into = bounded(kernel.fork_into)

@@ -91,6 +91,7 @@ async def filled() -> list[aiogpu.Handle[Any]]:
 
 async def test_those_that_wait_are_known_at_once() -> None:
     async with aiogpu.init(num_cpus=1) as node:
+        await node.status()  # what it needs is imported before time counts
         handles = await filled()
         seen = await node.status()
         known = [*range(handles[0].task_id, handles[-1].task_id + 1)]
