@@ -101,6 +101,8 @@ for line in connection.makefile():
                 time.sleep(600)
             os._exit(0)
         os.wait()
+        while time.process_time() < 0.05:
+            pass  # the kernel counts in ticks of 10 ms
         connection.sendall(b'{"answer": {}}\\n')
     elif sys.argv[1] == "hangs":
         time.sleep(600)
