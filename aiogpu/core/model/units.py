@@ -155,8 +155,10 @@ def quantity(option: str, value: object) -> int:
     if isinstance(value, int):
         # Not by an operator that a subclass may have changed.
         return int.__mul__(value, UNIT)
+    if float.is_integer(value):
+        return float.__int__(value) * UNIT
     text = float.__repr__(value)
-    # Once per function; a worker that imports a module of tasks may never need it.
+    # Late: most programs ask for whole CPUs and devices, or for none.
     from decimal import ROUND_FLOOR, Decimal
 
     parts = int((Decimal(text) * UNIT).to_integral_value(ROUND_FLOOR))
