@@ -212,6 +212,18 @@ def test_spares_that_nobody_uses_any_more_go():
     assert w.scheduler.most_idle == config.idle_workers + 2
 
 
+def test_an_alarm_for_spares_is_not_set_again_for_the_moment_at_which_it_rings():
+    """0.2 + 0.5 - 0.2 is less than 0.5; a node woke without end."""
+    w = World(cpus=4, config=SchedulerConfig(spare_workers=1, spares_for=0.5))
+    w.clock.advance_to(0.2)
+    w.submit("a", max_calls=1, environment=dict(X))
+    while (moment := w.scheduler.deadline()) is not None:
+        w.clock.advance_to(moment)
+        w.tell(Scheduler.wake)
+        assert w.scheduler.deadline() != moment
+    assert spares_of(w) == 0
+
+
 def test_so_many_environments_have_spares_and_no_more():
     w = World(cpus=100, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
     for n in range(MOST + 2):

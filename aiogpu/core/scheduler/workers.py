@@ -95,7 +95,8 @@ class Spares:
         for environment, used_at in list(self.wanted.items()):
             if not environment:
                 continue
-            if now - used_at >= self._kept_for:
+            # Compared as the alarm was set: the difference may be a little less.
+            if used_at + self._kept_for <= now:
                 self.forget(environment)
                 yield environment
             elif earliest is None or used_at < earliest:
