@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
@@ -130,41 +129,40 @@ DECODING: Final = 5e-3
 """Seconds for which large results are unpickled in one turn of the loop."""
 
 
-class LargeResults(threading.local):
-    """Handles whose large results have come: a few are unpickled in each turn.
+_late: Final[dict[asyncio.AbstractEventLoop, deque[Handle[Any]]]] = {}
+"""Handles whose large results have come, by loop: a few are unpickled in each turn.
 
-    Else the turn in which thousands of them come, as `gather` gives them, would hold
-    the loop for as long as all take. What comes after them waits for its turn as well,
-    so that handles end in the order of their results. One for each thread, since each
-    has a loop of its own.
-    """
-
-    def __init__(self) -> None:
-        self.handles: deque[Handle[Any]] = deque()
-
-    def take(self, handle: Handle[Any]) -> None:
-        """Settle a handle in one of the next turns."""
-        loop = handle.get_loop()
-        if self.handles and self.handles[0].get_loop() is not loop:
-            self.handles.clear()  # that loop was left, and nobody waits there
-        if not self.handles:
-            loop.call_soon(self._settle_some)
-        self.handles.append(handle)
-
-    def _settle_some(self) -> None:
-        until = time.perf_counter() + DECODING
-        while self.handles:
-            handle = self.handles[0]
-            try:
-                handle.settle()
-            finally:
-                self.handles.popleft()
-            if time.perf_counter() >= until and self.handles:
-                self.handles[0].get_loop().call_soon(self._settle_some)
-                return
+Else the turn in which thousands of them come, as `gather` gives them, would hold the
+loop for as long as all take. What comes after them waits for its turn as well, so that
+handles end in the order of their results. Mostly empty, which is all that is looked at
+for a small result."""
 
 
-_large: Final = LargeResults()
+def _settle_in_turn(handle: Handle[Any]) -> None:
+    """Settle a handle in one of its loop's next turns, or now if that has nothing."""
+    for left in [loop for loop in list(_late) if loop.is_closed()]:
+        _late.pop(left, None)  # nobody waits there
+    loop = handle.get_loop()
+    late = _late.get(loop)
+    if late is None:
+        if type(handle._payload) is bytes:
+            handle.settle()  # only other loops have some
+            return
+        late = _late[loop] = deque()
+        loop.call_soon(_settle_some, loop)
+    late.append(handle)
+
+
+def _settle_some(loop: asyncio.AbstractEventLoop) -> None:
+    late, until = _late[loop], time.perf_counter() + DECODING
+    try:
+        while late and time.perf_counter() < until:
+            late.popleft().settle()
+    finally:
+        if late:
+            loop.call_soon(_settle_some, loop)
+        else:
+            del _late[loop]
 
 
 class Handle(HandleBase, asyncio.Future[T]):
@@ -334,12 +332,12 @@ class Handle(HandleBase, asyncio.Future[T]):
             self._payload = payload
             # An actor ends although its calls' results are kept.
             self._owner = None
-            if type(payload) is bytes and not _large.handles:
+            if type(payload) is bytes and not _late:
                 _set_result(self, None)
                 if self._waiters:
                     self._wake()
             else:
-                _large.take(self)
+                _settle_in_turn(self)
             if self.shared is not None:
                 self._tell("receive", payload)
 

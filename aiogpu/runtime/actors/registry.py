@@ -469,15 +469,18 @@ class Actors(Register):
         actor = worker.actor if worker is not None else None
         if worker is None or actor is None or actor.worker is not worker:
             return
-        if type(message) is Failed and message.is_spoilt:
-            self._loop.call_later(SPOILT, self._end_spoilt, worker)
         if type(message) is Created:
             actor.on_created()
-        elif message.task == actor.id:
+            return
+        is_own = message.task == actor.id
+        if type(message) is Failed:
+            if message.is_spoilt:
+                self._loop.call_later(SPOILT, self._end_spoilt, worker)
+            if not is_own:
+                message = self._told_of(worker_id, actor, message)
+        if is_own:
             self._tasks.on_answer(worker_id, message)  # type: ignore[arg-type]
         else:
-            if type(message) is Failed:
-                message = self._told_of(worker_id, actor, message)
             actor.on_answer(message)  # type: ignore[arg-type]
 
     def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
