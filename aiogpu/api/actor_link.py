@@ -7,6 +7,7 @@ asyncio, so it is itself imported late.
 from __future__ import annotations
 
 import asyncio
+from _thread import get_ident
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.actor_class import PendingInterface, interface_in, stranger
 from aiogpu.api.calls import host_beside_loop, may_use, request
-from aiogpu.client.current import note_passed, passing, take_kept
+from aiogpu.client.current import host_of_task, note_passed, passing, take_kept
 from aiogpu.client.function_spec import placeholder_func
 from aiogpu.errors import (
     ActorNameError,
@@ -66,9 +67,6 @@ class NearSeveral(NamedTuple):
             ),
             several.fail,
         )
-
-
-_get_running_loop: Final = asyncio._get_running_loop
 
 
 UNCHECKED: Final = 1 << 20
@@ -260,7 +258,8 @@ class ActorLink:
         """
         self._check(payload)
         session = self._session
-        if _get_running_loop() is not session.loop:
+        # Cheaper than asking for the running loop, which asks for the process id.
+        if get_ident() != session.thread or host_of_task.get() is not None:
             host = self._host(label)
             if host is not None and self._actor is not None:
                 start = partial(host.call, self._actor.id, method, payload)

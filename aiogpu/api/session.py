@@ -186,13 +186,14 @@ class Session(EnteredOnLoop):
 
     Attributes:
         loop: the event loop.
+        thread: the number of the thread that runs it.
         remote_values: who knows the values of a node that is another process.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self.loop = self._loop = loop
-        self._thread = get_ident()
+        self.thread = get_ident()
         self.remote_values, self._new_handle = (
             engine.remote_values,
             handle_maker(engine.waits, engine.remote_values),
@@ -298,7 +299,7 @@ class Session(EnteredOnLoop):
         Raises:
             NoLoopError: another thread runs this.
         """
-        if get_ident() != self._thread:
+        if get_ident() != self.thread:
             raise NoLoopError(
                 f"{what} was called in another thread than its event loop's. "
                 f"{FROM_A_THREAD}"
