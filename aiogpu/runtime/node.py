@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import DescriptorServer, Store
     from aiogpu.runtime.output.console import Console
+    from aiogpu.runtime.workers.message_router import MessageRouter
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.runtime.zygote.generations import Zygotes
@@ -129,6 +130,7 @@ class Supervisor:
         self._descriptor_server: DescriptorServer | None = None
         self._requests: Requests | None = None
         self._store: Store
+        self._hearing: MessageRouter
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
@@ -235,7 +237,9 @@ class Supervisor:
         if self._devices is not None:
             self.driver.heed(self._devices.monitor)
         self._store = store
-        pool.hearing.on_nested = self._on_first_request
+        # Beside the parts: a task may ask for the first time as these are closed.
+        self._hearing = pool.hearing
+        self._hearing.on_nested = self._on_first_request
         await self._parts.zygotes.ready()
         return self.driver
 
@@ -262,7 +266,7 @@ class Supervisor:
 
             assert self.driver is not None
             self._requests = Requests(self.driver, self._store)
-            self.pool.hearing.on_nested = self._requests.on_message
+            self._hearing.on_nested = self._requests.on_message
         return self._requests
 
     def _on_first_request(self, worker: LiveWorker, message: Message) -> None:

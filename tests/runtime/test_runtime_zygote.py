@@ -14,6 +14,7 @@ import pytest
 import aiogpu
 from aiogpu.runtime.node import Supervisor
 from aiogpu.runtime.zygote.generations import INTENSITY, ZygoteGenerations
+from aiogpu.wire.messages import READ_DESCRIPTORS
 from tests.engines import tasks
 from tests.gate import Gate
 
@@ -224,3 +225,12 @@ async def test_a_node_that_is_given_up_leaves_no_directory(
     await parts.zygotes.close()
     assert parts.server is not None
     parts.server.close()
+
+
+async def test_a_first_request_that_comes_as_the_node_closes_is_heard() -> None:
+    """The last values of a worker come back while the node's parts are closed."""
+    async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
+        assert await tasks.add.remote(1) == 2
+        supervisor: Supervisor = session._engine._supervisor  # type: ignore[attr-defined]
+        (worker,) = supervisor.pool.workers.values()
+    supervisor._on_first_request(worker, READ_DESCRIPTORS)
