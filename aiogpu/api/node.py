@@ -145,6 +145,67 @@ CHECKS: Final[dict[str, Check]] = {
 """The options of a node, each with its check, which gives what `NodeOptions` holds."""
 
 
+class Node(EnteredOnLoop):
+    """The node of this event loop, as `init` gives it; `async with` closes it.
+
+    The functions of `aiogpu` itself ask the same of the loop's node.
+    """
+
+    __slots__ = ("_session",)
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __repr__(self) -> str:
+        return repr(self._session).replace("Session", "Node", 1)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same node of the same loop."""
+        return isinstance(other, Node) and other._session is self._session
+
+    def __hash__(self) -> int:
+        return hash(self._session)
+
+    def _as_called(self) -> str:
+        return "aiogpu.init(...)"
+
+    async def __aenter__(self) -> Node:
+        await self._session.opened()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._session.__aexit__(*raised)
+
+    @property
+    def is_open(self) -> bool:
+        """True until it is closed, by `shutdown` or with its loop, or has died."""
+        return self._session.is_open
+
+    async def status(self) -> NodeStatus:
+        """Who holds what, what waits and why; see `aiogpu.status`."""
+        return await self._session.status()
+
+    async def why(self, task_id: int) -> Why:
+        """Return why a task waits; see `aiogpu.why`."""
+        return await _why(self._session, task_id)
+
+    async def cluster_resources(self) -> dict[str, float]:
+        """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
+        return await self._session.cluster_resources()
+
+    async def available_resources(self) -> dict[str, float]:
+        """Return what is free of each resource; 0.0 where nothing is."""
+        return await self._session.available_resources()
+
+    async def shutdown(self, at_once: bool = False) -> None:
+        """Close it: stop its tasks, leave nothing behind.
+
+        Args:
+            at_once: give running tasks no time to stop by themselves.
+        """
+        await self._session.shutdown(at_once)
+
+
 async def why(task_id: int) -> Why:
     """Return why a task waits, or what it does instead; `print` tells it in words.
 
@@ -158,12 +219,17 @@ async def why(task_id: int) -> Why:
         NoSuchTaskError: the node has no task of that number, or none any more.
         NodeError: it was asked inside a task.
     """
+    return await _why(None, task_id)
+
+
+async def _why(session: Session | None, task_id: int) -> Why:
+    """Of a node's task, by default of this loop's."""
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
         raise OptionError(
             f"aiogpu.why({task_id!r}) asks for a task's number, such as 12; "
             f"aiogpu.status() shows the numbers of those that run and wait."
         )
-    session = await asked("aiogpu.why()")
+    session = session or await asked("aiogpu.why()")
     told = await session._ask().why_task(task_id)
     if told is None:
         raise NoSuchTaskError(
@@ -188,17 +254,17 @@ class Opening(EnteredOnLoop):
     def _as_called(self) -> str:
         return "aiogpu.init(...)"
 
-    def __await__(self) -> Generator[Any, None, Session]:
+    def __await__(self) -> Generator[Any, None, Node]:
         return self._open().__await__()
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> Node:
         return await self._open()
 
     async def __aexit__(self, *raised: Any) -> None:
         if self._mine is not None:
             await self._mine.__aexit__(*raised)
 
-    async def _open(self) -> Session:
+    async def _open(self) -> Node:
         self._is_used = True
         refuse_in_worker("aiogpu.init()")
         loop = asyncio.get_running_loop()
@@ -209,7 +275,7 @@ class Opening(EnteredOnLoop):
         if session is not None:
             if self._ignore_reinit_error:
                 await session.opened()
-                return session
+                return Node(session)
             raise NodeRunningError(
                 "this event loop has a node already. Call aiogpu.shutdown() before "
                 "another init(), or say init(ignore_reinit_error=True) to share it."
@@ -223,7 +289,7 @@ class Opening(EnteredOnLoop):
         except asyncio.CancelledError:
             await session.shutdown()
             raise
-        return session
+        return Node(session)
 
     def __del__(self) -> None:
         if not self._is_used:
@@ -293,6 +359,21 @@ def _opening(address: object, ignore_reinit_error: object, **given: object) -> O
     where = check_text("address", address) or default_address()
     shared = check_flag("ignore_reinit_error", ignore_reinit_error)
     return Opening(where, check_node_options(**given), shared)
+
+
+def is_initialized() -> bool:
+    """Return whether this loop has a node, opened by `init` or by a first `.remote()`.
+
+    True inside a task, whose node is the one that it runs on; False where no event
+    loop runs.
+    """
+    try:
+        session: Session | None = session_of(asyncio.get_running_loop())
+    except RuntimeError:
+        session = None
+    if session is None:
+        return bool(current.worker)
+    return not (session.is_closing or session.has_lost_its_node or session.is_forked)
 
 
 async def shutdown() -> None:

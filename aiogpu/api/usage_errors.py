@@ -9,10 +9,10 @@ that the package does not have is mostly one of Ray's. Light on purpose, as
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import wraps
 from inspect import CO_GENERATOR, CO_VARARGS
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, ParamSpec, TypeVar
 
 from aiogpu.errors import MisuseError
@@ -175,9 +175,8 @@ NAMES_OF_RAY: Final = MappingProxyType(
         "ObjectRefGenerator": "`Stream` is what .remote() of a generator gives",
         "actor": "`aiogpu.exit_actor()`, and `aiogpu.ActorHandle`",
         "cancel": "write `handle.cancel()`",
-        "exceptions": "errors are at `aiogpu` itself, as `aiogpu.TaskError`",
-        "is_initialized": "`aiogpu.init(ignore_reinit_error=True)` gives the loop's "
-        "node, should it have one",
+        "exceptions": "errors are in `aiogpu.errors`, and those that programs catch at "
+        "`aiogpu` itself, as `aiogpu.TaskError`",
         "nodes": "write `await aiogpu.status()`",
         "timeline": "run `aiogpu timeline FILE`",
         "util": "`aiogpu.placement`, `aiogpu.ActorPool` and `aiogpu.accelerators` are "
@@ -187,14 +186,21 @@ NAMES_OF_RAY: Final = MappingProxyType(
 """Of names that Ray's users look for, what there is."""
 
 
-def no_such_name(name: str, known: Sequence[str]) -> AttributeError:
+def no_such_name(
+    name: str, known: Sequence[str], below: Iterable[ModuleType] = ()
+) -> AttributeError:
     """The error for an attribute that the package has not.
 
     Args:
         name: what was asked for.
         known: the names that there are.
+        below: public modules, in one of which it may stand.
     """
     hint = NAMES_OF_RAY.get(name, "")
+    for module in below:
+        found = getattr(module, name, None)
+        if getattr(found, "__module__", "").startswith("aiogpu."):
+            hint = f"it is `{module.__name__}.{name}`"
     if not hint and not name.startswith("_"):
         from difflib import get_close_matches
 

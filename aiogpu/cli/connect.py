@@ -91,11 +91,11 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 class Node(Protocol):
     """What a view asks."""
 
-    async def status(self) -> aiogpu.NodeStatus:
+    async def status(self) -> aiogpu.types.NodeStatus:
         """The picture of this moment."""
         ...
 
-    async def why(self, task_id: int) -> aiogpu.Why:
+    async def why(self, task_id: int) -> aiogpu.types.Why:
         """Return why a task waits, by its number."""
         ...
 
@@ -110,12 +110,12 @@ class PublicNode:
     def __init__(self, patience: float | None) -> None:
         self._patience = patience
 
-    async def status(self) -> aiogpu.NodeStatus:
+    async def status(self) -> aiogpu.types.NodeStatus:
         """See `aiogpu.status`."""
         async with asyncio.timeout(self._patience):
             return await aiogpu.status()
 
-    async def why(self, task_id: int) -> aiogpu.Why:
+    async def why(self, task_id: int) -> aiogpu.types.Why:
         """See `aiogpu.why`."""
         async with asyncio.timeout(self._patience):
             return await aiogpu.why(task_id)
@@ -216,11 +216,11 @@ async def joined(
             session = await opening
     except TimeoutError:
         raise silent(address, patience) from None
-    except (aiogpu.NodeError, OSError) as error:
+    except (aiogpu.errors.NodeError, OSError) as error:
         raise click.ClickException(str(error)) from None
     try:
         yield PublicNode(patience)
-    except (aiogpu.NodeDiedError, aiogpu.NodeClosedError) as error:
+    except (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError) as error:
         raise click.ClickException(str(error)) from None
     except TimeoutError:
         raise silent(address, patience) from None

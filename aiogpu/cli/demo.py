@@ -28,7 +28,7 @@ import aiogpu
 if TYPE_CHECKING:
     from aiogpu.cli.julia import Band, Picture, Scene
 
-    Task = aiogpu.RemoteFunction[[Scene, int, int], Band]
+    Task = aiogpu.types.RemoteFunction[[Scene, int, int], Band]
 
 
 class Span(NamedTuple):
@@ -343,7 +343,7 @@ async def fan_out(
         return Outcome(spans, ids, time.monotonic() - begin)
 
 
-def headline(scene: Scene, node: aiogpu.NodeStatus) -> str:
+def headline(scene: Scene, node: aiogpu.types.NodeStatus) -> str:
     """Say what runs on what."""
     devices = ", ".join(
         f"{device_label(device.id)} ({device.name or 'logical'})"
@@ -353,7 +353,7 @@ def headline(scene: Scene, node: aiogpu.NodeStatus) -> str:
 
 
 def running_spans(
-    node: aiogpu.NodeStatus, before: Mapping[int, Span]
+    node: aiogpu.types.NodeStatus, before: Mapping[int, Span]
 ) -> dict[int, Span]:
     """Who runs now, by process; a span lasts from when it was first seen."""
     now = time.monotonic()

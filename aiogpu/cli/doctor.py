@@ -142,7 +142,7 @@ async def ask_shares() -> Shares:
         connect.check_there(address)
     except click.ClickException:
         return Shares()
-    except aiogpu.NodeError as error:
+    except aiogpu.errors.NodeError as error:
         return _unknown(str(error))
     try:
         async with connect.joined(address, PATIENCE) as node:

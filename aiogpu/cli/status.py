@@ -63,7 +63,7 @@ VERSION: Final = 1
 Data = dict[str, Any]
 
 
-def status_data(status: aiogpu.NodeStatus) -> Data:
+def status_data(status: aiogpu.types.NodeStatus) -> Data:
     """All of it."""
     return {
         "version": VERSION,
@@ -92,7 +92,7 @@ def status_data(status: aiogpu.NodeStatus) -> Data:
     }
 
 
-def problems(status: aiogpu.NodeStatus) -> list[str]:
+def problems(status: aiogpu.types.NodeStatus) -> list[str]:
     """What is not well: devices that are set aside, and workers that do not start."""
     return [
         *(
@@ -284,7 +284,7 @@ def outage_data(outage: OutageStatus) -> Data:
     }
 
 
-def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:
+def sections(status: aiogpu.types.NodeStatus, width: int) -> Iterator[Line]:
     """Resources, then a table for each kind of thing that there is any of."""
     for text in overview(status):
         yield [(cut(text, width), "")]
@@ -328,7 +328,7 @@ def _section(title: str, table: Table, count: int, width: int) -> Iterator[Line]
         yield [(f"and {count - len(table.rows)} more", "dim")]
 
 
-def _kept(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:
+def _kept(status: aiogpu.types.NodeStatus, width: int) -> Iterator[Line]:
     kept = status.reservation
     assert kept is not None
     when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
@@ -379,7 +379,7 @@ def status(
 
 async def _look(
     address: str, as_json: bool, interval: float | None
-) -> aiogpu.NodeStatus:
+) -> aiogpu.types.NodeStatus:
     """Show it once, or until somebody has seen enough."""
     async with connect.joined(address) as node:
         seen = await node.status()
@@ -398,7 +398,7 @@ async def _look(
                 seen = await node.status()
 
 
-def _show_once(seen: aiogpu.NodeStatus, as_json: bool) -> None:
+def _show_once(seen: aiogpu.types.NodeStatus, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(status_data(seen), indent=1))
     elif is_terminal():
@@ -408,12 +408,12 @@ def _show_once(seen: aiogpu.NodeStatus, as_json: bool) -> None:
         click.echo(plain_report(seen))
 
 
-def plain_report(seen: aiogpu.NodeStatus) -> str:
+def plain_report(seen: aiogpu.types.NodeStatus) -> str:
     """Return what `print(status)` shows, such that it can do nothing to a terminal."""
     return str(printable_all(seen))
 
 
-Status = aiogpu.NodeStatus
+Status = aiogpu.types.NodeStatus
 
 
 class Kind(NamedTuple):

@@ -43,7 +43,7 @@ def state(word: str) -> Cell:
 class Programs(dict[int, str]):
     """What the programs of a node are called by, with their process ids."""
 
-    def __init__(self, status: aiogpu.NodeStatus) -> None:
+    def __init__(self, status: aiogpu.types.NodeStatus) -> None:
         super().__init__(
             (one.id, f"{one.name} {one.pid}") for one in status.clients if one.name
         )
@@ -53,7 +53,7 @@ class Programs(dict[int, str]):
         return str(client)
 
 
-def task_table(tasks: Iterable[TaskStatus], status: aiogpu.NodeStatus) -> Table:
+def task_table(tasks: Iterable[TaskStatus], status: aiogpu.types.NodeStatus) -> Table:
     """Tasks that have not ended."""
     programs = Programs(status)
     columns = (
@@ -97,7 +97,9 @@ def worker_table(workers: Iterable[WorkerStatus]) -> Table:
     return Table(columns, rows)
 
 
-def actor_table(actors: Iterable[ActorStatus], status: aiogpu.NodeStatus) -> Table:
+def actor_table(
+    actors: Iterable[ActorStatus], status: aiogpu.types.NodeStatus
+) -> Table:
     """Actors that have not ended."""
     programs = Programs(status)
     columns = (
@@ -133,7 +135,7 @@ def full_name(actor: ActorStatus) -> str:
 
 
 def placement_table(
-    placements: Iterable[PlacementStatus], status: aiogpu.NodeStatus
+    placements: Iterable[PlacementStatus], status: aiogpu.types.NodeStatus
 ) -> Table:
     """Placements, with what each of their bundles holds."""
     programs = Programs(status)
@@ -195,7 +197,7 @@ def client_table(clients: Collection[ClientStatus], with_ids: bool = False) -> T
     return Table(tuple(columns), [tuple(row) for row in rows])
 
 
-def shown_clients(status: aiogpu.NodeStatus) -> list[ClientStatus]:
+def shown_clients(status: aiogpu.types.NodeStatus) -> list[ClientStatus]:
     """The programs worth a line: the node's own only if it has tasks."""
     return [
         one for one in status.clients if one.id != OWN or one.running or one.waiting
@@ -288,7 +290,7 @@ def shape_table(shapes: Iterable[ShapeStatus]) -> Table:
 
 
 def failure_table(
-    failures: Iterable[FailureStatus], status: aiogpu.NodeStatus
+    failures: Iterable[FailureStatus], status: aiogpu.types.NodeStatus
 ) -> Table:
     """Return what has failed, the latest first."""
     programs = Programs(status)

@@ -281,7 +281,7 @@ KEYS: Final = "q quit  p pause  s sort  j/k scroll"
 
 
 def board(
-    status: aiogpu.NodeStatus,
+    status: aiogpu.types.NodeStatus,
     view: View,
     width: int,
     height: int,
@@ -307,7 +307,7 @@ def board(
     return [_top(status, view, width, note), *shown, _keys(view, len(body), width)]
 
 
-def _top(status: aiogpu.NodeStatus, view: View, width: int, note: str) -> Line:
+def _top(status: aiogpu.types.NodeStatus, view: View, width: int, note: str) -> Line:
     said = " PAUSED " if view.is_paused else ""
     said = f"{said} {note}" if note else said
     left = cut(f"aiogpu  {printable(summary(status))}", max(0, width - len(said) - 1))
@@ -323,7 +323,7 @@ def _keys(view: View, count: int, width: int) -> Line:
 
 
 def picture(
-    status: aiogpu.NodeStatus, order: str, width: int
+    status: aiogpu.types.NodeStatus, order: str, width: int
 ) -> Iterator[Line | Callable[[], Line]]:
     """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
@@ -350,7 +350,9 @@ def picture(
         yield [("Nothing runs, and nothing waits.", "dim")]
 
 
-def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -> Table:
+def held_table(
+    status: aiogpu.types.NodeStatus, tasks: list[TaskStatus], order: str
+) -> Table:
     """The tasks on workers with what they hold, in one of the `ORDERS`."""
     holders = {
         (holder.pid, holder.task): holder
@@ -462,7 +464,7 @@ class Top:
         self._node = node
         self._interval = interval
         self._view = View()
-        self._seen: aiogpu.NodeStatus | None = None
+        self._seen: aiogpu.types.NodeStatus | None = None
         self._seen_at = time.monotonic()
         self._changed = asyncio.Event()
         self._code = 0

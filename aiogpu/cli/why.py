@@ -62,7 +62,7 @@ def why(task: str, address: str) -> None:
     connect.ask(address, lambda node: _of_name(node, task))
 
 
-def say(told: aiogpu.Why) -> None:
+def say(told: aiogpu.types.Why) -> None:
     """Print it as a person wants it."""
     click.echo(str(printable_all(told)))
 

@@ -20,7 +20,7 @@ import aiogpu
 from aiogpu.testing.traces import Traces
 
 if TYPE_CHECKING:
-    from aiogpu import Session
+    from aiogpu.types import Node
 
 _DEFAULTS: Final = {"num_cpus": 2, "num_gpus": 1}
 _MARKER: Final = (
@@ -73,7 +73,7 @@ def no_leaks(runtime_directory: Path) -> Iterator[None]:
 
 
 @pytest_asyncio.fixture
-async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
+async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     """A node that runs tasks in this process, with 2 CPUs and 1 logical GPU.
 
     `@pytest.mark.aiogpu(num_gpus=4)` changes what it has. The test says `.remote()`,
@@ -86,7 +86,7 @@ async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
 @pytest_asyncio.fixture
 async def local_node(
     request: pytest.FixtureRequest, no_leaks: None
-) -> AsyncIterator[Session]:
+) -> AsyncIterator[Node]:
     """A node with workers of its own, 2 CPUs and 1 logical GPU; it leaves nothing.
 
     `@pytest.mark.aiogpu(num_gpus=4)` changes what it has.

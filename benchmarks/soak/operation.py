@@ -24,7 +24,7 @@ TOLD: Final = 20
 """Wrong ends that are told one by one."""
 OF_KILLS: Final = (aiogpu.WorkerDiedError, aiogpu.ActorDiedError)
 """Legal for whatever runs where processes are killed."""
-OF_THE_NODE: Final = (aiogpu.NodeDiedError, aiogpu.NodeClosedError)
+OF_THE_NODE: Final = (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError)
 """Legal where the node itself is ended."""
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class Operation:
             allowed = (*allowed, *OF_THE_NODE)
             if isinstance(error.__cause__, OF_THE_NODE):
                 # A pool is closed with its node, and says why.
-                allowed = (*allowed, aiogpu.MisuseError)
+                allowed = (*allowed, aiogpu.errors.MisuseError)
         told = f"{what!r} raised {error!r:.600} caused by {error.__cause__!r:.600}"
         self._count(type(error).__name__, isinstance(error, allowed), told)
         return False

@@ -28,7 +28,7 @@ class Program:
 
     def __init__(self, channel: Channel, session: Any, load: Load) -> None:
         self._channel = channel
-        self._session = session
+        self._node = session
         self._load = load
         self._stop = asyncio.Event()
         self._storm: asyncio.Task[None] | None = None
@@ -68,7 +68,7 @@ class Program:
     async def _rest(self) -> list[str]:
         await self._calm()
         gc.collect()
-        engine = self._session._engine
+        engine = self._node._session._engine
         if not hasattr(engine, "_open_driver"):
             return []  # the node's books hold what others want of it, too
         return await books.settled(books.inner(engine))

@@ -13,7 +13,7 @@ from aiogpu.api.usage_errors import NAMES_OF_RAY
     [
         ("wiat", ": did you mean 'wait'\\?$"),
         ("cancel", ": write `handle.cancel\\(\\)`$"),
-        ("is_initialized", "ignore_reinit_error"),
+        ("exceptions", "in `aiogpu.errors`"),
         ("nothing_like_it", "'nothing_like_it'$"),
         ("_wait", "'_wait'$"),
     ],

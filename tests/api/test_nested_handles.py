@@ -154,7 +154,7 @@ async def test_what_is_left_when_the_task_ends(channel: PaperChannel) -> None:
     with pytest.raises(TaskCancelledError, match="since the task that had started it"):
         await waiting
     assert two.done()
-    with pytest.raises(aiogpu.MisuseError, match="after the task had ended"):
+    with pytest.raises(aiogpu.errors.MisuseError, match="after the task had ended"):
         start(1)
 
 

@@ -13,6 +13,7 @@ import pytest
 import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api.handle import session_of
+from aiogpu.api.node import Node
 from aiogpu.api.session import Session
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeRunningError, NodeStartError
@@ -63,11 +64,25 @@ async def step() -> None:
 async def test_it_is_awaited(makers: Makers) -> None:
     session = await aiogpu.init(num_cpus=2, num_gpus=1)
     assert session.is_open
-    assert session is session_of(asyncio.get_running_loop())
+    assert session == Node(session_of(asyncio.get_running_loop()))
     assert makers.asked == [(None, NodeOptions(num_cpus=2.0, num_gpus=1))]
     await aiogpu.shutdown()
     await aiogpu.shutdown()
     assert makers.engine.story == ["open", "opened", "close", "closed"]
+
+
+async def test_whether_there_is_one(makers: Makers) -> None:
+    assert not aiogpu.is_initialized()
+    async with aiogpu.init() as node:
+        assert aiogpu.is_initialized()
+        assert not await asyncio.to_thread(aiogpu.is_initialized)
+        await node.shutdown()
+        assert not aiogpu.is_initialized()
+    assert not aiogpu.is_initialized()
+
+
+def test_there_is_none_without_a_loop() -> None:
+    assert not aiogpu.is_initialized()
 
 
 async def test_it_is_a_block(makers: Makers) -> None:
@@ -124,13 +139,13 @@ async def test_one_node_for_each_loop(makers: Makers) -> None:
 async def test_a_node_is_shared_by_who_says_so(makers: Makers) -> None:
     """The inner block ends nothing: it is not its own."""
     async with aiogpu.init() as outer:
-        assert await aiogpu.init(ignore_reinit_error=True) is outer
+        assert await aiogpu.init(ignore_reinit_error=True) == outer
         async with aiogpu.init(ignore_reinit_error=True) as inner:
-            assert inner is outer
+            assert inner == outer
         assert outer.is_open
     assert len(makers.asked) == 1
     async with aiogpu.init(ignore_reinit_error=True) as own:
-        assert own is not outer
+        assert own != outer
     assert makers.engine.story[-1] == "closed"
 
 
@@ -141,7 +156,7 @@ async def test_who_shares_a_node_waits_until_it_is_open(makers: Makers) -> None:
     await step()
     assert not second.done()
     makers.engine.may_open.set()
-    assert await second is await first
+    assert await second == await first
     await aiogpu.shutdown()
 
 

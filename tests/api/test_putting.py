@@ -32,6 +32,6 @@ async def test_it_can_be_awaited_again(node):
 async def test_one_that_was_not_awaited_is_no_argument(wrap, node):
     # What to do is said once, and ends with one full stop.
     advice = r"await aiogpu\.put\(value\)`.*[^.]\.$"
-    with pytest.raises(aiogpu.SerializationError, match=advice) as caught:
+    with pytest.raises(aiogpu.errors.SerializationError, match=advice) as caught:
         same.remote(wrap(aiogpu.put(1)))
     assert "Create it inside" not in str(caught.value)

@@ -73,7 +73,7 @@ class Box(Generic[T]):
 
 
 async def test_a_class_with_its_parameter_is_that_class(
-    inline_node: aiogpu.Session,
+    inline_node: aiogpu.types.Node,
 ) -> None:
     """`list[int]` and the like are called as classes are, and are none."""
     boxes = aiogpu.remote(Box[int])
@@ -194,7 +194,8 @@ def test_one_that_takes_much_with_it_is_told_once() -> None:
         return table[index]
 
     with pytest.warns(
-        aiogpu.AiogpuWarning, match=r"of which 2\.0 MiB are lookup\.__closure__\.table"
+        aiogpu.errors.AiogpuWarning,
+        match=r"of which 2\.0 MiB are lookup\.__closure__\.table",
     ) as caught:
         lookup._definition.sent()
     lookup.options(num_cpus=2)._definition.sent()
@@ -210,7 +211,7 @@ def test_a_class_that_takes_much_with_it_is_told() -> None:
             return table[index]
 
     with pytest.warns(
-        aiogpu.AiogpuWarning, match=r"are Lookup\.at\.__closure__\.table"
+        aiogpu.errors.AiogpuWarning, match=r"are Lookup\.at\.__closure__\.table"
     ):
         Lookup._definition.sent()
 
@@ -273,12 +274,14 @@ async def test_one_that_cannot_be_pickled_yet_may_be_called_later(
 
     for _ in range(2):
         with pytest.raises(
-            aiogpu.SerializationError, match=r"the function nested.*lock"
+            aiogpu.errors.SerializationError, match=r"the function nested.*lock"
         ):
             nested.remote()
     held.clear()
     nested.remote().cancel()
-    with pytest.raises(aiogpu.SerializationError, match=r"arguments of nested\.remote"):
+    with pytest.raises(
+        aiogpu.errors.SerializationError, match=r"arguments of nested\.remote"
+    ):
         nested.remote(threading.Lock())
     nested.remote().cancel()
 

@@ -127,11 +127,13 @@ class Paper:
             return self.pictures.pop(0)
         return self.pictures[0]
 
-    async def why(self, task_id: int) -> aiogpu.Why:
+    async def why(self, task_id: int) -> aiogpu.types.Why:
         for task in self.pictures[0].tasks:
             if task.id == task_id:
-                return aiogpu.Why(task.name, task.id, "running", worker=2, pid=102)
-        raise aiogpu.NoSuchTaskError(f"this node has no task {task_id}.")
+                return aiogpu.types.Why(
+                    task.name, task.id, "running", worker=2, pid=102
+                )
+        raise aiogpu.errors.NoSuchTaskError(f"this node has no task {task_id}.")
 
 
 def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:

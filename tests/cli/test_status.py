@@ -242,7 +242,7 @@ def test_why_of_what_is_not_there() -> None:
     assert (
         "no task and no actor named 'nobody' waits or runs; the first" in result.stderr
     )
-    assert isinstance(ran("why", "99").exception, aiogpu.NoSuchTaskError)
+    assert isinstance(ran("why", "99").exception, aiogpu.errors.NoSuchTaskError)
     assert ran("why", "").exit_code == 2
 
 

@@ -30,7 +30,9 @@ async def test_limits_are_seen_by_those_who_wait(here: Box, gate: Gate) -> None:
         (task,) = (await aiogpu.status()).waiting
         told, _ = await asyncio.to_thread(here.run, "why", str(task.id), where)
         assert TOLD in " ".join(told.split())
-        with pytest.raises(aiogpu.LimitError, match=r"has 2 tasks .* \(max_waiting\)"):
+        with pytest.raises(
+            aiogpu.errors.LimitError, match=r"has 2 tasks .* \(max_waiting\)"
+        ):
             await tasks.add.remote(1)
         gate.release("a")
         assert await asyncio.gather(running, waiting) == ["a", 3]

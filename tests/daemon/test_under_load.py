@@ -26,7 +26,7 @@ async def answered() -> None:
 async def until_refused() -> None:
     """Ask for work until the node takes no more; it has answered until then."""
     async with asyncio.timeout(LIMIT):
-        with pytest.raises(aiogpu.NodeClosedError, match="takes no new work"):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="takes no new work"):
             await answered()
 
 
@@ -50,7 +50,7 @@ async def test_what_runs_ends_and_what_is_new_is_refused(here: Box, gate: Gate) 
         assert await asyncio.gather(running, waiting) == ["one", 42]
         out, _ = await stopping
         assert out.startswith("Stopped the node")
-        with pytest.raises(aiogpu.NodeError):
+        with pytest.raises(aiogpu.errors.NodeError):
             await tasks.add.remote(1)
     assert here.files == []
     here.wait_for_the_end(0)
@@ -64,7 +64,7 @@ async def test_what_does_not_end_in_time_is_ended(here: Box, gate: Gate) -> None
         running = tasks.gated.remote(gate.path, "one")
         await gate.entered("one")
         await stopped(here)
-        with pytest.raises(aiogpu.NodeError):
+        with pytest.raises(aiogpu.errors.NodeError):
             await running
     assert here.files == []
 
@@ -82,7 +82,7 @@ async def test_a_second_signal_ends_it_at_once(here: Box, gate: Gate) -> None:
         os.kill(node.pid, signal.SIGTERM)
         async with asyncio.timeout(20):
             await stopping
-        with pytest.raises(aiogpu.NodeError):
+        with pytest.raises(aiogpu.errors.NodeError):
             await running
     assert here.files == []
 

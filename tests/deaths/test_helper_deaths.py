@@ -44,7 +44,7 @@ async def node(spare_workers: int) -> AsyncIterator[Any]:
     async with aiogpu.init(
         num_cpus=1, num_gpus=1, spare_workers=spare_workers, log_to_driver=False
     ) as session:
-        yield session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+        yield session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
 
 
 async def all_free(scheduler: Any) -> None:

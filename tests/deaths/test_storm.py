@@ -49,7 +49,7 @@ class Storm:
     def __init__(self, session: Any, hand: random.Random) -> None:
         self.ends: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
-        self.driver = session._engine._open_driver
+        self.driver = session._session._engine._open_driver
         self._hand = hand
         self._loop = asyncio.get_running_loop()
         self._last_zygote = self._loop.time()

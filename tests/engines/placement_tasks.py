@@ -28,13 +28,13 @@ async def forever(begun: Path) -> None:
 
 
 @aiogpu.remote(num_gpus=0.5)
-async def parent(group: aiogpu.Placement) -> list[int | str]:
+async def parent(group: aiogpu.types.Placement) -> list[int | str]:
     found = await where.options(placement=group, bundle=0).remote()
     return found[0]
 
 
 @aiogpu.remote(num_gpus=0.5)
-def plain_parent(group: aiogpu.Placement) -> list[int | str]:
+def plain_parent(group: aiogpu.types.Placement) -> list[int | str]:
     return aiogpu.get(where.options(placement=group, bundle=0).remote())[0]
 
 
@@ -42,16 +42,16 @@ def plain_parent(group: aiogpu.Placement) -> list[int | str]:
 async def asks_for_one() -> str:
     try:
         aiogpu.placement([{"CPU": 1}])
-    except aiogpu.NodeError as error:
+    except aiogpu.errors.NodeError as error:
         return str(error)
     return ""
 
 
 @aiogpu.remote
-async def waits_for(group: aiogpu.Placement) -> str:
+async def waits_for(group: aiogpu.types.Placement) -> str:
     try:
         await group
-    except aiogpu.MisuseError as error:
+    except aiogpu.errors.MisuseError as error:
         return str(error)
     return ""
 

@@ -26,7 +26,7 @@ WITHIN = 20
 async def test_a_ring_of_actors(count: int, address: str) -> None:
     async with aiogpu.init(num_cpus=1), asyncio.timeout(WITHIN):
         ring = [Player.options(name=str(i)).remote(str(i)) for i in range(count)]
-        with pytest.raises(aiogpu.DeadlockError) as it:
+        with pytest.raises(aiogpu.errors.DeadlockError) as it:
             await ring[0].relay.remote([*ring[1:], ring[0]])
         if address != "inline":
             names = [f"Player '{i % count}'.relay" for i in range(count + 1)]
@@ -52,7 +52,7 @@ async def test_two_that_are_called_at_once(gate: Gate) -> None:
         await gate.entered("a", "b")
         gate.release("a", "b")
         ended = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [one for one in ended if isinstance(one, aiogpu.DeadlockError)]
+        errors = [one for one in ended if isinstance(one, aiogpu.errors.DeadlockError)]
         assert len(errors) == 1
         assert "answer, which comes after Player.meet_and_ask" in str(errors[0])
         assert {one for one in ended if isinstance(one, str)} <= {"a", "b"}

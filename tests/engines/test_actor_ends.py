@@ -157,7 +157,7 @@ async def test_kill(gate: Gate) -> None:
         assert await tasks.where.options(num_gpus=1).remote()
         assert has_gone(gate.pids["constructor"])
         for wrong in (Counter, running.add, None):
-            with pytest.raises(aiogpu.MisuseError, match="kill"):
+            with pytest.raises(aiogpu.errors.MisuseError, match="kill"):
                 aiogpu.kill(wrong)  # type: ignore[arg-type]
 
 
@@ -199,7 +199,7 @@ async def test_exit_actor(kind: Any, gate: Gate) -> None:
             await actor.add.remote()
         if kind is not MortalThreads:
             await gate.entered("it-gone")
-    with pytest.raises(aiogpu.MisuseError, match="outside"):
+    with pytest.raises(aiogpu.errors.MisuseError, match="outside"):
         aiogpu.exit_actor()
 
 
@@ -261,7 +261,7 @@ async def test_exit_actor_elsewhere() -> None:
     async with aiogpu.init(num_cpus=1):
         with pytest.raises(aiogpu.ActorDiedError, match="constructor"):
             await Never.remote()
-        with pytest.raises(aiogpu.MisuseError, match="outside"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="outside"):
             await task.remote()
 
 
@@ -310,7 +310,7 @@ async def test_an_endless_end_is_bounded(
         assert await tasks.where.options(num_gpus=1).remote()
         assert has_gone(pid)
         assert "it-closed" not in gate.pids
-        with pytest.raises(aiogpu.ActorNameError):
+        with pytest.raises(aiogpu.errors.ActorNameError):
             await aiogpu.get_actor("a")
 
 
@@ -344,7 +344,7 @@ async def test_actors_end_in_order_with_their_node(kind: Any, gate: Gate) -> Non
         for number in range(5):
             actor.note.remote(number)
     for handle in told:
-        with pytest.raises(aiogpu.NodeClosedError, match="shut down"):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="shut down"):
             await handle
     await gate.entered("it-gone")
     if kind is Mortal:
@@ -369,7 +369,7 @@ async def test_a_node_waits_for_no_actor_beyond_its_grace(how: str, gate: Gate) 
         if how != "close":
             await gate.entered("constructor" if how == "constructor" else "it")
     if how != "close":
-        with pytest.raises(aiogpu.NodeClosedError):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
             await handle
     assert all(has_gone(pid) for pid in gate.pids.values())
 
@@ -446,7 +446,7 @@ async def test_a_fork_of_the_program_leaves_its_actors_alone() -> None:
                 try:
                     use()
                     code = 1
-                except aiogpu.NodeError:
+                except aiogpu.errors.NodeError:
                     continue
             del counter
             os._exit(code)

@@ -125,7 +125,7 @@ async def test_names() -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.options(name="bob").remote(1)
         assert await handed_on.add_to_named.remote("bob", 100) == 101
-        with pytest.raises(aiogpu.ActorNameError, match="'alice'"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'alice'"):
             await handed_on.add_to_named.remote("alice", 1)
         assert await counter.add.remote() == 102
 
@@ -155,7 +155,7 @@ async def test_one_that_waits_for_itself(address: str) -> None:
     told = "max_concurrency=2" if address == "local" else "directly, by self"
     async with aiogpu.init(num_cpus=1):
         holder = await handed_on.Holder.remote()
-        with pytest.raises(aiogpu.DeadlockError, match=told):
+        with pytest.raises(aiogpu.errors.DeadlockError, match=told):
             await holder.add_by_myself.remote(holder)
         await holder.take.remote(5)
         assert await holder.give.remote() == 5
@@ -163,7 +163,7 @@ async def test_one_that_waits_for_itself(address: str) -> None:
 
 async def test_before_the_node_is_open() -> None:
     counter = Counter.remote()
-    with pytest.raises(aiogpu.SerializationError, match="await it first"):
+    with pytest.raises(aiogpu.errors.SerializationError, match="await it first"):
         handed_on.add_to.remote(counter, 1)
     assert await counter.add.remote() == 1
     await aiogpu.shutdown()
@@ -175,9 +175,13 @@ async def test_a_handle_of_a_closed_node_is_no_actor_of_the_next() -> None:
         before = await Counter.remote(5)
     async with aiogpu.init(num_cpus=2):
         counter = await Counter.remote(100)
-        with pytest.raises(aiogpu.SerializationError, match="belongs to another"):
+        with pytest.raises(
+            aiogpu.errors.SerializationError, match="belongs to another"
+        ):
             handed_on.add_to.remote(before, 1)
-        with pytest.raises(aiogpu.SerializationError, match="belongs to another"):
+        with pytest.raises(
+            aiogpu.errors.SerializationError, match="belongs to another"
+        ):
             handed_on.Holder.remote(before)
         assert await counter.add.remote(1) == 101
 
@@ -190,7 +194,7 @@ async def test_a_function_that_holds_a_handle_of_a_closed_node_does_not_start() 
         assert await add.remote() == 6
     async with aiogpu.init(num_cpus=2):
         counter = await Counter.remote(100)
-        with pytest.raises((aiogpu.DeserializationError, aiogpu.ActorDiedError)):
+        with pytest.raises((aiogpu.errors.DeserializationError, aiogpu.ActorDiedError)):
             await add.remote()
         assert await counter.add.remote(1) == 101
 
@@ -201,7 +205,9 @@ async def test_a_handle_of_another_loops_node_is_none_of_this_ones(
     async def elsewhere(handle: aiogpu.ActorHandle[Any]) -> None:
         async with aiogpu.init(num_cpus=2):
             counter = await Counter.remote(100)
-            with pytest.raises(aiogpu.SerializationError, match="belongs to another"):
+            with pytest.raises(
+                aiogpu.errors.SerializationError, match="belongs to another"
+            ):
                 handed_on.add_to.remote(handle, 1)
             assert await counter.add.remote(1) == 101
 

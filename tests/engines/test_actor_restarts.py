@@ -228,7 +228,7 @@ async def test_one_that_restarts_for_nobody_ends(gate: Gate) -> None:
                 assert await handle == 1
             assert await tasks.where.options(num_gpus=1).remote()
             gate.forget("constructor")
-        driver = session._engine._open_driver  # type: ignore[attr-defined]
+        driver = session._session._engine._open_driver  # type: ignore[attr-defined]
         await until(lambda: not driver.scheduler.ledger.leases)
         driver.scheduler.check()
 
@@ -252,5 +252,5 @@ async def test_a_node_that_closes_restarts_nobody(gate: Gate) -> None:
         aiogpu.kill(slow, no_restart=False)
         call = slow.add.remote()
         await gate.entered("constructor")
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await call

@@ -249,10 +249,10 @@ async def test_a_call_before_the_node_is_open(kind: Any) -> None:
 async def test_a_pool_and_a_map_refuse_it(address: str) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         actor = Serial.remote()
-        with pytest.raises(aiogpu.MisuseError, match="map"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="map"):
             actor.count.map([1])
         async with aiogpu.ActorPool(Serial, 1) as pool:
-            with pytest.raises(aiogpu.MisuseError, match="generator"):
+            with pytest.raises(aiogpu.errors.MisuseError, match="generator"):
                 pool.count.remote(1)
 
 

@@ -89,11 +89,11 @@ async def test_what_methods_raise(kind: Any) -> None:
         for never in (SystemExit, KeyboardInterrupt, asyncio.CancelledError):
             with pytest.raises(aiogpu.TaskError, match=never.__name__):
                 await actor.fail.remote(never)
-        with pytest.raises(aiogpu.SerializationError, match=r"result\['lock'\]"):
+        with pytest.raises(aiogpu.errors.SerializationError, match=r"result\['lock'\]"):
             await actor.unpicklable.remote()
-        with pytest.raises(aiogpu.SerializationError, match=r"args\[0\]"):
+        with pytest.raises(aiogpu.errors.SerializationError, match=r"args\[0\]"):
             actor.note.remote(threading.Lock())
-        with pytest.raises(aiogpu.DeserializationError, match="division"):
+        with pytest.raises(aiogpu.errors.DeserializationError, match="division"):
             await actor.note.remote(tasks.UnreadableResult("1/0"))
         if kind is Async:
             with pytest.raises(aiogpu.TaskError, match="CancelledError"):
@@ -112,7 +112,7 @@ async def test_calls_that_cannot_be_are_refused_before_they_are_sent() -> None:
             (lambda: Counter.remote(1, 2), r"Counter.*too many positional"),
             (lambda: Counter(1), r"Counter\.remote\(\.\.\.\)"),
         ):
-            with pytest.raises(aiogpu.MisuseError, match=wrong):
+            with pytest.raises(aiogpu.errors.MisuseError, match=wrong):
                 call()
         with pytest.raises(AttributeError, match="Did you mean add"):
             counter.addd.remote()
@@ -153,9 +153,9 @@ async def test_methods_that_are_no_plain_functions() -> None:
         assert await odd.all_by_position.remote(1, 2) == 3
         assert (await odd.cached.remote(2))[0] == 2
         assert await odd.greet.remote("you", times=2) == "hello you!!"
-        with pytest.raises(aiogpu.MisuseError, match="static"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="static"):
             odd.static.remote()
-        with pytest.raises(aiogpu.MisuseError, match="of_class"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="of_class"):
             odd.of_class.remote()
         with pytest.raises(AttributeError, match="no method not_a_method"):
             odd.not_a_method.remote()
@@ -286,7 +286,7 @@ async def test_what_can_never_be_placed_is_refused_at_once() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         with pytest.raises(aiogpu.InfeasibleError, match=r"'taken\?' asks .*GPU"):
             Counter.options(num_gpus=2, name="taken?").remote()
-        with pytest.raises(aiogpu.ActorNameError):
+        with pytest.raises(aiogpu.errors.ActorNameError):
             await aiogpu.get_actor("taken?")
 
 
@@ -398,13 +398,13 @@ async def test_handles_of_a_closed_node() -> None:
         counter = await Counter.remote()
         method = counter.add
     for call in (counter.add.remote, method.remote):
-        with pytest.raises(aiogpu.NodeClosedError, match="shut down"):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="shut down"):
             call()
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await counter
     aiogpu.kill(counter)
     async with aiogpu.init(num_cpus=1):
-        with pytest.raises(aiogpu.NodeClosedError):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
             counter.add.remote()
         assert await Counter.remote().add.remote() == 1
 
@@ -416,14 +416,16 @@ async def test_names() -> None:
         bob = named.remote(1)
         assert repr(bob) == "<ActorHandle Counter 'bob'>"
         assert await aiogpu.get_actor("bob").add.remote() == 2
-        with pytest.raises(aiogpu.ActorNameError, match="'bob' lives already"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'bob' lives already"):
             await named.remote()
         assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
-        with pytest.raises(aiogpu.ActorNameError, match="no actor named 'eve' lives"):
+        with pytest.raises(
+            aiogpu.errors.ActorNameError, match="no actor named 'eve' lives"
+        ):
             await aiogpu.get_actor("eve")
         elsewhere = named.options(namespace="other").remote(10)
         assert await aiogpu.get_actor("bob", "other").add.remote() == 11
-        with pytest.raises(aiogpu.ActorNameError, match="'nowhere'"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'nowhere'"):
             await aiogpu.get_actor("bob", "nowhere")
         # One that another class has made has the other's methods.
         found: Any = await Async.options(name="bob", get_if_exists=True).remote()
@@ -431,7 +433,7 @@ async def test_names() -> None:
         with pytest.raises(AttributeError, match="Counter has no method later"):
             found.later.remote()
         aiogpu.kill(bob)
-        with pytest.raises(aiogpu.ActorNameError):
+        with pytest.raises(aiogpu.errors.ActorNameError):
             await aiogpu.get_actor("bob")
         second = named.remote(5)
         assert await second.add.remote() == 6
@@ -441,7 +443,7 @@ async def test_names() -> None:
                 try:
                     third = named.remote(50)
                     break
-                except aiogpu.ActorNameError:
+                except aiogpu.errors.ActorNameError:
                     await asyncio.sleep(0)
         assert await third.add.remote() == 51
         assert await elsewhere.add.remote() == 12
@@ -476,6 +478,6 @@ async def test_until_nothing_is_left_of_many(address: str) -> None:
             await asyncio.sleep(0)
         assert (await session.available_resources())["CPU"] == 1
         if address == "local":
-            scheduler = session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+            scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
             assert not scheduler.ledger.leases
             scheduler.check()

@@ -124,7 +124,7 @@ def test_a_tree_that_is_deeper_than_there_is_room_for() -> None:
         assert await parent.remote(5) == 6
         try:
             await parent.remote(100)
-        except aiogpu.DeadlockError as error:
+        except aiogpu.errors.DeadlockError as error:
             print(error)
         assert await parent.remote(5) == 6
     """
@@ -281,7 +281,7 @@ def test_no_room_for_a_node() -> None:
         async def main():
             try:
                 await aiogpu.init(num_cpus=1, num_gpus=0)
-            except aiogpu.NodeStartError as error:
+            except aiogpu.errors.NodeStartError as error:
                 print(error)
         asyncio.run(main())
     """

@@ -141,7 +141,7 @@ async def test_a_node_that_closes_amid_a_row() -> None:
         outcomes = await asyncio.gather(*handles, return_exceptions=True)
     failed = [one for one in outcomes if not isinstance(one, int)]
     assert len(failed) >= 50
-    assert {type(one) for one in failed} == {aiogpu.NodeClosedError}
+    assert {type(one) for one in failed} == {aiogpu.errors.NodeClosedError}
 
 
 _numbers: list[int] = [0]

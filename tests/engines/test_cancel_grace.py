@@ -80,7 +80,7 @@ async def test_a_closing_node_waits_for_the_longest(
         handle = clean_up.options(cancel_grace=LONG).remote(gate.path, 1.0)
         await gate.entered("in")
     await gate.entered("out")
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await handle
 
 

@@ -36,8 +36,8 @@ def grace_of(phase: str) -> float:
     return GRACE if phase in IS_KILLED else 20.0
 
 
-def driver_of(session: aiogpu.Session) -> Driver:
-    return session._engine._open_driver  # type: ignore[attr-defined, no-any-return]
+def driver_of(session: aiogpu.types.Node) -> Driver:
+    return session._session._engine._open_driver  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture(autouse=True)

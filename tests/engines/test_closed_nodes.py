@@ -33,10 +33,11 @@ async def test_no_task_gets_a_value_of_the_next_node(address: str) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         others = [await s.make.remote(B, MIB) for _ in range(3)]
         for handle in handles.values():
-            with pytest.raises(aiogpu.MisuseError, match="that was closed"):
+            with pytest.raises(aiogpu.errors.MisuseError, match="that was closed"):
                 s.count.remote(handle, A)
             with pytest.raises(
-                (aiogpu.MisuseError, aiogpu.SerializationError), match="was closed"
+                (aiogpu.errors.MisuseError, aiogpu.errors.SerializationError),
+                match="was closed",
             ):
                 v.give.remote([handle])
         assert await s.count.remote(others[0], B) == MIB
@@ -53,7 +54,9 @@ async def test_of_a_service_that_was_left_nothing_more_can_be_seen(
 ) -> None:
     done = (await of_closed_node(address))["done"]
     if address == "node":
-        with pytest.raises(aiogpu.DeserializationError, match="its node was closed"):
+        with pytest.raises(
+            aiogpu.errors.DeserializationError, match="its node was closed"
+        ):
             await done
     elif address != "ray":
         assert bytes(await done).count(A) == MIB

@@ -32,7 +32,7 @@ def wait(counts: int) -> None:
         pass
 
 
-async def counts_of_a_call(task: aiogpu.RemoteFunction[[int, int], int]) -> int:
+async def counts_of_a_call(task: aiogpu.types.RemoteFunction[[int, int], int]) -> int:
     """To what the driver counts while the longest of the calls is answered."""
     for _ in range(200):
         await task.remote(0, LONGEST)
@@ -51,7 +51,7 @@ async def counts_of_a_call(task: aiogpu.RemoteFunction[[int, int], int]) -> int:
 @pytest.mark.parametrize("cancels", [500, pytest.param(2_500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", [count, count_softly], ids=["plain", "coroutine"])
 async def test_each_ends_as_a_result_or_as_cancelled(
-    task: aiogpu.RemoteFunction[[int, int], int], cancels: int
+    task: aiogpu.types.RemoteFunction[[int, int], int], cancels: int
 ) -> None:
     hand = random.Random(SEED)
     ends: Counter[str] = Counter()
@@ -77,6 +77,6 @@ async def test_each_ends_as_a_result_or_as_cancelled(
         assert await tasks.pid.remote() == pid, "the worker was reused"
         available = await aiogpu.available_resources()
         assert available == await aiogpu.cluster_resources()
-        session._engine._open_driver.scheduler.check()  # type: ignore[attr-defined]
+        session._session._engine._open_driver.scheduler.check()  # type: ignore[attr-defined]
     assert ends.keys() == {"int", "CancelledError"}, ends
     assert min(ends.values()) > cancels // 50, "too seldom near the end"

@@ -137,6 +137,6 @@ async def test_actors_are_found_by_name_in_coroutines() -> None:
         assert await finds.remote("kept") == 1
         finder = Finder.remote()
         assert await finder.find.remote("kept") == 2 + 3
-        with pytest.raises(aiogpu.ActorNameError, match="'nobody'"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'nobody'"):
             await misses.remote("nobody")
         assert await keeper.add.remote(1) == 4

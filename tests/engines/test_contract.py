@@ -48,7 +48,7 @@ async def test_awaiting_init_and_shutting_down_twice(address: str) -> None:
 async def test_init_twice_is_an_error_unless_it_is_meant(address: str) -> None:
     """[B6]"""
     async with aiogpu.init(address=address, num_cpus=1) as first:
-        with pytest.raises(aiogpu.NodeRunningError, match="ignore_reinit_error"):
+        with pytest.raises(aiogpu.errors.NodeRunningError, match="ignore_reinit_error"):
             await aiogpu.init(address=address)
         async with aiogpu.init(address=address, ignore_reinit_error=True) as second:
             assert second is first
@@ -170,7 +170,7 @@ async def test_a_handle_is_a_future(address: str) -> None:
         handle = tasks.add.remote(1)
         assert asyncio.isfuture(handle)
         assert not handle.done()
-        with pytest.raises(aiogpu.MisuseError, match="await"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="await"):
             bool(handle)
         assert [await handle, await handle, handle.result()] == [2, 2, 2]
         assert handle.exception() is None
@@ -407,7 +407,9 @@ async def test_what_cannot_be_pickled(address: str) -> None:
     """[B37] [B39]"""
     lock = threading.Lock()
     async with aiogpu.init(address=address, num_cpus=1):
-        with pytest.raises(aiogpu.SerializationError, match=r"args\[0\]\['db'\]\[1\]"):
+        with pytest.raises(
+            aiogpu.errors.SerializationError, match=r"args\[0\]\['db'\]\[1\]"
+        ):
             tasks.echo.remote({"db": [1, lock]})
 
         @aiogpu.remote
@@ -415,10 +417,13 @@ async def test_what_cannot_be_pickled(address: str) -> None:
             return lock
 
         with pytest.raises(
-            aiogpu.SerializationError, match=r"uses_lock\.__closure__\.lock \(a lock\)"
+            aiogpu.errors.SerializationError,
+            match=r"uses_lock\.__closure__\.lock \(a lock\)",
         ):
             uses_lock.remote()
-        with pytest.raises(aiogpu.SerializationError, match=r"result\['lock'\]\[0\]"):
+        with pytest.raises(
+            aiogpu.errors.SerializationError, match=r"result\['lock'\]\[0\]"
+        ):
             await tasks.unpicklable.remote()
         with pytest.raises(aiogpu.TaskError, match="AwkwardError: 1"):
             await tasks.fail_awkwardly.remote()
@@ -429,14 +434,14 @@ async def test_what_cannot_be_pickled(address: str) -> None:
 async def test_what_cannot_be_unpickled(address: str, expression: str) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         handle = tasks.unreadable.remote(expression)
-        with pytest.raises(aiogpu.DeserializationError, match="unpickled"):
+        with pytest.raises(aiogpu.errors.DeserializationError, match="unpickled"):
             await handle
-        assert isinstance(handle.exception(), aiogpu.DeserializationError)
+        assert isinstance(handle.exception(), aiogpu.errors.DeserializationError)
         (only,) = await asyncio.gather(
             tasks.unreadable.remote(expression), return_exceptions=True
         )
-        assert isinstance(only, aiogpu.DeserializationError)
-        with pytest.raises(aiogpu.DeserializationError, match="cannot load"):
+        assert isinstance(only, aiogpu.errors.DeserializationError)
+        with pytest.raises(aiogpu.errors.DeserializationError, match="cannot load"):
             await tasks.echo.remote(tasks.UnreadableResult(expression))
         assert await tasks.add.remote(1) == 2
 
@@ -454,7 +459,7 @@ async def test_a_function_whose_import_fails_in_the_worker(
         assert await only_in_driver.f.remote() == 1
         module.unlink()
         fresh = only_in_driver.f.options(max_calls=1)
-        with pytest.raises(aiogpu.DeserializationError, match="only_in_driver"):
+        with pytest.raises(aiogpu.errors.DeserializationError, match="only_in_driver"):
             await fresh.remote()
         assert await tasks.add.remote(1) == 2
 
@@ -551,7 +556,7 @@ async def test_work_of_a_closed_node_ends_with_an_error(
         waiting = tasks.add.remote(1)
         await gate.entered("a")
     for handle in (running, waiting):
-        with pytest.raises(aiogpu.NodeClosedError, match="shut down"):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="shut down"):
             await handle
     await gate.entered("a-cancelled")
 
@@ -562,7 +567,7 @@ async def test_a_closed_node_leaves_no_process(address: str, gate: Gate) -> None
     async with aiogpu.init(address=address, num_cpus=1):
         running = tasks.gated.remote(gate.path, "a")
         await gate.entered("a")
-    with pytest.raises(aiogpu.NodeClosedError, match="shut down"):
+    with pytest.raises(aiogpu.errors.NodeClosedError, match="shut down"):
         await running
     assert not os.path.exists(f"/proc/{gate.pids['a']}")
 

@@ -41,7 +41,9 @@ async def test_it_says_so_to_who_looks_and_lets_in_nobody_else(
         assert await draining == ""
     async with here.looks() as looker:
         assert "is being stopped: no new work" in str(await looker.status())
-    with pytest.raises(aiogpu.NodeError, match="is being stopped, and takes in nobody"):
+    with pytest.raises(
+        aiogpu.errors.NodeError, match="is being stopped, and takes in nobody"
+    ):
         await here.join()
 
 
@@ -53,7 +55,7 @@ async def test_it_waits_for_leases_as_for_tasks(
         lease = await aiogpu.lease(num_gpus=1)
         assert await here.engine.drain(0.01) == "1 lease"
         draining = asyncio.create_task(here.engine.drain(LIMIT))
-        with pytest.raises(aiogpu.NodeClosedError, match="grants nothing"):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="grants nothing"):
             await aiogpu.lease(num_cpus=1)
         assert not draining.done()
         await lease.release()

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 @pytest.mark.parametrize("way", escape_tasks.WAYS)
 async def test_nothing_outlives_the_share(way: str, gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1) as session:
-        scheduler = session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+        scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
         # Some of them keep their worker from ending until it is made to.
         scheduler.config = scheduler.config._replace(exit_grace=0.3)
         handle = escape_tasks.leave.remote(way, gate.path)

@@ -349,7 +349,7 @@ async def get_if_exists(at: Place) -> None:
         await actor.add.remote(5)
         same = Actor.options(name="named", get_if_exists=True).remote()
         assert await same.add.remote(1) == 6
-        with pytest.raises(aiogpu.ActorNameError):
+        with pytest.raises(aiogpu.errors.ActorNameError):
             Actor.options(name="named").remote()
 
 

@@ -97,7 +97,7 @@ async def test_what_a_zygote_says_last_is_heard_on_a_busy_loop(
     if preload == "with_thread":
         assert await opening == 2
     else:
-        with pytest.raises(aiogpu.PreloadError, match="no_such_module"):
+        with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
             await opening
 
 
@@ -114,7 +114,7 @@ async def test_a_stopped_keeper_does_not_hold_up_the_end(gate: Gate) -> None:
         keeper = psutil.Process(gate.pids["a"]).parent()
         assert keeper is not None
         keeper.suspend()
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await running
 
 

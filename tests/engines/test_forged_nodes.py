@@ -95,7 +95,7 @@ async def test_no_program_joins_in_another_users_directory(
 ) -> None:
     path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
     with forged(path, uid=NOBODY, makes=mode, trap=trap) as forger:
-        with pytest.raises(aiogpu.NodeError) as error:
+        with pytest.raises(aiogpu.errors.NodeError) as error:
             await aiogpu.init(address=path if is_named else "auto")
         assert f"{place}/aiogpu belongs to uid {NOBODY}" in str(error.value)
         assert f"and this is uid {os.geteuid()}" in str(error.value)
@@ -139,7 +139,7 @@ async def test_another_user_listens_at_a_socket_of_this_users(place: Path) -> No
     path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
     (place / "aiogpu").mkdir(0o700)
     with forged(path, uid=NOBODY, trap=trap) as forger:
-        with pytest.raises(aiogpu.NodeError) as error:
+        with pytest.raises(aiogpu.errors.NodeError) as error:
             await aiogpu.init(address=path)
         told = f"listens at {path} (pid {forger.pid}) belongs to uid {NOBODY}"
         assert told in str(error.value)
@@ -164,7 +164,7 @@ async def test_a_place_into_which_others_could_reach(kind: str, place: Path) -> 
         at = f"{place}/real/node.sock"
         os.symlink(at, path)
     with forged(at, trap=trap) as forger:
-        with pytest.raises(aiogpu.NodeError) as error:
+        with pytest.raises(aiogpu.errors.NodeError) as error:
             await aiogpu.init(address="auto")
         told = "has mode 0770" if kind == "open" else "is a symbolic link"
         assert told in str(error.value)
@@ -175,7 +175,10 @@ async def test_a_place_into_which_others_could_reach(kind: str, place: Path) -> 
 async def test_what_a_node_has_is_never_unpickled(place: Path) -> None:
     path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
     (place / "aiogpu").mkdir(0o700)
-    with forged(path, trap=trap), pytest.raises(aiogpu.NodeError, match="understood"):
+    with (
+        forged(path, trap=trap),
+        pytest.raises(aiogpu.errors.NodeError, match="understood"),
+    ):
         await aiogpu.init(address="auto")
     assert not os.path.exists(trap)
 

@@ -78,11 +78,15 @@ async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) ->
             assert not again.done()
         assert await asyncio.gather(call, again, other.add.remote(1)) == [5, 6, 2]
         assert await found is found
-        with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
+        with pytest.raises(
+            aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
+        ):
             await nobody
-        with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
+        with pytest.raises(
+            aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
+        ):
             await nobody.one.remote()
-        with pytest.raises(aiogpu.ActorNameError, match="'store' lives already"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'store' lives already"):
             await taken
         assert await store.one.remote(7) == 7
 
@@ -99,15 +103,17 @@ async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> 
                 "has no method nothing": found.nothing.remote(),
             }
             with pytest.raises(
-                aiogpu.MisuseError, match="its node has answered; await"
+                aiogpu.errors.MisuseError, match="its node has answered; await"
             ):
                 pickle.dumps(found)
             with pytest.raises(AttributeError, match="no public method _private"):
                 found._private  # noqa: B018
-            with pytest.raises(aiogpu.MisuseError, match="Await the handle first"):
+            with pytest.raises(
+                aiogpu.errors.MisuseError, match="Await the handle first"
+            ):
                 await anext(found.one.map([1, 2], chunk=2))
         for told, call in refused.items():
-            with pytest.raises((aiogpu.MisuseError, AttributeError), match=told):
+            with pytest.raises((aiogpu.errors.MisuseError, AttributeError), match=told):
                 await call
         # Now it is known, and a method that was taken before is what it is.
         assert [item async for item in found.many.remote()] == [0, 1, 2]
@@ -219,7 +225,7 @@ async def left_before_the_answer(
 async def kept_is_gone(node: Service) -> None:
     """Nobody finds the detached actor, and nothing of it is left."""
     async with aiogpu.init(address=node.path, log_to_driver=False):
-        with pytest.raises(aiogpu.ActorNameError, match="no actor named 'kept'"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'kept'"):
             await aiogpu.get_actor("kept")
         await all_is_free()
 
@@ -282,9 +288,9 @@ async def test_called_right_before_the_program_leaves(
     async with left_before_the_answer(node):
         call = aiogpu.get_actor("kept").gated.remote(gate.path, "call")
         nobody = aiogpu.get_actor("nobody").add.remote()
-    with pytest.raises(aiogpu.NodeClosedError, match="was shut down before"):
+    with pytest.raises(aiogpu.errors.NodeClosedError, match="was shut down before"):
         await call
-    with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
+    with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'nobody'"):
         await nobody
     async with aiogpu.init(address=node.path, log_to_driver=False):
         aiogpu.kill(aiogpu.get_actor("kept"))
@@ -309,7 +315,7 @@ async def test_a_node_that_never_answers_is_left(
             call = aiogpu.get_actor("kept").add.remote()
             async with asyncio.timeout(20):
                 await aiogpu.shutdown()
-            with pytest.raises(aiogpu.NodeClosedError):
+            with pytest.raises(aiogpu.errors.NodeClosedError):
                 await call
 
 

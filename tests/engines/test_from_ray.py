@@ -106,7 +106,7 @@ async def test_num_gpus_counts_among_the_preset_devices(
         assert (await tasks.where.options(num_gpus=1).remote())["ids"] == [1]
         with pytest.raises(aiogpu.InfeasibleError, match="GPU 2 of 1"):
             tasks.where.options(num_gpus=2).remote()
-    with pytest.raises(aiogpu.DeviceError, match="num_gpus=3"):
+    with pytest.raises(aiogpu.errors.DeviceError, match="num_gpus=3"):
         await aiogpu.init(num_gpus=3)
 
 

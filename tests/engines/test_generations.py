@@ -26,7 +26,7 @@ def pid_of(zygote: Zygote) -> int:
     return zygote._process.pid
 
 
-async def renew(session: aiogpu.Session) -> tuple[Zygote, Zygote]:
+async def renew(session: aiogpu.types.Node) -> tuple[Zygote, Zygote]:
     """Have another generation serve; gives the old one and the new one."""
     plain = zygotes_of(session).plain
     old = plain.current
@@ -134,5 +134,5 @@ async def test_closing_while_everything_is_under_way(
             while plain._next is None or len(zygotes_of(session)._lineages) < 2:
                 await asyncio.sleep(0)
     for handle in (running, waiting):
-        with pytest.raises(aiogpu.NodeClosedError):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
             await handle

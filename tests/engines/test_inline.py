@@ -35,7 +35,7 @@ def nothing_seen() -> None:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     async with aiogpu.init(
         address="inline", num_cpus=2, num_gpus=2, cancel_grace=0.1
     ) as session:
@@ -64,14 +64,14 @@ async def note_loop() -> None:
     seen.append((asyncio.get_running_loop(), threading.current_thread()))
 
 
-async def test_tasks_run_in_this_process_and_thread(node: aiogpu.Session) -> None:
+async def test_tasks_run_in_this_process_and_thread(node: aiogpu.types.Node) -> None:
     await note_place.remote()
     await note_loop.remote()
     here = threading.current_thread()
     assert seen == [(os.getpid(), here), (asyncio.get_running_loop(), here)]
 
 
-async def test_one_after_the_other_in_order(node: aiogpu.Session) -> None:
+async def test_one_after_the_other_in_order(node: aiogpu.types.Node) -> None:
     """Whatever their priority; and nothing runs inside `.remote()`."""
     handles = [
         note.remote(1),
@@ -91,7 +91,9 @@ async def test_the_first_remote_opens_it(monkeypatch: pytest.MonkeyPatch) -> Non
     await aiogpu.shutdown()
 
 
-async def test_the_program_has_its_turn_between_two_tasks(node: aiogpu.Session) -> None:
+async def test_the_program_has_its_turn_between_two_tasks(
+    node: aiogpu.types.Node,
+) -> None:
     handles = [note.remote(name) for name in "ab"]
     handles[0].add_done_callback(lambda _: seen.append("between"))
     await asyncio.gather(*handles)
@@ -99,13 +101,13 @@ async def test_the_program_has_its_turn_between_two_tasks(node: aiogpu.Session) 
 
 
 async def test_a_monkeypatch_is_seen(
-    node: aiogpu.Session, monkeypatch: pytest.MonkeyPatch
+    node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "pass_gate", lambda path, name: f"patched {name}")
     assert await tasks.gated.remote("no path", "a") == "patched a"
 
 
-async def test_a_trace_function_is_called(node: aiogpu.Session) -> None:
+async def test_a_trace_function_is_called(node: aiogpu.types.Node) -> None:
     """So coverage is measured, and the breakpoints of any debugger work."""
     code = note.__wrapped__.__code__
     lines: list[int] = []
@@ -126,7 +128,7 @@ async def test_a_trace_function_is_called(node: aiogpu.Session) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "coroutine"])
 async def test_a_breakpoint_stops_in_the_task(
-    kind: str, node: aiogpu.Session, monkeypatch: pytest.MonkeyPatch
+    kind: str, node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
     prompt = pdb.Pdb(stdin=io.StringIO("p a * b\nc\n"), stdout=out, nosigint=True)
@@ -155,7 +157,7 @@ async def test_a_breakpoint_stops_in_the_task(
 
 @pytest.mark.parametrize("kind", ["plain", "coroutine"])
 async def test_a_debugger_finds_the_frames_after_the_end(
-    kind: str, node: aiogpu.Session
+    kind: str, node: aiogpu.types.Node
 ) -> None:
     """As `pytest --pdb` does; the worker's text is the cause all the same."""
 
@@ -177,7 +179,7 @@ async def test_a_debugger_finds_the_frames_after_the_end(
     assert "engines/inline" not in str(caught.value.__cause__)
 
 
-async def test_values_are_copies(node: aiogpu.Session) -> None:
+async def test_values_are_copies(node: aiogpu.types.Node) -> None:
     """Else a test would pass here whose program fails in workers."""
     mine: list[object] = [1]
 
@@ -194,7 +196,7 @@ async def test_values_are_copies(node: aiogpu.Session) -> None:
 
 
 async def test_a_function_sent_by_value_lives_as_long_as_in_a_worker(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     def make() -> Any:
         count = 0
@@ -212,7 +214,7 @@ async def test_a_function_sent_by_value_lives_as_long_as_in_a_worker(
     assert [await isolated.remote() for _ in range(3)] == [1, 1, 1]
 
 
-async def test_a_plain_function_has_no_loop(node: aiogpu.Session) -> None:
+async def test_a_plain_function_has_no_loop(node: aiogpu.types.Node) -> None:
     """As in a worker: it may run one of its own."""
     loop = asyncio.get_running_loop()
 
@@ -241,7 +243,7 @@ async def read_variable_softly() -> str:
     return before
 
 
-async def test_context_variables_are_not_inherited(node: aiogpu.Session) -> None:
+async def test_context_variables_are_not_inherited(node: aiogpu.types.Node) -> None:
     variable.set("the program's")
 
     assert await read_variable_softly.remote() == "unset"
@@ -252,7 +254,7 @@ async def test_context_variables_are_not_inherited(node: aiogpu.Session) -> None
 @pytest.mark.parametrize("ends", ["well", "badly"])
 @pytest.mark.parametrize("kind", ["plain", "coroutine"])
 async def test_the_surroundings_are_there_and_taken_off(
-    kind: str, ends: str, node: aiogpu.Session, monkeypatch: pytest.MonkeyPatch
+    kind: str, ends: str, node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE, "before")
     monkeypatch.setenv("AIOGPU_TEST_A", "before")
@@ -295,7 +297,7 @@ async def test_the_surroundings_are_there_and_taken_off(
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
 async def test_a_coroutine_cannot_end_the_program(
-    kind: type[BaseException], node: aiogpu.Session
+    kind: type[BaseException], node: aiogpu.types.Node
 ) -> None:
     @aiogpu.remote
     async def fail() -> None:
@@ -307,7 +309,7 @@ async def test_a_coroutine_cannot_end_the_program(
     assert await tasks.add.remote(1) == 2
 
 
-async def test_a_plain_function_that_ends_too_late(node: aiogpu.Session) -> None:
+async def test_a_plain_function_that_ends_too_late(node: aiogpu.types.Node) -> None:
     """It cannot be interrupted. What waited behind it beyond its time never runs."""
 
     @aiogpu.remote(timeout=0.02)
@@ -333,7 +335,7 @@ async def never_well() -> None:
     raise LookupError
 
 
-async def test_a_retried_task_can_be_stopped(node: aiogpu.Session) -> None:
+async def test_a_retried_task_can_be_stopped(node: aiogpu.types.Node) -> None:
     seconds = 0.05
     while len(seen) < 2:
         with pytest.raises(aiogpu.TaskTimeoutError):
@@ -357,7 +359,7 @@ def cancel_it() -> None:
     assert handle.cancel()
 
 
-async def test_a_handle_that_its_own_task_cancels(node: aiogpu.Session) -> None:
+async def test_a_handle_that_its_own_task_cancels(node: aiogpu.types.Node) -> None:
     handle = cancel_it.remote()
     seen.append(handle)
     with pytest.raises(asyncio.CancelledError):
@@ -365,7 +367,7 @@ async def test_a_handle_that_its_own_task_cancels(node: aiogpu.Session) -> None:
     assert await tasks.add.remote(1) == 2
 
 
-async def test_cancelling_it_before_its_first_step(node: aiogpu.Session) -> None:
+async def test_cancelling_it_before_its_first_step(node: aiogpu.types.Node) -> None:
     """The coroutine was made and never begun; nobody warns of that."""
     loop = asyncio.get_running_loop()
     handle = note_softly.remote("never")
@@ -392,7 +394,7 @@ async def stubborn() -> None:
 
 
 async def test_a_coroutine_that_does_not_end_is_left_behind(
-    node: aiogpu.Session, caplog: pytest.LogCaptureFixture
+    node: aiogpu.types.Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     others = asyncio.all_tasks()
     handle = stubborn.options(num_gpus=2).remote()
@@ -421,7 +423,7 @@ async def test_a_shutdown_is_bounded_and_leaves_the_loop_as_it_was() -> None:
             await asyncio.sleep(0)
         assert loop.get_task_factory() is not None
     for ended in (handle, waiting):
-        with pytest.raises(aiogpu.NodeClosedError):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
             await ended
     (left,) = asyncio.all_tasks() - others
     left.cancel()
@@ -431,7 +433,7 @@ async def test_a_shutdown_is_bounded_and_leaves_the_loop_as_it_was() -> None:
     assert "never" not in seen
 
 
-async def test_a_task_factory_of_the_programs_own(node: aiogpu.Session) -> None:
+async def test_a_task_factory_of_the_programs_own(node: aiogpu.types.Node) -> None:
     loop = asyncio.get_running_loop()
     made: list[str] = []
 
@@ -465,7 +467,7 @@ async def test_the_programs_own_asyncio_tasks_are_left_alone(gate: Gate) -> None
         await asyncio.wait([mine])
 
 
-async def test_status(node: aiogpu.Session, gate: Gate) -> None:
+async def test_status(node: aiogpu.types.Node, gate: Gate) -> None:
     (idle,) = (await aiogpu.status()).workers
     assert (idle.id, idle.pid, idle.state, idle.task) == (1, os.getpid(), "idle", None)
     first = tasks.gated_coroutine.options(num_gpus=0.5, name="first")
@@ -516,7 +518,7 @@ async def test_preloaded_modules_are_imported_here(
     monkeypatch.syspath_prepend(str(tmp_path))
     async with aiogpu.init(address="inline", preload=["preloaded_inline"]):
         assert "preloaded_inline" in sys.modules
-    with pytest.raises(aiogpu.PreloadError, match="no_such_module"):
+    with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
         await aiogpu.init(address="inline", preload=["no_such_module"])
 
 

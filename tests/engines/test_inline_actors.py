@@ -35,20 +35,20 @@ def nothing_seen() -> None:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     before = os.environ.get(VISIBLE)
     async with aiogpu.init(
         address="inline", num_cpus=1, num_gpus=2, cancel_grace=0.1
     ) as session:
         yield session
         gc.collect()  # errors that were caught hold the test's handles
-        await until(lambda: not session._engine._node.actors.are_there)  # type: ignore[attr-defined]
+        await until(lambda: not session._session._engine._node.actors.are_there)  # type: ignore[attr-defined]
         assert (await session.available_resources())["GPU"] == 2.0
         assert (await session.available_resources())["CPU"] == 1.0
-        session._engine._node.ledger.check()  # type: ignore[attr-defined]
+        session._session._engine._node.ledger.check()  # type: ignore[attr-defined]
     assert os.environ.get(VISIBLE) == before
     assert aiogpu.get_runtime_context().worker_id == 0
-    with pytest.raises(aiogpu.MisuseError):
+    with pytest.raises(aiogpu.errors.MisuseError):
         aiogpu.exit_actor()
 
 
@@ -189,7 +189,7 @@ class Stubborn:
                 seen.append("swallowed")
 
 
-async def test_an_actor_is_an_object_of_this_process(node: aiogpu.Session) -> None:
+async def test_an_actor_is_an_object_of_this_process(node: aiogpu.types.Node) -> None:
     counter = await Counter.remote(5)
     assert await counter.pid.remote() == os.getpid()
     mine: list[int] = [1]
@@ -197,11 +197,11 @@ async def test_an_actor_is_an_object_of_this_process(node: aiogpu.Session) -> No
     (kept,) = await counter.notes.remote()
     assert kept == mine
     assert kept is not mine, "values are copies"
-    with pytest.raises(aiogpu.SerializationError, match=r"args\[0\]"):
+    with pytest.raises(aiogpu.errors.SerializationError, match=r"args\[0\]"):
         counter.note.remote(threading.Lock())
 
 
-async def test_where_its_code_runs(node: aiogpu.Session) -> None:
+async def test_where_its_code_runs(node: aiogpu.types.Node) -> None:
     before = facts()
     plain = await Plain.options(num_gpus=1, name="plain").remote()
     other = await Visited.options(num_gpus=1, name="other").remote()
@@ -221,18 +221,18 @@ async def test_where_its_code_runs(node: aiogpu.Session) -> None:
     assert seen == ["closing", ("closed", *place), rest, "gone"]
 
 
-async def session_gpus(session: aiogpu.Session) -> float:
+async def session_gpus(session: aiogpu.types.Node) -> float:
     return (await session.available_resources())["GPU"]
 
 
-async def test_a_child_of_a_method_is_no_actor(node: aiogpu.Session) -> None:
+async def test_a_child_of_a_method_is_no_actor(node: aiogpu.types.Node) -> None:
     plain = await Plain.options(num_gpus=1).remote()
     child, mine = await plain.child.remote()
     assert child["ids"] == [1]
     assert mine == ("Plain.child", [0], "0")
 
 
-async def test_a_debugger_finds_the_frames(node: aiogpu.Session) -> None:
+async def test_a_debugger_finds_the_frames(node: aiogpu.types.Node) -> None:
     """As those of a task; also of a constructor."""
     plain = await Plain.remote()
     with pytest.raises(KeyError, match="found") as caught:
@@ -248,7 +248,7 @@ async def test_a_debugger_finds_the_frames(node: aiogpu.Session) -> None:
 
 
 async def test_methods_wait_for_tasks_and_tasks_for_methods(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     """What a method starts does not wait for the task that waits for the method."""
     visited = await Visited.remote()
@@ -257,21 +257,23 @@ async def test_methods_wait_for_tasks_and_tasks_for_methods(
     assert await asyncio.gather(*first) == ["x 1", "task 1", "y 1"]
 
 
-async def test_waits_in_a_circle_end(node: aiogpu.Session) -> None:
+async def test_waits_in_a_circle_end(node: aiogpu.types.Node) -> None:
     back = await Plain.remote()
     plain = await Plain.remote(back)
-    with pytest.raises(aiogpu.DeadlockError, match=r"Plain\.facts was called by code"):
+    with pytest.raises(
+        aiogpu.errors.DeadlockError, match=r"Plain\.facts was called by code"
+    ):
         await plain.through.remote(plain)
     assert (await plain.facts.remote())[0] == "Plain.facts", "it lives on"
 
 
 async def test_plain_code_that_waits_for_what_only_the_program_could_end(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     holder = await Counter.options(num_gpus=2).remote()
     waits = Counter.options(num_gpus=1).remote()
     for task in (handed_on.add_to, by_a_child):
-        with pytest.raises(aiogpu.DeadlockError, match="could never end"):
+        with pytest.raises(aiogpu.errors.DeadlockError, match="could never end"):
             await asyncio.wait_for(
                 task.remote(waits, *[1][: task is not by_a_child]), 9
             )
@@ -281,16 +283,18 @@ async def test_plain_code_that_waits_for_what_only_the_program_could_end(
 
 
 async def test_plain_code_cannot_wait_for_the_programs_loop(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     actor = await Async.remote()
-    with pytest.raises(aiogpu.NodeError, match=r"Async\.add\.remote.*address='local'"):
+    with pytest.raises(
+        aiogpu.errors.NodeError, match=r"Async\.add\.remote.*address='local'"
+    ):
         await handed_on.add_to.remote(actor, 1)
     assert await handed_on.add_soon.remote(actor, 2) == 2
 
 
 async def test_a_task_waits_until_an_actor_gives_its_gpu_back(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     holder = await Counter.options(num_gpus=2, name="holder").remote()
     waits = tasks.where.options(num_gpus=1).remote()
@@ -314,7 +318,7 @@ async def test_a_task_waits_until_an_actor_gives_its_gpu_back(
     assert await others[0] == "x 1"
 
 
-async def test_cpus(node: aiogpu.Session) -> None:
+async def test_cpus(node: aiogpu.types.Node) -> None:
     """[B30] A task's own CPUs are those of the actors that it makes."""
     held = await Counter.options(num_cpus=1).remote()
     assert (await node.available_resources())["CPU"] == 0.0
@@ -335,7 +339,7 @@ async def test_cpus(node: aiogpu.Session) -> None:
     assert (await node.available_resources())["CPU"] == 0.0
 
 
-async def test_cancelled_calls_never_run_or_stop(node: aiogpu.Session) -> None:
+async def test_cancelled_calls_never_run_or_stop(node: aiogpu.types.Node) -> None:
     """[B15]"""
     plain = await Plain.remote()
     calls = [plain.note.remote(number) for number in range(5)]
@@ -359,7 +363,7 @@ async def test_cancelled_calls_never_run_or_stop(node: aiogpu.Session) -> None:
     assert "early" not in seen
 
 
-async def test_a_plain_method_that_gives_a_coroutine(node: aiogpu.Session) -> None:
+async def test_a_plain_method_that_gives_a_coroutine(node: aiogpu.types.Node) -> None:
     hidden = await Hidden.options(num_gpus=1).remote()
     waiting, behind = hidden.wait.remote("a"), hidden.facts.remote()
     await until(lambda: seen == ["a"])
@@ -374,7 +378,7 @@ async def test_a_plain_method_that_gives_a_coroutine(node: aiogpu.Session) -> No
     await until(lambda: "b ended" in seen)
 
 
-async def test_kill(node: aiogpu.Session) -> None:
+async def test_kill(node: aiogpu.types.Node) -> None:
     holder = await Visited.options(num_gpus=2, name="a").remote()
     waits = Plain.options(num_gpus=1).remote()
     running = holder.wait.remote("a")
@@ -389,7 +393,7 @@ async def test_kill(node: aiogpu.Session) -> None:
     assert await session_gpus(node) == 2.0
     assert seen[:2] == ["a", "a cancelled"]
     assert "closing" not in seen
-    with pytest.raises(aiogpu.ActorNameError):
+    with pytest.raises(aiogpu.errors.ActorNameError):
         aiogpu.get_actor("a")
     plain = await Plain.remote()
     killer = await Plain.remote()
@@ -402,7 +406,7 @@ async def test_kill(node: aiogpu.Session) -> None:
 
 
 @pytest.mark.parametrize("cls", [Plain, Visited])
-async def test_killed_and_made_anew(cls: Any, node: aiogpu.Session) -> None:
+async def test_killed_and_made_anew(cls: Any, node: aiogpu.types.Node) -> None:
     """[B33]"""
     actor = cls.options(max_restarts=1, num_gpus=1, name="it").remote()
     await actor
@@ -426,7 +430,7 @@ async def test_killed_and_made_anew(cls: Any, node: aiogpu.Session) -> None:
             await call
 
 
-async def test_calls_that_are_tried_again(node: aiogpu.Session) -> None:
+async def test_calls_that_are_tried_again(node: aiogpu.types.Node) -> None:
     actor = Visited.options(max_restarts=-1, max_task_retries=1).remote()
     call = actor.wait.remote("a")
     await until(lambda: seen == ["a"])
@@ -436,7 +440,7 @@ async def test_calls_that_are_tried_again(node: aiogpu.Session) -> None:
     assert await call == "a"
 
 
-async def test_one_that_is_made_anew_for_nobody_ends(node: aiogpu.Session) -> None:
+async def test_one_that_is_made_anew_for_nobody_ends(node: aiogpu.types.Node) -> None:
     holder = await Visited.options(num_gpus=2, max_restarts=-1).remote()
     aiogpu.kill(holder, no_restart=False)
     del holder
@@ -452,7 +456,7 @@ async def test_the_end_of_the_node() -> None:
         await visited.begin.remote()
         plain = await Plain.remote()
     for told in (waiting, unplaced, behind, visited, plain):
-        with pytest.raises(aiogpu.NodeClosedError):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
             await told
     await until(lambda: seen.count("gone") == 2)
     assert [x for x in seen if isinstance(x, str)] == [
@@ -482,12 +486,14 @@ async def test_who_does_not_end_is_left_behind(
 
 
 @pytest.mark.parametrize("cls", [Threads, Groups])
-async def test_threads_are_refused(cls: Any, node: aiogpu.Session) -> None:
-    with pytest.raises(aiogpu.NodeError, match=r"max_concurrency.*address='local'"):
+async def test_threads_are_refused(cls: Any, node: aiogpu.types.Node) -> None:
+    with pytest.raises(
+        aiogpu.errors.NodeError, match=r"max_concurrency.*address='local'"
+    ):
         cls.remote()
 
 
-async def test_handles_in_results_keep_an_actor(node: aiogpu.Session) -> None:
+async def test_handles_in_results_keep_an_actor(node: aiogpu.types.Node) -> None:
     made = handed_on.make_one.options(name="m").remote(20)
     await asyncio.wait([made])
     for _ in range(5):
@@ -500,7 +506,7 @@ async def test_handles_in_results_keep_an_actor(node: aiogpu.Session) -> None:
     assert await again.add.remote() == 22
 
 
-async def test_an_actor_may_make_another(node: aiogpu.Session) -> None:
+async def test_an_actor_may_make_another(node: aiogpu.types.Node) -> None:
     @aiogpu.remote
     class Outer:
         def __init__(self) -> None:
@@ -529,7 +535,7 @@ async def test_a_detached_one_outlives_its_handles() -> None:
     assert seen == ["gone"]
 
 
-async def test_pools_and_batches(node: aiogpu.Session) -> None:
+async def test_pools_and_batches(node: aiogpu.types.Node) -> None:
     @aiogpu.remote
     class Batches:
         def __init__(self) -> None:
@@ -557,13 +563,13 @@ async def test_pools_and_batches(node: aiogpu.Session) -> None:
         assert len(pool) == 2
 
 
-async def test_what_is_asked_inside_a_method(node: aiogpu.Session) -> None:
+async def test_what_is_asked_inside_a_method(node: aiogpu.types.Node) -> None:
     @aiogpu.remote
     class Asks:
         async def ask(self) -> object:
             return await aiogpu.status()
 
-    with pytest.raises(aiogpu.NodeError, match="inside a task"):
+    with pytest.raises(aiogpu.errors.NodeError, match="inside a task"):
         await Asks.remote().ask.remote()
 
 
@@ -583,7 +589,7 @@ def by_a_child(counter: Any) -> int:
     return int(aiogpu.get(handed_on.add_soon.remote(counter, 5)))
 
 
-async def test_plain_tasks_with_loops(node: aiogpu.Session) -> None:
+async def test_plain_tasks_with_loops(node: aiogpu.types.Node) -> None:
     counter = await Counter.remote()
     assert await on_a_loop_of_its_own.remote(counter) == (1, 11, True)
     assert await by_a_child.remote(counter) == 6
@@ -603,7 +609,7 @@ def call_in_a_thread(plain: Any) -> str:
     def call() -> None:
         try:
             plain.note.remote("never")
-        except aiogpu.NodeError as error:
+        except aiogpu.errors.NodeError as error:
             told.append(str(error))
 
     context = contextvars.copy_context()
@@ -613,7 +619,7 @@ def call_in_a_thread(plain: Any) -> str:
     return told[0]
 
 
-async def test_plain_tasks_that_cancel_calls(node: aiogpu.Session) -> None:
+async def test_plain_tasks_that_cancel_calls(node: aiogpu.types.Node) -> None:
     plain = await Plain.remote()
     assert await cancel_one_of_two.remote(plain) is None
     assert seen == ["second"]
@@ -645,12 +651,12 @@ async def test_the_end_by_force() -> None:
         seen[0].is_over = True
         await session.shutdown(at_once=True)
         await closing
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await endless
 
 
 async def test_a_close_that_raises_is_told(
-    node: aiogpu.Session, capsys: pytest.CaptureFixture[str]
+    node: aiogpu.types.Node, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Raises:
         async def close(self) -> None:
@@ -705,7 +711,7 @@ async def wait_for_ever() -> None:
         seen.append("ended")
 
 
-async def test_what_an_actor_has_started_ends_with_it(node: aiogpu.Session) -> None:
+async def test_what_an_actor_has_started_ends_with_it(node: aiogpu.types.Node) -> None:
     async with Parent.remote() as parent:
         await parent.start.remote()
         await until(lambda: seen == ["begun"])
@@ -724,7 +730,7 @@ def raise_with(counter: Any) -> None:
     raise CarryingError(counter)
 
 
-async def test_an_error_that_carries_a_handle(node: aiogpu.Session) -> None:
+async def test_an_error_that_carries_a_handle(node: aiogpu.types.Node) -> None:
     counter = await Counter.remote()
     with pytest.raises(CarryingError) as caught:
         await raise_with.remote(counter)
@@ -747,7 +753,7 @@ class Grouped:
         self.event.set()
 
 
-async def test_groups_of_coroutines_have_their_limits(node: aiogpu.Session) -> None:
+async def test_groups_of_coroutines_have_their_limits(node: aiogpu.types.Node) -> None:
     grouped = await Grouped.remote()
     waiting = [grouped.wait.remote(name) for name in "ab"]
     await until(lambda: seen == ["a"])
@@ -819,7 +825,7 @@ class Cancels:
         return "it came"
 
 
-async def test_a_method_may_cancel_itself(node: aiogpu.Session) -> None:
+async def test_a_method_may_cancel_itself(node: aiogpu.types.Node) -> None:
     cancels = await Cancels.remote()
     assert await cancels.swallow.remote() == "swallowed"
     assert await cancels.give_up.remote() == "given up"

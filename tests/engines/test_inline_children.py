@@ -22,7 +22,7 @@ def nothing_seen() -> None:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     async with aiogpu.init(
         address="inline", num_cpus=1, num_gpus=2, cancel_grace=0.1
     ) as session:
@@ -53,7 +53,7 @@ async def parent() -> object:
     return "parent"
 
 
-async def test_children_run_before_others_that_wait(node: aiogpu.Session) -> None:
+async def test_children_run_before_others_that_wait(node: aiogpu.types.Node) -> None:
     handles = [parent.remote(), note.remote("other")]
     assert await asyncio.gather(*handles) == ["parent", "other"]
     assert seen == [
@@ -72,7 +72,7 @@ async def deep(depth: int) -> int:
 
 
 @pytest.mark.parametrize("depth", [1, 30])
-async def test_children_have_children(depth: int, node: aiogpu.Session) -> None:
+async def test_children_have_children(depth: int, node: aiogpu.types.Node) -> None:
     """With one CPU: a task that waits lends its own."""
     assert await deep.remote(depth) == depth
     assert (await aiogpu.available_resources())["CPU"] == 1.0
@@ -89,7 +89,9 @@ async def parent_of_a_group() -> list[object]:
     return [helper.result() for helper in helpers] + list(gathered)
 
 
-async def test_asyncio_tasks_of_a_task_start_its_children(node: aiogpu.Session) -> None:
+async def test_asyncio_tasks_of_a_task_start_its_children(
+    node: aiogpu.types.Node,
+) -> None:
     handles = [parent_of_a_group.remote(), note.remote("other")]
     results = await asyncio.gather(*handles)
     assert results == [["a", "b", "c", "d"], "other"]
@@ -108,7 +110,7 @@ def facts() -> tuple[object, ...]:
     return aiogpu.get_gpu_ids(), os.environ["CUDA_VISIBLE_DEVICES"], name
 
 
-async def test_a_parent_finds_its_surroundings_again(node: aiogpu.Session) -> None:
+async def test_a_parent_finds_its_surroundings_again(node: aiogpu.types.Node) -> None:
     own = ([0], "0", "parent_with_gpu")
     assert await parent_with_gpu.remote() == [own, ([1], "1", "child"), own]
 
@@ -117,12 +119,14 @@ async def test_a_parent_finds_its_surroundings_again(node: aiogpu.Session) -> No
 async def greedy_parent() -> str:
     try:
         await note.options(num_gpus=0.5).remote("never")
-    except aiogpu.DeadlockError as error:
+    except aiogpu.errors.DeadlockError as error:
         return str(error)
     return "it ran"
 
 
-async def test_what_its_ancestors_hold_can_never_be_had(node: aiogpu.Session) -> None:
+async def test_what_its_ancestors_hold_can_never_be_had(
+    node: aiogpu.types.Node,
+) -> None:
     said = await greedy_parent.remote()
     assert "note asks for {CPU: 1, GPU: 0.5}" in said
     assert "greedy_parent holds {CPU: 1, GPU: 2} and waits for note" in said
@@ -135,7 +139,7 @@ async def careless_parent() -> str:
     return "has ended"
 
 
-async def test_children_end_with_their_parent(node: aiogpu.Session) -> None:
+async def test_children_end_with_their_parent(node: aiogpu.types.Node) -> None:
     """What has not begun never runs."""
     handles = [careless_parent.remote(), note.remote("other")]
     assert await asyncio.gather(*handles) == ["has ended", "other"]
@@ -166,7 +170,7 @@ async def waiting_parent() -> None:
 
 
 async def test_cancelling_a_parent_cancels_the_child_it_awaits(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     before = dict(os.environ)
     handle = waiting_parent.remote()
@@ -193,7 +197,7 @@ async def leaving_parent() -> str:
     return "left"
 
 
-async def test_a_child_that_runs_ends_with_its_parent(node: aiogpu.Session) -> None:
+async def test_a_child_that_runs_ends_with_its_parent(node: aiogpu.types.Node) -> None:
     assert await leaving_parent.remote() == "left"
     assert aiogpu.get_runtime_context().worker_id == 2, "its child still runs"
     assert await note.remote("after") == "after"
@@ -208,7 +212,7 @@ async def test_a_shutdown_ends_parents_and_children() -> None:
             await asyncio.sleep(0)
         waiting = note.remote("never")
     for ended in (handle, waiting):
-        with pytest.raises(aiogpu.NodeClosedError):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
             await ended  # type: ignore[misc]
     assert "never" not in seen
     assert dict(os.environ) == before
@@ -220,6 +224,6 @@ async def open_a_node() -> None:
     await aiogpu.init(address="inline")
 
 
-async def test_a_task_opens_no_node(node: aiogpu.Session) -> None:
-    with pytest.raises(aiogpu.NodeError, match="inside a task"):
+async def test_a_task_opens_no_node(node: aiogpu.types.Node) -> None:
+    with pytest.raises(aiogpu.errors.NodeError, match="inside a task"):
         await open_a_node.remote()

@@ -168,7 +168,7 @@ def test_it_may_find_code_that_is_no_tasks(monkeypatch: pytest.MonkeyPatch) -> N
     before = dict(os.environ)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
-    assert isinstance(handles[0].exception(), aiogpu.NodeClosedError)
+    assert isinstance(handles[0].exception(), aiogpu.errors.NodeClosedError)
     assert dict(os.environ) == before
 
 

@@ -31,7 +31,7 @@ def nothing_seen() -> None:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     async with aiogpu.init(
         address="inline", num_cpus=1, num_gpus=2, cancel_grace=0.05
     ) as session:
@@ -74,7 +74,7 @@ def wait_now_and_then() -> object:
     return result
 
 
-async def test_children_run_when_they_are_waited_for(node: aiogpu.Session) -> None:
+async def test_children_run_when_they_are_waited_for(node: aiogpu.types.Node) -> None:
     """In the order in which they were started; one that nobody awaits never does."""
 
     handles = [wait_now_and_then.remote(), note.remote("other")]
@@ -82,7 +82,7 @@ async def test_children_run_when_they_are_waited_for(node: aiogpu.Session) -> No
     assert seen == ["a", "b", "between", "c", "other"]
 
 
-async def test_a_coroutine_runs_on_a_loop_of_its_own(node: aiogpu.Session) -> None:
+async def test_a_coroutine_runs_on_a_loop_of_its_own(node: aiogpu.types.Node) -> None:
     @aiogpu.remote
     def parent() -> None:
         aiogpu.get([note_loop.remote(), note_loop.remote()])
@@ -102,7 +102,9 @@ async def test_a_coroutine_runs_on_a_loop_of_its_own(node: aiogpu.Session) -> No
     assert count() == before
 
 
-async def test_what_pauses_takes_its_surroundings_along(node: aiogpu.Session) -> None:
+async def test_what_pauses_takes_its_surroundings_along(
+    node: aiogpu.types.Node,
+) -> None:
     @aiogpu.remote(num_gpus=1)
     def parent() -> list[object]:
         def look() -> tuple[object, ...]:
@@ -121,7 +123,7 @@ async def test_what_pauses_takes_its_surroundings_along(node: aiogpu.Session) ->
     assert seen == ["begin", "end"]
 
 
-async def test_a_plain_child_that_ends_too_late(node: aiogpu.Session) -> None:
+async def test_a_plain_child_that_ends_too_late(node: aiogpu.types.Node) -> None:
     @aiogpu.remote
     def slow() -> str:
         time.sleep(0.2)
@@ -146,7 +148,7 @@ def start_detached() -> None:
     detached_note.remote("detached")
 
 
-async def test_what_is_detached_outlives_its_parent(node: aiogpu.Session) -> None:
+async def test_what_is_detached_outlives_its_parent(node: aiogpu.types.Node) -> None:
     """If it has begun, its loop goes on until it has ended."""
     detached_note, begun = note.options(name="note"), note_twice.options(name="twice")
     for function in (detached_note, begun):
@@ -171,7 +173,7 @@ def start_in_a_thread(is_copied: bool) -> None:
     def start() -> None:
         try:
             tasks.add.remote(1)
-        except aiogpu.NodeError as error:
+        except aiogpu.errors.NodeError as error:
             seen.append(str(error))
 
     context = contextvars.copy_context()
@@ -181,7 +183,7 @@ def start_in_a_thread(is_copied: bool) -> None:
     thread.join()
 
 
-async def test_a_thread_starts_none(node: aiogpu.Session) -> None:
+async def test_a_thread_starts_none(node: aiogpu.types.Node) -> None:
     await start_in_a_thread.remote(False)
     await start_in_a_thread.remote(True)
     assert "in the thread that it runs in" in seen[0]
@@ -194,7 +196,7 @@ def get_in_a_thread() -> object:
         for run in (contextvars.Context().run, context.run):
             try:
                 run(aiogpu.get, handle)
-            except aiogpu.NodeError as error:
+            except aiogpu.errors.NodeError as error:
                 seen.append(str(error))
 
     handle, context = note.remote("child"), contextvars.copy_context()
@@ -204,7 +206,7 @@ def get_in_a_thread() -> object:
     return aiogpu.get(handle)
 
 
-async def test_a_thread_waits_for_none(node: aiogpu.Session) -> None:
+async def test_a_thread_waits_for_none(node: aiogpu.types.Node) -> None:
     assert await get_in_a_thread.remote() == "child"
     assert "no task of aiogpu runs" in seen[0]
     assert "aiogpu.get() was called in a thread of get_in_a_thread's own" in seen[1]
@@ -214,7 +216,7 @@ async def test_a_thread_waits_for_none(node: aiogpu.Session) -> None:
 def ask_on_own_loop() -> str:
     async def main() -> str:
         handle = note.remote("child")
-        with pytest.raises(aiogpu.NodeError) as caught:
+        with pytest.raises(aiogpu.errors.NodeError) as caught:
             await handle.why()
         await handle
         return str(caught.value)
@@ -222,7 +224,7 @@ def ask_on_own_loop() -> str:
     return asyncio.run(main())
 
 
-async def test_a_loop_of_a_tasks_own_cannot_ask(node: aiogpu.Session) -> None:
+async def test_a_loop_of_a_tasks_own_cannot_ask(node: aiogpu.types.Node) -> None:
     said = await ask_on_own_loop.remote()
     assert said.startswith("why() of the handle of note was called inside a task")
 
@@ -242,7 +244,7 @@ def cancel_on_own_loop() -> bool:
     return asyncio.run(main())
 
 
-async def test_a_loop_of_a_tasks_own_cancels(node: aiogpu.Session) -> None:
+async def test_a_loop_of_a_tasks_own_cancels(node: aiogpu.types.Node) -> None:
     assert await cancel_on_own_loop.remote()
     assert seen == ["begin", "end", "after"]
 
@@ -252,10 +254,12 @@ def leave_context() -> None:
     seen.append(contextvars.copy_context())
 
 
-async def test_what_was_left_behind_starts_none(node: aiogpu.Session) -> None:
+async def test_what_was_left_behind_starts_none(node: aiogpu.types.Node) -> None:
     await leave_context.remote()
     (context,) = seen
-    with pytest.raises(aiogpu.MisuseError, match="after leave_context had ended"):
+    with pytest.raises(
+        aiogpu.errors.MisuseError, match="after leave_context had ended"
+    ):
         await asyncio.to_thread(context.run, tasks.add.remote, 1)
     with pytest.raises(aiogpu.NoLoopError):
         await asyncio.to_thread(tasks.add.remote, 1)
@@ -273,7 +277,7 @@ def retried() -> None:
         raise LookupError
 
 
-async def test_children_end_with_the_attempt(node: aiogpu.Session) -> None:
+async def test_children_end_with_the_attempt(node: aiogpu.types.Node) -> None:
     await retried.remote()
     first, second = seen[1], seen[4]
     assert seen == ["begin", first, "end", "begin", second, "end"]
@@ -304,7 +308,7 @@ def leave_a_loop_unfinished(is_closed: bool) -> int:
 
 @pytest.mark.parametrize("is_closed", [True, False])
 async def test_a_loop_that_stops_takes_its_children_along(
-    is_closed: bool, node: aiogpu.Session
+    is_closed: bool, node: aiogpu.types.Node
 ) -> None:
     assert await leave_a_loop_unfinished.remote(is_closed) == 2
     handle = seen[0]
@@ -337,7 +341,7 @@ def leave_stubborn() -> str:
 
 
 async def test_a_child_that_does_not_end_is_left_behind(
-    node: aiogpu.Session, caplog: pytest.LogCaptureFixture
+    node: aiogpu.types.Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await leave_stubborn.remote() == "left"
     (record,) = caplog.records
@@ -354,7 +358,7 @@ def raise_in_a_child() -> list[str]:
     return []
 
 
-async def test_a_debugger_finds_the_childs_frames(node: aiogpu.Session) -> None:
+async def test_a_debugger_finds_the_childs_frames(node: aiogpu.types.Node) -> None:
     assert (await raise_in_a_child.remote())[-1] == "fail"
 
 
@@ -367,7 +371,7 @@ def press_in_a_child() -> str:
     return ""
 
 
-async def test_a_child_cannot_end_the_program(node: aiogpu.Session) -> None:
+async def test_a_child_cannot_end_the_program(node: aiogpu.types.Node) -> None:
     assert "KeyboardInterrupt" in await press_in_a_child.remote()
 
 
@@ -383,8 +387,8 @@ def get_first_seen() -> None:
     aiogpu.get(seen[0])
 
 
-async def test_a_childs_get_of_its_parents_handle(node: aiogpu.Session) -> None:
-    with pytest.raises(aiogpu.MisuseError, match="note belongs to another task"):
+async def test_a_childs_get_of_its_parents_handle(node: aiogpu.types.Node) -> None:
+    with pytest.raises(aiogpu.errors.MisuseError, match="note belongs to another task"):
         await get_what_is_anothers.remote()
 
 
@@ -401,7 +405,7 @@ def cancel_myself_and_go_on() -> None:
     seen.append("both told")
 
 
-async def test_a_parent_that_is_being_stopped(node: aiogpu.Session) -> None:
+async def test_a_parent_that_is_being_stopped(node: aiogpu.types.Node) -> None:
     handle = cancel_myself_and_go_on.remote()
     seen.append(handle)
     with pytest.raises(asyncio.CancelledError):
@@ -424,7 +428,7 @@ def timed_children(seconds: float) -> list[str]:
     return ends
 
 
-async def test_timeouts_of_children(node: aiogpu.Session) -> None:
+async def test_timeouts_of_children(node: aiogpu.types.Node) -> None:
     seconds = 0.02
     while not seen:  # one that has not begun in that time never does
         assert await timed_children.remote(seconds) == ["never", "note"]

@@ -98,7 +98,9 @@ async def test_a_program_of_another_release_raises(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.__version__", "0.0.1")
-    with pytest.raises(aiogpu.NodeError, match=r"refuses: .* the program 0\.0\.1; use"):
+    with pytest.raises(
+        aiogpu.errors.NodeError, match=r"refuses: .* the program 0\.0\.1; use"
+    ):
         await aiogpu.init(address=node.path)
 
 
@@ -310,7 +312,7 @@ async def test_an_answer_that_cannot_be_opened_is_an_error(
 ) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
         monkeypatch.setattr(status_codec, "classes", ())
-        with pytest.raises(aiogpu.DeserializationError):
+        with pytest.raises(aiogpu.errors.DeserializationError):
             async with asyncio.timeout(20):
                 await aiogpu.status()
 
@@ -329,7 +331,7 @@ async def test_what_is_too_much_is_refused_and_no_more(no_leaks: None) -> None:
         async with aiogpu.init(address=node.path, log_to_driver=False):
             handles = [tasks.double.remote(i) for i in range(50)]
             told = await asyncio.gather(*handles, return_exceptions=True)
-            refused = [one for one in told if isinstance(one, aiogpu.LimitError)]
+            refused = [one for one in told if isinstance(one, aiogpu.errors.LimitError)]
             assert told[:3] == [0, 2, 4]
             assert len(refused) + sum(isinstance(one, int) for one in told) == 50
             assert refused
@@ -341,7 +343,7 @@ async def test_a_preload_that_is_mended_serves(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     for _ in range(2):
-        with pytest.raises(aiogpu.PreloadError, match="mended_later"):
+        with pytest.raises(aiogpu.errors.PreloadError, match="mended_later"):
             await aiogpu.init(address=node.path, preload=("mended_later",))
     (tmp_path / "mended_later.py").write_text("HERE = 1\n")
     async with aiogpu.init(address=node.path, preload=("mended_later",)):

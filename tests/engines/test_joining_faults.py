@@ -176,7 +176,7 @@ async def test_a_detached_actor_is_found_by_another_program(node: Service) -> No
         assert (await aiogpu.available_resources())["GPU"] == 0
         aiogpu.kill(found)
         await all_is_free()
-        with pytest.raises(aiogpu.ActorNameError):
+        with pytest.raises(aiogpu.errors.ActorNameError):
             await aiogpu.get_actor("kept")
 
 
@@ -185,7 +185,9 @@ async def test_a_name_that_is_taken(node: Service) -> None:
         first = await Counter.options(name="one").remote()
         second = Counter.options(name="one").remote()
         for refused in (second, second.add.remote(1)):
-            with pytest.raises(aiogpu.ActorNameError, match="'one' lives already"):
+            with pytest.raises(
+                aiogpu.errors.ActorNameError, match="'one' lives already"
+            ):
                 await refused
         assert await first.add.remote(1) == 1
 
@@ -283,7 +285,7 @@ async def test_a_program_joins_again_after_the_death_of_its_node(
     async with aiogpu.init(address=node.path, log_to_driver=False):
         first = Counter.remote()
         assert await first.add.remote() == 1
-        with pytest.raises(aiogpu.NodeRunningError):
+        with pytest.raises(aiogpu.errors.NodeRunningError):
             await aiogpu.init(address=node.path)
         node.end(signal.SIGKILL)
         with pytest.raises(
@@ -296,7 +298,7 @@ async def test_a_program_joins_again_after_the_death_of_its_node(
         try:
             async with aiogpu.init(address=node.path, log_to_driver=False):
                 assert await tasks.add.remote(1, 2) == 3
-                with pytest.raises(aiogpu.NodeError):
+                with pytest.raises(aiogpu.errors.NodeError):
                     await first.add.remote()
         finally:
             second.end()
@@ -310,10 +312,10 @@ async def test_an_orderly_end_of_a_node_is_told_as_such(
         running = tasks.gated_coroutine.remote(gate.path, "a")
         await gate.entered("a")
         os.kill(node.pid, signal.SIGTERM)
-        with pytest.raises(aiogpu.NodeError) as told:
+        with pytest.raises(aiogpu.errors.NodeError) as told:
             await running
         assert not isinstance(told.value, aiogpu.NodeDiedError)
-        with pytest.raises(aiogpu.NodeClosedError, match="stopped"):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="stopped"):
             await tasks.add.remote(1)
 
 
@@ -373,7 +375,7 @@ async def test_a_value_is_dropped_when_the_node_has_just_gone(node: Service) -> 
     async with no_complaints():
         session = await aiogpu.init(address=node.path, log_to_driver=False)
         view = await make.remote()
-        connection = session._engine.loans.descriptors._socket  # type: ignore[attr-defined]
+        connection = session._session._engine.loans.descriptors._socket  # type: ignore[attr-defined]
         assert connection is not None
         connection.shutdown(socket.SHUT_RD)  # as the node's end of it does
         del view

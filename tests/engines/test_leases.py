@@ -27,7 +27,7 @@ async def until_free(name: str, amount: float) -> None:
             await asyncio.sleep(0)
 
 
-async def until_waits(lease: aiogpu.Lease) -> aiogpu.Why:
+async def until_waits(lease: aiogpu.types.Lease) -> aiogpu.types.Why:
     async with asyncio.timeout(LIMIT):
         while not (repr(lease).endswith("waiting>") and (why := await lease.why())):
             await asyncio.sleep(0)
@@ -98,7 +98,7 @@ async def test_what_can_never_be_is_refused(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=1):
         with pytest.raises(aiogpu.InfeasibleError, match="GPU 2 of 1"):
             await aiogpu.lease(num_gpus=2)
-        with pytest.raises(aiogpu.MisuseError, match="awaited before"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="awaited before"):
             async with aiogpu.lease(num_gpus=1) as gpu:
                 await gpu
 
@@ -129,7 +129,7 @@ async def test_a_lease_ends_with_its_node(address: str) -> None:
         gpu = await aiogpu.lease(num_gpus=1)
         lost = asyncio.ensure_future(gpu.lost())
         await asyncio.sleep(0)
-    assert isinstance(await lost, aiogpu.NodeClosedError)
+    assert isinstance(await lost, aiogpu.errors.NodeClosedError)
     assert not gpu.is_held
     await gpu.release()
 
@@ -161,5 +161,5 @@ async def test_a_task_has_what_its_options_say(address: str) -> None:
         await aiogpu.lease(num_gpus=1)
 
     async with aiogpu.init(address=address, num_gpus=1):
-        with pytest.raises(aiogpu.NodeError, match="inside a task"):
+        with pytest.raises(aiogpu.errors.NodeError, match="inside a task"):
             await inside.remote()

@@ -86,8 +86,8 @@ async def test_what_an_actor_has_found_twice() -> None:
 @pytest.mark.parametrize(
     ("pickle_it", "refusal"),
     [
-        (let_go_tasks.send_with_a_lock, aiogpu.SerializationError),
-        (let_go_tasks.pickle_by_hand, aiogpu.MisuseError),
+        (let_go_tasks.send_with_a_lock, aiogpu.errors.SerializationError),
+        (let_go_tasks.pickle_by_hand, aiogpu.errors.MisuseError),
     ],
     ids=["unpicklable", "by hand"],
 )

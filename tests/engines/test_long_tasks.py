@@ -21,11 +21,11 @@ COUNT = 8
 @pytest.mark.parametrize("way", ["items", "results", "values"])
 @pytest.mark.parametrize("task", [long_tasks.take, long_tasks.take_softly])
 async def test_values_that_it_has_had(task: object, way: str, gate: Gate) -> None:
-    assert isinstance(task, aiogpu.RemoteFunction)
+    assert isinstance(task, aiogpu.types.RemoteFunction)
     async with aiogpu.init(num_cpus=1) as session:
         taking = task.remote(gate.path, way, COUNT, SHARED_FROM)
         await gate.entered("taken")
-        engine = session._engine
+        engine = session._session._engine
         assert isinstance(engine, LocalEngine)
         memory = engine.store.memory
         # The last one may be told with what is said next.

@@ -107,7 +107,7 @@ async def test_a_chunk_is_one_task(address: str) -> None:
 @pytest.mark.parametrize("task", [check, check_later])
 @pytest.mark.parametrize("chunk", [4, 100, "auto"])
 async def test_an_error_comes_in_its_place(
-    address: str, task: aiogpu.RemoteFunction[[int], int], chunk: Chunk
+    address: str, task: aiogpu.types.RemoteFunction[[int], int], chunk: Chunk
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=2):
         results = task.map(range(50), chunk=chunk)
@@ -117,7 +117,7 @@ async def test_an_error_comes_in_its_place(
         trace = str(caught.value.__cause__)
         assert "raise ValueError(number)" in trace
         assert "/aiogpu/" not in trace, "the frames are the user's"
-        with pytest.raises(aiogpu.MisuseError, match="ended with ValueError"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="ended with ValueError"):
             await anext(results)
         assert await tasks.add.remote(1) == 2
 
@@ -149,7 +149,7 @@ async def test_a_result_that_cannot_be_pickled_fails_in_its_place(
         results = lock_at_2.map(range(5), chunk=5)
         assert [await anext(results), await anext(results)] == [[0], [1]]
         told = r"lock_at_2 ran, but the result cannot be pickled: result \(a lock\): "
-        with pytest.raises(aiogpu.SerializationError, match=told):
+        with pytest.raises(aiogpu.errors.SerializationError, match=told):
             await anext(results)
 
 
@@ -248,7 +248,9 @@ async def test_a_method_that_takes_no_item(address: str) -> None:
         aiogpu.init(address=address, num_cpus=1),
         aiogpu.remote(Deaf).remote() as actor,
     ):
-        with pytest.raises(aiogpu.MisuseError, match="called with other arguments"):
+        with pytest.raises(
+            aiogpu.errors.MisuseError, match="called with other arguments"
+        ):
             await anext(actor.hear.map([1], chunk=2))
 
 
@@ -289,7 +291,7 @@ async def test_a_chunk_is_stopped_in_its_midst(address: str, gate: Gate) -> None
 
 @pytest.mark.parametrize("task", [tasks.echo, check_later])
 async def test_a_chunk_of_coroutines_that_was_stopped_is_silent(
-    address: str, task: aiogpu.RemoteFunction[[int], int], capfd: Any
+    address: str, task: aiogpu.types.RemoteFunction[[int], int], capfd: Any
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         for _ in range(20):

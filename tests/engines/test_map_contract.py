@@ -25,7 +25,7 @@ def address(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def enter(gate: Gate) -> aiogpu.RemoteFunction[[str], str]:
+def enter(gate: Gate) -> aiogpu.types.RemoteFunction[[str], str]:
     """A task of one argument: says its name at the gate and waits to go on."""
     path = gate.path
 
@@ -39,7 +39,7 @@ def enter(gate: Gate) -> aiogpu.RemoteFunction[[str], str]:
 
 
 @pytest.fixture
-def linger(gate: Gate) -> aiogpu.RemoteFunction[[str], str]:
+def linger(gate: Gate) -> aiogpu.types.RemoteFunction[[str], str]:
     """As `enter`, and tells of its cancelling: "a-cancelled"."""
     path = gate.path
     gated = tasks.gated_coroutine.__wrapped__
@@ -75,7 +75,7 @@ async def test_at_most_the_limit_runs_and_results_keep_their_order(
     address: str,
     source: object,
     gate: Gate,
-    enter: aiogpu.RemoteFunction[[str], str],
+    enter: aiogpu.types.RemoteFunction[[str], str],
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=8):
         async with enter.map(source(), limit=3) as results:  # type: ignore[operator]
@@ -96,7 +96,7 @@ async def test_at_most_the_limit_runs_and_results_keep_their_order(
 
 
 async def test_unordered_results_come_as_they_end(
-    address: str, gate: Gate, enter: aiogpu.RemoteFunction[[str], str]
+    address: str, gate: Gate, enter: aiogpu.types.RemoteFunction[[str], str]
 ) -> None:
     async with (
         aiogpu.init(address=address, num_cpus=8),
@@ -139,7 +139,7 @@ async def test_break_stops_what_runs(
     address: str,
     source: object,
     gate: Gate,
-    linger: aiogpu.RemoteFunction[[str], str],
+    linger: aiogpu.types.RemoteFunction[[str], str],
 ) -> None:
     async def take_one() -> str:
         async for result in linger.map(source(), limit=3):  # type: ignore[operator]
@@ -185,7 +185,7 @@ async def test_an_error_in_the_middle_cancels_the_rest(
 
 
 async def test_a_cancelled_consumer_stops_what_runs(
-    address: str, gate: Gate, linger: aiogpu.RemoteFunction[[str], str]
+    address: str, gate: Gate, linger: aiogpu.types.RemoteFunction[[str], str]
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=2):
         results = linger.map("abc", limit=3)
@@ -214,14 +214,14 @@ def names_of(code: int) -> Iterator[int]:
 
 
 async def test_a_node_that_is_shut_down_ends_it(
-    address: str, gate: Gate, linger: aiogpu.RemoteFunction[[str], str]
+    address: str, gate: Gate, linger: aiogpu.types.RemoteFunction[[str], str]
 ) -> None:
     """[B6]"""
     async with aiogpu.init(address=address, num_cpus=2):
         results = linger.map(names(), limit=4)
         task = asyncio.ensure_future(results.__anext__())
         await gate.entered("1", "2")
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await task
 
 

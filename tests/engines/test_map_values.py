@@ -58,7 +58,9 @@ async def test_a_map_gives_one_result_an_item(address: str) -> None:
     pair = tasks.echo.options(num_returns=2)
     async with aiogpu.init(address=address, num_cpus=1):
         for chunk in (None, 2):
-            with pytest.raises(aiogpu.MisuseError, match="echo has num_returns=2"):
+            with pytest.raises(
+                aiogpu.errors.MisuseError, match="echo has num_returns=2"
+            ):
                 pair.map([(1, 2)], chunk=chunk)
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.Session]:
+async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
     """Two CPUs, and one GPU."""
     async with (
         asyncio.timeout(60),
@@ -28,17 +28,17 @@ async def node(address: str) -> AsyncIterator[aiogpu.Session]:
 
 
 @pytest.mark.parametrize("how", ["plain_sum", "soft_sum", "sum_on_own_loop"])
-async def test_children_are_waited_for(how: str, node: aiogpu.Session) -> None:
+async def test_children_are_waited_for(how: str, node: aiogpu.types.Node) -> None:
     expected = {"plain_sum": 15, "soft_sum": 20, "sum_on_own_loop": 21}
     assert await getattr(kin_tasks, how).remote(5) == expected[how]
 
 
-async def test_a_long_list_in_its_order(node: aiogpu.Session) -> None:
+async def test_a_long_list_in_its_order(node: aiogpu.types.Node) -> None:
     assert await kin_tasks.plain_sum.remote(300) == sum(range(1, 301))
 
 
 @pytest.mark.parametrize("kind", ["plain", "soft", "mixed"])
-async def test_a_deep_recursion(kind: str, node: aiogpu.Session) -> None:
+async def test_a_deep_recursion(kind: str, node: aiogpu.types.Node) -> None:
     assert await getattr(kin_tasks, f"{kind}_depth").remote(20) == 20
     await tasks.add.remote(1)
     all_of_it = {"CPU": 2.0, "GPU": 1.0}
@@ -48,7 +48,7 @@ async def test_a_deep_recursion(kind: str, node: aiogpu.Session) -> None:
 
 
 async def test_the_same_function_in_the_program_and_in_a_task(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     """Whoever calls it first."""
     first = tasks.add.options(name="first in a task")
@@ -65,7 +65,7 @@ async def test_the_same_function_in_the_program_and_in_a_task(
 
 
 @pytest.mark.parametrize("kind", ["plain", "soft"])
-async def test_errors_of_children(kind: str, node: aiogpu.Session) -> None:
+async def test_errors_of_children(kind: str, node: aiogpu.types.Node) -> None:
     catches = getattr(kin_tasks, f"{kind}_catches")
     assert await catches.remote("fail", LookupError, "x") == ("LookupError", "x")
     name, text = await catches.remote("fail", SystemExit, 3)
@@ -80,13 +80,13 @@ async def test_errors_of_children(kind: str, node: aiogpu.Session) -> None:
     assert name == "LookupError"
 
 
-async def test_a_childs_error_is_its_parents(node: aiogpu.Session) -> None:
+async def test_a_childs_error_is_its_parents(node: aiogpu.types.Node) -> None:
     with pytest.raises(LookupError, match="of the child") as caught:
         await kin_tasks.plain_fails_by_child.remote()
     assert "raise kind(*args)" in str(caught.value.__cause__)
 
 
-async def test_an_error_may_be_seen_twice(node: aiogpu.Session) -> None:
+async def test_an_error_may_be_seen_twice(node: aiogpu.types.Node) -> None:
     again = ("LookupError", "again")
     assert await kin_tasks.same_failure_twice.remote() == [again, again]
     first, second = await kin_tasks.unreadable_twice.remote()
@@ -94,12 +94,12 @@ async def test_an_error_may_be_seen_twice(node: aiogpu.Session) -> None:
     assert first[0] == "DeserializationError"
 
 
-async def test_the_first_failure_ends_the_wait(node: aiogpu.Session) -> None:
+async def test_the_first_failure_ends_the_wait(node: aiogpu.types.Node) -> None:
     name, _ = await kin_tasks.fails_before_others_end.remote()
     assert name in ("LookupError", "TaskCancelledError")
 
 
-async def test_a_wait_out_of_time(node: aiogpu.Session, gate: Gate) -> None:
+async def test_a_wait_out_of_time(node: aiogpu.types.Node, gate: Gate) -> None:
     failures, is_done = await kin_tasks.plain_times_out.remote(gate.path)
     said = (
         "1 of 1 tasks did not end within the {} s of aiogpu.get(), say_and_wait for "
@@ -112,13 +112,13 @@ async def test_a_wait_out_of_time(node: aiogpu.Session, gate: Gate) -> None:
 
 
 async def test_what_was_waited_for_goes_on(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         assert await kin_tasks.plain_resumes.remote(f"{place}/s") == (False, "child")
 
 
-async def test_cancelled_children(node: aiogpu.Session, gate: Gate) -> None:
+async def test_cancelled_children(node: aiogpu.types.Node, gate: Gate) -> None:
     failures = await kin_tasks.plain_cancels.remote(gate.path)
     assert [name for name, _ in failures] == ["TaskCancelledError"] * 2
     assert failures[0][1] == "add was cancelled."
@@ -126,7 +126,7 @@ async def test_cancelled_children(node: aiogpu.Session, gate: Gate) -> None:
 
 
 @pytest.mark.needs("deadlocks")
-async def test_waits_that_can_never_end(node: aiogpu.Session) -> None:
+async def test_waits_that_can_never_end(node: aiogpu.types.Node) -> None:
     failures = await kin_tasks.plain_greedy.remote()
     assert [name for name, _ in failures] == ["DeadlockError"] * 3
     assert failures[0][1] == (
@@ -144,7 +144,7 @@ async def test_waits_that_can_never_end(node: aiogpu.Session) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "soft"])
 async def test_what_nobody_waits_for_is_no_deadlock(
-    kind: str, node: aiogpu.Session
+    kind: str, node: aiogpu.types.Node
 ) -> None:
     assert await getattr(kin_tasks, f"{kind}_starts_greedy").remote() == 2
     assert await tasks.add.options(num_gpus=1).remote(1) == 2
@@ -152,7 +152,7 @@ async def test_what_nobody_waits_for_is_no_deadlock(
 
 @pytest.mark.parametrize("kind", ["plain", "soft"])
 async def test_children_end_with_their_parent(
-    kind: str, node: aiogpu.Session, gate: Gate
+    kind: str, node: aiogpu.types.Node, gate: Gate
 ) -> None:
     """The one that runs, and the one that may not have begun."""
     handle = getattr(kin_tasks, f"{kind}_leaves").remote(gate.path)
@@ -166,7 +166,9 @@ async def test_children_end_with_their_parent(
 
 @pytest.mark.parametrize("kind", ["plain", "soft"])
 @pytest.mark.needs("interrupts")
-async def test_cancelling_a_parent(kind: str, node: aiogpu.Session, gate: Gate) -> None:
+async def test_cancelling_a_parent(
+    kind: str, node: aiogpu.types.Node, gate: Gate
+) -> None:
     handle = getattr(kin_tasks, f"{kind}_waits").remote(gate.path)
     await gate.entered("child")
     handle.cancel()
@@ -175,7 +177,7 @@ async def test_cancelling_a_parent(kind: str, node: aiogpu.Session, gate: Gate) 
 
 
 async def test_a_parents_timeout_ends_its_child(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     await kin_tasks.soft_sum.remote(1)  # so that workers have imported asyncio
     timeout = 0.25
@@ -187,7 +189,7 @@ async def test_a_parents_timeout_ends_its_child(
     assert await tasks.add.remote(1) == 2
 
 
-async def test_misuse_is_told(node: aiogpu.Session) -> None:
+async def test_misuse_is_told(node: aiogpu.types.Node) -> None:
     told = await kin_tasks.misuses.remote()
     expected = [
         ("MisuseError", "no truth value"),
@@ -209,6 +211,6 @@ async def test_a_handle_of_a_task_that_has_ended(address: str) -> None:
     assert name in ("MisuseError", "TaskCancelledError")
 
 
-async def test_a_parent_finds_its_surroundings_again(node: aiogpu.Session) -> None:
+async def test_a_parent_finds_its_surroundings_again(node: aiogpu.types.Node) -> None:
     own = ("facts", [])
     assert await kin_tasks.facts.remote() == (own, ("child", [0], "0"), own)

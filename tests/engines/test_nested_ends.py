@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     async with aiogpu.init(num_cpus=3, num_gpus=1) as session:
         yield session
 
@@ -35,7 +35,7 @@ async def all_free() -> None:
 
 @pytest.mark.parametrize("soft", [False, True], ids=["plain", "coroutine"])
 async def test_children_end_with_their_parent(
-    soft: bool, node: aiogpu.Session, gate: Gate
+    soft: bool, node: aiogpu.types.Node, gate: Gate
 ) -> None:
     leave = nested_tasks.leave_child_softly if soft else nested_tasks.leave_child
     handle = leave.remote(gate.path, "parent", "child")
@@ -56,7 +56,7 @@ async def test_a_waiting_child_ends_with_its_parent(gate: Gate) -> None:
 
 
 async def test_children_end_with_a_cancelled_parent(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     handle = nested_tasks.tree.remote(gate.path, "t", 3)
     await gate.entered("t3", "t2", "t1", "t0", "t")
@@ -66,7 +66,7 @@ async def test_children_end_with_a_cancelled_parent(
 
 
 async def test_children_end_with_a_parent_whose_time_is_up(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     tree = nested_tasks.tree.options(timeout=0.5)
     handle = tree.remote(gate.path, "t", 2)
@@ -76,7 +76,7 @@ async def test_children_end_with_a_parent_whose_time_is_up(
 
 
 async def test_children_end_with_a_killed_parent(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     path = gate.path
 
@@ -94,7 +94,7 @@ async def test_children_end_with_a_killed_parent(
 
 
 async def test_a_retried_parent_starts_its_children_anew(
-    node: aiogpu.Session, gate: Gate, tmp_path: Path
+    node: aiogpu.types.Node, gate: Gate, tmp_path: Path
 ) -> None:
     task = nested_tasks.start_anew.options(max_retries=1)
     handle = task.remote(str(tmp_path / "count"), gate.path)
@@ -109,7 +109,7 @@ async def test_a_retried_parent_starts_its_children_anew(
 
 @pytest.mark.parametrize("how", ["returns", "dies", "cancelled"])
 async def test_a_detached_child_outlives_its_parent(
-    how: str, node: aiogpu.Session, gate: Gate
+    how: str, node: aiogpu.types.Node, gate: Gate
 ) -> None:
     path = gate.path
 
@@ -140,7 +140,7 @@ async def test_a_detached_child_outlives_its_parent(
 
 
 async def test_a_detached_child_can_be_waited_for_and_cancelled(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     path = gate.path
 
@@ -169,7 +169,7 @@ async def test_the_end_of_the_node_ends_a_deep_tree(
         await gate.entered("t")
         pids = set(gate.pids.values())
         assert len(pids) == 9
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await handle
     assert not any(map(psutil.pid_exists, pids))
 

@@ -22,12 +22,12 @@ pytestmark = [
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     async with aiogpu.init(num_cpus=2) as session:
         yield session
 
 
-async def test_the_ways_to_wait(node: aiogpu.Session) -> None:
+async def test_the_ways_to_wait(node: aiogpu.types.Node) -> None:
     async def work() -> list[Any]:
         one = await tasks.add.remote(1)
         many = await asyncio.gather(*(tasks.double.remote(n) for n in range(50)))
@@ -64,7 +64,7 @@ async def fail_beside(path: str) -> None:
         group.create_task(tasks.fail.remote(KeyError).coro())
 
 
-async def test_errors_and_the_ways_to_stop(node: aiogpu.Session, gate: Gate) -> None:
+async def test_errors_and_the_ways_to_stop(node: aiogpu.types.Node, gate: Gate) -> None:
     path = gate.path
 
     async def work() -> list[str]:
@@ -95,7 +95,7 @@ async def test_errors_and_the_ways_to_stop(node: aiogpu.Session, gate: Gate) -> 
 
 
 async def test_a_cancelled_parent_cancels_its_wait(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     path = gate.path
 
@@ -114,7 +114,7 @@ async def test_a_cancelled_parent_cancels_its_wait(
     assert await tasks.add.remote(1) == 2
 
 
-async def test_a_loop_of_the_tasks_own(node: aiogpu.Session) -> None:
+async def test_a_loop_of_the_tasks_own(node: aiogpu.types.Node) -> None:
     def work() -> list[int]:
         async def main(base: int) -> int:
             assert await tasks.add.remote(1) == 2
@@ -129,7 +129,7 @@ async def test_a_loop_of_the_tasks_own(node: aiogpu.Session) -> None:
         assert await run_here.remote(work) == [2, 10, 15, 2, 20]
 
 
-async def test_a_handle_that_is_kept_between_tasks(node: aiogpu.Session) -> None:
+async def test_a_handle_that_is_kept_between_tasks(node: aiogpu.types.Node) -> None:
     """A plain task's; a coroutine's; one's on a loop that is kept as well."""
     kept: dict[str, Any] = {}
 
@@ -160,7 +160,7 @@ async def test_a_handle_that_is_kept_between_tasks(node: aiogpu.Session) -> None
         assert "was stopped, since the task that had started it has ended" in told
 
 
-async def test_threads_of_a_plain_task(node: aiogpu.Session) -> None:
+async def test_threads_of_a_plain_task(node: aiogpu.types.Node) -> None:
     def work() -> list[int]:
         def one(number: int) -> int:
             doubled = aiogpu.get(tasks.add.remote(number, number))
@@ -173,7 +173,7 @@ async def test_threads_of_a_plain_task(node: aiogpu.Session) -> None:
     assert await run_here.remote(work) == [*(2 * n + 1 for n in range(40)), 2]
 
 
-async def test_loops_in_threads_beside_the_tasks_own(node: aiogpu.Session) -> None:
+async def test_loops_in_threads_beside_the_tasks_own(node: aiogpu.types.Node) -> None:
     async def some(count: int) -> int:
         found = 0
         for number in range(count):
@@ -205,7 +205,7 @@ async def test_loops_in_threads_beside_the_tasks_own(node: aiogpu.Session) -> No
 
 
 async def test_a_cancel_is_heard_beside_a_reading_thread(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     """The thread may read the cancel that is meant for the task's loop."""
     path = gate.path
@@ -231,7 +231,7 @@ async def test_a_cancel_is_heard_beside_a_reading_thread(
 
 
 async def test_a_thread_that_outlives_its_task(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     pid = await nested_tasks.outlive.remote(gate.path)
     await gate.entered("TaskCancelledError", "MisuseError")
@@ -239,7 +239,7 @@ async def test_a_thread_that_outlives_its_task(
     assert await nested_tasks.increased.remote(1) == 2
 
 
-async def test_a_thousand_children_awaited_at_once(node: aiogpu.Session) -> None:
+async def test_a_thousand_children_awaited_at_once(node: aiogpu.types.Node) -> None:
     async def work() -> int:
         return sum(await asyncio.gather(*(tasks.add.remote(n) for n in range(2000))))
 

@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     async with aiogpu.init(num_cpus=2) as session:
         yield session
 
 
-async def test_a_task_starts_others(node: aiogpu.Session) -> None:
+async def test_a_task_starts_others(node: aiogpu.types.Node) -> None:
     assert await nested_tasks.increased.remote(1) == 2
     assert await nested_tasks.several.remote([3, 1, 2]) == [4, 2, 3]
     assert await nested_tasks.several.remote([]) == []
@@ -36,7 +36,9 @@ async def test_one_cpu_is_enough_for_any_depth() -> None:
         assert await nested_tasks.depth_of_coroutines.remote(12) == 12
 
 
-async def test_results_come_in_the_order_of_the_handles(node: aiogpu.Session) -> None:
+async def test_results_come_in_the_order_of_the_handles(
+    node: aiogpu.types.Node,
+) -> None:
     def work() -> Any:
         slow, fast = tasks.add.remote(1), tasks.double.remote(1)
         first = aiogpu.get(fast)
@@ -47,7 +49,7 @@ async def test_results_come_in_the_order_of_the_handles(node: aiogpu.Session) ->
     assert await run_here.remote(work) == told
 
 
-async def test_what_is_defined_inside_a_task(node: aiogpu.Session) -> None:
+async def test_what_is_defined_inside_a_task(node: aiogpu.types.Node) -> None:
     def work() -> list[Any]:
         base = 40
 
@@ -71,7 +73,7 @@ async def test_what_is_defined_inside_a_task(node: aiogpu.Session) -> None:
     assert await run_here.remote(work) == [42, 38, 80]
 
 
-async def test_a_child_with_other_options(node: aiogpu.Session) -> None:
+async def test_a_child_with_other_options(node: aiogpu.types.Node) -> None:
     def work() -> Any:
         other = tasks.where.options(
             name="other", num_cpus=0.5, runtime_env={"env_vars": {"NEST": "1"}}
@@ -86,7 +88,7 @@ async def test_a_child_with_other_options(node: aiogpu.Session) -> None:
     assert variables == {"NEST": "1"}
 
 
-async def test_errors_keep_their_type_through_levels(node: aiogpu.Session) -> None:
+async def test_errors_keep_their_type_through_levels(node: aiogpu.types.Node) -> None:
     with pytest.raises(LostError) as caught:
         await nested_tasks.raise_below.remote(2)
     assert caught.value.code == 7
@@ -116,7 +118,7 @@ async def test_errors_keep_their_type_through_levels(node: aiogpu.Session) -> No
 
 
 async def test_the_first_failure_ends_the_wait(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     path = gate.path
 
@@ -135,7 +137,7 @@ async def test_the_first_failure_ends_the_wait(
     assert await handle == ["KeyError: 1", "KeyError: 2", "slow"]
 
 
-async def test_time_may_be_limited(node: aiogpu.Session, gate: Gate) -> None:
+async def test_time_may_be_limited(node: aiogpu.types.Node, gate: Gate) -> None:
     path = gate.path
 
     def work() -> tuple[str, str, str]:
@@ -158,7 +160,7 @@ async def test_time_may_be_limited(node: aiogpu.Session, gate: Gate) -> None:
     assert slow == "a"
 
 
-async def test_a_child_is_cancelled(node: aiogpu.Session, gate: Gate) -> None:
+async def test_a_child_is_cancelled(node: aiogpu.types.Node, gate: Gate) -> None:
     path = gate.path
 
     def work() -> Any:
@@ -182,7 +184,9 @@ async def test_a_child_is_cancelled(node: aiogpu.Session, gate: Gate) -> None:
     assert (rest, late) == ([2, 2, 2], False)
 
 
-async def test_a_blocking_handle_is_no_result(node: aiogpu.Session, gate: Gate) -> None:
+async def test_a_blocking_handle_is_no_result(
+    node: aiogpu.types.Node, gate: Gate
+) -> None:
     path = gate.path
 
     def work() -> list[str]:
@@ -207,15 +211,15 @@ async def test_a_blocking_handle_is_no_result(node: aiogpu.Session, gate: Gate) 
     assert function.startswith("MisuseError: aiogpu.get() was given <RemoteFunction")
 
 
-async def test_a_handle_is_the_result_of_a_task(node: aiogpu.Session) -> None:
+async def test_a_handle_is_the_result_of_a_task(node: aiogpu.types.Node) -> None:
     """And what it is the handle of goes on, although it was that task's child."""
     handle = await run_here.remote(lambda: tasks.add.remote(1))
     assert await handle == 2
 
 
-async def test_get_is_for_tasks(node: aiogpu.Session) -> None:
+async def test_get_is_for_tasks(node: aiogpu.types.Node) -> None:
     handle = tasks.add.remote(1)
-    with pytest.raises(aiogpu.MisuseError, match="await"):
+    with pytest.raises(aiogpu.errors.MisuseError, match="await"):
         aiogpu.get(handle)
     told = await asyncio.to_thread(refusal, lambda: aiogpu.get(handle))
     assert "this handle belongs to an event loop: await it there" in told
@@ -232,7 +236,7 @@ async def test_get_is_for_tasks(node: aiogpu.Session) -> None:
 
 def test_get_without_any_node() -> None:
     assert aiogpu.get([]) == []
-    with pytest.raises(aiogpu.MisuseError, match="was given 1"):
+    with pytest.raises(aiogpu.errors.MisuseError, match="was given 1"):
         aiogpu.get(1)  # type: ignore[call-overload]
 
 
@@ -242,14 +246,14 @@ async def test_many_children_in_one_get() -> None:
         assert await nested_tasks.several.remote(numbers) == [n + 1 for n in numbers]
 
 
-async def test_large_arguments_and_results(node: aiogpu.Session) -> None:
+async def test_large_arguments_and_results(node: aiogpu.types.Node) -> None:
     def work() -> int:
         return len(aiogpu.get(tasks.echo.remote(bytes(50_000_000))))
 
     assert await run_here.remote(work) == 50_000_000
 
 
-async def test_a_fork_of_a_task_starts_none(node: aiogpu.Session) -> None:
+async def test_a_fork_of_a_task_starts_none(node: aiogpu.types.Node) -> None:
     """Neither by a function that the task has called before, nor by another."""
 
     def work() -> str:
@@ -267,11 +271,11 @@ async def test_a_fork_of_a_task_starts_none(node: aiogpu.Session) -> None:
     assert "the node cannot be reached inside a task or what it has forked" in told
 
 
-async def test_a_task_asks_its_node_for_nothing_else(node: aiogpu.Session) -> None:
+async def test_a_task_asks_its_node_for_nothing_else(node: aiogpu.types.Node) -> None:
     async def ask() -> list[str]:
         told = []
         for question in (aiogpu.init, aiogpu.status, aiogpu.available_resources):
-            with pytest.raises(aiogpu.NodeError) as caught:
+            with pytest.raises(aiogpu.errors.NodeError) as caught:
                 await question()
             told.append(str(caught.value))
         await aiogpu.shutdown()

@@ -132,7 +132,7 @@ async def test_a_chain_between_the_holder_and_the_child() -> None:
         return aiogpu.get(run_here.options(name="middle").remote(middle))
 
     async with aiogpu.init(num_cpus=1, num_gpus=1):
-        with pytest.raises(aiogpu.DeadlockError) as caught:
+        with pytest.raises(aiogpu.errors.DeadlockError) as caught:
             await run_here.options(num_gpus=1, name="top").remote(top)
         told = str(caught.value)
         assert "top holds {CPU: 1, GPU: 1} and waits for middle" in told

@@ -143,7 +143,7 @@ async def test_a_slow_terminal_slows_the_task_alone(
         results = [await tasks.add.remote(i) for i in range(500)]
         assert results == list(range(1, 501))
         assert not waited.done()
-        console = session._engine._supervisor._parts.console  # type: ignore[attr-defined]
+        console = session._session._engine._supervisor._parts.console  # type: ignore[attr-defined]
         async with asyncio.timeout(60):
             while console._waiting <= FULL:
                 await asyncio.sleep(0)

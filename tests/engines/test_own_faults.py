@@ -77,7 +77,7 @@ async def broken() -> AsyncIterator[Broken]:
         asyncio.timeout(60),
         aiogpu.init(num_cpus=1, num_gpus=1, log_to_driver=False) as session,
     ):
-        engine = session._engine
+        engine = session._session._engine
         assert isinstance(engine, LocalEngine)
         driver = engine._open_driver
         yield (broken := Broken(driver))
@@ -94,7 +94,7 @@ async def broken() -> AsyncIterator[Broken]:
 
 async def refused(handle: Any) -> None:
     """The owner is told whose fault it is, and what was raised."""
-    with pytest.raises(aiogpu.InternalError, match=OURS) as caught:
+    with pytest.raises(aiogpu.errors.InternalError, match=OURS) as caught:
         await handle
     assert "OverflowError: Integer value out of range" in str(caught.value)
     assert isinstance(caught.value.__cause__, OverflowError)
@@ -203,7 +203,7 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
         assert "not to blame" in str(caught.value)
         assert "escriptor" not in str(caught.value)
     else:
-        with pytest.raises(aiogpu.InternalError, match=OURS):
+        with pytest.raises(aiogpu.errors.InternalError, match=OURS):
             await lost
     assert await nested_tasks.several.remote([1, 2]) == [2, 3]
 
@@ -240,7 +240,7 @@ async def test_a_result_that_cannot_be_passed_on(
         assert call is not None
         call.receiver = clumsy
     error = await clumsy.told
-    assert isinstance(error, aiogpu.InternalError)
+    assert isinstance(error, aiogpu.errors.InternalError)
     assert isinstance(error.__cause__, OverflowError)
     broken.failed.append(effects.Settle(head.task_id))
     if not is_shared:

@@ -21,7 +21,7 @@ async def until_free(name: str, amount: float) -> None:
             await asyncio.sleep(0)
 
 
-async def until_removed(group: aiogpu.Placement) -> None:
+async def until_removed(group: aiogpu.types.Placement) -> None:
     async with asyncio.timeout(LIMIT):
         while await group.ready():
             await asyncio.sleep(0)
@@ -104,16 +104,20 @@ async def test_a_removed_placement_ends_what_runs_in_it(
         await group.remove()
         await group.remove()
         for handle in (runs, waits):
-            with pytest.raises(aiogpu.PlacementRemovedError, match="group") as caught:
+            with pytest.raises(
+                aiogpu.errors.PlacementRemovedError, match="group"
+            ) as caught:
                 await handle
             assert caught.value.placement == "group"
         with pytest.raises(aiogpu.ActorDiedError, match="was removed") as dead:
             await actor.where.remote()
-        assert isinstance(dead.value.__cause__, aiogpu.PlacementRemovedError)
+        assert isinstance(dead.value.__cause__, aiogpu.errors.PlacementRemovedError)
         late = forever.remote(begun)
-        with pytest.raises(aiogpu.PlacementRemovedError, match="was removed before"):
+        with pytest.raises(
+            aiogpu.errors.PlacementRemovedError, match="was removed before"
+        ):
             await late
-        with pytest.raises(aiogpu.PlacementRemovedError, match="was removed"):
+        with pytest.raises(aiogpu.errors.PlacementRemovedError, match="was removed"):
             await group
         await until_free("GPU", 2)
 
@@ -125,7 +129,7 @@ async def test_an_actor_in_a_removed_placement_never_lives(address: str) -> None
         actor = tasks.Actor.options(placement=group).remote()
         with pytest.raises(aiogpu.ActorDiedError) as dead:
             await actor.where.remote()
-        assert isinstance(dead.value.__cause__, aiogpu.PlacementRemovedError)
+        assert isinstance(dead.value.__cause__, aiogpu.errors.PlacementRemovedError)
         await until_free("GPU", 1)
 
 
@@ -137,9 +141,9 @@ async def test_a_placement_that_waits_is_removed_with_what_waits_for_it(
             group = aiogpu.placement([{"GPU": 1}])
             handle = tasks.where.options(placement=group).remote()
             await group.remove()
-            with pytest.raises(aiogpu.PlacementRemovedError):
+            with pytest.raises(aiogpu.errors.PlacementRemovedError):
                 await handle
-            with pytest.raises(aiogpu.PlacementRemovedError):
+            with pytest.raises(aiogpu.errors.PlacementRemovedError):
                 await group.ready()
         await until_free("GPU", 1)
 
@@ -212,13 +216,13 @@ async def test_before_the_node_is_open(address: str) -> None:
     assert (await group).is_ready
     with pytest.raises(aiogpu.InfeasibleError):
         await never
-    with pytest.raises(aiogpu.PlacementRemovedError, match="never asked for"):
+    with pytest.raises(aiogpu.errors.PlacementRemovedError, match="never asked for"):
         await lost
     await node
     await aiogpu.shutdown()
 
 
-async def _opened(opening: aiogpu.Session) -> None:
+async def _opened(opening: aiogpu.types.Node) -> None:
     await opening
 
 
@@ -255,9 +259,9 @@ async def test_a_placement_ends_with_its_node(address: str) -> None:
         group = await aiogpu.placement([{"GPU": 1}], "SPREAD", name="g")
         waits = aiogpu.placement([{"GPU": 1}])
         assert repr(group) == "<Placement g SPREAD [{GPU: 1}]>"
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await group
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await waits
     await group.remove()
 

@@ -73,7 +73,7 @@ async def test_with_its_node_it_is_closed(place: str) -> None:
         pool = await aiogpu.ActorPool(Counter, 2)
         assert await pool.add.remote() == 1
     assert "closed, 0 actors, 0 ready" in repr(pool)
-    with pytest.raises(aiogpu.MisuseError, match="pool of Counter is closed"):
+    with pytest.raises(aiogpu.errors.MisuseError, match="pool of Counter is closed"):
         await pool
 
 

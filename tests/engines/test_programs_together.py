@@ -128,7 +128,7 @@ except aiogpu.ActorDiedError as error:
     print(error, flush=True)
 try:
     await aiogpu.get_actor("shared")
-except aiogpu.ActorNameError as error:
+except aiogpu.errors.ActorNameError as error:
     print(error, flush=True)
 """
 

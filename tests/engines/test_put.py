@@ -29,7 +29,7 @@ LARGE = 1 << 20
 
 
 @pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.Session]:
+async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
     """Two CPUs."""
     async with (
         asyncio.timeout(60),
@@ -38,9 +38,9 @@ async def node(address: str) -> AsyncIterator[aiogpu.Session]:
         yield session
 
 
-def held(node: aiogpu.Session) -> int:
+def held(node: aiogpu.types.Node) -> int:
     """Segments that somebody may still read."""
-    engine: Any = node._engine
+    engine: Any = node._session._engine
     if isinstance(engine, ServedEngine):
         return engine.segments
     store = getattr(engine, "store", None)
@@ -48,7 +48,7 @@ def held(node: aiogpu.Session) -> int:
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
-async def test_what_was_put_does_not_change(size: int, node: aiogpu.Session) -> None:
+async def test_what_was_put_does_not_change(size: int, node: aiogpu.types.Node) -> None:
     array = np.zeros(size, np.uint8)
     handle = await aiogpu.put(array)
     array[:] = 1
@@ -68,7 +68,7 @@ async def test_it_is_put_before_the_node_is_open() -> None:
 
 
 @pytest.mark.parametrize("task", [v.put_and_pass, v.put_and_pass_softly, v.put_and_get])
-async def test_tasks_put(task: Any, node: aiogpu.Session) -> None:
+async def test_tasks_put(task: Any, node: aiogpu.types.Node) -> None:
     for value in (1, [None], b"x" * LARGE):
         assert await task.remote(value) == value
 
@@ -88,15 +88,17 @@ async def test_what_a_task_has_put_and_read_never_changes(address: str) -> None:
 
 
 @pytest.mark.parametrize("task", [v.put_and_give, v.put_and_give_softly])
-async def test_what_a_task_has_put_outlives_it(task: Any, node: aiogpu.Session) -> None:
+async def test_what_a_task_has_put_outlives_it(
+    task: Any, node: aiogpu.types.Node
+) -> None:
     box = await task.remote(np.arange(LARGE))
     assert await v.get_nested.remote(box) is not None
     assert (await box["handle"]).sum() == sum(range(LARGE))
 
 
-async def test_a_handle_is_put_within_a_value_only(node: aiogpu.Session) -> None:
+async def test_a_handle_is_put_within_a_value_only(node: aiogpu.types.Node) -> None:
     inner = v.give.remote([1])
-    with pytest.raises(aiogpu.MisuseError, match="is a handle already"):
+    with pytest.raises(aiogpu.errors.MisuseError, match="is a handle already"):
         aiogpu.put(inner)
     outer = await aiogpu.put([inner])
     assert await v.kinds.remote(outer) == ["list"]
@@ -104,14 +106,14 @@ async def test_a_handle_is_put_within_a_value_only(node: aiogpu.Session) -> None
     assert await found == [1]
 
 
-async def test_arrays_are_read_only_and_not_copied(node: aiogpu.Session) -> None:
+async def test_arrays_are_read_only_and_not_copied(node: aiogpu.types.Node) -> None:
     found = await v.give.remote(np.ones(LARGE))
     assert not found.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         found[0] = 2
 
 
-async def test_arrays_of_all_kinds(node: aiogpu.Session) -> None:
+async def test_arrays_of_all_kinds(node: aiogpu.types.Node) -> None:
     arrays = [
         *(np.empty(0), np.empty((3, 0, 2)), np.array(7)),
         *(np.arange(LARGE)[::2], np.arange(LARGE).reshape(1024, -1).T),
@@ -126,14 +128,14 @@ async def test_arrays_of_all_kinds(node: aiogpu.Session) -> None:
         assert np.array_equal(back, array)
 
 
-async def test_a_thousand_buffers(node: aiogpu.Session) -> None:
+async def test_a_thousand_buffers(node: aiogpu.types.Node) -> None:
     arrays = [np.full(70_000, i % 256, np.uint8) for i in range(1000)]
     back = await v.give.remote(v.give.remote(arrays))
     assert all(a[0] == a[-1] == i % 256 for i, a in enumerate(back))
 
 
 async def test_it_is_decoded_once_and_only_if_it_is_awaited(
-    node: aiogpu.Session, tmp_path: Path
+    node: aiogpu.types.Node, tmp_path: Path
 ) -> None:
     log = tmp_path / "seen"
     log.touch()
@@ -150,7 +152,9 @@ async def test_it_is_decoded_once_and_only_if_it_is_awaited(
 
 
 @pytest.mark.parametrize("how", ["put", "result", "nested", "failed"])
-async def test_it_is_freed_with_its_last_holder(how: str, node: aiogpu.Session) -> None:
+async def test_it_is_freed_with_its_last_holder(
+    how: str, node: aiogpu.types.Node
+) -> None:
     for _ in range(3):
         handle: Any = v.give.remote(np.ones(LARGE))
         if how == "put":
@@ -186,7 +190,7 @@ async def test_a_view_in_a_global_never_changes(address: str) -> None:
 
 
 @pytest.mark.needs("processes")
-async def test_a_worker_that_holds_a_segment_is_killed(node: aiogpu.Session) -> None:
+async def test_a_worker_that_holds_a_segment_is_killed(node: aiogpu.types.Node) -> None:
     pid = await v.keep.remote(np.ones(LARGE))
     assert held(node) == 1
     os.kill(pid, signal.SIGKILL)
@@ -195,7 +199,7 @@ async def test_a_worker_that_holds_a_segment_is_killed(node: aiogpu.Session) -> 
 
 
 @pytest.mark.needs("processes")
-async def test_the_maker_of_a_value_is_killed(node: aiogpu.Session) -> None:
+async def test_the_maker_of_a_value_is_killed(node: aiogpu.types.Node) -> None:
     """It stays, for whoever has a handle."""
     maker = keepers.Serial.remote()
     pid = await maker.own_pid.remote()
@@ -210,10 +214,10 @@ async def test_the_maker_of_a_value_is_killed(node: aiogpu.Session) -> None:
 @pytest.mark.parametrize("end", [odd_pickles.Explosive, odd_pickles.Ending])
 @pytest.mark.needs("processes")
 async def test_what_cannot_be_unpickled_in_a_worker(
-    end: Any, node: aiogpu.Session
+    end: Any, node: aiogpu.types.Node
 ) -> None:
     box = [end(), np.ones(LARGE)]
-    errors = aiogpu.DeserializationError, aiogpu.WorkerDiedError
+    errors = aiogpu.errors.DeserializationError, aiogpu.WorkerDiedError
     with pytest.raises(errors):
         await v.give.options(max_retries=0).remote(box)
     handle = await aiogpu.put(box)
@@ -226,7 +230,7 @@ async def test_what_cannot_be_unpickled_in_a_worker(
 
 @pytest.mark.needs("processes")
 async def test_unpickling_that_hangs_can_be_cancelled(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     stuck = v.give.remote([odd_pickles.Gated(gate.path, "stuck"), np.ones(LARGE)])
     await gate.entered("stuck")
@@ -236,36 +240,36 @@ async def test_unpickling_that_hangs_can_be_cancelled(
     await until(lambda: held(node) == 0)
 
 
-async def test_what_cannot_be_pickled_leaves_nothing(node: aiogpu.Session) -> None:
+async def test_what_cannot_be_pickled_leaves_nothing(node: aiogpu.types.Node) -> None:
     large = np.ones(LARGE)
     for ask in (
         lambda: aiogpu.put([large, odd_pickles.Unwilling()]),
         lambda: v.give.remote([large, odd_pickles.Unwilling()]),
     ):
-        with pytest.raises(aiogpu.SerializationError, match="will not travel"):
+        with pytest.raises(aiogpu.errors.SerializationError, match="will not travel"):
             ask()
     assert held(node) == 0
 
 
-async def test_a_handle_is_no_part_of_other_pickles(node: aiogpu.Session) -> None:
+async def test_a_handle_is_no_part_of_other_pickles(node: aiogpu.types.Node) -> None:
     handle = await aiogpu.put(1)
-    with pytest.raises(aiogpu.MisuseError, match="only be pickled"):
+    with pytest.raises(aiogpu.errors.MisuseError, match="only be pickled"):
         pickle.dumps([handle])
 
 
-async def test_ten_thousand_handles_as_arguments(node: aiogpu.Session) -> None:
+async def test_ten_thousand_handles_as_arguments(node: aiogpu.types.Node) -> None:
     handles = [await aiogpu.put(i) for i in range(10_000)]
     assert await v.total.remote(*handles) == sum(range(10_000))
 
 
 @pytest.mark.slow
-async def test_a_hundred_thousand_live_values(node: aiogpu.Session) -> None:
+async def test_a_hundred_thousand_live_values(node: aiogpu.types.Node) -> None:
     handles = [await aiogpu.put(i) for i in range(100_000)]
     assert await v.give.remote(handles[99_999]) == 99_999
     assert await v.total.remote(*handles[::1000]) == sum(range(0, 100_000, 1000))
 
 
-async def test_two_programs_with_a_node_each(node: aiogpu.Session) -> None:
+async def test_two_programs_with_a_node_each(node: aiogpu.types.Node) -> None:
     async def other() -> int:
         async with aiogpu.init(address="local", num_cpus=1):
             handle = await aiogpu.put(np.ones(LARGE))

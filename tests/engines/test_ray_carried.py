@@ -54,7 +54,9 @@ async def test_a_function_that_holds_an_actor_is_refused(node: Any) -> None:
     def closure() -> Any:
         return counter
 
-    with pytest.raises(aiogpu.SerializationError, match=r"counter.*as an argument"):
+    with pytest.raises(
+        aiogpu.errors.SerializationError, match=r"counter.*as an argument"
+    ):
         closure.remote()
     assert await counter.add.remote(1) == 2
 

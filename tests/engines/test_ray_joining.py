@@ -104,7 +104,7 @@ async def test_an_old_release_is_named(monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "__version__", "2.9.3")
-    with pytest.raises(aiogpu.NodeError, match=r"Ray 2\.9\.3 is installed"):
+    with pytest.raises(aiogpu.errors.NodeError, match=r"Ray 2\.9\.3 is installed"):
         await aiogpu.init(address="ray")
 
 
@@ -120,7 +120,7 @@ async def test_a_cluster_that_the_environment_names_is_not_replaced(
     monkeypatch, named, told
 ):
     monkeypatch.setenv("RAY_ADDRESS", named)
-    with pytest.raises(aiogpu.NodeError, match=told):
+    with pytest.raises(aiogpu.errors.NodeError, match=told):
         await aiogpu.init(address="ray")
 
 
@@ -153,7 +153,7 @@ SHARED = """
     async def refused(awaitable):
         try:
             await awaitable
-        except aiogpu.NodeError as error:
+        except aiogpu.errors.NodeError as error:
             return f"{type(error).__name__}: {error}"
 
     def of_fork():
@@ -173,7 +173,7 @@ SHARED = """
         os.environ["RAY_ADDRESS"] = "127.0.0.1:1"
         try:
             await aiogpu.init(address="ray")
-        except aiogpu.NodeError:
+        except aiogpu.errors.NodeError:
             print("nobody there")
         del os.environ["RAY_ADDRESS"]
         async with aiogpu.init(address="ray", num_cpus=1, num_gpus=1):
@@ -341,7 +341,7 @@ HANGING = """
         before = time.monotonic()
         try:
             await aiogpu.init(address="ray")
-        except aiogpu.NodeError as error:
+        except aiogpu.errors.NodeError as error:
             print(error, time.monotonic() - before < 20, flush=True)
 
     asyncio.run(main())

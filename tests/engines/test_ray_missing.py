@@ -15,7 +15,7 @@ def test_it_is_told_how_to_install_it():
         async def main():
             try:
                 await aiogpu.init(address="ray")
-            except aiogpu.NodeError as error:
+            except aiogpu.errors.NodeError as error:
                 print(error)
 
         asyncio.run(main())

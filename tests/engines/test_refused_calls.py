@@ -60,7 +60,7 @@ async def test_a_task_refuses_arguments_that_its_function_does_not_take(
             task = aiogpu.remote(function)
             with pytest.raises(TypeError, match=told) as caught:
                 task.remote(*args, **named)
-            assert isinstance(caught.value, aiogpu.MisuseError)
+            assert isinstance(caught.value, aiogpu.errors.MisuseError)
             assert str(caught.value).startswith(f"{function.__name__}(")
             with pytest.raises(TypeError, match=told):
                 task.options(max_retries=1).remote(*args, **named)
@@ -99,9 +99,9 @@ async def test_an_exit_amid_pickling_is_no_exit() -> None:
     """[B39]"""
     async with aiogpu.init(num_cpus=1):
         told = r"\['exiting'\] \(a Exiting\): SystemExit: 3"
-        with pytest.raises(aiogpu.SerializationError, match=rf"args\[0\]{told}"):
+        with pytest.raises(aiogpu.errors.SerializationError, match=rf"args\[0\]{told}"):
             add.remote({"exiting": Exiting()})  # type: ignore[arg-type]
-        with pytest.raises(aiogpu.SerializationError, match=rf"value{told}"):
+        with pytest.raises(aiogpu.errors.SerializationError, match=rf"value{told}"):
             await aiogpu.put({"exiting": Exiting()})
 
         captured = Exiting()
@@ -110,7 +110,9 @@ async def test_an_exit_amid_pickling_is_no_exit() -> None:
         def closing() -> object:
             return captured
 
-        with pytest.raises(aiogpu.SerializationError, match=r"captured \(a Exiting\)"):
+        with pytest.raises(
+            aiogpu.errors.SerializationError, match=r"captured \(a Exiting\)"
+        ):
             closing.remote()
         assert await add.remote(1) == 2
 
@@ -121,14 +123,14 @@ async def test_a_handle_is_not_put_again() -> None:
         with pytest.raises(TypeError, match=r"a handle already.*`aiogpu\.put\(await"):
             aiogpu.put(handle)
         result = add.remote(1)
-        with pytest.raises(aiogpu.MisuseError, match="a handle already"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="a handle already"):
             aiogpu.put(result)
         assert await result == 2
 
         @aiogpu.remote
         def inside() -> str:
             own: Any = aiogpu.get(aiogpu.put(1))
-            with pytest.raises(aiogpu.MisuseError) as caught:
+            with pytest.raises(aiogpu.errors.MisuseError) as caught:
                 aiogpu.put(add.remote(own))
             return str(caught.value)
 

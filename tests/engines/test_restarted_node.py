@@ -61,10 +61,10 @@ async def test_the_next_node_is_joined_as_the_error_says(
         waiting = endless.remote()
         node.end(number)
         told = f"`await aiogpu.init(address={address!r})` joins it"
-        with pytest.raises(aiogpu.NodeError) as error:
+        with pytest.raises(aiogpu.errors.NodeError) as error:
             await waiting
         assert told in str(error.value)
-        with pytest.raises(aiogpu.NodeError) as error:
+        with pytest.raises(aiogpu.errors.NodeError) as error:
             await tasks.add.remote(1, 2)
         assert told in str(error.value)
     with running(path):

@@ -130,7 +130,7 @@ async def test_what_has_run_is_written_down(tmp_path: Path) -> None:
             await asyncio.gather(*(aiogpu.remote(say).remote("a") for _ in range(8)))
             with pytest.raises(KeyError):
                 await aiogpu.remote(fail).remote()
-            remote = node._engine
+            remote = node._session._engine
             assert isinstance(remote, RemoteEngine)
             spans = await remote.timeline()
         assert [span.name for span in spans].count("say") == 8

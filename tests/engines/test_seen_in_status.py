@@ -54,7 +54,9 @@ async def test_why_asks_by_number() -> None:
             (task,) = (one for one in seen if one.name == "pid")
             assert (await aiogpu.why(task.id)).name == "pid"
         await handle
-        with pytest.raises(aiogpu.NoSuchTaskError, match=f"no task {task.id} that"):
+        with pytest.raises(
+            aiogpu.errors.NoSuchTaskError, match=f"no task {task.id} that"
+        ):
             await aiogpu.why(task.id)
 
 

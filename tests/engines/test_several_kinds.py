@@ -107,7 +107,9 @@ async def test_cores_are_detected_by_their_tool(
     async with aiogpu.init(address=address, num_cpus=1):
         both = await seen.options(resources={"neuron_cores": 2}).remote()
         assert (both[CORES], both["ids"]) == ("1,2", {"neuron_cores": ["1", "2"]})
-    with pytest.raises(aiogpu.DeviceError, match=f"=3, but {CORES}='1-2' names 2"):
+    with pytest.raises(
+        aiogpu.errors.DeviceError, match=f"=3, but {CORES}='1-2' names 2"
+    ):
         await aiogpu.init(address=address, resources={"neuron_cores": 3})
 
 

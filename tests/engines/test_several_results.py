@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.Session]:
+async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
     """Four CPUs."""
     async with (
         asyncio.timeout(60),
@@ -27,7 +27,7 @@ async def node(address: str) -> AsyncIterator[aiogpu.Session]:
 
 
 @pytest.mark.parametrize("task", [v.split, v.split_softly])
-async def test_each_result_has_a_handle(task: Any, node: aiogpu.Session) -> None:
+async def test_each_result_has_a_handle(task: Any, node: aiogpu.types.Node) -> None:
     a, b, c = task.options(num_returns=3).remote([1, "two", [3]])
     assert [await a, await b, await c] == [1, "two", [3]]
     assert await asyncio.gather(*task.options(num_returns=2).remote((4, 5))) == [4, 5]
@@ -35,7 +35,7 @@ async def test_each_result_has_a_handle(task: Any, node: aiogpu.Session) -> None
     assert await only == [6]
 
 
-async def test_any_iterable_will_do_that_has_so_many(node: aiogpu.Session) -> None:
+async def test_any_iterable_will_do_that_has_so_many(node: aiogpu.types.Node) -> None:
     a, b, c = v.split_by_dict.options(num_returns=3).remote()
     assert [await a, await b, await c] == ["x", "y", "z"]
 
@@ -52,14 +52,14 @@ async def test_any_iterable_will_do_that_has_so_many(node: aiogpu.Session) -> No
     ],
 )
 async def test_as_many_as_were_asked_for(
-    value: Any, told: str, node: aiogpu.Session
+    value: Any, told: str, node: aiogpu.types.Node
 ) -> None:
     for handle in v.split.options(num_returns=2).remote(value):
         with pytest.raises((ValueError, TypeError), match=told):
             await handle
 
 
-async def test_results_as_arguments(node: aiogpu.Session) -> None:
+async def test_results_as_arguments(node: aiogpu.types.Node) -> None:
     a, b = v.split.options(num_returns=2).remote([1, 2])
     assert await v.total.remote(a, b, x=a) == 4
     assert await a == 1
@@ -69,13 +69,13 @@ async def test_results_as_arguments(node: aiogpu.Session) -> None:
 
 @pytest.mark.parametrize("task", [v.add_parts, v.add_parts_softly, v.add_gotten_parts])
 async def test_results_of_children_as_arguments(
-    task: Any, node: aiogpu.Session
+    task: Any, node: aiogpu.types.Node
 ) -> None:
     factor = 2 if task is v.add_gotten_parts else 1
     assert await task.remote([1, 20, 300]) == 321 * factor
 
 
-async def test_methods_have_several(node: aiogpu.Session) -> None:
+async def test_methods_have_several(node: aiogpu.types.Node) -> None:
     for kind in (keepers.Serial, keepers.Soft):
         async with kind.remote() as actor:
             a, b = actor.both.remote([1, 2])
@@ -89,7 +89,7 @@ async def test_methods_have_several(node: aiogpu.Session) -> None:
 
 
 async def test_the_work_stops_when_nobody_wants_any_of_them(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     a, b = v.gated_split.options(num_returns=2).remote(gate.path, "slow", [1, 2])
     await gate.entered("slow")
@@ -102,7 +102,7 @@ async def test_the_work_stops_when_nobody_wants_any_of_them(
 
 
 async def test_one_is_cancelled_and_the_other_comes(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     a, b = v.gated_split.options(num_returns=2).remote(gate.path, "slow", [1, 2])
     needs_a = v.give.remote(a)
@@ -117,7 +117,7 @@ async def test_one_is_cancelled_and_the_other_comes(
 @pytest.mark.needs("at once")
 @pytest.mark.parametrize("task", [v.cancel_a_part, v.cancel_a_part_plainly])
 async def test_a_task_cancels_one_and_the_other_comes(
-    task: Any, node: aiogpu.Session, gate: Gate
+    task: Any, node: aiogpu.types.Node, gate: Gate
 ) -> None:
     running = task.remote(gate.path)
     await gate.entered("slow", "told")
@@ -125,20 +125,22 @@ async def test_a_task_cancels_one_and_the_other_comes(
     assert await running == 2
 
 
-async def test_all_of_them_fail(node: aiogpu.Session) -> None:
+async def test_all_of_them_fail(node: aiogpu.types.Node) -> None:
     a, b = v.fail.options(num_returns=2).remote("both")
     for handle in (a, v.give.remote(b), b):
         with pytest.raises(odd_pickles.LoudError, match="both"):
             await handle
 
 
-async def test_a_result_that_cannot_be_pickled_fails_all(node: aiogpu.Session) -> None:
+async def test_a_result_that_cannot_be_pickled_fails_all(
+    node: aiogpu.types.Node,
+) -> None:
     for handle in v.split_unwilling.options(num_returns=2).remote():
-        with pytest.raises(aiogpu.SerializationError, match="will not travel"):
+        with pytest.raises(aiogpu.errors.SerializationError, match="will not travel"):
             await handle
 
 
-async def test_many_and_large(node: aiogpu.Session) -> None:
+async def test_many_and_large(node: aiogpu.types.Node) -> None:
     parts = v.split.options(num_returns=500).remote(list(range(500)))
     assert await v.total.remote(*parts) == sum(range(500))
     large = [bytes([i]) * 400_000 for i in range(3)]

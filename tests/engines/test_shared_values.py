@@ -61,7 +61,7 @@ async def test_what_is_written_in_vain_is_given_up() -> None:
         del made
         for _ in range(2):  # a warm one, then new ones
             await shared_tasks.write_in_vain.remote(LARGE, 3)
-        engine = session._engine
+        engine = session._session._engine
         assert isinstance(engine, LocalEngine)
         store = engine.store
         (borrowers,) = [store.borrowers(caller) for caller in store._workers.values()]
@@ -180,11 +180,13 @@ async def test_without_room_on_disk_either_it_is_an_error() -> None:
     # Nobody can make a file there.
     async with aiogpu.init(num_cpus=1, object_memory=LARGE, spill_directory="/proc"):
         handle = await aiogpu.put(full_of(A))
-        with pytest.raises(aiogpu.ObjectMemoryError, match="object_memory="):
+        with pytest.raises(aiogpu.errors.ObjectMemoryError, match="object_memory="):
             aiogpu.put(full_of(A))
-        with pytest.raises(aiogpu.ObjectMemoryError, match="object_memory="):
+        with pytest.raises(aiogpu.errors.ObjectMemoryError, match="object_memory="):
             shared_tasks.count.remote(full_of(A), A)
-        with pytest.raises(aiogpu.ObjectMemoryError, match=r"make ran, but .*/proc"):
+        with pytest.raises(
+            aiogpu.errors.ObjectMemoryError, match=r"make ran, but .*/proc"
+        ):
             await shared_tasks.make.remote(A, LARGE)
         assert await shared_tasks.count.remote(handle, A) == LARGE
         del handle
@@ -193,7 +195,7 @@ async def test_without_room_on_disk_either_it_is_an_error() -> None:
             await tasks.add.remote(1)
             try:
                 await aiogpu.put(full_of(B))
-            except aiogpu.ObjectMemoryError:
+            except aiogpu.errors.ObjectMemoryError:
                 continue
             break
 

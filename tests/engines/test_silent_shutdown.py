@@ -34,6 +34,6 @@ async def test_nothing_is_said_of_errors_that_were_never_retrieved(gate: Gate) -
                 stream_tasks.numbers.remote(3),
             ]
             awaited = tasks.add.remote(running)
-        with pytest.raises(aiogpu.NodeClosedError):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
             await awaited
         del actor, running, left

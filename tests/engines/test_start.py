@@ -68,7 +68,7 @@ async def test_visible_devices_restrict_the_node(
         facts = await tasks.where.options(num_gpus=0.5).remote()
         assert (facts["ids"], facts["visible"]) == (["GPU-aaaa"], "GPU-aaaa")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(aiogpu.DeviceError, match="num_gpus=2"):
+    with pytest.raises(aiogpu.errors.DeviceError, match="num_gpus=2"):
         await aiogpu.init(num_gpus=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     async with aiogpu.init(num_cpus=1):
@@ -116,7 +116,7 @@ async def test_fresh_workers_draw_fresh_numbers() -> None:
 
 
 async def test_a_module_that_cannot_be_preloaded(tmp_path: Path) -> None:
-    with pytest.raises(aiogpu.PreloadError, match="no_such_module"):
+    with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
         await aiogpu.init(preload=["no_such_module"])
     async with aiogpu.init(num_cpus=1):
         assert await tasks.add.remote(1) == 2
@@ -164,7 +164,9 @@ async def test_a_module_whose_import_raises(
 ) -> None:
     (tmp_path / "raising.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(aiogpu.PreloadError, match=r"'raising'.*ZeroDivisionError"):
+    with pytest.raises(
+        aiogpu.errors.PreloadError, match=r"'raising'.*ZeroDivisionError"
+    ):
         await aiogpu.init(preload=["raising", "auto"])
 
 
@@ -175,7 +177,9 @@ async def test_a_module_whose_import_never_ends(
     monkeypatch.setattr("aiogpu.runtime.zygote.process.IMPORT_LIMIT", 0.2)
     (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(aiogpu.PreloadError, match=r"names 'endless', .* did not end"):
+    with pytest.raises(
+        aiogpu.errors.PreloadError, match=r"names 'endless', .* did not end"
+    ):
         await aiogpu.init(preload=["endless"])
     assert Traces.take().since(before) == []
 
@@ -193,13 +197,13 @@ async def test_what_a_preloaded_module_prints_is_shown(
 
 async def test_a_program_that_is_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(aiogpu.NodeStartError, match="status 1"):
+    with pytest.raises(aiogpu.errors.NodeStartError, match="status 1"):
         await aiogpu.init(num_cpus=1)
     monkeypatch.setattr("sys.executable", "")
-    with pytest.raises(aiogpu.NodeStartError, match=r"sys\.executable"):
+    with pytest.raises(aiogpu.errors.NodeStartError, match=r"sys\.executable"):
         await aiogpu.init(num_cpus=1)
     monkeypatch.setattr("sys.executable", "/no/such/python")
-    with pytest.raises(aiogpu.NodeStartError, match="/no/such/python"):
+    with pytest.raises(aiogpu.errors.NodeStartError, match="/no/such/python"):
         await aiogpu.init(num_cpus=1)
 
 
@@ -241,7 +245,7 @@ async def test_the_first_remote_opens_a_node() -> None:
     cancelled.cancel()
     assert await asyncio.gather(*handles) == [1, 2, 3]
     assert (await aiogpu.status()).tasks == ()
-    with pytest.raises(aiogpu.NodeRunningError):
+    with pytest.raises(aiogpu.errors.NodeRunningError):
         await aiogpu.init()
     impossible = tasks.add.options(num_cpus=10_000)
     with pytest.raises(aiogpu.InfeasibleError):
@@ -288,7 +292,7 @@ FORKING = """
             if pid == 0:
                 try:
                     tasks.add.remote(1)
-                except aiogpu.NodeError as error:
+                except aiogpu.errors.NodeError as error:
                     print("belongs to" in str(error), flush=True)
                 if sys.argv[1] == "os._exit":
                     os._exit(0)
@@ -413,7 +417,7 @@ def test_init_that_is_never_awaited() -> None:
 async def test_remote_after_shutdown_opens_another_node() -> None:
     async with aiogpu.init(num_cpus=1) as session:
         pass
-    with pytest.raises(aiogpu.NodeClosedError, match="init"):
+    with pytest.raises(aiogpu.errors.NodeClosedError, match="init"):
         await session.status()
     assert await tasks.add.remote(1) == 2
     await aiogpu.shutdown()

@@ -159,7 +159,9 @@ async def test_an_error_comes_after_the_items_before_it(
         assert "stream_tasks.py" in str(error.__cause__)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
-        with pytest.raises(aiogpu.MisuseError, match="ended with ZeroDivisionError"):
+        with pytest.raises(
+            aiogpu.errors.MisuseError, match="ended with ZeroDivisionError"
+        ):
             aiter(stream)
         assert await tasks.add.remote(1) == 2
 
@@ -181,7 +183,7 @@ async def test_an_item_that_cannot_be_pickled(address: str, gate: Gate) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         found, error = await drained(stream_tasks.unsendable.remote(gate.path))
         assert found == [1]
-        assert type(error) is aiogpu.SerializationError
+        assert type(error) is aiogpu.errors.SerializationError
         assert re.search(r"unsendable ran, but item 2 .*generator", str(error))
         await gate.entered("closed")
 
@@ -203,7 +205,7 @@ async def test_an_item_that_cannot_be_unpickled_ends_it(
     async with aiogpu.init(address=address, num_cpus=1):
         found, error = await drained(unreadable.remote(gate.path))
         assert found == []
-        assert type(error) is aiogpu.DeserializationError
+        assert type(error) is aiogpu.errors.DeserializationError
         assert "ZeroDivisionError" in str(error)
         await gate.entered("closed")
         await idle(1.0)
@@ -227,7 +229,7 @@ async def test_a_cancelled_consumer_stops_the_producer(
         with pytest.raises(asyncio.CancelledError):
             await consumer
         await gate.entered("closed")
-        with pytest.raises(aiogpu.MisuseError, match="was cancelled"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="was cancelled"):
             await anext(stream)
         await idle(1.0)
 
@@ -257,12 +259,14 @@ async def test_a_stream_is_one_consumers(address: str, gate: Gate) -> None:
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)  # the producer may be there already: until it waits
         await gate.entered("inside")
-        with pytest.raises(aiogpu.MisuseError, match="another asyncio task"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="another asyncio task"):
             await anext(stream)
         gate.release("inside")
         assert await first == 2
         assert [item async for item in stream] == []
-        with pytest.raises(aiogpu.MisuseError, match=r"iterated to its end.*once"):
+        with pytest.raises(
+            aiogpu.errors.MisuseError, match=r"iterated to its end.*once"
+        ):
             aiter(stream)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
@@ -275,18 +279,20 @@ async def test_what_a_stream_is_not(address: str) -> None:
         stream = stream_tasks.numbers.remote(2)
         assert stream.task_name == "numbers"
         for misuse in (bool, pickle.dumps):
-            with pytest.raises(aiogpu.MisuseError, match="numbers"):
+            with pytest.raises(aiogpu.errors.MisuseError, match="numbers"):
                 misuse(stream)
-        with pytest.raises(aiogpu.MisuseError, match=r"for item in numbers\.remote"):
+        with pytest.raises(
+            aiogpu.errors.MisuseError, match=r"for item in numbers\.remote"
+        ):
             await stream
         assert [item async for item in stream] == [0, 1]
         assert (
             repr(stream)
             == f"<Stream of numbers {stream.task_id}: was iterated to its end>"
         )
-        with pytest.raises(aiogpu.MisuseError, match="map"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="map"):
             stream_tasks.numbers.map([1])
-        with pytest.raises(aiogpu.MisuseError, match="async for"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="async for"):
             stream_tasks.numbers(1)
 
 
@@ -369,9 +375,9 @@ async def test_a_node_that_closes_ends_its_streams(address: str, gate: Gate) -> 
         waiter = asyncio.ensure_future(anext(waited))
         await gate.entered("inside")
     await gate.entered("closed")
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         await waiter
-    with pytest.raises(aiogpu.NodeClosedError):
+    with pytest.raises(aiogpu.errors.NodeClosedError):
         async for _ in held:
             pass
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.Session]:
+async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
     """Four CPUs."""
     async with (
         asyncio.timeout(60),
@@ -41,7 +41,7 @@ async def complaints() -> AsyncIterator[list[str]]:
 
 @pytest.mark.parametrize("state", ["failed", "pending"])
 async def test_the_dependent_fails_alike_and_never_runs(
-    state: str, node: aiogpu.Session, gate: Gate, complaints: list[str]
+    state: str, node: aiogpu.types.Node, gate: Gate, complaints: list[str]
 ) -> None:
     """Of the same type, with the traceback of the task that has failed."""
     first = v.gated_fail.remote(gate.path, "first")
@@ -64,13 +64,13 @@ async def test_the_dependent_fails_alike_and_never_runs(
 
 
 async def test_nobody_need_look_at_what_its_dependent_tells(
-    node: aiogpu.Session, complaints: list[str]
+    node: aiogpu.types.Node, complaints: list[str]
 ) -> None:
     with pytest.raises(odd_pickles.LoudError, match="once"):
         await v.add.remote(v.add.remote(v.fail.remote("once")))
 
 
-async def test_an_error_that_cannot_be_pickled(node: aiogpu.Session) -> None:
+async def test_an_error_that_cannot_be_pickled(node: aiogpu.types.Node) -> None:
     failing = v.fail.remote("stubborn", odd_pickles.StubbornError)
     for handle in (v.give.remote(failing), v.add_softly.remote(1, failing), failing):
         with pytest.raises(aiogpu.TaskError, match="stubborn"):
@@ -78,7 +78,7 @@ async def test_an_error_that_cannot_be_pickled(node: aiogpu.Session) -> None:
 
 
 async def test_an_error_comes_to_a_task_that_holds_the_handle(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     for task in (v.get_nested, v.await_nested, v.hand_on, v.hand_on_softly):
         failing = v.fail.remote("in a box")
@@ -91,12 +91,12 @@ async def test_an_error_comes_to_a_task_that_holds_the_handle(
 @pytest.mark.parametrize("how", ["pending", "ended"])
 @pytest.mark.parametrize("task", [v.pass_failing, v.pass_failing_softly])
 async def test_failures_among_children(
-    task: Any, how: str, node: aiogpu.Session
+    task: Any, how: str, node: aiogpu.types.Node
 ) -> None:
     assert await task.remote(how) == "of a child"
 
 
-async def test_the_constructor_of_an_actor_never_runs(node: aiogpu.Session) -> None:
+async def test_the_constructor_of_an_actor_never_runs(node: aiogpu.types.Node) -> None:
     actor = keepers.Serial.remote(v.fail.remote("no model"))
     with pytest.raises(aiogpu.ActorDiedError, match="no model") as caught:
         await actor
@@ -104,7 +104,7 @@ async def test_the_constructor_of_an_actor_never_runs(node: aiogpu.Session) -> N
 
 
 @pytest.mark.needs("processes")
-async def test_an_argument_whose_worker_has_died(node: aiogpu.Session) -> None:
+async def test_an_argument_whose_worker_has_died(node: aiogpu.types.Node) -> None:
     dead = v.die.remote()
     with pytest.raises(aiogpu.WorkerDiedError):
         await v.give.remote(dead)
@@ -112,7 +112,9 @@ async def test_an_argument_whose_worker_has_died(node: aiogpu.Session) -> None:
         await dead
 
 
-async def test_an_argument_that_came_too_late(node: aiogpu.Session, gate: Gate) -> None:
+async def test_an_argument_that_came_too_late(
+    node: aiogpu.types.Node, gate: Gate
+) -> None:
     slow = v.gated.options(timeout=0.05).remote(gate.path, "slow")
     with pytest.raises(aiogpu.TaskTimeoutError):
         await v.give.remote(slow)
@@ -121,7 +123,7 @@ async def test_an_argument_that_came_too_late(node: aiogpu.Session, gate: Gate) 
 
 
 async def test_its_own_time_counts_while_it_waits(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     slow = v.gated.remote(gate.path, "slow", 5)
     with pytest.raises(aiogpu.TaskTimeoutError):
@@ -132,7 +134,7 @@ async def test_its_own_time_counts_while_it_waits(
 
 
 async def test_cancelling_a_dependent_leaves_its_argument_alone(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     slow = v.gated.remote(gate.path, "slow", 5)
     then, other = v.tell.remote(gate.path, "then", slow), v.give.remote(slow)
@@ -146,7 +148,7 @@ async def test_cancelling_a_dependent_leaves_its_argument_alone(
 
 
 async def test_cancelling_an_argument_fails_its_dependents(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     slow = v.gated.remote(gate.path, "slow", 5)
     await gate.entered("slow")
@@ -169,13 +171,13 @@ async def test_cancelling_an_argument_fails_its_dependents(
     "task", [v.cancel_what_is_needed, v.cancel_what_is_needed_softly]
 )
 async def test_a_task_cancels_what_its_other_child_needs(
-    task: Any, node: aiogpu.Session, gate: Gate
+    task: Any, node: aiogpu.types.Node, gate: Gate
 ) -> None:
     assert "cancelled" in await task.remote(gate.path, "needed")
 
 
 async def test_a_dependent_is_kept_by_nobody_and_runs(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     """[B14] Who drops a handle has not cancelled it."""
     slow = v.gated.remote(gate.path, "slow", 5)
@@ -189,7 +191,7 @@ async def test_a_dependent_is_kept_by_nobody_and_runs(
 
 @pytest.mark.needs("at once")
 async def test_a_waiter_that_gives_up_stops_only_what_nobody_else_wants(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     """[B15] A handle that has come back is one of several to the same work."""
     slow = v.gated.remote(gate.path, "slow", 5)
@@ -204,7 +206,7 @@ async def test_a_waiter_that_gives_up_stops_only_what_nobody_else_wants(
 
 @pytest.mark.needs("at once")
 async def test_cancelling_a_handle_that_has_come_back_stops_the_work(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     slow = v.gated.remote(gate.path, "slow", 5)
     await gate.entered("slow")
@@ -220,12 +222,12 @@ async def test_cancelling_a_handle_that_has_come_back_stops_the_work(
     "task", [v.cancel_what_came_back, v.cancel_what_came_back_plainly]
 )
 async def test_a_child_is_cancelled_by_a_handle_that_has_come_back(
-    task: Any, node: aiogpu.Session, gate: Gate
+    task: Any, node: aiogpu.types.Node, gate: Gate
 ) -> None:
     assert await task.remote(gate.path) == "cancelled"
 
 
-async def test_a_handle_of_another_loop_is_refused(node: aiogpu.Session) -> None:
+async def test_a_handle_of_another_loop_is_refused(node: aiogpu.types.Node) -> None:
     handle = v.give.remote(1)
 
     async def elsewhere() -> None:
@@ -251,5 +253,5 @@ async def test_what_a_node_leaves_when_it_closes(address: str, gate: Gate) -> No
         await gate.entered("slow")
     for handle in (slow, *waiting):
         assert handle.done()
-        with pytest.raises((aiogpu.NodeClosedError, asyncio.CancelledError)):
+        with pytest.raises((aiogpu.errors.NodeClosedError, asyncio.CancelledError)):
             await handle

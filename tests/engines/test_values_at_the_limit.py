@@ -27,7 +27,7 @@ LARGE = 1 << 20
 
 
 @pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.Session]:
+async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
     """Two CPUs."""
     async with (
         asyncio.timeout(60),
@@ -49,7 +49,7 @@ def few_descriptors(left: int) -> Iterator[None]:
 
 
 async def test_without_descriptors_a_value_travels_in_the_frame(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     await asyncio.gather(*(v.give.remote(i) for i in range(4)))
     with few_descriptors(8):
@@ -58,7 +58,7 @@ async def test_without_descriptors_a_value_travels_in_the_frame(
             assert (await v.give_sum.remote(handle)) == i * LARGE
 
 
-async def test_one_segment_lent_again_and_again(node: aiogpu.Session) -> None:
+async def test_one_segment_lent_again_and_again(node: aiogpu.types.Node) -> None:
     """While the worker returns what it was lent before."""
     handle = await aiogpu.put(np.ones(LARGE, np.uint8))
     for _ in range(100):
@@ -66,14 +66,14 @@ async def test_one_segment_lent_again_and_again(node: aiogpu.Session) -> None:
         assert found == [LARGE] * 3
 
 
-async def test_what_is_put_between_much_output(node: aiogpu.Session) -> None:
+async def test_what_is_put_between_much_output(node: aiogpu.types.Node) -> None:
     """The driver hears of it before what was printed is out."""
     for found in await asyncio.gather(*(v.talk_and_pass.remote() for _ in range(3))):
         assert found == LARGE
 
 
 async def test_a_task_that_waits_for_arguments_says_so(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     slow = v.gated.options(name="load").remote(gate.path, "slow", 1)
     then = v.add.options(name="train").remote(slow)
@@ -86,7 +86,7 @@ async def test_a_task_that_waits_for_arguments_says_so(
 
 
 async def test_a_worker_is_killed_that_has_put_something(
-    node: aiogpu.Session,
+    node: aiogpu.types.Node,
 ) -> None:
     doomed = v.make_and_kill.remote(LARGE)
     with pytest.raises(aiogpu.WorkerDiedError):
@@ -96,7 +96,7 @@ async def test_a_worker_is_killed_that_has_put_something(
 
 
 async def test_a_worker_is_killed_after_its_result_has_come(
-    node: aiogpu.Session, gate: Gate
+    node: aiogpu.types.Node, gate: Gate
 ) -> None:
     """The result is here, and stays."""
     large = v.give.remote(np.ones(LARGE))
@@ -123,12 +123,14 @@ async def test_arguments_that_are_too_large_together_are_refused(
             refused = v.how_many.remote(*parts)
         else:
             refused = v.Numbering.remote().how_many.remote(*parts)
-        with pytest.raises(aiogpu.SerializationError, match=r"have 12\d+ bytes in all"):
+        with pytest.raises(
+            aiogpu.errors.SerializationError, match=r"have 12\d+ bytes in all"
+        ):
             await refused
         assert await v.how_many.remote(*parts[:4]) == 4
         assert not unended(await aiogpu.status())
 
 
-def unended(status: aiogpu.NodeStatus) -> list[str]:
+def unended(status: aiogpu.types.NodeStatus) -> list[str]:
     """The tasks that have not ended, actors left out."""
     return [task.name for task in status.tasks if task.name != "Numbering"]

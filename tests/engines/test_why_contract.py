@@ -160,7 +160,7 @@ async def test_a_task_cannot_ask(address: str) -> None:
         for question in questions:
             try:
                 await question()
-            except aiogpu.NodeError as error:
+            except aiogpu.errors.NodeError as error:
                 answers.append(str(error))
         assert await child == 2
         return answers
@@ -183,7 +183,7 @@ async def test_a_plain_task_cannot_ask_either(address: str) -> None:
         child = tasks.add.remote(1)
         try:
             child.why()
-        except aiogpu.NodeError as error:
+        except aiogpu.errors.NodeError as error:
             return f"{error} {aiogpu.get(child)}"
         return "it could"
 

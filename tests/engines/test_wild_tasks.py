@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @asynccontextmanager
-async def node() -> AsyncIterator[aiogpu.Session]:
+async def node() -> AsyncIterator[aiogpu.types.Node]:
     """A node with a neighbour, who must not notice anything."""
     async with aiogpu.init(num_cpus=1, num_gpus=2, cancel_grace=20) as session:
         neighbour = tasks.clock.options(num_cpus=0, num_gpus=1, max_calls=0)
@@ -35,7 +35,7 @@ async def node() -> AsyncIterator[aiogpu.Session]:
         assert await neighbour.remote() > before
         status = await aiogpu.status()
         assert status.waiting == status.tasks == ()
-        session._engine._open_driver.scheduler.check()  # type: ignore[attr-defined]
+        session._session._engine._open_driver.scheduler.check()  # type: ignore[attr-defined]
 
 
 SPOILING: list[tuple[Any, tuple[Any, ...]]] = [
@@ -272,5 +272,5 @@ async def test_two_that_never_return_hold_up_no_other(gate: Gate) -> None:
             *range(1, 51)
         ]
     ends = await asyncio.gather(*endless, return_exceptions=True)
-    assert {type(end) for end in ends} == {aiogpu.NodeClosedError}
+    assert {type(end) for end in ends} == {aiogpu.errors.NodeClosedError}
     assert not any(psutil.pid_exists(pid) for pid in gate.pids.values())

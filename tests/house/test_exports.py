@@ -72,13 +72,33 @@ def test_all_names_come_by_star():
     assert set(aiogpu.__all__) <= set(names)
 
 
-def test_every_error_is_public():
+CAUGHT = 12
+"""Errors that programs catch; the others are in `aiogpu.errors` alone."""
+
+
+def test_errors_that_programs_catch_stand_at_the_top_too():
     errors = {
         name
         for name, value in vars(aiogpu.errors).items()
         if isinstance(value, type) and issubclass(value, aiogpu.AiogpuError)
     }
-    assert errors <= set(aiogpu.__all__)
+    at_top = errors & set(aiogpu.__all__)
+    assert len(at_top) == CAUGHT < len(errors)
+    assert all(getattr(aiogpu, name) is getattr(aiogpu.errors, name) for name in at_top)
+
+
+def test_types_are_described_and_stand_in_one_place():
+    for name in aiogpu.types.__all__:
+        assert getattr(aiogpu.types, name).__doc__
+    assert not set(aiogpu.types.__all__) & set(aiogpu.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("NodeError", "errors"), ("Lease", "types")]
+)
+def test_a_name_that_stands_below_is_told_with_its_place(name, place):
+    with pytest.raises(AttributeError, match=f"it is `aiogpu.{place}.{name}`"):
+        getattr(aiogpu, name)
 
 
 def test_dir_shows_what_is_public_before_it_is_loaded():
@@ -90,7 +110,7 @@ def test_dir_shows_what_is_public_before_it_is_loaded():
     ).stdout.split()
     assert set(aiogpu.__all__) <= set(listed)
     public = {name for name in listed if not name.startswith("_")}
-    assert public == {*aiogpu.__all__, "accelerators", "errors"}
+    assert public == {*aiogpu.__all__, "accelerators", "errors", "types"}
 
 
 def test_a_misspelt_name_is_an_attribute_error():

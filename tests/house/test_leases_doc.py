@@ -49,7 +49,7 @@ def test_it_names_every_option_of_a_lease():
 
 
 def test_it_names_what_a_lease_has():
-    public = {name for name in vars(aiogpu.Lease) if not name.startswith("_")}
+    public = {name for name in vars(aiogpu.types.Lease) if not name.startswith("_")}
     assert all(re.search(rf"gpu\.{name}\b", PAGE) for name in public)
 
 

@@ -29,6 +29,6 @@ def test_it_names_every_argument_and_strategy():
 
 
 def test_it_names_what_a_placement_has():
-    public = {name for name in vars(aiogpu.Placement) if not name.startswith("_")}
+    public = {name for name in vars(aiogpu.types.Placement) if not name.startswith("_")}
     public -= {"placement_group_of"}
     assert all(re.search(rf"group\.{name}\b", PAGE) for name in public)

@@ -21,8 +21,8 @@ from tests.gate import Gate
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def zygote_of(session: aiogpu.Session) -> ZygoteGenerations:
-    parts = session._engine._supervisor._parts  # type: ignore[attr-defined]
+def zygote_of(session: aiogpu.types.Node) -> ZygoteGenerations:
+    parts = session._session._engine._supervisor._parts  # type: ignore[attr-defined]
     plain = parts.zygotes.plain
     assert isinstance(plain, ZygoteGenerations)
     return plain

@@ -62,7 +62,7 @@ async def test_ctrl_c_drains_and_ctrl_c_ends(gate: Gate) -> None:
                 await shown(terminal, "what runs has 30 s to end")
                 terminal.sendintr()
                 await shown(terminal, "SIGINT again: at once")
-                with pytest.raises(aiogpu.NodeError):
+                with pytest.raises(aiogpu.errors.NodeError):
                     await running
             assert await asyncio.to_thread(status, terminal) == 0
             assert here.files == []

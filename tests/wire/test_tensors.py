@@ -349,7 +349,7 @@ def test_copies_are_told_once():
 
 
 @pytest.mark.usefixtures("torch")
-@pytest.mark.filterwarnings("ignore::aiogpu.AiogpuWarning")
+@pytest.mark.filterwarnings("ignore::aiogpu.errors.AiogpuWarning")
 def test_storage_on_a_device_never_goes_torchs_own_way():
     """It is what tensors with a gradient consist of; torch's reads it on CUDA only."""
     again = twice(Storage("cuda", 0))

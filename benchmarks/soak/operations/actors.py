@@ -116,17 +116,17 @@ async def named(one: Operation) -> None:
     try:
         if hand.random() < 0.2:
             if one.is_joined:
-                legal = (aiogpu.ActorNameError,)  # told by the calls
+                legal = (aiogpu.errors.ActorNameError,)  # told by the calls
             actor = aiogpu.get_actor(name)
         else:
             is_shared = hand.random() < 0.9
             # Another program may take the name in the very moment: its calls tell.
             if one.is_joined and not is_shared:
-                legal = (aiogpu.ActorNameError,)
+                legal = (aiogpu.errors.ActorNameError,)
             named = kind.options(name=name, max_restarts=1, get_if_exists=is_shared)
             actor = named.remote()
-    except aiogpu.ActorNameError as error:
-        one.note(name, error, (aiogpu.ActorNameError,))
+    except aiogpu.errors.ActorNameError as error:
+        one.note(name, error, (aiogpu.errors.ActorNameError,))
         return
     one.begin(name, actor)
     handles = [one.begin("add", actor.add.remote(each)) for each in range(5)]

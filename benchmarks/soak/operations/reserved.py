@@ -45,7 +45,7 @@ async def placed(one: Operation) -> None:
     hand = one.hand
     bundles = hand.choice(BUNDLES)
     group = one.begin("placement", aiogpu.placement(bundles, hand.choice(STRATEGIES)))
-    legal: tuple[type[BaseException], ...] = (aiogpu.PlacementRemovedError,)
+    legal: tuple[type[BaseException], ...] = (aiogpu.errors.PlacementRemovedError,)
     try:
         handles = [
             _in(one, group, index) for index in range(len(bundles)) for _ in "ab"

@@ -16,17 +16,9 @@ from collections.abc import (
 from typing import Any, assert_type
 
 import aiogpu
-from aiogpu import (
-    ActorHandle,
-    Handle,
-    NodeStatus,
-    RemoteFunction,
-    Results,
-    Session,
-    Stream,
-    Why,
-)
+from aiogpu import ActorHandle, Handle, Results, Stream
 from aiogpu.accelerators import Device, Unwatched
+from aiogpu.types import Node, NodeStatus, RemoteFunction, Why
 
 
 @aiogpu.remote
@@ -344,13 +336,13 @@ async def a_batched_call_has_the_type_of_one_item(model: Model) -> None:
 
 async def a_node_opens_in_two_ways() -> None:
     session = await aiogpu.init(num_cpus=2, num_gpus=1, preload=["numpy"])
-    assert_type(session, Session)
+    assert_type(session, Node)
     await aiogpu.shutdown()
     async with aiogpu.init(resources={"license": 2}) as session:
-        assert_type(session, Session)
+        assert_type(session, Node)
         assert_type(await session.status(), NodeStatus)
     async with await aiogpu.init(log_to_driver=False) as session:
-        assert_type(session, Session)
+        assert_type(session, Node)
 
 
 async def a_node_tells_what_it_has() -> None:
@@ -401,12 +393,12 @@ def a_vendor_of_ones_own_is_registered() -> None:
     aiogpu.accelerators.register(Board())
 
 
-async def placements(f: aiogpu.RemoteFunction[[int], str]) -> None:
+async def placements(f: aiogpu.types.RemoteFunction[[int], str]) -> None:
     group = aiogpu.placement([{"GPU": 1, "memory": "1GiB"}], "SPREAD", name="g")
-    assert_type(group, aiogpu.Placement)
-    assert_type(await group, aiogpu.Placement)
+    assert_type(group, aiogpu.types.Placement)
+    assert_type(await group, aiogpu.types.Placement)
     async with aiogpu.placement([{"CPU": 1}]) as same:
-        assert_type(same, aiogpu.Placement)
+        assert_type(same, aiogpu.types.Placement)
         assert_type(await f.options(placement=same, bundle=0).remote(1), str)
     assert_type(await group.remove(), None)
 

@@ -1,0 +1,27 @@
+"""The types of what aiogpu gives, for annotations and `isinstance`.
+
+`Handle`, `Stream`, `Results`, `ActorHandle` and `ActorPool` stand at the top, as
+`aiogpu.Handle`.
+"""
+
+from __future__ import annotations
+
+from aiogpu.api.actor import RemoteClass
+from aiogpu.api.node import Node
+from aiogpu.api.remote_function import RemoteFunction, RemoteGenerator
+from aiogpu.api.reservation import Lease, Placement
+from aiogpu.api.runtime_context import RuntimeContext
+from aiogpu.observe.status import NodeStatus
+from aiogpu.observe.why import Why
+
+__all__ = [
+    "Lease",
+    "Node",
+    "NodeStatus",
+    "Placement",
+    "RemoteClass",
+    "RemoteFunction",
+    "RemoteGenerator",
+    "RuntimeContext",
+    "Why",
+]
