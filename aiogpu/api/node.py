@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
+from weakref import WeakValueDictionary
 
 from aiogpu.api.handle import session_of
 from aiogpu.api.options import (
@@ -151,20 +152,21 @@ class Node(EnteredOnLoop):
     The functions of `aiogpu` itself ask the same of the loop's node.
     """
 
-    __slots__ = ("_session",)
+    __slots__ = ("__weakref__", "_session")
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
+    @classmethod
+    def of(cls, session: Session) -> Node:
+        """The one node of a session, for all who share it."""
+        node = _nodes.get(session)
+        if node is None:
+            node = _nodes[session] = cls(session)
+        return node
+
     def __repr__(self) -> str:
         return repr(self._session).replace("Session", "Node", 1)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both are the same node of the same loop."""
-        return isinstance(other, Node) and other._session is self._session
-
-    def __hash__(self) -> int:
-        return hash(self._session)
 
     def _as_called(self) -> str:
         return "aiogpu.init(...)"
@@ -204,6 +206,9 @@ class Node(EnteredOnLoop):
             at_once: give running tasks no time to stop by themselves.
         """
         await self._session.shutdown(at_once)
+
+
+_nodes: Final[WeakValueDictionary[Session, Node]] = WeakValueDictionary()
 
 
 async def why(task_id: int) -> Why:
@@ -275,7 +280,7 @@ class Opening(EnteredOnLoop):
         if session is not None:
             if self._ignore_reinit_error:
                 await session.opened()
-                return Node(session)
+                return Node.of(session)
             raise NodeRunningError(
                 "this event loop has a node already. Call aiogpu.shutdown() before "
                 "another init(), or say init(ignore_reinit_error=True) to share it."
@@ -289,7 +294,7 @@ class Opening(EnteredOnLoop):
         except asyncio.CancelledError:
             await session.shutdown()
             raise
-        return Node(session)
+        return Node.of(session)
 
     def __del__(self) -> None:
         if not self._is_used:

@@ -140,7 +140,7 @@ async def test_a_node_is_entered_by_async_with(node: aiogpu.types.Node) -> None:
     opening = aiogpu.init(ignore_reinit_error=True)
     for thing in (opening, node):
         assert "write `async with aiogpu.init(...)`" in await told(enter, thing)
-    assert await opening == node
+    assert await opening is node
 
 
 @pytest.mark.parametrize(

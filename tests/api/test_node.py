@@ -64,7 +64,7 @@ async def step() -> None:
 async def test_it_is_awaited(makers: Makers) -> None:
     session = await aiogpu.init(num_cpus=2, num_gpus=1)
     assert session.is_open
-    assert session == Node(session_of(asyncio.get_running_loop()))
+    assert session is Node.of(session_of(asyncio.get_running_loop()))
     assert makers.asked == [(None, NodeOptions(num_cpus=2.0, num_gpus=1))]
     await aiogpu.shutdown()
     await aiogpu.shutdown()
@@ -139,13 +139,13 @@ async def test_one_node_for_each_loop(makers: Makers) -> None:
 async def test_a_node_is_shared_by_who_says_so(makers: Makers) -> None:
     """The inner block ends nothing: it is not its own."""
     async with aiogpu.init() as outer:
-        assert await aiogpu.init(ignore_reinit_error=True) == outer
+        assert await aiogpu.init(ignore_reinit_error=True) is outer
         async with aiogpu.init(ignore_reinit_error=True) as inner:
-            assert inner == outer
+            assert inner is outer
         assert outer.is_open
     assert len(makers.asked) == 1
     async with aiogpu.init(ignore_reinit_error=True) as own:
-        assert own != outer
+        assert own is not outer
     assert makers.engine.story[-1] == "closed"
 
 
@@ -156,7 +156,7 @@ async def test_who_shares_a_node_waits_until_it_is_open(makers: Makers) -> None:
     await step()
     assert not second.done()
     makers.engine.may_open.set()
-    assert await second == await first
+    assert await second is await first
     await aiogpu.shutdown()
 
 

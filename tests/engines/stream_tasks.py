@@ -190,7 +190,8 @@ async def doubled_softly(end: int) -> AsyncIterator[int]:
 @aiogpu.remote
 def misuses() -> list[str]:
     """What plain code is told that takes its stream for another thing."""
-    from aiogpu import MisuseError, get
+    from aiogpu import get
+    from aiogpu.errors import MisuseError
 
     told = []
     with closing(numbers.remote(3)) as stream:  # type: ignore[type-var]

@@ -566,7 +566,7 @@ async def test_haste_gives_the_variables_back() -> None:
         while not seen:
             await asyncio.sleep(0)
         assert os.environ[VISIBLE] == ""
-        session.abandon()
+        session._session.abandon()
         assert dict(os.environ) == before
         handle.cancel()
         await asyncio.sleep(0)

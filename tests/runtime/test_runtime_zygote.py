@@ -231,6 +231,6 @@ async def test_a_first_request_that_comes_as_the_node_closes_is_heard() -> None:
     """The last values of a worker come back while the node's parts are closed."""
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
         assert await tasks.add.remote(1) == 2
-        supervisor: Supervisor = session._engine._supervisor  # type: ignore[attr-defined]
+        supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
         (worker,) = supervisor.pool.workers.values()
     supervisor._on_first_request(worker, READ_DESCRIPTORS)
