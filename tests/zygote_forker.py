@@ -20,9 +20,9 @@ from typing import Final
 
 import aiogpu.worker.__main__  # noqa: F401
 from aiogpu.linux import syscalls as kernel
-from aiogpu.worker import bootstrap as birth
-from aiogpu.worker.bootstrap import Warmup
-from aiogpu.worker.preload import NEEDED
+from aiogpu.worker.zygote import bootstrap as birth
+from aiogpu.worker.zygote.bootstrap import Warmup
+from aiogpu.worker.zygote.preload import NEEDED
 
 LARGEST: Final = 1 << 16
 """Bytes of what may be told of a zygote."""

@@ -9,7 +9,7 @@ import sys
 from typing import Final, NoReturn
 
 from aiogpu.wire.messages import Setup
-from aiogpu.worker.zygote import Zygote
+from aiogpu.worker.zygote.main import Zygote
 
 SCARCE: Final = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the kernel says where something is used up that others may give back."""

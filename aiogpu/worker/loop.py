@@ -25,13 +25,13 @@ from aiogpu.wire.messages import (
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.environment import TaskStateReset, Threads, bind, find, restore
 from aiogpu.worker.execute import Executor, unsendable
-from aiogpu.worker.import_tracker import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.stdio import Stdio
+from aiogpu.worker.zygote.import_tracker import Imports
 
 if TYPE_CHECKING:
-    from aiogpu.worker.actor import ActorRuntime
+    from aiogpu.worker.actors.serial import ActorRuntime
 
 
 class Worker:
@@ -134,7 +134,7 @@ class Worker:
     def _be_actor(self, message: Create) -> bool:
         """Be an actor until it ends; False if its creation was taken back."""
         # Few workers become one.
-        from aiogpu.worker.actor import ActorRuntime
+        from aiogpu.worker.actors.serial import ActorRuntime
 
         begun = self._interrupts.begin(message.number)
         if begun is not BEGUN:
@@ -169,16 +169,16 @@ class Worker:
 def _play(stage: ActorRuntime, actor: object, creation: Create) -> None:
     """Serve an actor's calls, in the way in which its mode asks."""
     if creation.mode == SERIAL:
-        from aiogpu.worker.actor import SerialActor
+        from aiogpu.worker.actors.serial import SerialActor
 
         SerialActor(stage, actor).play()
     elif creation.mode == ASYNC:
-        from aiogpu.worker.async_actor import AsyncActor
+        from aiogpu.worker.actors.asynchronous import AsyncActor
 
         # The zygote learns asyncio by it, also where nobody ever calls.
         stage.tell_rest()
         AsyncActor(stage, actor).play()
     else:
-        from aiogpu.worker.threaded_actor import ThreadedActor
+        from aiogpu.worker.actors.threaded import ThreadedActor
 
         ThreadedActor(stage, actor, creation).play()

@@ -1,4 +1,4 @@
-"""aiogpu's zygote without a node: what `aiogpu.worker.zygote` is when it first forks.
+"""aiogpu's zygote without a node: what `worker.zygote.main` is when it first forks.
 
 Its text is run by an interpreter of its own, and imports nothing that a zygote would
 not: a fork costs what it shares.
@@ -14,11 +14,12 @@ from typing import Any, Final, NoReturn
 
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.messages import Setup
-from aiogpu.worker import __main__, zygote
-from aiogpu.worker.bootstrap import Birth
+from aiogpu.worker import __main__
 from aiogpu.worker.environment import Threads
-from aiogpu.worker.import_tracker import Imports
-from aiogpu.worker.preload import Files, Preload
+from aiogpu.worker.zygote import main as zygote
+from aiogpu.worker.zygote.bootstrap import Birth
+from aiogpu.worker.zygote.import_tracker import Imports
+from aiogpu.worker.zygote.preload import Files, Preload
 
 held: Final[list[Any]] = [__main__, zygote]
 """What a zygote would hold, too."""

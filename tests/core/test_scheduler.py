@@ -16,8 +16,8 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
+from aiogpu.core.queue.timers import AT_ONCE
 from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED
-from aiogpu.core.scheduler.timers import AT_ONCE
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 

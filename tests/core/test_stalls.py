@@ -3,7 +3,7 @@
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.scheduler.stalls import LOOKED_AT
+from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.testing import World
 
 AFTER = SchedulerConfig().warn_after

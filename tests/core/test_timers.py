@@ -1,6 +1,6 @@
 """Alarms ring in order, and those that nobody needs do not pile up."""
 
-from aiogpu.core.scheduler.timers import AT_ONCE, SWEPT, AlarmKind, Timers
+from aiogpu.core.queue.timers import AT_ONCE, SWEPT, AlarmKind, Timers
 
 
 def subjects(timers: Timers, now: float) -> list[int]:

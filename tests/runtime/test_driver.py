@@ -13,9 +13,9 @@ import pytest
 from aiogpu.core.effects import Effect, Revoke
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.scheduler.timers import AlarmKind
 from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.workers.message_router import InlinePoller

@@ -11,8 +11,8 @@ import pytest
 
 from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.wire.messages import Done, Invoke, Leave
-from aiogpu.worker.actor import ActorRuntime
-from aiogpu.worker.async_actor import AsyncActor
+from aiogpu.worker.actors.asynchronous import AsyncActor
+from aiogpu.worker.actors.serial import ActorRuntime
 from aiogpu.worker.connection import SHORT, Channel
 from tests.worker.driver_end import DriverEnd
 
@@ -72,7 +72,7 @@ def play(actor: Noting, driver: DriverEnd) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_clock(ticks: Iterator[float]) -> None:
-        path = "aiogpu.worker.async_actor.perf_counter"
+        path = "aiogpu.worker.actors.asynchronous.perf_counter"
         monkeypatch.setattr(path, lambda: next(ticks))
 
     return set_clock

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from aiogpu.worker.preload import Files
+from aiogpu.worker.zygote.preload import Files
 
 HOUR = 3600 * 10**9
 

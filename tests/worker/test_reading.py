@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from aiogpu.worker.preload import recorded_reads
+from aiogpu.worker.zygote.preload import recorded_reads
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import RAISED, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed, Message
-from aiogpu.worker.actor import ActorRuntime
+from aiogpu.worker.actors.serial import ActorRuntime
 
 TOO_LONG = bytes(9)
 

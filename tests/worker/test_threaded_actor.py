@@ -24,12 +24,12 @@ from aiogpu.wire.messages import (
     Leave,
     Release,
 )
-from aiogpu.worker.actor import ActorRuntime
+from aiogpu.worker.actors.serial import ActorRuntime
+from aiogpu.worker.actors.threaded import ThreadedActor
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.streams import StreamSender
-from aiogpu.worker.threaded_actor import ThreadedActor
 from tests.worker.driver_end import DriverEnd
 
 

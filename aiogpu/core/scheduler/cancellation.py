@@ -13,6 +13,7 @@ from aiogpu.core.effects import (
     Retire,
 )
 from aiogpu.core.model.request import Environment
+from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
     Stop,
     TaskRecord,
@@ -24,7 +25,6 @@ from aiogpu.core.records import (
 )
 from aiogpu.core.scheduler.revocation import revoke
 from aiogpu.core.scheduler.state import SchedulerState
-from aiogpu.core.scheduler.timers import AlarmKind
 
 MOMENT: Final = 1e-3
 """Seconds that pass between two interrupts at least."""

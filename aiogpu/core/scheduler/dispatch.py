@@ -26,6 +26,7 @@ from aiogpu.core.effects import (
 )
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.queue.ready import Bucket
+from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
     TaskRecord,
     TaskState,
@@ -41,7 +42,6 @@ from aiogpu.core.scheduler.cancellation import interrupt, let_end, retire
 from aiogpu.core.scheduler.placement import may_go_on
 from aiogpu.core.scheduler.revocation import watch
 from aiogpu.core.scheduler.state import Restarts, SchedulerState
-from aiogpu.core.scheduler.timers import AlarmKind
 
 
 def grant(

@@ -31,6 +31,7 @@ from aiogpu.core.model.request import (
     TaskSpec,
 )
 from aiogpu.core.model.units import GPU, UNIT
+from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
     Memory,
     TaskRecord,
@@ -49,7 +50,6 @@ from aiogpu.core.scheduler.state import (
     SchedulerState,
 )
 from aiogpu.core.scheduler.task_tree import on_task_ended
-from aiogpu.core.scheduler.timers import AlarmKind
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Environment

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from aiogpu.core.effects import Effect, Forget, Kill, Revoke
 from aiogpu.core.model.ids import TaskId
+from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
     TaskRecord,
     TaskState,
@@ -17,7 +18,6 @@ from aiogpu.core.records import (
     move_worker,
 )
 from aiogpu.core.scheduler.state import SchedulerState
-from aiogpu.core.scheduler.timers import AlarmKind
 
 
 def watch(

@@ -26,6 +26,7 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.queue.fair_share import Clients, Limits
 from aiogpu.core.queue.ready import BucketKey
+from aiogpu.core.queue.timers import Alarm, AlarmKind
 from aiogpu.core.records import (
     Memory,
     TaskRecord,
@@ -78,7 +79,6 @@ from aiogpu.core.scheduler.task_tree import (
     on_waits,
     stop,
 )
-from aiogpu.core.scheduler.timers import Alarm, AlarmKind
 
 ABANDONED: Final = 500
 """Waiting tasks that are told of the node's end in one go."""
@@ -738,7 +738,7 @@ class Scheduler(SchedulerState):
             case AlarmKind.OUTAGE:
                 retry_outages(self, now)
             case AlarmKind.STALL:
-                from aiogpu.core.scheduler.stalls import look_for_stalls
+                from aiogpu.core.scheduler.shortage import look_for_stalls
 
                 look_for_stalls(self, now, effects)
             case AlarmKind.END | AlarmKind.LOOK:

@@ -26,6 +26,7 @@ from aiogpu.core.model.request import (
 )
 from aiogpu.core.queue.ready import Precedence, ReadyQueue, precedence
 from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.queue.timers import AlarmKind, Timers
 from aiogpu.core.records import (
     Kin,
     TaskRecord,
@@ -40,7 +41,6 @@ from aiogpu.core.records import (
 from aiogpu.core.resources.devices import COLD
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.core.resources.placement_group import take_grouped
-from aiogpu.core.scheduler.timers import AlarmKind, Timers
 from aiogpu.core.scheduler.workers import Spares, WorkerLimit, Workers
 
 if TYPE_CHECKING:

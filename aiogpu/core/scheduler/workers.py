@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.request import Environment
+from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import Binding, WorkerRecord, WorkerState, move_worker
 from aiogpu.core.resources.devices import COLD, Affinity
-from aiogpu.core.scheduler.timers import AlarmKind
 
 if TYPE_CHECKING:
-    from aiogpu.core.scheduler.timers import Timers
+    from aiogpu.core.queue.timers import Timers
 
 
 _Key = tuple[Environment, str, int]

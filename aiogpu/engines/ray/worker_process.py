@@ -88,7 +88,7 @@ from aiogpu.serialization.serializer import (
     split_results,
 )
 from aiogpu.wire.messages import DEFAULT_GROUP
-from aiogpu.worker.actor import Methods
+from aiogpu.worker.actors.serial import Methods
 from aiogpu.worker.execute import is_coroutine
 
 if TYPE_CHECKING:

@@ -24,14 +24,14 @@ from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result, split_results
 from aiogpu.wire.messages import Carry, Demand, Done, Drop, Failed, Invoke, Message
-from aiogpu.worker.actor import Methods, dropped, is_end
+from aiogpu.worker.actors.serial import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
 from aiogpu.worker.streams import StreamSender, UnsendableError, send_all_async
 
 if TYPE_CHECKING:
-    from aiogpu.worker.actor import ActorRuntime
+    from aiogpu.worker.actors.serial import ActorRuntime
 
 
 TURN: Final = 10

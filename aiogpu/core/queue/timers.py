@@ -15,8 +15,10 @@ from typing import Final, NamedTuple
 FEW: Final = 64
 """Needless alarms that are left to ring."""
 
+
 AT_ONCE: Final = 500
 """Alarms that ring in one go, so that the loop may do other things in between."""
+
 
 SWEPT: Final = 4
 """Alarms that are looked at for each that has become needless."""

@@ -16,12 +16,7 @@ import time
 from typing import Final
 
 from aiogpu.linux import syscalls as kernel
-from aiogpu.linux.cgroup import (
-    end_node,
-    end_slot,
-    fork_into_slot,
-    remove_closed_node,
-)
+from aiogpu.linux.cgroup import end_node, end_slot, fork_into_slot, remove_closed_node
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
@@ -35,15 +30,17 @@ from aiogpu.wire.messages import (
     Stale,
     socket_path,
 )
-from aiogpu.worker.bootstrap import Birth
 from aiogpu.worker.environment import Threads
-from aiogpu.worker.import_tracker import Imports
-from aiogpu.worker.keeper import Keeper, end_children
 from aiogpu.worker.parent_link import Watch, is_served, remove_directory
-from aiogpu.worker.preload import Files, Preload
+from aiogpu.worker.zygote.bootstrap import Birth
+from aiogpu.worker.zygote.import_tracker import Imports
+from aiogpu.worker.zygote.keeper import Keeper, end_children
+from aiogpu.worker.zygote.preload import Files, Preload
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds that keepers get, after the driver's end, before they are killed."""
+
+
 GIVEN_UP: Final = frozenset(
     (errno.ENOENT, errno.ENXIO, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 )

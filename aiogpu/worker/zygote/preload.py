@@ -25,8 +25,8 @@ from typing import Final
 from aiogpu.client.current import current
 from aiogpu.linux import syscalls as kernel
 from aiogpu.wire.messages import LeftOut, Message, Ready, Setup, Unfit
-from aiogpu.worker.keeper import end_children
 from aiogpu.worker.parent_link import watched_over
+from aiogpu.worker.zygote.keeper import end_children
 
 NEEDED: Final = (
     "cloudpickle",

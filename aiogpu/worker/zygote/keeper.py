@@ -35,6 +35,7 @@ from aiogpu.worker.parent_link import Watch, remove_directory
 WorkerMain = Callable[[int, int, int], None]
 """Runs a worker in a fresh fork: its id, its slot, the keeper's process id."""
 
+
 PATIENCE: Final = 64
 """Children that are ended one by one before all are ended in one step."""
 

@@ -37,7 +37,8 @@ from aiogpu.worker.nested import task_client
 from aiogpu.worker.stdio import Stdio
 
 if TYPE_CHECKING:
-    from aiogpu.worker.import_tracker import Imports
+    from aiogpu.worker.zygote.import_tracker import Imports
+
 
 _ENDS: Final = (Leave, Exit)
 

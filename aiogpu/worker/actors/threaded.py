@@ -28,13 +28,13 @@ from aiogpu.wire.messages import (
     Failed,
     Invoke,
 )
-from aiogpu.worker.actor import Methods, dropped, is_end
+from aiogpu.worker.actors.serial import Methods, dropped, is_end
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.invoke import arguments_in, packed
 from aiogpu.worker.streams import ThreadWindow, UnsendableError, send_all
 
 if TYPE_CHECKING:
-    from aiogpu.worker.actor import ActorRuntime
+    from aiogpu.worker.actors.serial import ActorRuntime
 
 
 class ThreadedActor:

@@ -1,0 +1,1 @@
+"""The calls of an actor: one after the other, in threads, or as coroutines."""

@@ -1,0 +1,1 @@
+"""From a fresh interpreter to a worker: what is imported once and forked for each."""
