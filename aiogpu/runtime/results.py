@@ -149,10 +149,13 @@ class Results:
         from aiogpu.observe.status import Holdings
         from aiogpu.observe.why import stall_in_words, why_waiting
 
-        node, client = self._scheduler, self._calls[effect.task].client
+        node = self._scheduler
+        record = node.tasks.get(effect.task)
+        if record is None:
+            return  # its time was up at the same moment
+        client = record.client
         # The scheduler's clock is the loop's: this is the moment it has just seen.
         holdings = Holdings(node.holders, {}, asyncio.get_running_loop().time())
-        record = node.tasks[effect.task]
         reason = stall_in_words(why_waiting(node, record, holdings))
         if self.routes is None or not self.routes.warn(client, reason):
             _log.warning("! %s", reason)

@@ -103,8 +103,9 @@ class Stage(Onlooker):
                 assert self._by_id[task].news is None, effect
                 node = self.scheduler
                 holdings = Holdings(node.holders, {}, self.now)
-                why = why_waiting(node, node.tasks[task], holdings)
-                self.warnings.append((why.name, stall_in_words(why)))
+                if record := node.tasks.get(task):  # else its time was up just then
+                    why = why_waiting(node, record, holdings)
+                    self.warnings.append((why.name, stall_in_words(why)))
             case effects.Settle(task):
                 self._tell(task, "settled")
             case effects.Fail(task, failure, reason):

@@ -306,3 +306,35 @@ def test_what_was_kept_for_a_task_that_goes_on_with_a_lease_is_placed():
     assert w.waiting == {"second", "small"}
     w.finish("first")
     assert w.running == {"second", "small"}
+
+
+def test_a_lease_goes_before_tasks_that_wait_for_want_of_a_worker():
+    """It came first among them; nothing was placed until something else happened."""
+    w = World(cpus=2, starts=False)
+    w.submit("low", num_cpus=0, priority=-1)
+    w.tell(Scheduler.worker_gone, w.worker_of("low"), outage="no process")
+    w.lease("lease")
+    assert set(w.leases) == {"lease"}
+    assert w.waiting == {"low"}
+
+
+def test_a_lease_is_not_passed_over_with_tasks_of_another_program():
+    """These had no worker; it was passed over as their like, and needs none."""
+    w = World(cpus=1, starts=False)
+    w.join(1)
+    w.submit("first", client=1, priority=1)
+    w.lease("lease", num_cpus=1)
+    w.tell(Scheduler.worker_gone, w.worker_of("first"), outage="no process")
+    assert set(w.leases) == {"lease"}
+    assert w.waiting == {"first"}
+
+
+def test_a_task_whose_time_is_up_just_as_it_is_warned_of():
+    """The alarm of the warning had been set before, for another that waits."""
+    w = World(cpus=1, config=SchedulerConfig(warn_after=0.5))
+    w.submit("endless", is_endless=True)
+    w.submit("other")
+    w.submit("task", num_cpus=0.5, timeout=0.5)
+    w.advance(1.0)
+    assert w.told == {"task": "expired"}
+    assert [name for name, _ in w.warnings] == ["other"]

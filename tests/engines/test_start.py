@@ -148,7 +148,7 @@ async def test_a_module_that_opens_a_device_is_left_out(
     device = tmp_path / "nvidia0"
     device.touch()
     (tmp_path / "with_device.py").write_text(
-        "from aiogpu.worker import preload as fitness\n"
+        "from aiogpu.worker.zygote import preload as fitness\n"
         f"fitness.DEVICE_FILES = ({str(device)!r},)\n"
         f"file = open({str(device)!r})\n"
     )

@@ -28,7 +28,7 @@ KEEPER = """
     import os, signal, sys
     from aiogpu.wire.messages import Setup
     from aiogpu.linux import syscalls as kernel
-    from aiogpu.worker.keeper import Keeper
+    from aiogpu.worker.zygote.keeper import Keeper
 
     def daemonise():
         reading, writing = os.pipe()
@@ -179,7 +179,7 @@ def test_all_that_a_process_adopted_is_ended() -> None:
     source = """
     import os, signal
     from aiogpu.linux import syscalls as kernel
-    from aiogpu.worker.keeper import end_children
+    from aiogpu.worker.zygote.keeper import end_children
     kernel.adopt_orphans()
     reading, writing = os.pipe()
     # A tree three deep: each death gives the next to us.

@@ -87,7 +87,7 @@ PROGRAM = """
     from aiogpu.linux import cgroup
     from aiogpu.linux import syscalls as kernel
     from aiogpu.linux.cgroup import SlotCgroup, end_node
-    from aiogpu.worker.keeper import end_children
+    from aiogpu.worker.zygote.keeper import end_children
     from tests.cgroups import PLACE
 
     node = f"{PLACE.directory}/test-keeper-{os.getpid()}"

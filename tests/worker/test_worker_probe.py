@@ -10,7 +10,7 @@ from tests.program import run
 
 PROBING = """
     import os, sys, time
-    from aiogpu.worker import keeper, preload as probe
+    from aiogpu.worker.zygote import keeper, preload as probe
     left, driver = [], os.pidfd_open(os.getppid())
     sys.path.insert(0, sys.argv[1])
     probe.DEVICE_FILES = (sys.argv[1] + "/fake_nvidia",)
@@ -94,7 +94,7 @@ def test_several_culprits(place: str) -> None:
 
 TORCH = """
     import sys, types
-    from aiogpu.worker.preload import unfit_to_fork
+    from aiogpu.worker.zygote.preload import unfit_to_fork
     torch = sys.modules["torch"] = types.ModuleType("torch")
     print(unfit_to_fork())
     torch.cuda = types.SimpleNamespace(
@@ -124,7 +124,7 @@ def test_the_probe_of_a_process_that_dies_dies_too(place: str) -> None:
     import os, sys
     sys.path.insert(0, sys.argv[1])
     from aiogpu.linux import syscalls as kernel
-    from aiogpu.worker import preload as probe
+    from aiogpu.worker.zygote import preload as probe
     kernel.adopt_orphans()
     driver = os.pidfd_open(os.getppid())
     middle = os.fork()

@@ -14,7 +14,7 @@ from tests.worker.driver_end import DriverEnd
 PRELOAD = """
     import os, sys
     from aiogpu.wire.messages import Setup
-    from aiogpu.worker.preload import Preload
+    from aiogpu.worker.zygote.preload import Preload
     setup = Setup([], "node", "", 0, 0, sys.argv[2:])
     sys.path.insert(0, sys.argv[1])
     driver = os.pidfd_open(os.getppid())
@@ -25,7 +25,7 @@ PRELOAD = """
 
 def test_a_bare_interpreter_may_be_forked() -> None:
     source = """
-    from aiogpu.worker.preload import unfit_to_fork
+    from aiogpu.worker.zygote.preload import unfit_to_fork
     print(unfit_to_fork())
     """
     assert run(source) == "None\n"
@@ -34,7 +34,7 @@ def test_a_bare_interpreter_may_be_forked() -> None:
 def test_threads_make_unfit() -> None:
     source = """
     import threading
-    from aiogpu.worker.preload import unfit_to_fork
+    from aiogpu.worker.zygote.preload import unfit_to_fork
     end = threading.Event()
     threads = [threading.Thread(target=end.wait) for _ in range(2)]
     for thread in threads:
@@ -52,7 +52,7 @@ def test_an_open_device_makes_unfit(tmp_path: Path) -> None:
     device.touch()
     source = """
     import sys
-    from aiogpu.worker import preload as fitness
+    from aiogpu.worker.zygote import preload as fitness
     fitness.DEVICE_FILES = (sys.argv[1],)
     with open(sys.argv[1] + "0"):
         print(fitness.unfit_to_fork())
@@ -99,7 +99,7 @@ ZYGOTE = """
     import os, sys
     from aiogpu.memory.control_page import ControlPage
     from aiogpu.wire.messages import Setup
-    from aiogpu.worker.zygote import Zygote
+    from aiogpu.worker.zygote.main import Zygote
     page = ControlPage.create()
     Zygote(Setup([], "node", sys.argv[1], os.getppid(), page, [])).run()
 """

@@ -433,9 +433,13 @@ class ReadyQueue:
         if not self.unserved:
             return group.first()
         for turn in group.in_turn():
-            if turn[2].shape not in self.unserved:
+            if not self.passes_over(turn[1]):
                 return turn
         return None
+
+    def passes_over(self, record: TaskRecord) -> bool:
+        """Whether no worker can be started for a task; a lease needs none."""
+        return record.spec.shape in self.unserved and not record.spec.is_lease
 
     def _drop(self, bucket: Bucket) -> None:
         group = bucket.group

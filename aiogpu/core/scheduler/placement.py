@@ -64,7 +64,7 @@ def place(
             continue
         refused = node.worker_limit.refused
         lease = node.take(record)
-        if lease is None and bucket.shape in queue.unserved:
+        if lease is None and queue.passes_over(record):
             round_.go_on(one)
             continue
         if lease is None:

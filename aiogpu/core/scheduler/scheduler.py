@@ -198,9 +198,10 @@ class Scheduler(SchedulerState):
             note_stuck(self, record, now)
             return self._place(now, effects) if self.holds_back else NOTHING
         bucket.push(record)
-        if self.reservation is None or bucket.head() is not record:
+        # A lease needs no worker, for want of which the others may wait.
+        if bucket.head() is not record or not (self.reservation or spec.is_lease):
             return NOTHING
-        return self._place(now, effects) if self.holds_back else NOTHING
+        return self._place(now, effects)
 
     def submit_many(
         self,

@@ -246,7 +246,7 @@ LIMIT: Final = 120.0
 
 IMPORT: Final = """
 import importlib, json, os, sys, time
-from aiogpu.worker.preload import GUARDS, unfit_to_fork
+from aiogpu.worker.zygote.preload import GUARDS, unfit_to_fork
 
 os.environ.update(GUARDS)
 begin = time.perf_counter()
