@@ -14,18 +14,16 @@ if TYPE_CHECKING:
     from aiogpu import accelerators as accelerators
     from aiogpu import errors as errors
     from aiogpu import types as types
-    from aiogpu.api.actor import ActorHandle as ActorHandle
-    from aiogpu.api.actor import exit_actor as exit_actor
-    from aiogpu.api.actor import get_actor as get_actor
-    from aiogpu.api.actor import kill as kill
-    from aiogpu.api.actor_class import method as method
-    from aiogpu.api.actor_pool import ActorPool as ActorPool
-    from aiogpu.api.actor_pool import typed as typed
+    from aiogpu.api.actors.actor import ActorHandle as ActorHandle
+    from aiogpu.api.actors.actor import exit_actor as exit_actor
+    from aiogpu.api.actors.actor import get_actor as get_actor
+    from aiogpu.api.actors.actor import kill as kill
+    from aiogpu.api.actors.methods import method as method
+    from aiogpu.api.actors.pool import ActorPool as ActorPool
+    from aiogpu.api.actors.pool import typed as typed
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import remote as remote
-    from aiogpu.api.handle import Handle as Handle
-    from aiogpu.api.handle import Stream as Stream
     from aiogpu.api.map import Results as Results
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
@@ -36,12 +34,14 @@ if TYPE_CHECKING:
     from aiogpu.api.node import why as why
     from aiogpu.api.reservation import lease as lease
     from aiogpu.api.reservation import placement as placement
+    from aiogpu.api.results.handle import Handle as Handle
+    from aiogpu.api.results.handle import Stream as Stream
+    from aiogpu.api.results.wait import as_completed as as_completed
+    from aiogpu.api.results.wait import get as get
+    from aiogpu.api.results.wait import wait as wait
     from aiogpu.api.run import run as run
     from aiogpu.api.runtime_context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.runtime_context import get_runtime_context as get_runtime_context
-    from aiogpu.api.wait import as_completed as as_completed
-    from aiogpu.api.wait import get as get
-    from aiogpu.api.wait import wait as wait
     from aiogpu.errors import ActorDiedError as ActorDiedError
     from aiogpu.errors import AiogpuError as AiogpuError
     from aiogpu.errors import GpuOutOfMemoryError as GpuOutOfMemoryError
@@ -56,18 +56,18 @@ if TYPE_CHECKING:
     from aiogpu.errors import WorkerDiedError as WorkerDiedError
 
 _MODULES = {
-    "api.actor": (
+    "api.actors.actor": (
         "ActorHandle",
         "exit_actor",
         "get_actor",
         "kill",
     ),
     "api.batch": ("batch",),
-    "api.wait": ("as_completed", "get", "wait"),
+    "api.results.wait": ("as_completed", "get", "wait"),
     "api.runtime_context": ("get_gpu_ids", "get_runtime_context"),
-    "api.handle": ("Handle", "Stream"),
+    "api.results.handle": ("Handle", "Stream"),
     "api.map": ("Results",),
-    "api.actor_class": ("method",),
+    "api.actors.methods": ("method",),
     "api.node": (
         "available_resources",
         "cluster_resources",
@@ -78,7 +78,7 @@ _MODULES = {
         "why",
     ),
     "api.reservation": ("lease", "placement"),
-    "api.actor_pool": ("ActorPool", "typed"),
+    "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),
     "api.run": ("run",),
     "api.decorator": ("remote",),

@@ -13,7 +13,12 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.blocking import BlockingHandle, BlockingStream, HandleBase, ItemBuffer
+from aiogpu.api.results.blocking import (
+    BlockingHandle,
+    BlockingStream,
+    HandleBase,
+    ItemBuffer,
+)
 from aiogpu.client.current import (
     client_of_task,
     host_of_task,
@@ -27,7 +32,7 @@ from aiogpu.serialization.references import HANDLE_MARK, PickledValue
 from aiogpu.serialization.serializer import PUT, WARNED_FROM, dump_result
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle
+    from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Session
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Client, Host, ValueStore
@@ -53,7 +58,7 @@ def session_of_caller(what: str = ".remote()") -> Session:
     """
     import asyncio
 
-    from aiogpu.api.handle import session_of
+    from aiogpu.api.results.handle import session_of
     from aiogpu.api.session import current_session, session_beside
 
     host = host_of_task.get()
@@ -70,7 +75,7 @@ def may_use(session: Session) -> bool:
     """Whether the code that runs works with a session, which is open, or with none."""
     import asyncio
 
-    from aiogpu.api.handle import session_of
+    from aiogpu.api.results.handle import session_of
 
     own = session_of(asyncio._get_running_loop())
     is_own = own in (None, session) or host_of_task.get() is not None
@@ -104,7 +109,7 @@ def submitter() -> Callable[[FunctionSpec, bytes], Any]:
         return submit_in_task
     import asyncio
 
-    from aiogpu.api.handle import sessions
+    from aiogpu.api.results.handle import sessions
 
     _get_running_loop = asyncio._get_running_loop
 
@@ -140,7 +145,7 @@ def submit_stream(func: FunctionSpec, payload: bytes) -> Any:
     if client is None:
         import asyncio
 
-        from aiogpu.api.handle import session_of
+        from aiogpu.api.results.handle import session_of
 
         session: Session | None = session_of(asyncio._get_running_loop())
         if session is not None or host_beside_loop() is None:
@@ -177,7 +182,7 @@ def request_stream(
     if is_loop_running():
         import asyncio
 
-        from aiogpu.api.handle import Stream
+        from aiogpu.api.results.handle import Stream
 
         loop = asyncio.get_running_loop()
         stream = Stream(name, client, size, loop, client.waits)
@@ -219,7 +224,7 @@ def handle_for(client: Client, name: str, owner: Any = None) -> Any:
         return BlockingHandle(name, client, owner)
     import asyncio
 
-    from aiogpu.api.handle import ChildHandle
+    from aiogpu.api.results.handle import ChildHandle
 
     loop = asyncio.get_running_loop()
     return ChildHandle(name, owner or client, loop, client.waits)
@@ -461,7 +466,7 @@ def _handle_of(
     if remote_values is not None and (client is None or is_loop_running()):
         import asyncio
 
-        from aiogpu.api.handle import BorrowedHandle
+        from aiogpu.api.results.handle import BorrowedHandle
 
         waits = None if client is None else client.waits
         return BorrowedHandle(

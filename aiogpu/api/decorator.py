@@ -24,7 +24,7 @@ from aiogpu.api.remote_function import Definition, RemoteFunction, made
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor import RemoteClass
+    from aiogpu.api.actors.actor import RemoteClass
     from aiogpu.api.keywords import AnyKeywords, Options
     from aiogpu.api.remote_function import RemoteGenerator
 
@@ -119,7 +119,7 @@ def _decorate(function: object, options: dict[str, Any]) -> object:
     if isinstance(origin, type):
         function = origin  # `Model[int]`: type checkers alone tell it from `Model`
     if isinstance(function, type):
-        from aiogpu.api.actor import decorate_class
+        from aiogpu.api.actors.actor import decorate_class
 
         return decorate_class(function, options)
     if "__aiogpu_function__" in getattr(function, "__dict__", ()):

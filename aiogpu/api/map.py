@@ -31,8 +31,8 @@ from typing import (
     TypeVar,
 )
 
-from aiogpu.api.handle import Handle
 from aiogpu.api.options import whole_number
+from aiogpu.api.results.handle import Handle
 from aiogpu.api.usage_errors import IteratedOnLoop
 from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure

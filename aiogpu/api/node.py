@@ -9,7 +9,6 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakValueDictionary
 
-from aiogpu.api.handle import session_of
 from aiogpu.api.options import (
     MOST_DEVICES,
     Check,
@@ -22,6 +21,7 @@ from aiogpu.api.options import (
     whole,
     whole_number,
 )
+from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
     Session,
     current_session,

@@ -48,9 +48,9 @@ from aiogpu.serialization.serializer import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle, Stream
     from aiogpu.api.keywords import Options
     from aiogpu.api.map import Results, TakesOne
+    from aiogpu.api.results.handle import Handle, Stream
     from aiogpu.client.function_spec import Function, FunctionSpec
 
 

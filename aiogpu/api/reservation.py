@@ -20,13 +20,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from aiogpu.api.handle import check_thread, session_of
 from aiogpu.api.options import (
     TaskOptions,
     check_kinds,
     check_options,
     placement_group_of,
 )
+from aiogpu.api.results.handle import check_thread, session_of
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import current, error_inside_task, host_of_task
 from aiogpu.client.function_spec import (

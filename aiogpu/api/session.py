@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
-from aiogpu.api.handle import Handle, Owner, check_node, sessions
+from aiogpu.api.results.handle import Handle, Owner, check_node, sessions
 from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.client.current import current, passing
 from aiogpu.client.interface import Receiver
@@ -32,7 +32,7 @@ from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Stream, StreamOwner
+    from aiogpu.api.results.handle import Stream, StreamOwner
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Host, ValueStore, Waits
     from aiogpu.observe.status import NodeStatus
@@ -170,13 +170,13 @@ def handle_maker(
         remote_values: who knows the values of a node that is another process.
     """
     if remote_values is not None:
-        from aiogpu.api.handle import RemoteHandle
+        from aiogpu.api.results.handle import RemoteHandle
 
         return partial(RemoteHandle, remote_values=remote_values)
     if waits is None:
         return Handle
     # Late, so that the zygote's start need not wait for it.
-    from aiogpu.api.handle import ChildHandle
+    from aiogpu.api.results.handle import ChildHandle
 
     return partial(ChildHandle, waits=waits)
 
@@ -257,7 +257,7 @@ class Session(EnteredOnLoop):
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
         """A stream of this loop, of which its owner tells."""
-        from aiogpu.api.handle import Stream
+        from aiogpu.api.results.handle import Stream
 
         return Stream(name, owner, size, self._loop, self._engine.waits)
 

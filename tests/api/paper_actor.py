@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from aiogpu.api.actor import ActorHandle
-from aiogpu.api.actor_class import ActorInterface
-from aiogpu.api.handle import Handle
+from aiogpu.api.actors.actor import ActorHandle
+from aiogpu.api.actors.methods import ActorInterface
+from aiogpu.api.results.handle import Handle
 from aiogpu.errors import ActorDiedError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result, load_arguments

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.blocking import BlockingHandle
+from aiogpu.api.results.blocking import BlockingHandle
 from aiogpu.client.current import Context, current, services
 from aiogpu.errors import (
     DeserializationError,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.api.actor_pool import PoolLimits, check_bounds
+from aiogpu.api.actors.pool import PoolLimits, check_bounds
 from aiogpu.errors import OptionError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.handle import ChildHandle, Handle
+from aiogpu.api.results.handle import ChildHandle, Handle
 from aiogpu.client.current import Context, current, services
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from aiogpu.observe.why import Why

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.actor_pool import LONGEST_PAUSE
+from aiogpu.api.actors.pool import LONGEST_PAUSE
 from aiogpu.errors import (
     ActorDiedError,
     InfeasibleError,
@@ -343,7 +343,7 @@ async def test_where_none_lives_to_answer_it_is_tried_later_and_later(
 async def test_the_next_attempt_is_made_when_it_is_time(
     paper: Paper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.api.actor_pool.LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("aiogpu.api.actors.pool.LONGEST_PAUSE", 0.02)
     pool: Any = aiogpu.ActorPool(paper.make, 1)
     paper.links[0].die()
     await turns()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.handle import Handle
+from aiogpu.api.results.handle import Handle
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from aiogpu.api.blocking import ItemBuffer
-from aiogpu.api.handle import Stream
+from aiogpu.api.results.blocking import ItemBuffer
+from aiogpu.api.results.handle import Stream
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result

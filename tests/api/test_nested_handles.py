@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.handle import ChildHandle
+from aiogpu.api.results.handle import ChildHandle
 from aiogpu.client.current import Context, current, services
 from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.messages import Withdraw

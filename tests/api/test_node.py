@@ -12,8 +12,8 @@ import pytest
 
 import aiogpu
 from aiogpu.api import session as module
-from aiogpu.api.handle import session_of
 from aiogpu.api.node import Node
+from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import Session
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeRunningError, NodeStartError

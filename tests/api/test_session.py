@@ -15,7 +15,7 @@ import uvloop
 import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api import session as sessions
-from aiogpu.api.handle import session_of
+from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
     Session,
     SessionState,

@@ -14,7 +14,7 @@ import cloudpickle
 import pytest
 
 import aiogpu
-from aiogpu.api.actor import RemoteClass
+from aiogpu.api.actors.actor import RemoteClass
 from aiogpu.api.remote_function import Definition, FunctionName, RemoteFunction
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, OptionError

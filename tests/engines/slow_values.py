@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import aiogpu
-from aiogpu.api.handle import DECODING
+from aiogpu.api.results.handle import DECODING
 
 turns = 0
 """How often the loop has turned, as a test counts it."""

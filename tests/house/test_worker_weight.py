@@ -98,7 +98,7 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
             "async def f(items: list[int]) -> list[int]: return items",
             [
                 *("asyncio", "uvloop", "pynvml", "cloudpickle", "msgpack"),
-                *("aiogpu.api.handle", "aiogpu.api.session", "aiogpu.engines"),
+                *("aiogpu.api.results.handle", "aiogpu.api.session", "aiogpu.engines"),
             ],
             id="a batched function",
         ),
@@ -115,5 +115,5 @@ def test_an_import_brings_nothing_heavy(statement, unwanted):
 
 
 def test_the_measure_sees_what_is_brought():
-    brought = brought_by("import aiogpu.api.handle")
+    brought = brought_by("import aiogpu.api.results.handle")
     assert "asyncio.events" in among(brought, ["asyncio"])

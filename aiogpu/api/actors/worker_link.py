@@ -1,6 +1,6 @@
 """A worker's tie to an actor, shared by all handles to it in this process.
 
-The counterpart of `api.actor_link`, over the worker's own socket. asyncio stays out,
+The counterpart of `api.actors.link`, over the worker's own socket. asyncio stays out,
 since plain functions need none.
 """
 
@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
-from aiogpu.api.actor_class import stranger
+from aiogpu.api.actors.methods import stranger
 from aiogpu.api.calls import request
-from aiogpu.api.wait import get
+from aiogpu.api.results.wait import get
 from aiogpu.client.current import current, note_passed
 from aiogpu.errors import InternalError
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
@@ -20,7 +20,7 @@ from aiogpu.wire.messages import AFTER_ALL, AGAIN, AT_ONCE, CAPACITY, ENDED, REA
 from aiogpu.worker.nested import task_client
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import ActorInterface
+    from aiogpu.api.actors.methods import ActorInterface
     from aiogpu.api.calls import ResultGroup
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Client

@@ -27,8 +27,8 @@ from typing import (
     cast,
 )
 
-from aiogpu.api.actor import ActorHandle, RemoteClass, link_of
-from aiogpu.api.actor_class import (
+from aiogpu.api.actors.actor import ActorHandle, RemoteClass, link_of
+from aiogpu.api.actors.methods import (
     ActorInterface,
     GeneratorMethod,
     RemoteMethod,
@@ -49,8 +49,8 @@ from aiogpu.errors import (
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.api.actor_class import Link
-    from aiogpu.api.handle import Handle
+    from aiogpu.api.actors.methods import Link
+    from aiogpu.api.results.handle import Handle
 
 
 class PoolLimits(NamedTuple):
@@ -469,7 +469,11 @@ async def check_room(name: str, links: Sequence[Link]) -> None:
 
 
 _LEAST: Final = whole(0, "a whole number of actors, 0 or more, or None")
+
+
 _MOST: Final = whole(1, "a whole number of actors, 1 or more, or None")
+
+
 _TARGET: Final = whole(1, "a whole number of calls, 1 or more, or None", none_is=1)
 
 
@@ -572,7 +576,7 @@ class PoolMethod(CalledFirst, Mapper):
         self, call: Callable[[RemoteMethod[..., Any]], Handle[Any]]
     ) -> Handle[Any]:
         # Late: `session` imports asyncio.
-        from aiogpu.api.handle import check_thread
+        from aiogpu.api.results.handle import check_thread
 
         scheduler = self._tie.scheduler
         check_thread(scheduler.loop, f"{self.__name__}.remote()")

@@ -20,7 +20,7 @@ from typing import (
     cast,
 )
 
-from aiogpu.api.actor_class import (
+from aiogpu.api.actors.methods import (
     ActorInterface,
     RemoteMethod,
     no_method,
@@ -42,7 +42,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import Link, PendingInterface
+    from aiogpu.api.actors.methods import Link, PendingInterface
     from aiogpu.api.keywords import ActorKeywords
     from aiogpu.client.function_spec import FunctionSpec
 
@@ -116,10 +116,10 @@ def revive(
         MisuseError: its node is another.
     """
     if services.client is not None:
-        from aiogpu.api.worker_actor_link import WorkerActorLink
+        from aiogpu.api.actors.worker_link import WorkerActorLink
 
         return ActorHandle(WorkerActorLink.to(actor, name, home), interface)
-    from aiogpu.api.actor_link import ActorLink
+    from aiogpu.api.actors.link import ActorLink
     from aiogpu.api.calls import session_of_caller
 
     link = ActorLink.known(session_of_caller(), actor, name, home)
@@ -158,10 +158,10 @@ class RemoteClass(Decorated, Generic[P, A]):
         key = None if options.name is None else (options.namespace or "", options.name)
         asked = func, payload, key, options.get_if_exists
         if services.client is not None:
-            from aiogpu.api.worker_actor_link import WorkerActorLink
+            from aiogpu.api.actors.worker_link import WorkerActorLink
 
             return ActorHandle(WorkerActorLink.create(*asked), self._interface)
-        from aiogpu.api.actor_link import ActorLink
+        from aiogpu.api.actors.link import ActorLink
         from aiogpu.api.calls import session_of_caller
 
         link = ActorLink.create(session_of_caller(), *asked)
@@ -323,11 +323,11 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     if services.client is not None:
         if is_loop_running():
             return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
-        from aiogpu.api.worker_actor_link import find
+        from aiogpu.api.actors.worker_link import find
 
         remote_values, interface = find(name, namespace or "")
         return ActorHandle(remote_values, interface)
-    from aiogpu.api.actor_link import ActorLink
+    from aiogpu.api.actors.link import ActorLink
     from aiogpu.api.calls import session_of_caller
 
     session = session_of_caller("aiogpu.get_actor()")
@@ -348,7 +348,7 @@ class NamedActor:
         return f"<NamedActor {self._name!r}>"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[Any]]:
-        from aiogpu.api.worker_actor_link import find_softly
+        from aiogpu.api.actors.worker_link import find_softly
 
         found = yield from find_softly(self._name, self._namespace).__await__()
         return ActorHandle(*found)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.blocking import HandleBase, ItemBuffer, StreamBase, abandoned
+from aiogpu.api.results.blocking import HandleBase, ItemBuffer, StreamBase, abandoned
 from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.client.current import services
 from aiogpu.errors import (

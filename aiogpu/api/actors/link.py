@@ -13,23 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aiogpu.api.actor_class import PendingInterface, interface_in, stranger
+from aiogpu.api.actors.methods import PendingInterface, interface_in, stranger
 from aiogpu.api.calls import host_beside_loop, may_use, request
 from aiogpu.client.current import host_of_task, note_passed, passing, take_kept
 from aiogpu.client.function_spec import placeholder_func
-from aiogpu.errors import (
-    ActorNameError,
-    AiogpuError,
-    MisuseError,
-    NodeClosedError,
-)
+from aiogpu.errors import ActorNameError, AiogpuError, MisuseError, NodeClosedError
 from aiogpu.observe.why import Why
 from aiogpu.runtime.callers.caller import Then, carrying
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_class import ActorInterface
+    from aiogpu.api.actors.methods import ActorInterface
     from aiogpu.api.calls import ResultGroup
-    from aiogpu.api.handle import Handle
+    from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Client, Host, Receiver

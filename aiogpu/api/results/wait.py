@@ -23,9 +23,9 @@ from collections.abc import (
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, overload
 
-from aiogpu.api.blocking import BlockingHandle, HandleBase, StreamBase, block
 from aiogpu.api.calls import Putting, RestoredOwner
 from aiogpu.api.options import check_duration, check_seconds, whole_number
+from aiogpu.api.results.blocking import BlockingHandle, HandleBase, StreamBase, block
 from aiogpu.api.usage_errors import options_of, refuse
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import (
@@ -39,11 +39,15 @@ from aiogpu.errors import (
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.api.handle import Handle
+    from aiogpu.api.results.handle import Handle
     from aiogpu.client.interface import Client
 
+
 T = TypeVar("T")
+
+
 Lists = tuple[list[Any], list[Any]]
+
 
 GLANCE: Final = 0.001
 """Seconds that a plain task looks for what has come, where it does not want to wait."""
@@ -321,7 +325,7 @@ def _checked(name: str, given: Any) -> list[Any]:
 def _check_on_loop(what: str, handles: list[Any]) -> None:
     import asyncio
 
-    from aiogpu.api.handle import Handle
+    from aiogpu.api.results.handle import Handle
 
     loop = asyncio.get_running_loop()
     for one in handles:
@@ -632,7 +636,7 @@ class _LookOnLoop(_Look):
     def __init__(self, handles: list[Handle[Any]]) -> None:
         import asyncio
 
-        from aiogpu.api.handle import Handle
+        from aiogpu.api.results.handle import Handle
 
         self.loop = asyncio.get_running_loop()
         self.waiter: asyncio.Future[None] | None = None

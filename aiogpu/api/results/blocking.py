@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 
+
 T = TypeVar("T")
 
 

@@ -50,8 +50,8 @@ from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
     from aiogpu.api.calls import Start
-    from aiogpu.api.handle import Handle, Stream
     from aiogpu.api.keywords import MethodCallKeywords, MethodKeywords
+    from aiogpu.api.results.handle import Handle, Stream
     from aiogpu.client.function_spec import ActorTerms
 
 

@@ -1,0 +1,1 @@
+"""Actors: their classes, handles to them, and pools of them."""
