@@ -25,7 +25,7 @@ async def node() -> AsyncIterator[Any]:
 async def test_a_call_keeps_its_actors_while_it_waits_to_be_sent(node: Any) -> None:
     """Others are sent meanwhile."""
     counter = await Counter.remote(1)
-    promised = node.new_handle("promised", node)
+    promised = node._session.new_handle("promised", node._session)
     waiting = handed_on.add_to.remote(counter, promised)
     assert await v.give.remote(2) == 2
     given = v.give.remote(5)
