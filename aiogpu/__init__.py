@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiogpu.api.reservation import lease as lease
     from aiogpu.api.reservation import placement as placement
     from aiogpu.api.results.handle import Handle as Handle
-    from aiogpu.api.results.handle import Stream as Stream
+    from aiogpu.api.results.stream import Stream as Stream
     from aiogpu.api.results.wait import as_completed as as_completed
     from aiogpu.api.results.wait import get as get
     from aiogpu.api.results.wait import wait as wait
@@ -65,7 +65,8 @@ _MODULES = {
     "api.batch": ("batch",),
     "api.results.wait": ("as_completed", "get", "wait"),
     "api.runtime_context": ("get_gpu_ids", "get_runtime_context"),
-    "api.results.handle": ("Handle", "Stream"),
+    "api.results.handle": ("Handle",),
+    "api.results.stream": ("Stream",),
     "api.map": ("Results",),
     "api.actors.methods": ("method",),
     "api.node": (

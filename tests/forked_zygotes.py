@@ -24,8 +24,7 @@ from typing import Final
 import pytest
 
 from aiogpu.runtime.zygote import launch as process
-from aiogpu.runtime.zygote.config import interpreter_flags
-from aiogpu.runtime.zygote.launch import start_interpreter
+from aiogpu.runtime.zygote.launch import interpreter_flags, start_interpreter
 from tests.zygote_forker import LARGEST
 
 READ_AT_START: Final = (

@@ -15,7 +15,7 @@ from aiogpu.linux.sockets import peer_credentials, user
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.parent_link import Watch
+from aiogpu.worker.zygote.keeper import Watch
 
 OTHER = 3_000_000_000
 """A user id without a name; such large ones come from directory services."""

@@ -9,9 +9,9 @@ asyncio and the session are imported where a program calls.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from aiogpu.api.results.blocking import (
     BlockingHandle,
@@ -23,7 +23,6 @@ from aiogpu.client.current import (
     client_of_task,
     host_of_task,
     is_loop_running,
-    passing,
     services,
 )
 from aiogpu.errors import InternalError, MisuseError
@@ -33,12 +32,10 @@ from aiogpu.serialization.serializer import PUT, WARNED_FROM, dump_result
 
 if TYPE_CHECKING:
     from aiogpu.api.results.handle import Handle
-    from aiogpu.api.session import Session
+    from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Client, Host, ValueStore
-    from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
-    from aiogpu.serialization.large_arguments import RepeatedArguments
     from aiogpu.wire.messages import Failed
 
 T = TypeVar("T")
@@ -89,24 +86,24 @@ def host_beside_loop() -> Host | None:
         return None
     import asyncio
 
+    from aiogpu.api.results.handle import session_of
+
     loop = asyncio._get_running_loop()
     if loop is None:
         return host
-    return None if loop is host.program or host.engine(loop) is not None else host
-
-
-def current_client() -> Client | None:
-    """The client of the task whose code asks; None where a session takes its calls."""
-    return services.client or host_beside_loop()
+    has_session = session_of(loop) is not None or loop is host.program
+    return None if has_session or host.engine(loop) is not None else host
 
 
 # Tasks.
 
 
-def submitter() -> Callable[[FunctionSpec, bytes], Any]:
-    """What starts tasks in this process and gives their handles."""
+def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]:
+    """What starts tasks in this process; gives what `results_for` does."""
     if services.client is not None:
-        return submit_in_task
+        return partial(_submit, returns, lambda: TaskCaller(client_of_task()))
+    if returns or window:
+        return partial(_submit, returns, _caller)
     import asyncio
 
     from aiogpu.api.results.handle import sessions
@@ -114,123 +111,137 @@ def submitter() -> Callable[[FunctionSpec, bytes], Any]:
     _get_running_loop = asyncio._get_running_loop
 
     def submit(func: FunctionSpec, payload: bytes) -> Handle[Any]:
-        session = sessions.get(_get_running_loop())  # type: ignore[arg-type]
+        loop: Any = _get_running_loop()
+        session: Session | None = sessions.get(loop)
         if session is None:
-            if host_beside_loop() is not None:
-                return submit_in_task(func, payload)  # type: ignore[no-any-return]
-            session = session_of_caller()
+            return _submit(0, _caller, func, payload)  # type: ignore[no-any-return]
         return session.submit(func, payload)
 
     return submit
 
 
-def submit_in_task(func: FunctionSpec, payload: bytes) -> Any:
-    """Start a child of the task whose code asks; gives the kind of handle that fits.
+def _submit(
+    returns: int,
+    find_caller: Callable[[], TaskCaller | Session],
+    func: FunctionSpec,
+    payload: bytes,
+) -> Any:
+    caller = find_caller()
+    start = partial(caller.start, func, payload)
+    return results_for(caller, func.spec.name, caller, returns, func.window, start)
+
+
+def _caller(what: str = ".remote()") -> TaskCaller | Session:
+    """What makes handles for the code that asks.
 
     Raises:
         MisuseError: no task runs, but what one has left behind.
     """
-    client = client_of_task()
-    return request(client, func.spec.name, partial(client.submit, func, payload))
+    client: Client | None = services.client or host_beside_loop()
+    return session_of_caller(what) if client is None else TaskCaller(client)
 
 
-def submit_several(count: int, func: FunctionSpec, payload: bytes) -> tuple[Any, ...]:
-    """Start a task that has so many results; gives the handle of each."""
-    return call_several(func.spec.name, count, Submission(func, payload))
+def request(
+    client: Client,
+    name: str,
+    ask: Callable[[Any], int],
+    returns: int = 0,
+    window: int = 0,
+) -> Any:
+    """Make a request for the task whose code asks; see `results_for`.
+
+    `ask` makes the request, given who waits for its end, and gives its number.
+    """
+    caller = TaskCaller(client)
+
+    def start(receiver: Awaited) -> None:
+        receiver.task_id = ask(receiver)
+
+    return results_for(caller, name, caller, returns, window, start)
 
 
-def submit_stream(func: FunctionSpec, payload: bytes) -> Any:
-    """Start a task that is a generator; gives the kind of stream that fits."""
-    client: Client | None = services.client
-    if client is None:
-        import asyncio
-
-        from aiogpu.api.results.handle import session_of
-
-        session: Session | None = session_of(asyncio._get_running_loop())
-        if session is not None or host_beside_loop() is None:
-            session = session or session_of_caller()
-            stream = session.new_stream(func.spec.name, session, func.window)
-            session.start(func, payload, stream.inflow)
-            return stream
-        client = client_of_task()
-    start = partial(client.submit, func, payload)
-    return request_stream(client, func.spec.name, func.window, start)
-
-
-def request(client: Client, name: str, start: Callable[[Any], int]) -> Any:
-    """The kind of handle that fits, of what a task asks for.
+def results_for(
+    caller: TaskCaller | Session,
+    name: str,
+    owner: Any,
+    returns: int,
+    window: int,
+    start: Callable[[Awaited], object],
+) -> Any:
+    """Make a call; gives its handle, the handles of its results, or its stream.
 
     Args:
-        client: of the task whose code asks.
+        caller: makes the kind of handles that fit the code that calls.
         name: what the handle is called.
-        start: makes the request, given who waits for its end; gives its number.
+        owner: stops the work and is asked about it.
+        returns: how many results the call has, 0 for one.
+        window: for a generator, how many items it may be ahead; else 0.
+        start: makes the call, given who waits for its end.
     """
-    handle = handle_for(client, name)
-    handle.task_id = start(_carrying(handle))
+    if window:
+        stream = caller.new_stream(name, owner, window)
+        start(stream.inflow)
+        return stream
+    if returns:
+        group = ResultGroup(caller, name, owner, returns)
+        start(group)
+        return group.handles
+    handle = caller.new_handle(name, owner)
+    start(handle)
     return handle
 
 
-def request_stream(
-    client: Client, name: str, size: int, start: Callable[[Any], int]
-) -> Any:
-    """The kind of stream that fits, of what a task asks for; see `request`.
+class TaskCaller(NamedTuple):
+    """Makes the handles and streams of what a task asks for, and reaches its children.
 
-    `size` is how many items it may be ahead.
+    Attributes:
+        client: of the task whose code asks.
     """
-    stream: Any
-    if is_loop_running():
-        import asyncio
-
-        from aiogpu.api.results.handle import Stream
-
-        loop = asyncio.get_running_loop()
-        stream = Stream(name, client, size, loop, client.waits)
-        inflow: ItemBuffer = stream.inflow
-    else:
-        inflow = ItemBuffer(name, _Source(client), size)
-        stream = BlockingStream(inflow, client)
-    inflow.task_id = start(_carrying(inflow))
-    return stream
-
-
-class _Source(NamedTuple):
-    """Reaches a child from plain code."""
 
     client: Client
 
+    @property
+    def remote_values(self) -> ValueStore | None:
+        """Who knows values that another process keeps; None where none does."""
+        return self.client.remote_values
+
+    def new_handle(self, name: str, owner: Any) -> Any:
+        """The kind of handle that fits; `owner` stops the work."""
+        if not is_loop_running():
+            return BlockingHandle(name, self.client, owner)
+        import asyncio
+
+        from aiogpu.api.results.handle import ChildHandle
+
+        client, loop = self.client, asyncio.get_running_loop()
+        return ChildHandle(name, owner, loop, client.waits)
+
+    def new_stream(self, name: str, _owner: Any, size: int) -> Any:
+        """The kind of stream that fits; `size` is how many items it may be ahead."""
+        client = self.client
+        if not is_loop_running():
+            return BlockingStream(ItemBuffer(name, self, size), client)
+        import asyncio
+
+        from aiogpu.api.results.stream import Stream
+
+        return Stream(name, self, size, asyncio.get_running_loop(), client.waits)
+
+    def start(self, func: FunctionSpec, payload: bytes, receiver: Awaited) -> None:
+        """Start a child."""
+        receiver.task_id = self.client.submit(func, payload, receiver)
+
     def demand(self, task: int, limit: int) -> None:
+        """Let a child yield so many items in all; see `Source`."""
         self.client.demand(task, limit)
 
     def cancel(self, task: int) -> None:
+        """Stop a child."""
         self.client.withdraw(task)
 
-
-def _carrying(receiver: Any) -> Any:
-    """The receiver of a request that holds the actors alive whose handles it has."""
-    if passing and services.client is None:
-        from aiogpu.runtime.callers.caller import carrying
-
-        return carrying(receiver)
-    return receiver
-
-
-def handle_for(client: Client, name: str, owner: Any = None) -> Any:
-    """The kind of handle that fits, for the code of a task.
-
-    `owner` stops the work and is asked about it; None for the client.
-    """
-    if not is_loop_running():
-        return BlockingHandle(name, client, owner)
-    import asyncio
-
-    from aiogpu.api.results.handle import ChildHandle
-
-    loop = asyncio.get_running_loop()
-    return ChildHandle(name, owner or client, loop, client.waits)
-
-
-# Calls with several results.
+    async def why(self, name: str, task: int) -> Why:
+        """Return why a child waits."""
+        return await self.client.why(name, task)
 
 
 class ResultGroup:
@@ -240,32 +251,33 @@ class ResultGroup:
     them; when all are cancelled, it is stopped.
 
     Attributes:
-        task_id: the call's number.
         handles: one for each result.
-        stop: stops the call, given its number.
-        ask: says why it waits, given its name and number.
     """
 
-    def __init__(self) -> None:
-        self.task_id = 0
-        self.handles: tuple[Any, ...] = ()
-        self.stop: Callable[[int], object]
-        self.ask: Callable[[str, int], Awaitable[Why]]
-        self._wanted = 0
-
-    def __repr__(self) -> str:
-        return f"<ResultGroup {len(self.handles)} results of task {self.task_id}>"
-
-    def begin(self, handles: tuple[Any, ...]) -> None:
-        """Serve these handles."""
-        self.handles = handles
-        self._wanted = len(handles)
-        for index, handle in enumerate(handles):
+    def __init__(
+        self, caller: TaskCaller | Session, name: str, owner: Any, count: int
+    ) -> None:
+        self._owner = owner
+        self._wanted = count
+        self._number = 0
+        self.handles: tuple[Any, ...] = tuple(
+            caller.new_handle(f"{name}[{index}]", self) for index in range(count)
+        )
+        for index, handle in enumerate(self.handles):
             handle.part = index
 
-    def note(self, number: int) -> None:
+    def __repr__(self) -> str:
+        return f"<ResultGroup {len(self.handles)} results of task {self._number}>"
+
+    @property
+    def task_id(self) -> int:
+        """The call's number, 0 before it is made."""
+        return self._number
+
+    @task_id.setter
+    def task_id(self, number: int) -> None:
         """The call was made, under that number."""
-        self.task_id = number
+        self._number = number
         for handle in self.handles:
             handle.task_id = number  # some were given to others before
 
@@ -277,11 +289,11 @@ class ResultGroup:
         """One of them is not wanted; see `Owner`."""
         self._wanted -= 1
         if not self._wanted:
-            self.stop(self.task_id)
+            self._owner.cancel(self._number)
 
     async def why(self, name: str, _task: int) -> Why:
         """Return why the call waits."""
-        return await self.ask(name, self.task_id)
+        return await self._owner.why(name, self._number)  # type: ignore[no-any-return]
 
     def receive(self, payload: bytes) -> None:
         """The call has ended; see `Receiver`."""
@@ -314,58 +326,6 @@ class ResultGroup:
         """The task that made the call has ended first."""
         for handle in self.handles:
             handle.abandon()
-
-
-class Start(Protocol):
-    """How a call for a `ResultGroup` is made, from wherever it is called."""
-
-    def in_program(self, session: Session, several: ResultGroup) -> None:
-        """Make it on the program's node."""
-
-    def by_client(self, client: Client, several: ResultGroup) -> None:
-        """Make it for the task whose code asks."""
-
-
-class Submission(NamedTuple):
-    """The `Start` of a task.
-
-    Attributes:
-        func: what is called.
-        payload: the pickled arguments.
-    """
-
-    func: FunctionSpec
-    payload: bytes
-
-    def in_program(self, session: Session, several: ResultGroup) -> None:
-        """Start it on the program's node."""
-
-        def start(engine: Engine) -> None:
-            if not several.done():
-                several.note(engine.submit(self.func, self.payload, several))
-
-        several.stop, several.ask = session.cancel, session.why
-        session.when_open(start, several.fail)
-
-    def by_client(self, client: Client, several: ResultGroup) -> None:
-        """Start it for the task whose code asks."""
-        several.stop, several.ask = client.cancel, client.why
-        several.note(client.submit(self.func, self.payload, several))
-
-
-def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
-    """Make a call that has several results; gives the kind of handles that fit."""
-    several = ResultGroup()
-    names = [f"{name}[{index}]" for index in range(count)]
-    client = current_client()
-    if client is not None:
-        several.begin(tuple(handle_for(client, one, several) for one in names))
-        start.by_client(client, several)
-    else:
-        session = session_of_caller()
-        several.begin(tuple(session.new_handle(one, several) for one in names))
-        start.in_program(session, several)
-    return several.handles
 
 
 # Values that have come from elsewhere, or are put.
@@ -412,16 +372,14 @@ def restore_handle(identity: int, name: str) -> Any:
         identity: of the value that it stands for.
         name: of its task.
     """
-    client, remote_values = _caller()
-    if remote_values is not None:
-        return _handle_of(
-            client, remote_values, remote_values.loans.loan(identity), name
-        )
+    caller = _caller()
+    if caller.remote_values is not None:
+        return _handle_of(caller, caller.remote_values.loans.loan(identity), name)
     # Late: it is the node's, and a worker has none.
     from aiogpu.runtime.objects.values import known
 
     value = known(identity)
-    handle = _handle_of(client, None, value, name)
+    handle = _handle_of(caller, value, name)
     value.watch(lambda settled: settled.tell(handle))
     return handle
 
@@ -429,54 +387,19 @@ def restore_handle(identity: int, name: str) -> Any:
 HandleBase.restore = restore_handle
 
 
-def _put(payload: bytes, name: str = "put") -> Any:
-    """A handle of a value that is there; `payload` is the value pickled."""
-    client, remote_values = _caller("aiogpu.put()")
-    if remote_values is not None:
-        handle = _handle_of(
-            client, remote_values, remote_values.shares.put(payload), name
-        )
-        settle = getattr(handle, "settle_with", handle.receive)
-        settle(payload)
-        return handle
-    from aiogpu.runtime.objects.values import Value
-
-    value = Value(name)
-    value.receive(payload)
-    handle = _handle_of(client, None, value, name)
-    handle.receive(payload)
-    return handle
-
-
-def _caller(what: str = ".remote()") -> tuple[Client | None, ValueStore | None]:
-    """The client of the task whose code asks, None for a program; and who knows values.
-
-    The latter is None where all values are this process's own.
-    """
-    client = current_client()
-    return client, session_of_caller(
-        what
-    ).remote_values if client is None else client.remote_values
-
-
-def _handle_of(
-    client: Client | None, remote_values: ValueStore | None, reference: Any, name: str
-) -> Any:
+def _handle_of(caller: TaskCaller | Session, reference: Any, name: str) -> Any:
     """The kind of handle that fits, of a value that is known by a reference."""
-    if remote_values is not None and (client is None or is_loop_running()):
+    remote_values = caller.remote_values
+    if remote_values is not None and is_loop_running():
         import asyncio
 
         from aiogpu.api.results.handle import BorrowedHandle
 
-        waits = None if client is None else client.waits
+        waits = caller.client.waits if type(caller) is TaskCaller else None
         return BorrowedHandle(
             name, remote_values, reference, asyncio.get_running_loop(), waits
         )
-    owner = RestoredOwner(reference, remote_values)
-    if client is None:
-        handle: Any = session_of_caller().new_handle(name, owner)
-    else:
-        handle = handle_for(client, name, owner)
+    handle = caller.new_handle(name, RestoredOwner(reference, remote_values))
     if remote_values is None:
         handle.stand_for(reference)
     else:
@@ -532,13 +455,21 @@ def put(value: T) -> Putting[T]:
     payload = dump_result(value, PUT)
     if isinstance(payload, PickledValue):
         payload = packed(payload)
-    return Putting(_put(payload))
+    caller = _caller("aiogpu.put()")
+    if caller.remote_values is not None:
+        handle = _handle_of(caller, caller.remote_values.shares.put(payload), "put")
+        getattr(handle, "settle_with", handle.receive)(payload)
+        return Putting(handle)
+    from aiogpu.runtime.objects.values import Value
+
+    kept = Value("put")
+    kept.receive(payload)
+    handle = _handle_of(caller, kept, "put")
+    handle.receive(payload)
+    return Putting(handle)
 
 
 # Payloads.
-
-
-_repeats: RepeatedArguments | None = None
 
 
 def packed_call(
@@ -563,12 +494,10 @@ def packed_call(
     payload = packed(outgoing)
     size = len(outgoing.stream) + sum(one.nbytes for one in outgoing.buffers)
     if size >= WARNED_FROM and not (type(payload) is Payload and payload.is_shown):
-        global _repeats  # noqa: PLW0603 - most programs never need it
-        if _repeats is None:
-            from aiogpu.serialization.large_arguments import RepeatedArguments
+        # Late: most programs never need it.
+        from aiogpu.serialization.large_arguments import repeated
 
-            _repeats = RepeatedArguments()
-        _repeats.note(name, args, kwargs)
+        repeated.note(name, args, kwargs)
     return payload
 
 

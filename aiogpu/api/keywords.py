@@ -139,15 +139,8 @@ class ActorKeywords(_Common, total=False):
     concurrency_groups: Mapping[str, int] | None
 
 
-class AnyKeywords(Options, total=False):
+class AnyKeywords(Options, ActorKeywords, total=False):
     """What `@remote(...)` takes before it is known what it decorates."""
-
-    namespace: str | None
-    get_if_exists: bool | None
-    max_restarts: int | None
-    max_task_retries: int | None
-    max_concurrency: int | None
-    concurrency_groups: Mapping[str, int] | None
 
 
 class MethodCallKeywords(TypedDict, total=False):
@@ -163,7 +156,7 @@ class MethodCallKeywords(TypedDict, total=False):
     concurrency_group: str | None
 
 
-class MethodKeywords(TypedDict, total=False):
+class MethodKeywords(MethodCallKeywords, total=False):
     """The options of a method, as `@aiogpu.method(...)` takes them.
 
     Attributes:
@@ -173,6 +166,4 @@ class MethodKeywords(TypedDict, total=False):
         concurrency_group: one of those that the class's `concurrency_groups` name.
     """
 
-    num_returns: int | None
     max_buffered: int | None
-    concurrency_group: str | None

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from time import perf_counter
 from typing import (
     TYPE_CHECKING,
@@ -25,7 +24,6 @@ from typing import (
     Final,
     Generic,
     Literal,
-    NamedTuple,
     NoReturn,
     Protocol,
     TypeVar,
@@ -33,8 +31,9 @@ from typing import (
 
 from aiogpu.api.options import whole_number
 from aiogpu.api.results.handle import Handle
+from aiogpu.api.results.stream import IteratedOnce, LoopSource
 from aiogpu.api.usage_errors import IteratedOnLoop
-from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
+from aiogpu.errors import MisuseError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.wire.messages import Failed
 
@@ -91,22 +90,6 @@ class Sizes:
         self.size = max(1, min(fitting, grown, self._most))
 
 
-class Opened(NamedTuple):
-    """What has come of a call.
-
-    Attributes:
-        values: the results.
-        error: to be raised after them.
-        again: the call of the item after them, if it is tried again.
-        rest: items that are to be called still, after that one.
-    """
-
-    values: list[Any]
-    error: Exception | None = None
-    again: Handle[Any] | None = None
-    rest: tuple[Any, ...] = ()
-
-
 class Chunker:
     """Makes calls of items, and opens what they give.
 
@@ -134,27 +117,37 @@ class Chunker:
         self._sent[handle] = items, perf_counter() - begun
         return handle
 
-    def open(self, handle: Handle[Any]) -> Opened:
-        """Look at a call that has ended; raises its error if all of it has failed."""
+    def open(
+        self, handle: Handle[Any]
+    ) -> tuple[list[Any], Exception | None, list[Handle[Any]]]:
+        """Look at a call that has ended; raises its error if all of it has failed.
+
+        Returns:
+            The results; the error that comes after them; and the calls that were made
+            of items that are still to be called.
+        """
         items, seconds = self._sent.pop(handle, ((), 0.0))
         begun = perf_counter()
         result = handle.result()
         if not items:
-            return Opened([result])  # one that was tried again
+            return [result], None, []  # one that was tried again
         outcome = ChunkOutcome(*result)
         seconds += outcome.seconds + perf_counter() - begun
         done = len(outcome.values)
         self._sizes.note(done or 1, seconds)
-        if outcome.failure is None:
-            return Opened(outcome.values, rest=items[done:])
-        failed = Failed(*outcome.failure)
-        error = unpack_failure(failed, self._remote.__name__)
-        again = self._remote._again_after(error) if failed.kind == RAISED else None
-        if again is None:
-            return Opened(outcome.values, error)
-        return Opened(
-            outcome.values, again=again.remote(items[done]), rest=items[done + 1 :]
-        )
+        calls: list[Handle[Any]] = []
+        rest = items[done:]
+        if outcome.failure is not None:
+            failed = Failed(*outcome.failure)
+            error = unpack_failure(failed, self._remote.__name__)
+            again = self._remote._again_after(error) if failed.kind == RAISED else None
+            if again is None:
+                return outcome.values, error, calls
+            calls.append(again.remote(rest[0]))
+            rest = rest[1:]
+        size = self.size
+        calls += [self.send(rest[i : i + size]) for i in range(0, len(rest), size)]
+        return outcome.values, None, calls
 
     def clear(self) -> None:
         """Forget all items."""
@@ -211,7 +204,7 @@ FILL_TIME: Final = 0.005
 _NOTHING: Final = object()
 
 
-class MapWindow(Generic[R]):
+class MapWindow(LoopSource, Generic[R]):
     """The calls that are ahead of the loop, and what is read for more of them.
 
     Attributes:
@@ -228,10 +221,15 @@ class MapWindow(Generic[R]):
         is_ordered: bool,
         chunker: Chunker | None = None,
     ) -> None:
-        self.loop = _running_loop()
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            from aiogpu.api.session import no_loop
+
+            raise no_loop(".map()")
+        self.loop = loop
         self.limit = limit
         self.ahead = 0
-        self.is_closed = False
+        self.is_over = False
         self.waiter: asyncio.Future[None] | None = None
         self.reader: asyncio.Task[None] | None = None
         self._start = start
@@ -278,8 +276,8 @@ class MapWindow(Generic[R]):
     def release(self, count: int) -> None:
         """So many results were taken."""
         self.ahead -= count
-        if self._room is not None:
-            _set(self._room)
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
 
     def open(self, handle: Handle[Any]) -> tuple[list[Any], Exception | None]:
         """The results of a chunk that was taken, and the error that comes after them.
@@ -290,35 +288,25 @@ class MapWindow(Generic[R]):
             Exception: what the whole chunk has failed with.
         """
         assert self._chunker is not None
-        opened = self._chunker.open(handle)
-        calls = [] if opened.again is None else [opened.again]
-        rest, size = opened.rest, self._chunker.size
-        calls += [
-            self._chunker.send(rest[first : first + size])
-            for first in range(0, len(rest), size)
-        ]
+        values, error, calls = self._chunker.open(handle)
         if self._is_ordered:
             self._queue.extendleft(reversed(calls))
         else:
             for call in calls:
                 self._post(call)
-        return opened.values, opened.error
+        return values, error
 
     async def news(self) -> None:
         """Wait until `take` may give another answer."""
         self.waiter = self.loop.create_future()
         if self._is_behind:
-            self.loop.call_soon(self._wake)
+            self.loop.call_soon(self.notify)
         if self._is_ordered and self._queue:
-            self._queue[0].add_done_callback(self._wake)
+            self._queue[0].add_done_callback(self.notify)
         try:
             await self.waiter
         finally:
             self.waiter = None
-
-    def _wake(self, _: object = None) -> None:
-        if self.waiter is not None:
-            _set(self.waiter)
 
     @property
     def _has_room(self) -> bool:
@@ -350,7 +338,7 @@ class MapWindow(Generic[R]):
         """Read an async iterable while there is room, until the window closes."""
         try:
             async for item in iterable:
-                if self.is_closed:
+                if self.is_over:
                     break  # it has caught its CancelledError and goes on
                 self._submit(item)
                 while not self._has_room:
@@ -358,14 +346,14 @@ class MapWindow(Generic[R]):
                     await self._room
             self._flush()
         except BaseException as error:
-            if self.is_closed:
+            if self.is_over:
                 raise
             self._error = error
             if not isinstance(error, Exception):
                 raise
         finally:
             self._async = None
-            self._wake()
+            self.notify()
 
     def _submit(self, item: Any) -> None:
         chunker = self._chunker
@@ -397,7 +385,7 @@ class MapWindow(Generic[R]):
             self._flush()
         except Exception as error:  # noqa: BLE001 - whoever takes results raises it
             self._error = error
-            self._wake()
+            self.notify()
 
     def _post(self, handle: Handle[Any]) -> None:
         if not self._is_ordered:
@@ -405,20 +393,20 @@ class MapWindow(Generic[R]):
             handle.add_done_callback(self._note_end)
         else:
             if not self._queue:
-                self._wake()
+                self.notify()
             self._queue.append(handle)
 
     def _note_end(self, handle: Handle[R]) -> None:
-        if not self.is_closed:
+        if not self.is_over:
             del self._unended[handle]
             self._queue.append(handle)
-            self._wake()
+            self.notify()
 
-    def close(self) -> None:
+    def cancel(self) -> None:
         """Cancel what is ahead, the newest first: none starts in another's place."""
-        if self.is_closed:
+        if self.is_over:
             return
-        self.is_closed = True
+        self.is_over = True
         handles = [*self._queue, *self._unended]
         self._queue.clear()
         self._unended.clear()
@@ -433,12 +421,7 @@ class MapWindow(Generic[R]):
         for handle in reversed(handles):
             # On one that has ended it only says that its error may go unheard.
             handle.cancel()
-        self._wake()
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        self.notify()
 
 
 def _iterator(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -457,39 +440,23 @@ def _iterator(iterable: Iterable[Any]) -> Iterator[Any]:
         ) from error
 
 
-def _running_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio._get_running_loop()
-    if loop is None:
-        raise NoLoopError(
-            ".map() needs a running event loop, and there is none in this thread. "
-            "Write `async for result in f.map(...)` inside an `async def` that runs by "
-            "aiogpu.run(main())."
-        )
-    return loop
-
-
 DEFAULT_LIMIT: Final = 256
 """Calls ahead where the user names no limit. Enough that every slot of a node with a
 hundred cores has a task and as many wait, few enough to hold in memory; on two cores
 calls that do nothing come no faster with four times as many."""
 
 
-_THROUGH: Final = "have been iterated to their end"
-
-
-_CLOSED: Final = "were closed"
-
-
-_CANCELLED: Final = "ended when the task that awaited them was cancelled"
-
-
-class Results(IteratedOnLoop, AsyncIterator[R]):
+class Results(IteratedOnLoop, IteratedOnce[R]):
     """The results of `f.map(...)`, by `async for`; made by `RemoteFunction.map`.
 
     `async with f.map(...) as results:` stops what is still running at the end of its
     block. Without it that happens when the last reference to them goes, which in
     `async for r in f.map(...)` is when the loop is left.
     """
+
+    THROUGH = "have been iterated to their end"
+    CLOSED = "were closed"
+    CANCELLED = "ended when the task that awaited them was cancelled"
 
     def __init__(
         self,
@@ -501,7 +468,6 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
     ) -> None:
         self._name = remote.__name__
         _check_returns(remote)
-        self._ended: str | None = None
         self._values: Iterator[R] = iter(())
         self._held = 0
         self._error: Exception | None = None
@@ -517,7 +483,7 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
             chunker = Chunker(remote, chunk, (limit or MOST * SHARE) // SHARE)
         elif limit is None:
             limit = DEFAULT_LIMIT
-        self._window: MapWindow[R] = MapWindow(
+        self._source = self._window = MapWindow(
             remote.remote, iterable, limit, ordered, chunker
         )
         self._total: int | None
@@ -556,11 +522,6 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
     def __bool__(self) -> bool:
         return True
 
-    def __aiter__(self) -> Results[R]:
-        if self._ended is not None:
-            self._refuse()
-        return self
-
     async def __anext__(self) -> R:
         for value in self._values:
             return value
@@ -568,8 +529,11 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
         self._check()
         try:
             while True:
-                if self._is_chunked:
-                    self._end_chunk()
+                if self._is_chunked:  # all results of the last chunk were taken
+                    window.release(self._held)
+                    self._held = 0
+                    if self._error is not None:
+                        raise self._error
                 handle = window.take()
                 if handle is None:
                     if window.is_through:
@@ -578,66 +542,33 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
                 elif not self._is_chunked:
                     return handle.result()
                 else:
-                    for value in self._begin_chunk(handle):
+                    values, self._error = window.open(handle)
+                    self._held = len(values)
+                    self._values = iter(values)
+                    for value in self._values:
                         return value
         except BaseException as error:
             self._end_by(error)
             raise
-        self._end(_THROUGH)
+        self._end(self.THROUGH)
         raise StopAsyncIteration
 
     def _end_by(self, error: BaseException) -> None:
-        if isinstance(error, GeneratorExit):
-            # It may be the garbage collector's, in the midst of anything.
-            self._ended = _CANCELLED
-            self._stop_soon()
-        elif isinstance(error, StopAsyncIteration):
-            self._end("ended with StopAsyncIteration")
+        super()._end_by(error)
+        if isinstance(error, StopAsyncIteration):
             raise TaskError(
                 f"{self._name} or what it is mapped over raised StopAsyncIteration; as "
                 f"such it would end the loop as if all results had come.",
                 "StopAsyncIteration",
             ) from error
-        elif isinstance(error, asyncio.CancelledError):
-            self._end(_CANCELLED)
-        else:
-            self._end(f"ended with {type(error).__name__}")
 
     def _check(self) -> None:
         """Raise what is to be, if there can be no next result."""
         if self._ended is not None:
-            if self._ended in (_THROUGH, _CLOSED):
+            if self._ended in (self.THROUGH, self.CLOSED):
                 raise StopAsyncIteration
             self._refuse()
-        if self._window.waiter is not None:
-            raise MisuseError(
-                f"another asyncio task is waiting for the next result of {self._name}; "
-                f"let one task iterate and hand its results on by a queue."
-            )
-
-    def _begin_chunk(self, handle: Handle[Any]) -> Iterator[R]:
-        values, self._error = self._window.open(handle)
-        self._held = len(values)
-        self._values = iter(values)
-        return self._values
-
-    def _end_chunk(self) -> None:
-        """All results of the last chunk were taken."""
-        self._window.release(self._held)
-        self._held = 0
-        if self._error is not None:
-            raise self._error
-
-    async def __aenter__(self) -> Results[R]:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    def __del__(self) -> None:
-        # The window is missing where the arguments were refused.
-        if getattr(self, "_window", None) is not None:
-            self._stop_soon()
+        self._check_alone(f"result of {self._name}")
 
     async def aclose(self) -> None:
         """Stop what is still running, as `handle.cancel()` does; idempotent.
@@ -645,26 +576,16 @@ class Results(IteratedOnLoop, AsyncIterator[R]):
         Returns when an async iterable has left what it was awaiting. A loop over
         these results in another asyncio task ends.
         """
-        self._end(_CLOSED)
+        self._end(self.CLOSED)
         reader = self._window.reader
         if reader is not None and not reader.done():
             await asyncio.wait([reader])
 
     def _end(self, how: str) -> None:
-        if self._ended is None:
-            self._ended = how
+        super()._end(how)
         self._values = iter(())
         self._held = 0
         self._error = None
-        self._window.close()
-
-    def _stop_soon(self) -> None:
-        """Stop on the loop: who drops the last reference may be any thread."""
-        window = self._window
-        if not window.is_closed:
-            # A loop that is closed, and its node with it, refuses.
-            with suppress(RuntimeError):
-                window.loop.call_soon_threadsafe(window.close)
 
     def _refuse(self) -> NoReturn:
         raise MisuseError(

@@ -19,7 +19,6 @@ from aiogpu.api.options import (
     choice,
     optional,
     whole,
-    whole_number,
 )
 from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
@@ -32,7 +31,7 @@ from aiogpu.api.session import (
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import current, error_inside_task
 from aiogpu.core.model.units import memory_size, quantity
-from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError
 
 if TYPE_CHECKING:
@@ -107,37 +106,32 @@ def _check_gpu_memory(option: str, value: object) -> int:
     return size
 
 
-def _one_of(allowed: str, *known: str) -> Check:
-    return choice({name: name for name in known}, allowed)
-
-
 CHECKS: Final[dict[str, Check]] = {
     "num_cpus": optional(_check_cpus, None),
-    "num_gpus": whole(
-        0, "a whole number of GPUs, or left out to detect them", most=MOST_DEVICES
+    "num_gpus": optional(
+        whole(0, "a whole number of GPUs, or left out to detect them", MOST_DEVICES),
+        None,
     ),
     "resources": optional(check_declared, {}),
     "accelerator_type": check_text,
     "gpu_memory": optional(_check_gpu_memory, None),
     "gpu_memory_enforce": check_flag,
-    "foreign": _one_of(
+    "foreign": choice(
         "'ignore', 'avoid' or 'wait'. Where processes outside of aiogpu are on a "
         "device, 'avoid' has others chosen first, and 'wait' waits until they have "
         "gone",
         *FOREIGN,
     ),
-    "mps": _one_of(
+    "mps": choice(
         "'auto', to use an MPS server where one runs, or 'off'", "auto", "off"
     ),
-    "cpu_affinity": _one_of(
+    "cpu_affinity": choice(
         "'auto', to keep workers on CPUs near their GPUs, or 'off'", "auto", "off"
     ),
     "preload": _check_preload,
     "log_to_driver": check_flag,
     "cancel_grace": check_seconds,
-    "spare_workers": lambda option, value: whole_number(
-        option, value, 0, "a whole number from 0, for none", MOST_SPARES
-    ),
+    "spare_workers": whole(0, "a whole number from 0, for none", MOST_SPARES),
     "memory": optional(memory_size, None),
     "memory_guard": check_flag,
     "object_memory": optional(memory_size, None),
@@ -185,7 +179,7 @@ class Node(EnteredOnLoop):
 
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why; see `aiogpu.status`."""
-        return await self._session.status()
+        return await self._session.engine.status()
 
     async def why(self, task_id: int) -> Why:
         """Return why a task waits; see `aiogpu.why`."""
@@ -193,11 +187,11 @@ class Node(EnteredOnLoop):
 
     async def cluster_resources(self) -> dict[str, float]:
         """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
-        return await self._session.cluster_resources()
+        return await self._session.engine.total()
 
     async def available_resources(self) -> dict[str, float]:
         """Return what is free of each resource; 0.0 where nothing is."""
-        return await self._session.available_resources()
+        return await self._session.engine.available()
 
     async def shutdown(self, at_once: bool = False) -> None:
         """Close it: stop its tasks, leave nothing behind.
@@ -234,8 +228,8 @@ async def _why(session: Session | None, task_id: int) -> Why:
             f"aiogpu.why({task_id!r}) asks for a task's number, such as 12; "
             f"aiogpu.status() shows the numbers of those that run and wait."
         )
-    session = session or await asked("aiogpu.why()")
-    told = await session._ask().why_task(task_id)
+    engine = await asked("aiogpu.why()") if session is None else session.engine
+    told = await engine.why_task(task_id)
     if told is None:
         raise NoSuchTaskError(
             f"this node has no task {task_id} that waits or runs: it has ended, or "
@@ -357,12 +351,9 @@ def init(  # noqa: D417 - all by keyword, each an option of its own
         NodeError: at the await; this loop has a node already, or it cannot start.
         DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
     """
-    return _opening(**locals())
-
-
-def _opening(address: object, ignore_reinit_error: object, **given: object) -> Opening:
-    where = check_text("address", address) or default_address()
-    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
+    given = dict(locals())
+    where = check_text("address", given.pop("address")) or default_address()
+    shared = check_flag("ignore_reinit_error", given.pop("ignore_reinit_error"))
     return Opening(where, check_node_options(**given), shared)
 
 
@@ -394,7 +385,7 @@ async def cluster_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await asked("aiogpu.cluster_resources()")).cluster_resources()
+    return await (await asked("aiogpu.cluster_resources()")).total()
 
 
 async def available_resources() -> dict[str, float]:
@@ -403,7 +394,7 @@ async def available_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await asked("aiogpu.available_resources()")).available_resources()
+    return await (await asked("aiogpu.available_resources()")).available()
 
 
 async def status() -> NodeStatus:
@@ -418,10 +409,10 @@ async def status() -> NodeStatus:
     return await (await asked("aiogpu.status()")).status()
 
 
-async def asked(what: str) -> Session:
-    """The open session of this loop, for a program's question."""
+async def asked(what: str) -> Engine:
+    """The engine of this loop's node, once it is open, for a program's question."""
     if current.worker and session_of(asyncio.get_running_loop()) is None:
         raise error_inside_task(what)
     session = current_session()
     await session.opened()
-    return session
+    return session.engine

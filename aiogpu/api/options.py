@@ -502,7 +502,7 @@ class TaskOptions(NamedTuple):
     accelerator_type: str | None = None
     gpu_where: DeviceSelector | None = None
     gpu_memory: int = 0
-    retry_oom: bool = False
+    retry_oom: RetryOom | None = None
     strategy: Strategy = "pack"
     max_calls: int | None = None
     max_retries: int = 3
@@ -588,7 +588,7 @@ class TaskOptions(NamedTuple):
             timeout=self.timeout,
             cancel_grace=self.cancel_grace,
             is_detached=self.lifetime is not None,
-            retries_oom=self.retry_oom,
+            retries_oom=self.retry_oom is not None,
         )
 
     def actor_spec(self, name: str, function: int) -> TaskSpec:
@@ -623,7 +623,10 @@ def check_options(options: Mapping[str, Any], taker: str = "task") -> dict[str, 
         if name not in checks:
             what = f"an {taker}" if taker == "actor" else f"a {taker}"
             raise unknown_option(name, checks, what)
-    return {name: checks[name](name, value) for name, value in options.items()}
+    return {
+        name: _DEFAULTS[name] if value is None else checks[name](name, value)
+        for name, value in options.items()
+    }
 
 
 def merged(
@@ -716,21 +719,17 @@ def whole_number(
     return value
 
 
-def whole(
-    least: int, allowed: str, none_is: int | None = None, most: int = LARGEST_COUNT
-) -> Check:
-    """Return what checks a whole number; `none_is` is what None stands for."""
-    return optional(
-        lambda option, value: whole_number(option, value, least, allowed, most), none_is
-    )
+def whole(least: int, allowed: str, most: int = LARGEST_COUNT) -> Check:
+    """Return what checks a whole number."""
+    return lambda option, value: whole_number(option, value, least, allowed, most)
 
 
-def choice(known: Mapping[str | None, Any], allowed: str) -> Check:
-    """Return what checks a text that is one of some; gives what it stands for."""
+def choice(allowed: str, *known: str) -> Check:
+    """Return what checks a text that is one of some."""
 
     def check(option: str, value: object) -> Any:
-        if (value is None or isinstance(value, str)) and value in known:
-            return known[value]
+        if isinstance(value, str) and value in known:
+            return value
         raise OptionError(f"{option}={value!r} must be {allowed}.")
 
     return check
@@ -799,88 +798,84 @@ def check_flag(option: str, value: object) -> bool:
 _retries: Final = "a whole number, 0 for none, -1 for no limit"
 
 
-_OPTIONS: Final[tuple[tuple[str, str, Check], ...]] = (
-    ("num_cpus", "task actor lease", optional(quantity, None)),
-    ("num_gpus", "task actor lease", optional(device_quantity, 0)),
-    ("memory", "task actor lease", optional(_check_memory, 0)),
-    ("resources", "task actor lease", optional(check_resources, {})),
-    ("accelerator_type", "task actor lease", check_text),
-    ("gpu_where", "task actor lease", optional(_check_gpu_where, None)),
-    ("gpu_memory", "task actor lease", optional(_check_gpu_memory, 0)),
-    (
-        "retry_oom",
-        "task",
-        choice(
-            {None: False, "exclusive": True},
-            "None, or 'exclusive': a task that has run out of GPU memory is tried once "
-            "more, with a GPU of its own",
-        ),
+_COMMON: Final[dict[str, Check]] = {
+    "num_cpus": quantity,
+    "num_gpus": device_quantity,
+    "memory": _check_memory,
+    "resources": check_resources,
+    "accelerator_type": check_text,
+    "gpu_where": _check_gpu_where,
+    "gpu_memory": _check_gpu_memory,
+    "strategy": choice(
+        "'pack', a share goes to the fullest GPU with room for it, or 'spread', to the "
+        "emptiest",
+        *("pack", "spread"),
     ),
-    (
-        "strategy",
-        "task actor lease",
-        choice(
-            {None: "pack", "pack": "pack", "spread": "spread"},
-            "'pack', a share goes to the fullest GPU with room for it, or 'spread', to "
-            "the emptiest",
-        ),
+    "name": check_text,
+    "priority": whole(-LARGEST_COUNT, "a whole number; higher goes first"),
+}
+"""What tasks, actors and leases take."""
+
+
+_OF_PROCESSES: Final[dict[str, Check]] = {
+    "runtime_env": check_runtime_env,
+    "lifetime": choice(
+        "None, a task ends with the one that has started it, or 'detached', it goes on "
+        "without it, until the node ends",
+        "detached",
     ),
-    ("max_calls", "task", whole(0, "None, 0 for no limit, or a whole number of calls")),
-    ("max_retries", "task", whole(-1, _retries, 3)),
-    ("retry_exceptions", "task", optional(_check_retried, False)),
-    (
-        "num_returns",
-        "task method",
-        whole(
-            1,
-            "a whole number: how many objects the function returns, each of which then "
-            "has a handle of its own",
-            1,
-            MOST_RETURNS,
-        ),
+    "placement": _check_placement,
+    "bundle": _check_bundle,
+}
+"""What tasks and actors take."""
+
+
+_OF_RESULTS: Final[dict[str, Check]] = {
+    "num_returns": whole(
+        1,
+        "a whole number: how many objects the function returns, each of which then has "
+        "a handle of its own",
+        MOST_RETURNS,
     ),
-    (
-        "max_buffered",
-        "task method",
-        whole(1, "a whole number of items, 1 or more, or None for 64"),
-    ),
-    ("name", "task actor lease", check_text),
-    ("namespace", "actor", check_text),
-    ("get_if_exists", "actor", optional(check_flag, False)),
-    (
-        "priority",
-        "task actor lease",
-        whole(-LARGEST_COUNT, "a whole number; higher goes first", 0),
-    ),
-    ("timeout", "task lease", optional(check_seconds, None)),
-    ("cancel_grace", "task", optional(_check_grace, None)),
-    ("runtime_env", "task actor", optional(check_runtime_env, {})),
-    (
-        "lifetime",
-        "task actor",
-        choice(
-            {None: None, "detached": "detached"},
-            "None, a task ends with the one that has started it, or 'detached', it "
-            "goes on without it, until the node ends",
-        ),
-    ),
-    ("placement", "task actor", optional(_check_placement, None)),
-    ("bundle", "task actor", optional(_check_bundle, -1)),
-    ("max_restarts", "actor", whole(-1, _retries, 0)),
-    ("max_task_retries", "actor", whole(-1, _retries, 0)),
-    (
-        "max_concurrency",
-        "actor",
-        whole(1, "a whole number of calls at once, 1 or more, or None"),
-    ),
-    ("concurrency_groups", "actor", optional(_check_groups, {})),
-    ("concurrency_group", "method", check_text),
-)
-"""Each option, who takes it, and its check, which gives what `TaskOptions` holds."""
+    "max_buffered": whole(1, "a whole number of items, 1 or more, or None for 64"),
+}
+"""What tasks and methods take."""
 
 
 CHECKS: Final[dict[str, dict[str, Check]]] = {
-    taker: {name: check for name, takers, check in _OPTIONS if taker in takers.split()}
-    for taker in ("task", "actor", "method", "lease")
+    "task": {
+        **_COMMON,
+        "retry_oom": choice(
+            "None, or 'exclusive': a task that has run out of GPU memory is tried once "
+            "more, with a GPU of its own",
+            "exclusive",
+        ),
+        "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
+        "max_retries": whole(-1, _retries),
+        "retry_exceptions": _check_retried,
+        **_OF_RESULTS,
+        "timeout": check_seconds,
+        "cancel_grace": _check_grace,
+        **_OF_PROCESSES,
+    },
+    "actor": {
+        **_COMMON,
+        "namespace": check_text,
+        "get_if_exists": check_flag,
+        **_OF_PROCESSES,
+        "max_restarts": whole(-1, _retries),
+        "max_task_retries": whole(-1, _retries),
+        "max_concurrency": whole(
+            1, "a whole number of calls at once, 1 or more, or None"
+        ),
+        "concurrency_groups": _check_groups,
+    },
+    "method": {**_OF_RESULTS, "concurrency_group": check_text},
+    "lease": {**_COMMON, "timeout": check_seconds},
 }
-"""The checks by taker and option."""
+"""Each option by who takes it, and its check, which gives what `TaskOptions` holds.
+
+None stands for the default of each of them."""
+
+
+_DEFAULTS: Final = TaskOptions._field_defaults | MethodOptions._field_defaults

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from functools import cached_property
 from typing import (
     TYPE_CHECKING,
@@ -37,7 +37,7 @@ from aiogpu.api.options import (
 )
 from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate, options_of
 from aiogpu.errors import MisuseError, SerializationError
-from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.references import PickledValue, collect_references
 from aiogpu.serialization.serializer import (
     WARNED_FROM,
     dump_arguments,
@@ -50,8 +50,10 @@ from aiogpu.serialization.serializer import (
 if TYPE_CHECKING:
     from aiogpu.api.keywords import Options
     from aiogpu.api.map import Results, TakesOne
-    from aiogpu.api.results.handle import Handle, Stream
+    from aiogpu.api.results.handle import Handle
+    from aiogpu.api.results.stream import Stream
     from aiogpu.client.function_spec import Function, FunctionSpec
+    from aiogpu.core.model.request import TaskSpec
 
 
 class Parameters:
@@ -188,12 +190,13 @@ class Definition:
             from aiogpu.client.function_spec import Function, new_function_id
 
             reference = self.reference()
-            payload = (
-                dump_function(self.name, self.function)
-                if reference is None
-                else dump_reference(*reference)
-            )
-            self._sent = Function(new_function_id(), payload)
+            with collect_references(are_actors=True) as actors:
+                payload = (
+                    dump_function(self.name, self.function)
+                    if reference is None
+                    else dump_reference(*reference)
+                )
+            self._sent = Function(new_function_id(), payload, tuple(actors))
             if len(payload) > WARNED_FROM:
                 from aiogpu.serialization.large_arguments import advise_on_function
 
@@ -210,8 +213,9 @@ class Definition:
         from aiogpu.worker.chunk import Sent
 
         chunked = Definition(self.function)
-        payload = dump_function(self.name, Sent(self.sent().payload))
-        chunked._sent = Function(new_function_id(), payload)
+        sent = self.sent()
+        payload = dump_function(self.name, Sent(sent.payload))
+        chunked._sent = Function(new_function_id(), payload, sent.actors)
         chunked.parameters = Parameters(self.name, None)
         return chunked
 
@@ -325,8 +329,9 @@ A = TypeVar("A")
 class Decorated(CalledFirst):
     """What `remote` makes of a function or a class, under the names of that."""
 
-    def __init__(self, definition: Definition) -> None:
+    def __init__(self, definition: Definition, options: TaskOptions) -> None:
         self._definition = definition
+        self._options = options
         self._func: FunctionSpec | None = None
         function = definition.function
         self.__wrapped__ = self.__aiogpu_function__ = function
@@ -337,6 +342,26 @@ class Decorated(CalledFirst):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.__module__}.{self.__qualname__}>"
+
+    def _made(
+        self, spec: TaskSpec, resources: Mapping[str, float], **more: Any
+    ) -> FunctionSpec:
+        """The function with its options, as calls need it; pickled before."""
+        from aiogpu.client.function_spec import FunctionSpec, new_func_id
+
+        definition, options = self._definition, self._options
+        self._func = FunctionSpec(
+            id=new_func_id(),
+            function=definition.sent(),
+            spec=spec,
+            resources=resources,
+            environ=dict(options.runtime_env),
+            is_coroutine=definition.is_coroutine,
+            retry_exceptions=options.retry_exceptions,
+            retried=dump_retried(options.retry_exceptions),
+            **more,
+        )
+        return self._func
 
     def _known_as(self) -> FunctionName | None:
         """The name by which another process imports it; None if it goes by value.
@@ -361,10 +386,9 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     """A function that runs in a worker; call it by `.remote(...)`."""
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
-        super().__init__(definition)
+        super().__init__(definition, options)
         if options.max_buffered is not None and not definition.is_generator:
             raise not_buffered(definition.name)
-        self._options = options
         self._returns = options.num_returns if options.num_returns > 1 else 0
         self._submit: Callable[[FunctionSpec, bytes], Handle[R]]
         self._least: int
@@ -429,28 +453,17 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
     def _prepare(self) -> FunctionSpec:
         """All that is done once per function: checks, pickling, the request."""
-        from aiogpu.client.function_spec import FunctionSpec, new_func_id
+        from aiogpu.api.calls import submitter
 
         options, definition = self._options, self._definition
-        function = definition.sent()
-        spec = options.spec(definition.name, function.id)
-        self._submit = self._way()
+        spec = options.spec(definition.name, definition.sent().id)
         parameters = definition.parameters
         self._least, self._most = parameters.least, parameters.most
-        self._func = FunctionSpec(
-            id=new_func_id(),
-            function=function,
-            spec=spec,
-            resources=spec.shape.request.as_numbers(),
-            environ=dict(options.runtime_env),
-            is_coroutine=definition.is_coroutine,
-            retry_exceptions=options.retry_exceptions,
-            retried=dump_retried(options.retry_exceptions),
-            window=(options.max_buffered or MAX_BUFFERED)
-            if definition.is_generator
-            else 0,
-        )
-        return self._func
+        window = 0
+        if definition.is_generator:
+            window = options.max_buffered or MAX_BUFFERED
+        self._submit = submitter(self._returns, window)
+        return self._made(spec, spec.shape.request.as_numbers(), window=window)
 
     def options(self, **options: Unpack[Options]) -> Self:
         """The same function with other options; this one is left as it is.
@@ -469,18 +482,6 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
                 f"`await {self.__name__}.remote(...)`. To call it here, in this "
                 f"process, write `{self.__name__}.__wrapped__(...)`."
             )
-
-    def _way(self) -> Callable[[FunctionSpec, bytes], Any]:
-        """What takes this process's calls: a program's session, or a task's client."""
-        from functools import partial
-
-        from aiogpu.api import calls
-
-        if self._definition.is_generator:
-            return calls.submit_stream
-        if self._returns:
-            return partial(calls.submit_several, self._returns)
-        return calls.submitter()
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         source = self._known_as() or self._definition.function

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.options import (
     TaskOptions,
-    check_kinds,
     check_options,
+    merged,
     placement_group_of,
 )
 from aiogpu.api.results.handle import check_thread, session_of
@@ -68,11 +68,8 @@ def lease_func(asked: Mapping[str, Any]) -> tuple[FunctionSpec, float | None]:
         OptionError: names the option, the value and what is allowed; or nothing is
             asked for.
     """
-    checked = check_options(asked, "lease")
-    if asked.get("num_cpus") is None:
-        checked["num_cpus"] = 0
-    options = TaskOptions(**checked)
-    check_kinds(options.num_gpus, options.gpu_memory, options.resources)
+    options = merged(TaskOptions(), asked, "lease")
+    options = options._replace(num_cpus=options.num_cpus or 0)
     request = options.request()
     if not request.scalars and not request.devices:
         raise OptionError(

@@ -20,22 +20,28 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakSet
 
-from aiogpu.api.results.handle import Handle, Owner, check_node, sessions
+from aiogpu.api.results.handle import (
+    ChildHandle,
+    Handle,
+    Owner,
+    RemoteHandle,
+    check_home,
+    sessions,
+)
 from aiogpu.api.usage_errors import EnteredOnLoop
-from aiogpu.client.current import current, passing
+from aiogpu.client.current import current
 from aiogpu.client.interface import Receiver
-from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
+from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 
 if TYPE_CHECKING:
-    from aiogpu.api.results.handle import Stream, StreamOwner
+    from aiogpu.api.results.stream import Stream, StreamOwner
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Host, ValueStore, Waits
-    from aiogpu.observe.status import NodeStatus
+    from aiogpu.client.interface import Host
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import PickledValue
 
@@ -63,6 +69,14 @@ def refuse_in_worker(what: str) -> None:
         )
 
 
+HandleMaker = Callable[[str, Owner], Handle[Any]]
+"""Makes a handle of a loop, given its name and who will settle it."""
+
+
+EarlyRequest = tuple[Callable[[Engine], object], Callable[[Exception], None]]
+"""What asks something of an engine that opens, and is told why it never does."""
+
+
 class SessionState(Enum):
     """Where a session is."""
 
@@ -88,54 +102,6 @@ class Awaited(Receiver, Protocol):
         ...
 
 
-class Early(NamedTuple):
-    """One request: how it is made, and who is told that it never will be."""
-
-    start: Callable[[Engine], None]
-    fail: Callable[[Exception], None]
-
-
-class EarlyRequests:
-    """Requests in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._kept: list[Early] = []
-
-    def add(
-        self, start: Callable[[Engine], None], fail: Callable[[Exception], None]
-    ) -> None:
-        """Keep a request."""
-        self._kept.append(Early(start, fail))
-
-    def start_all(self, engine: Engine) -> None:
-        """Make them; what one of them raises is told to who has asked."""
-        kept, self._kept = self._kept, []
-        for start, fail in kept:
-            try:
-                start(engine)
-            except Exception as error:  # noqa: BLE001 - it is the handle's
-                fail(error)
-
-    def fail_all(self, error: Exception) -> bool:
-        """Tell that none of them will be made; False if there was none."""
-        kept, self._kept = self._kept, []
-        for request in kept:
-            request.fail(error)
-        return bool(kept)
-
-
-def submit_early(
-    func: FunctionSpec,
-    payload: bytes,
-    handle: Awaited,
-    receiver: Receiver,
-    engine: Engine,
-) -> None:
-    """Start a task whose handle exists, unless nobody wants it any more."""
-    if not handle.done():
-        handle.task_id = engine.submit(func, payload, receiver)
-
-
 def retrieve(opening: asyncio.Task[None]) -> None:
     """Look at its error, which is told elsewhere, so that asyncio does not."""
     if not opening.cancelled():
@@ -157,30 +123,6 @@ shut_down: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
 """Loops that had a node of `init`, which was shut down, and have no other since."""
 
 
-HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
-
-
-def handle_maker(
-    waits: Waits | None, remote_values: ValueStore | None = None
-) -> HandleMaker:
-    """Return what makes the handles that fit an engine.
-
-    Args:
-        waits: who is to be told of waits, None for nobody.
-        remote_values: who knows the values of a node that is another process.
-    """
-    if remote_values is not None:
-        from aiogpu.api.results.handle import RemoteHandle
-
-        return partial(RemoteHandle, remote_values=remote_values)
-    if waits is None:
-        return Handle
-    # Late, so that the zygote's start need not wait for it.
-    from aiogpu.api.results.handle import ChildHandle
-
-    return partial(ChildHandle, waits=waits)
-
-
 class Session(EnteredOnLoop):
     """One node, as this event loop's program sees it. Made by `init`.
 
@@ -188,19 +130,24 @@ class Session(EnteredOnLoop):
         loop: the event loop.
         thread: the number of the thread that runs it.
         remote_values: who knows the values of a node that is another process.
+        new_handle: makes a handle of this loop, for who settles it.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
-        self.loop = self._loop = loop
+        self.loop = loop
         self.thread = get_ident()
-        self.remote_values, self._new_handle = (
-            engine.remote_values,
-            handle_maker(engine.waits, engine.remote_values),
-        )
+        self.remote_values = engine.remote_values
+        self.new_handle: HandleMaker = partial(Handle, loop=loop)
+        if self.remote_values is not None:
+            self.new_handle = partial(
+                RemoteHandle, loop=loop, remote_values=self.remote_values
+            )
+        elif engine.waits is not None:
+            self.new_handle = partial(ChildHandle, loop=loop, waits=engine.waits)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
-        self._early = EarlyRequests()
+        self._early: list[EarlyRequest] = []
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
@@ -238,8 +185,8 @@ class Session(EnteredOnLoop):
 
     def submit(self, func: FunctionSpec, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
-        handle = self._new_handle(func.spec.name, self, self._loop)
-        if self._state is SessionState.OPEN and not passing:
+        handle = self.new_handle(func.spec.name, self)
+        if self._state is SessionState.OPEN:
             handle.task_id = self._engine.submit(func, payload, handle)
         else:
             self.start(func, payload, handle)
@@ -247,30 +194,29 @@ class Session(EnteredOnLoop):
 
     def start(self, func: FunctionSpec, payload: bytes, handle: Awaited) -> None:
         """Start a task for a handle or a stream that was made for it."""
-        receiver: Receiver = handle
-        if passing:
-            from aiogpu.runtime.callers.caller import carrying
 
-            receiver = carrying(handle)
-        start = partial(submit_early, func, payload, handle, receiver)
+        def start(engine: Engine) -> None:
+            if not handle.done():
+                handle.task_id = engine.submit(func, payload, handle)
+
         self.when_open(start, handle.fail)
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
         """A stream of this loop, of which its owner tells."""
-        from aiogpu.api.results.handle import Stream
+        from aiogpu.api.results.stream import Stream
 
-        return Stream(name, owner, size, self._loop, self._engine.waits)
+        return Stream(name, owner, size, self.loop, self._engine.waits)
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload of arguments, whose handles must be of this node."""
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()
         for handle in outgoing.handles:
-            check_node(handle, self._loop, self._engine.remote_values)
+            check_home(handle, self.loop, self)
         return self._engine.pack(outgoing)
 
     def when_open(
-        self, start: Callable[[Engine], None], fail: Callable[[Exception], None]
+        self, start: Callable[[Engine], object], fail: Callable[[Exception], None]
     ) -> None:
         """Ask something of the engine, now or as soon as it is open.
 
@@ -284,7 +230,7 @@ class Session(EnteredOnLoop):
         if self._state is SessionState.OPEN:
             start(self._engine)
         elif self._state is SessionState.OPENING:
-            self._early.add(start, fail)
+            self._early.append((start, fail))
         else:
             raise self.unusable()
 
@@ -305,18 +251,14 @@ class Session(EnteredOnLoop):
                 f"{FROM_A_THREAD}"
             )
 
-    def new_handle(self, name: str, owner: Owner) -> Handle[Any]:
-        """A handle of this loop that its owner will settle."""
-        return self._new_handle(name, owner, self._loop)
-
     def call_soon(self, call: Callable[[], object]) -> None:
         """Have something done on the loop, from whichever thread; or never.
 
         Never in a fork: the loop's node is the parent's.
         """
-        if self._state is not SessionState.FORKED and not self._loop.is_closed():
+        if self._state is not SessionState.FORKED and not self.loop.is_closed():
             with suppress(RuntimeError):  # it was closed in this very moment
-                self._loop.call_soon_threadsafe(call)
+                self.loop.call_soon_threadsafe(call)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all."""
@@ -335,7 +277,7 @@ class Session(EnteredOnLoop):
 
         if self._state is SessionState.OPENING:
             return Why(name, task, "opening")
-        return await self._ask().why(task) or Why(name, task, "ended")
+        return await self.engine.why(task) or Why(name, task, "ended")
 
     @property
     def is_closing(self) -> bool:
@@ -373,7 +315,7 @@ class Session(EnteredOnLoop):
         with suppress(StopIteration):
             # Its first step registers it with the loop, which closes it at the end.
             first.send(None)
-        self._opening = self._loop.create_task(self._open())
+        self._opening = self.loop.create_task(self._open())
 
     async def opened(self) -> None:
         """Wait until the node is open; raises what kept it from opening."""
@@ -393,16 +335,21 @@ class Session(EnteredOnLoop):
             await self._engine.open()
         except BaseException as error:
             self._forget(SessionState.CLOSED)
-            self._fail_early(error)
+            told = error if isinstance(error, Exception) else NodeClosedError(_GIVEN_UP)
+            early, self._early = self._early, []
+            for _, fail in early:
+                fail(told)
+            if early and self._opening is not None:
+                # The handles carry the error; the task need not warn of it as well.
+                self._opening.add_done_callback(retrieve)
             raise
         self._state = SessionState.OPEN
-        self._early.start_all(self._engine)
-
-    def _fail_early(self, error: BaseException) -> None:
-        told = error if isinstance(error, Exception) else NodeClosedError(_GIVEN_UP)
-        if self._early.fail_all(told) and self._opening is not None:
-            # The handles carry the error; the task need not warn of it as well.
-            self._opening.add_done_callback(retrieve)
+        early, self._early = self._early, []
+        for start, fail in early:
+            try:
+                start(self._engine)
+            except Exception as error:  # noqa: BLE001 - it is the handle's
+                fail(error)
 
     async def _close_with_loop(self) -> AsyncGenerator[None, None]:
         try:
@@ -420,7 +367,7 @@ class Session(EnteredOnLoop):
         if self._state is SessionState.FORKED or self._pid != os.getpid():
             return
         if self._closing is None:
-            self._closing = self._loop.create_task(self._close())
+            self._closing = self.loop.create_task(self._close())
         if at_once and self._state is not SessionState.CLOSED:
             self._engine.hasten()
         await asyncio.shield(self._closing)
@@ -451,32 +398,13 @@ class Session(EnteredOnLoop):
 
     def _forget(self, state: SessionState) -> None:
         self._state = state
-        if sessions.get(self._loop) is self:
-            del sessions[self._loop]
-            shut_down.add(self._loop)
+        if sessions.get(self.loop) is self:
+            del sessions[self.loop]
+            shut_down.add(self.loop)
 
     @property
-    def home(self) -> str:
-        """Tells its node from others; see `Engine.home`."""
-        return self._engine.home
-
-    async def cluster_resources(self) -> dict[str, float]:
-        """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
-        return await self._ask().total()
-
-    async def available_resources(self) -> dict[str, float]:
-        """Return what is free of each; 0.0 where nothing is."""
-        return await self._ask().available()
-
-    def actors(self) -> ActorsPort:
-        """The node's actors; raises `NodeError` if it is not open."""
-        return self._ask().actors
-
-    async def status(self) -> NodeStatus:
-        """Who holds what share of which device, what waits and why."""
-        return await self._ask().status()
-
-    def _ask(self) -> Engine:
+    def engine(self) -> Engine:
+        """What runs the node; raises `NodeError` if it is not open."""
         if self._state is not SessionState.OPEN:
             raise self.unusable()
         return self._engine

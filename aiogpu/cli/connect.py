@@ -10,16 +10,21 @@ import os
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
 import aiogpu
 from aiogpu.api.node import Opening
+from aiogpu.api.session import current_session
 from aiogpu.core.model.units import LEAST, bytes_told, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.remote import RemoteEngine
 from aiogpu.errors import OptionError
+from aiogpu.observe.recorder import Span
+from aiogpu.observe.status import NodeStatus
+from aiogpu.observe.why import Why
 from aiogpu.runtime.directories import check_meeting, default_socket
 
 
@@ -88,20 +93,8 @@ T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class Node(Protocol):
-    """What a view asks."""
-
-    async def status(self) -> aiogpu.types.NodeStatus:
-        """The picture of this moment."""
-        ...
-
-    async def why(self, task_id: int) -> aiogpu.types.Why:
-        """Return why a task waits, by its number."""
-        ...
-
-
-class PublicNode:
-    """The node that this loop has joined, by the public interface.
+class Node:
+    """The node that this loop has joined.
 
     It raises TimeoutError where the node has not answered within `patience` seconds;
     None is for ever.
@@ -110,15 +103,22 @@ class PublicNode:
     def __init__(self, patience: float | None) -> None:
         self._patience = patience
 
-    async def status(self) -> aiogpu.types.NodeStatus:
+    async def status(self) -> NodeStatus:
         """See `aiogpu.status`."""
         async with asyncio.timeout(self._patience):
             return await aiogpu.status()
 
-    async def why(self, task_id: int) -> aiogpu.types.Why:
+    async def why(self, task_id: int) -> Why:
         """See `aiogpu.why`."""
         async with asyncio.timeout(self._patience):
             return await aiogpu.why(task_id)
+
+    async def timeline(self) -> list[Span]:
+        """What has run on it."""
+        engine = current_session().engine
+        assert isinstance(engine, RemoteEngine)
+        async with asyncio.timeout(self._patience):
+            return await engine.timeline()
 
 
 def address_option(command: Command) -> Command:
@@ -194,6 +194,12 @@ def silent(address: str, patience: float | None) -> click.ClickException:
     )
 
 
+def opening(address: str) -> Opening:
+    """What joins the node at an address as one who runs no tasks there."""
+    options = NodeOptions(only_looks=True, log_to_driver=False)
+    return Opening(address, options, ignore_reinit_error=False)
+
+
 @asynccontextmanager
 async def joined(
     address: str, patience: float | None = PATIENCE
@@ -209,24 +215,22 @@ async def joined(
         NodeError: another user may control the place.
     """
     check_there(address)
-    options = NodeOptions(only_looks=True, log_to_driver=False)
-    opening = Opening(address, options, ignore_reinit_error=False)
     try:
         async with asyncio.timeout(patience):
-            session = await opening
+            node = await opening(address)
     except TimeoutError:
         raise silent(address, patience) from None
     except (aiogpu.errors.NodeError, OSError) as error:
         raise click.ClickException(str(error)) from None
     try:
-        yield PublicNode(patience)
+        yield Node(patience)
     except (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError) as error:
         raise click.ClickException(str(error)) from None
     except TimeoutError:
         raise silent(address, patience) from None
     finally:
         # Nothing of a view has to stop first, and the node may not answer any more.
-        await session.shutdown(at_once=True)
+        await node.shutdown(at_once=True)
 
 
 def ask(

@@ -1,20 +1,22 @@
 """`aiogpu demo`: a fan-out of tasks on fractional GPUs, watched and checked.
 
-Uses aiogpu as any program would, by its public names alone. The picture is a Julia
-set; each task computes one band of it, and at the end all of it is computed once
-more, without tasks, and compared.
+Uses aiogpu as any program would, by its public names alone. What it runs is the example
+`julia_set`: each task computes one band of a picture, and at the end all of it is
+computed once more, without tasks, and compared.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import import_module
+from importlib import import_module, metadata
 from itertools import groupby
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -26,7 +28,7 @@ from rich.text import Text
 import aiogpu
 
 if TYPE_CHECKING:
-    from aiogpu.cli.julia import Band, Picture, Scene
+    from julia_set import Band, Picture, Scene
 
     Task = aiogpu.types.RemoteFunction[[Scene, int, int], Band]
 
@@ -50,7 +52,10 @@ class Span(NamedTuple):
 
 
 def lanes(spans: Iterable[Span], gpu: int | str) -> list[list[Span]]:
-    """Spread a device's spans over as few lanes as hold them without overlap."""
+    """Spread a device's spans over as few lanes as hold them without overlap.
+
+    There are as many as tasks have run on it at the same time, at most.
+    """
     found: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         if gpu not in span.gpus:
@@ -62,22 +67,6 @@ def lanes(spans: Iterable[Span], gpu: int | str) -> list[list[Span]]:
         else:
             found.append([span])
     return found
-
-
-def peak(spans: Iterable[Span], gpu: int | str) -> int:
-    """Return how many tasks ran on a device at the same time, at most."""
-    # Of an end and a beginning at the same moment, the end comes first.
-    changes = sorted(
-        change
-        for span in spans
-        if gpu in span.gpus
-        for change in ((span.begin, 1), (span.end, -1))
-    )
-    running = highest = 0
-    for _, change in changes:
-        running += change
-        highest = max(highest, running)
-    return highest
 
 
 def device_label(gpu: int | str) -> str:
@@ -271,8 +260,8 @@ def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> No
             f"--tasks {tasks} is more than the {size} rows of the picture, and each "
             f"band has one at least. Ask for fewer tasks or for a larger --size."
         )
-    require_numpy()
-    from aiogpu.cli.julia import Picture, Scene, band
+    find_example()
+    from julia_set import Picture, Scene, band
 
     try:
         task = band.options(num_gpus=share)
@@ -287,10 +276,14 @@ def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> No
     tell(outcome, picture, screen)
 
 
-def require_numpy() -> None:
-    """Check that numpy is there before a node is started for it."""
+def find_example() -> None:
+    """Have `julia_set` and what it needs imported here, and by workers as well."""
+    files = [Path(str(file.locate())) for file in metadata.files("aiogpu") or ()]
+    installed = [file for file in files if file.name == "julia_set.py"]
+    checkout = Path(aiogpu.__file__).parents[1] / "examples" / "julia_set.py"
+    sys.path += [str(file.parent) for file in (*installed, checkout)]
     try:
-        import_module("numpy")
+        import_module("julia_set")
     except ImportError as error:
         raise click.ClickException(
             f"the demo computes with numpy, which cannot be imported here ({error}). "
@@ -301,7 +294,7 @@ def require_numpy() -> None:
 @asynccontextmanager
 async def open_node(gpus: int | None) -> AsyncIterator[None]:
     """Open a node with that many GPUs, with those detected, or with logical ones."""
-    init = partial(aiogpu.init, num_cpus=AT_ONCE, preload=("aiogpu.cli.julia",))
+    init = partial(aiogpu.init, num_cpus=AT_ONCE, preload=("julia_set",))
     if gpus is None:
         async with init():
             if (await aiogpu.cluster_resources()).get("GPU"):
@@ -374,10 +367,11 @@ def tell(outcome: Outcome, picture: Picture, screen: Screen) -> None:
     begin = time.monotonic()
     is_right = picture.equals_serial()
     serial = time.monotonic() - begin
+    spans = outcome.spans
     peaks = ", ".join(
-        f"{peak(outcome.spans, gpu)} on {device_label(gpu)}" for gpu in outcome.gpus
+        f"{len(lanes(spans, gpu))} on {device_label(gpu)}" for gpu in outcome.gpus
     )
-    screen.print(f"tasks    {len(outcome.spans)}, each in a fresh process")
+    screen.print(f"tasks    {len(spans)}, each in a fresh process")
     screen.print(f"seconds  {outcome.seconds:.2f} ({serial:.2f} without tasks)")
     screen.print(f"at once  {peaks}")
     if not is_right:

@@ -1,7 +1,7 @@
 """`aiogpu doctor` and `aiogpu gpus`: what this machine allows, and what is in it.
 
 `doctor` has one line for each mechanism; what is not well says what that means and what
-to do (`aiogpu.runtime.checks`). `gpus` shows the devices and what is on each now
+to do (`aiogpu.cli.checks`). `gpus` shows the devices and what is on each now
 (`aiogpu.engines.device_report`): a table for a terminal that is wide enough, lines
 elsewhere, JSON for programs. Who holds which share is known to the node that programs
 share, if one runs, and to any other node's own program.
@@ -26,14 +26,13 @@ from rich.text import Text
 
 import aiogpu
 from aiogpu.cli import connect
-from aiogpu.cli.status import holder_data
+from aiogpu.cli.checks import Check, Finding, Level, all_checks, examine
+from aiogpu.cli.status import data_of
 from aiogpu.cli.tables import held_by
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import printable
 from aiogpu.engines.device_report import Box, Seen, look_around
 from aiogpu.observe.status import DeviceStatus, OtherProcess, amount
-from aiogpu.runtime.checks.doctor import all_checks
-from aiogpu.runtime.checks.finding import Check, Finding, Level, examine
 
 STYLES: Final = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 
@@ -131,7 +130,7 @@ class Shares(NamedTuple):
         found = self.of(kind, device)
         if found is None:
             return {}
-        holders = [holder_data(one) for one in found.holders]
+        holders = [data_of(one) for one in found.holders]
         return {"free": found.free, "aside": found.aside, "holders": holders}
 
 

@@ -67,30 +67,22 @@ def let_go() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-COMMANDS: Final = (
-    "completion",
-    "demo",
-    "doctor",
-    "gpus",
-    "list",
-    "logs",
-    "run",
-    "start",
-    "status",
-    "stop",
-    "timeline",
-    "top",
-    "why",
-)
-"""Each is a command of that name in the module `aiogpu.cli.<name>`."""
-ELSEWHERE: Final = {
+COMMANDS: Final = {
     "completion": ("main", "completion"),
+    "demo": ("demo", "demo"),
+    "doctor": ("doctor", "doctor"),
     "gpus": ("doctor", "gpus"),
     "list": ("status", "list_command"),
+    "logs": ("logs", "logs"),
+    "run": ("run", "run"),
+    "start": ("start", "start"),
+    "status": ("status", "status"),
     "stop": ("start", "stop"),
     "timeline": ("trace", "timeline"),
+    "top": ("top", "top"),
+    "why": ("why", "why"),
 }
-"""Those whose module has another name: module and attribute."""
+"""The module of each in `aiogpu.cli`, and what it is there."""
 COMPLETE: Final = "_AIOGPU_COMPLETE"
 """By this variable a shell asks what could be typed next; see `completion`."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
@@ -135,11 +127,9 @@ class LateGroup(click.Group):
         """Import the command; None if there is none of that name."""
         if name not in COMMANDS:
             return None
-        module, attribute = ELSEWHERE.get(name, (name, name))
-        command: click.Command = getattr(
-            import_module(f"aiogpu.cli.{module}"), attribute
-        )
-        return command
+        module, attribute = COMMANDS[name]
+        found: click.Command = getattr(import_module(f"aiogpu.cli.{module}"), attribute)
+        return found
 
 
 @click.group(

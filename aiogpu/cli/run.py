@@ -18,25 +18,24 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
 import click
 
-from aiogpu.api.node import Opening
 from aiogpu.api.reservation import Lease, lease_func
 from aiogpu.cli.connect import (
     Number,
     Seconds,
     address_option,
     check_there,
+    opening,
     size_or_share,
 )
-from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, OptionError, TaskTimeoutError
+from aiogpu.linux.procfs import descendants
 from aiogpu.linux.syscalls import adopt_orphans
 from aiogpu.wire.messages import LEASE_MARK
 
@@ -65,7 +64,7 @@ class Signals:
         wanted = {s for s in SENT_ON if signal.getsignal(s) is not signal.SIG_IGN}
         self._awaited = {*wanted, signal.SIGCHLD}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._awaited)
-        self.on_signal: Callable[[signal.Signals, bool], object] = _ignore
+        self.on_signal: Callable[[signal.Signals, bool], object] = lambda *_: None
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have `on_signal` told of each: which, and whether the kernel has sent it."""
@@ -75,18 +74,11 @@ class Signals:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             info = signal.sigwaitinfo(self._awaited)
-            number, is_kernels = signal.Signals(info.si_signo), info.si_code > 0
+            told = signal.Signals(info.si_signo), info.si_code > 0
             try:
-                loop.call_soon_threadsafe(self._tell, number, is_kernels)
+                loop.call_soon_threadsafe(lambda told: self.on_signal(*told), told)
             except RuntimeError:
                 return  # the loop is closed
-
-    def _tell(self, number: signal.Signals, is_kernels: bool) -> None:
-        self.on_signal(number, is_kernels)
-
-
-def _ignore(_number: signal.Signals, _is_kernels: bool) -> None:
-    """Nobody wants to know yet."""
 
 
 class Command:
@@ -103,19 +95,18 @@ class Command:
         arguments: Sequence[str],
         environ: Mapping[str, str],
         mask: Iterable[int],
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Start it.
+        """Start it, on the loop that calls `hear`.
 
         Args:
             arguments: its name and what it is told.
             environ: all its variables.
             mask: the signals that are blocked in it.
-            loop: on which `hear` is called.
 
         Raises:
             OSError: it is not there, or cannot be executed.
         """
+        loop = asyncio.get_running_loop()
         self.status = 0
         self.ended: asyncio.Future[None] = loop.create_future()
         self.all_ended: asyncio.Future[None] = loop.create_future()
@@ -135,12 +126,8 @@ class Command:
         if number is signal.SIGCHLD:
             self._reap()
         elif not is_kernels and not self.ended.done():
-            self.send(number)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal, if it has not ended."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def _reap(self) -> None:
         flags = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
@@ -168,20 +155,7 @@ class Command:
 
     def left(self) -> list[int]:
         """The processes that it has started, and these, and that have not ended."""
-        children: dict[int, list[int]] = {}
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                with suppress(OSError, IndexError, ValueError):
-                    stat = Path(entry.path, "stat").read_bytes()
-                    state, parent, _ = stat.rpartition(b") ")[2].split(None, 2)
-                    if state != b"Z":
-                        children.setdefault(int(parent), []).append(int(entry.name))
-        found, looked_at = [], [os.getpid()]
-        while looked_at:
-            below = children.get(looked_at.pop(), [])
-            found += below
-            looked_at += below
-        return found
+        return [one.pid for one in descendants(os.getpid()) if one.state != "Z"]
 
 
 def _stop_as_well() -> None:
@@ -194,7 +168,6 @@ def end_as(status: int) -> int:
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     import resource
-    import sys
 
     number = os.WTERMSIG(status)
     sys.stdout.flush()
@@ -262,19 +235,18 @@ def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     Example: aiogpu run --num-gpus=0.5 -- python train.py
     """
     address = options.pop("address")
-    signals = Signals()
-    ending = _Ending(signals)
+    turn = _Turn(command, Signals())
     try:
         asked = _asked(command, **options)
         check_there(address)
-        code = asyncio.run(_hold(Lease(*lease_func(asked)), command, address, ending))
+        code = asyncio.run(turn.take(Lease(*lease_func(asked)), address))
     except TaskTimeoutError as error:
         code = _say(str(error), NOT_IN_TIME)
     except click.ClickException as error:
         code = _say(error.message, FAILED)
     except AiogpuError as error:
         code = _say(str(error), FAILED)
-    ctx.exit(code if code is not None else end_as(ending.status))
+    ctx.exit(code if code is not None else end_as(turn.status))
 
 
 def _asked(
@@ -305,27 +277,49 @@ def _say(text: str, code: int = 0) -> int:
     return code
 
 
-class _Ending:
-    """How this program is to end: asked to by a signal, or as the command has.
+class _Turn:
+    """One command: its wait, its run, and the wait for what it has left.
 
     Attributes:
-        signals: tells of what this process is sent.
-        status: the wait status to end with.
+        status: the wait status to end with: asked to by a signal, or as the command.
     """
 
-    def __init__(self, signals: Signals) -> None:
-        self.signals = signals
+    def __init__(self, command: Sequence[str], signals: Signals) -> None:
         self.status = 0
+        self._arguments = command
+        self._signals = signals
 
-    async def unless_asked(self, awaited: asyncio.Task[Any]) -> bool:
+    async def take(self, lease: Lease, address: str) -> int | None:
+        """Wait, run, and wait for what is left; None if it ends as `status` says."""
+        self._signals.listen(asyncio.get_running_loop())
+        node = opening(address)
+        if not await self._unless_asked(node.__aenter__()):
+            return None
+        try:
+            telling = asyncio.ensure_future(_tell_why(lease))
+            try:
+                if not await self._unless_asked(lease.__aenter__()):
+                    return None
+            finally:
+                telling.cancel()
+                await asyncio.wait([telling])
+            try:
+                return await self._run(lease)
+            finally:
+                await lease.release()
+        finally:
+            await node.__aexit__(None, None, None)
+
+    async def _unless_asked(self, work: Coroutine[Any, Any, object]) -> bool:
         """Wait for something; False, and it is cancelled, if a signal comes first."""
+        awaited = asyncio.ensure_future(work)
 
         def on_signal(number: signal.Signals, _: bool) -> None:
             if number in ENDING:
                 self.status = number  # as the wait status of who ends by it
                 awaited.cancel()
 
-        self.signals.on_signal = on_signal
+        self._signals.on_signal = on_signal
         await asyncio.wait([awaited])
         if self.status and awaited.cancelled():
             return False
@@ -333,44 +327,79 @@ class _Ending:
         self.status = 0
         return True
 
-
-async def _hold(
-    lease: Lease, command: Sequence[str], address: str, ending: _Ending
-) -> int | None:
-    """Wait, run, and wait for what is left; None if it ends as `ending` says."""
-    loop = asyncio.get_running_loop()
-    ending.signals.listen(loop)
-    options = NodeOptions(only_looks=True, log_to_driver=False)
-    opening = Opening(address, options, ignore_reinit_error=False)
-    if not await ending.unless_asked(loop.create_task(opening.__aenter__())):
+    async def _run(self, lease: Lease) -> int | None:
+        name = self._arguments[0]
+        # A lease within a lease is marked as both.
+        environ = {**os.environ, **lease.environ}
+        if outer := os.environ.get(LEASE_MARK):
+            environ[LEASE_MARK] = f"{outer},{lease.environ[LEASE_MARK]}"
+        try:
+            command = Command(self._arguments, environ, self._signals.mask)
+        except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            code = NOT_FOUND if is_missing else NOT_EXECUTABLE
+            return _say(f"{name}: {error.strerror}", code)
+        self._signals.on_signal = command.hear
+        command.hear(signal.SIGCHLD, True)  # it may have ended already
+        watching = asyncio.ensure_future(_watch(lease, name))
+        try:
+            await command.ended
+            self.status = command.status
+            await self._await_rest(command, lease, name)
+        finally:
+            watching.cancel()
         return None
-    try:
-        asking = loop.create_task(lease.__aenter__())
-        telling = loop.create_task(_tell_why(lease, asking))
-        try:
-            if not await ending.unless_asked(asking):
-                return None
-        finally:
-            telling.cancel()
-            await asyncio.wait([telling])
-        try:
-            return await _run(lease, command, ending, loop)
-        finally:
-            await lease.release()
-    finally:
-        await opening.__aexit__(None, None, None)
+
+    async def _await_rest(self, command: Command, lease: Lease, name: str) -> None:
+        """Wait for what a command has left; who wants this to end ends that."""
+        left = command.left()
+        if command.all_ended.done() or not left:
+            return
+        held = ", ".join(f"GPU {each}" for each in lease.ids) or "its lease"
+        pids = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
+        _say(
+            f"{name} has ended, but processes that it has started have not, and hold "
+            f"{held}: pid {pids}. Ctrl-C ends them."
+        )
+        is_asked = False
+
+        def kill(number: signal.Signals) -> None:
+            for pid in command.left():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+
+        def on_signal(number: signal.Signals, is_kernels: bool) -> None:
+            nonlocal is_asked
+            if number not in ENDING:
+                command.hear(number, is_kernels)
+            elif is_asked:
+                kill(signal.SIGKILL)
+            else:
+                is_asked = True
+                kill(signal.SIGTERM)
+                loop = asyncio.get_running_loop()
+                loop.call_later(KILLED_AFTER, kill, signal.SIGKILL)
+
+        self._signals.on_signal = on_signal
+        await command.all_ended
 
 
-async def _tell_why(lease: Lease, asking: asyncio.Task[Any]) -> None:
-    """Say on one line of the terminal why it waits, as long as it does."""
+async def _watch(lease: Lease, name: str) -> None:
+    """Say it if the lease is gone."""
+    error = await lease.lost()
+    _say(f"{name} goes on, but its lease is gone and others may get its GPUs: {error}")
+
+
+async def _tell_why(lease: Lease) -> None:
+    """Say on one line of the terminal why it waits, until that is cancelled."""
     if not sys.stderr.isatty():
         return
     is_shown = False
     try:
         await asyncio.sleep(SHOWN_AFTER)
-        while not asking.done():
+        while True:
             why = await lease.why()
-            if why.state == "waiting" and not asking.done():
+            if why.state == "waiting":
                 told = "; ".join(map(str.strip, str(why).splitlines()))
                 width = max(shutil.get_terminal_size().columns - 1, 20)
                 text = f"aiogpu run: {told}"
@@ -385,79 +414,3 @@ async def _tell_why(lease: Lease, asking: asyncio.Task[Any]) -> None:
         if is_shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-
-def _environ(lease: Lease) -> dict[str, str]:
-    """The command's variables; a lease within a lease is marked as both."""
-    environ = {**os.environ, **lease.environ}
-    if outer := os.environ.get(LEASE_MARK):
-        environ[LEASE_MARK] = f"{outer},{lease.environ[LEASE_MARK]}"
-    return environ
-
-
-async def _run(
-    lease: Lease,
-    arguments: Sequence[str],
-    ending: _Ending,
-    loop: asyncio.AbstractEventLoop,
-) -> int | None:
-    try:
-        command = Command(arguments, _environ(lease), ending.signals.mask, loop)
-    except FileNotFoundError as error:
-        return _say(f"{arguments[0]}: {error.strerror}", NOT_FOUND)
-    except OSError as error:
-        return _say(f"{arguments[0]}: {error.strerror}", NOT_EXECUTABLE)
-    ending.signals.on_signal = command.hear
-    command.hear(signal.SIGCHLD, True)  # it may have ended already
-    watching = loop.create_task(_watch(lease, arguments[0]))
-    try:
-        await command.ended
-        ending.status = command.status
-        await _await_rest(command, lease, arguments[0], ending, loop)
-    finally:
-        watching.cancel()
-    return None
-
-
-async def _watch(lease: Lease, name: str) -> None:
-    """Say it if the lease is gone."""
-    error = await lease.lost()
-    _say(f"{name} goes on, but its lease is gone and others may get its GPUs: {error}")
-
-
-async def _await_rest(
-    command: Command,
-    lease: Lease,
-    name: str,
-    ending: _Ending,
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    """Wait for what a command has left behind; who wants this to end ends that."""
-    left = command.left()
-    if command.all_ended.done() or not left:
-        return
-    held = ", ".join(f"GPU {each}" for each in lease.ids) or "its lease"
-    pids = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
-    _say(
-        f"{name} has ended, but processes that it has started have not, and hold "
-        f"{held}: pid {pids}. Ctrl-C ends them."
-    )
-    asked = 0
-
-    def kill(number: signal.Signals) -> None:
-        for pid in command.left():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-
-    def on_signal(number: signal.Signals, is_kernels: bool) -> None:
-        nonlocal asked
-        if number in ENDING:
-            asked += 1
-            kill(signal.SIGTERM if asked == 1 else signal.SIGKILL)
-            if asked == 1:
-                loop.call_later(KILLED_AFTER, kill, signal.SIGKILL)
-        else:
-            command.hear(number, is_kernels)
-
-    ending.signals.on_signal = on_signal
-    await command.all_ended

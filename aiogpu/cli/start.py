@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import click
 
 from aiogpu.api.node import check_node_options
 from aiogpu.cli import connect
-from aiogpu.cli.connect import Number, Seconds, Whole, size
+from aiogpu.cli.connect import Command, Number, Seconds, Whole, size
 from aiogpu.core.model.text import span, terms
 from aiogpu.daemon.place import Place, Record
 from aiogpu.daemon.process import DRAIN, Plan
@@ -33,82 +34,73 @@ NO_HEAD: Final = (
     "say --head: it starts the node of this box. There are no others to join by "
     "--address. Programs join this one by aiogpu.init(address='auto')."
 )
+
+
+def option(
+    names: str, told: str, default: Any = None, **more: Any
+) -> Callable[[Command], Command]:
+    """An option of these names, of which the help shows the default if it has one."""
+    if default is not None:
+        more |= {"default": default, "show_default": True}
+    return click.option(*names.split(), help=told, **more)
+
+
 OPTIONS: Final = (
-    click.option("--num-cpus", type=Number(min=0), help="CPUs to share out."),
-    click.option("--num-gpus", type=Whole(min=0), help="GPUs; if not, as found."),
-    click.option("--resources", metavar="JSON", help='Such as {"license": 2}.'),
-    click.option("--memory", type=size, help="For tasks that ask, such as 64GiB."),
-    click.option(
-        "--object-memory",
-        "--object-store-memory",
-        "object_memory",
+    option("--num-cpus", "CPUs to share out.", type=Number(min=0)),
+    option("--num-gpus", "GPUs; if not, as found.", type=Whole(min=0)),
+    option("--resources", 'Such as {"license": 2}.', metavar="JSON"),
+    option("--memory", "For tasks that ask, such as 64GiB.", type=size),
+    option(
+        "--object-memory --object-store-memory object_memory",
+        "Shared memory for large values, such as 8GiB.",
         type=size,
-        help="Shared memory for large values, such as 8GiB.",
     ),
-    click.option(
-        "--spill-directory",
-        type=PATH,
-        help="Where values go beyond that.",
-    ),
-    click.option("--accelerator-type", help="Declared, such as A100."),
-    click.option("--gpu-memory", type=size, help="Of each GPU, declared: 80GiB."),
-    click.option(
+    option("--spill-directory", "Where values go beyond that.", type=PATH),
+    option("--accelerator-type", "Declared, such as A100."),
+    option("--gpu-memory", "Of each GPU, declared: 80GiB.", type=size),
+    option(
         "--gpu-memory-enforce",
+        "End tasks that use more GPU memory than they asked for.",
         is_flag=True,
-        help="End tasks that use more GPU memory than they asked for.",
     ),
-    click.option(
+    option(
         "--foreign",
+        "What to do with GPUs on which others' processes are.",
+        "ignore",
         type=FOREIGN,
-        default="ignore",
-        show_default=True,
-        help="What to do with GPUs on which others' processes are.",
     ),
-    click.option(
-        "--mps",
-        type=SWITCH,
-        default="off",
-        show_default=True,
-        help="NVIDIA's Multi-Process Service for shared GPUs.",
+    option(
+        "--mps", "NVIDIA's Multi-Process Service for shared GPUs.", "off", type=SWITCH
     ),
-    click.option(
+    option(
         "--cpu-affinity",
+        "Whether GPU tasks run on the CPUs near their GPU.",
+        "auto",
         type=SWITCH,
-        default="auto",
-        show_default=True,
-        help="Whether GPU tasks run on the CPUs near their GPU.",
     ),
-    click.option(
+    option(
         "--preload",
+        "What workers are forked with, by commas; auto: what proves dear.",
         multiple=True,
         metavar="MODULES",
-        help="What workers are forked with, by commas; auto: what proves dear.",
     ),
-    click.option(
+    option(
         "--cancel-grace",
+        "Seconds that cancelled work gets to stop.",
+        2.0,
         type=Seconds(min=0, min_open=True),
-        default=2.0,
-        show_default=True,
-        help="Seconds that cancelled work gets to stop.",
     ),
-    click.option(
-        "--spare-workers",
-        type=Whole(min=0),
-        default=2,
-        show_default=True,
-        help="Clean workers that stand ready.",
-    ),
-    click.option(
+    option("--spare-workers", "Clean workers that stand ready.", 2, type=Whole(min=0)),
+    option(
         "--memory-guard/--no-memory-guard",
-        default=True,
-        show_default=True,
-        help="End a task that fills the memory before the kernel does.",
+        "End a task that fills the memory before the kernel does.",
+        True,
     ),
 )
 """Those of `aiogpu.init`, by the names that Ray's command has for them."""
 
 
-def options(command: Any) -> Any:
+def options(command: Command) -> Command:
     """Give a command all `OPTIONS`."""
     for option in reversed(OPTIONS):
         command = option(command)
@@ -116,36 +108,32 @@ def options(command: Any) -> Any:
 
 
 @click.command()
-@click.option("--head", is_flag=True, help="Start the node of this box.")
+@option("--head", "Start the node of this box.", is_flag=True)
 @options
-@click.option("--socket", type=PATH, help="Where it listens.")
-@click.option("--log-dir", type=PATH, help="Where its logs go.")
-@click.option(
-    "--drain",
-    type=Seconds(0),
-    default=DRAIN,
-    show_default=True,
-    help="Seconds for what runs when it is asked to stop.",
+@option("--socket", "Where it listens.", type=PATH)
+@option("--log-dir", "Where its logs go.", type=PATH)
+@option(
+    "--drain", "Seconds for what runs when it is asked to stop.", DRAIN, type=Seconds(0)
 )
-@click.option(
+@option(
     "--metrics",
+    "Serve Prometheus metrics on this port of 127.0.0.1.",
     type=Whole(1, 65535),
     metavar="PORT",
-    help="Serve Prometheus metrics on this port of 127.0.0.1.",
 )
-@click.option(
+@option(
     "--max-waiting",
+    "Unfinished tasks that one program may have.",
     type=Whole(1),
     metavar="N",
-    help="Unfinished tasks that one program may have.",
 )
-@click.option(
+@option(
     "--max-share",
+    "What one program may hold of a resource: '{\"GPU\": 0.5}' for half.",
     metavar="JSON",
-    help="What one program may hold of a resource: '{\"GPU\": 0.5}' for half.",
 )
-@click.option("--block", is_flag=True, help="Stay in the foreground; Ctrl-C ends it.")
-@click.option("--systemd", is_flag=True, help="Print a user unit, and start nothing.")
+@option("--block", "Stay in the foreground; Ctrl-C ends it.", is_flag=True)
+@option("--systemd", "Print a user unit, and start nothing.", is_flag=True)
 def start(
     head: bool,
     socket: str | None,
@@ -170,7 +158,10 @@ def start(
         if path == "":
             raise click.BadParameter("it is empty.", param_hint=option)
     given["resources"] = amounts(given["resources"], "--resources", '{"license": 2}')
-    given["preload"] = modules(given["preload"])
+    modules = tuple(
+        name for told in given["preload"] for name in told.split(",") if name
+    )
+    given["preload"] = modules if given["preload"] else "auto"
     plan = Plan(
         check_node_options(**given, log_to_driver=True),
         Place.at(socket, log_dir),
@@ -180,7 +171,7 @@ def start(
         max_waiting,
         amounts(max_share, "--max-share", '{"GPU": 0.5}') or {},
     )
-    check_limits(plan)
+    _ = plan.limits  # what is no limit is refused, before a node is started for it
     if systemd:
         check_absolute(socket, log_dir, given["spill_directory"])
         click.echo(unit_of(plan), nl=False)
@@ -190,11 +181,6 @@ def start(
         run_here(plan, tell)
     else:
         tell(start_detached(plan))
-
-
-def check_limits(plan: Plan) -> None:
-    """Refuse what is no limit, before a node is started for it."""
-    assert plan.limits
 
 
 def check_absolute(*paths: str | None) -> None:
@@ -232,13 +218,6 @@ def import_path() -> tuple[str, ...]:
         with suppress(OSError):  # it is relative to a directory that was removed
             found.append(os.path.abspath(path))
     return tuple(found)
-
-
-def modules(given: tuple[str, ...]) -> tuple[str, ...] | str:
-    """The modules of `--preload`; those that prove dear if it was not given."""
-    if not given:
-        return "auto"
-    return tuple(name for text in given for name in text.split(",") if name)
 
 
 def tell(ready: Ready) -> None:

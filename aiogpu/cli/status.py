@@ -10,52 +10,42 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import click
+from rich.console import Group
+from rich.text import Text
 
 import aiogpu
 from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
-from aiogpu.cli.tables import (
-    actor_table,
-    client_table,
-    device_table,
-    failure_table,
-    placement_table,
-    shape_table,
-    shown_clients,
-    task_table,
-)
 from aiogpu.cli.terminal import (
-    Line,
-    Picture,
     Table,
     cut,
     grid,
     is_terminal,
+    live,
+    print_lines,
     print_table,
     printable_all,
+    text,
 )
-from aiogpu.core.model.text import SHOWN, printable, span
+from aiogpu.core.model.text import SHOWN, span
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.observe.status import (
-    ActorStatus,
     ClientStatus,
     DeviceStatus,
-    FailureStatus,
     Holder,
-    OutageStatus,
-    PlacementStatus,
-    ReservationStatus,
-    ShapeStatus,
-    TaskStatus,
-    WorkerStatus,
+    NodeStatus,
+    OtherProcess,
     held_tasks,
     overview,
+    shown_clients,
     state_of,
 )
 
@@ -63,7 +53,7 @@ VERSION: Final = 1
 Data = dict[str, Any]
 
 
-def status_data(status: aiogpu.types.NodeStatus) -> Data:
+def status_data(status: NodeStatus) -> Data:
     """All of it."""
     return {
         "version": VERSION,
@@ -74,266 +64,100 @@ def status_data(status: aiogpu.types.NodeStatus) -> Data:
             name: {"total": total, "free": status.available.get(name, 0.0)}
             for name, total in status.total.items()
         },
-        "devices": [device_data(one) for one in status.devices],
-        "workers": [worker_data(one) for one in status.workers],
-        "tasks": [task_data(one) for one in status.tasks],
+        "devices": data_of(status.devices),
+        "workers": data_of(status.workers),
+        "tasks": data_of(status.tasks),
         "waiting": {
             "tasks": status.waiting_count,
             "shapes": status.shape_count,
-            "first": [shape_data(one) for one in status.shapes],
+            "first": data_of(status.shapes),
         },
-        "reservation": reservation_data(status.reservation),
-        "clients": [client_data(one) for one in status.clients],
-        "actors": [actor_data(one) for one in status.actors],
-        "failures": [failure_data(one) for one in status.failures],
+        "reservation": data_of(status.reservation),
+        "clients": data_of(status.clients),
+        "actors": data_of(status.actors),
+        "failures": data_of(status.failures),
         "draining": status.draining,
-        "placements": [placement_data(one) for one in status.placements],
-        "outages": [outage_data(one) for one in status.outages],
+        "placements": data_of(status.placements),
+        "outages": data_of(status.outages),
     }
 
 
-def problems(status: aiogpu.types.NodeStatus) -> list[str]:
+def problems(status: NodeStatus) -> list[str]:
     """What is not well: devices that are set aside, and workers that do not start."""
-    return [
-        *(
-            f"{device.kind} {device.id} is set aside: {device.aside}"
-            for device in status.devices
-            if device.aside is not None
-        ),
-        *map(str, status.outages),
-    ]
+    return [*_set_aside(status), *map(str, status.outages)]
 
 
-def device_data(device: DeviceStatus) -> Data:
-    """One device."""
-    return {
-        "kind": device.kind,
-        "id": device.id,
-        "uuid": device.uuid,
-        "name": device.name,
-        "type": device.type,
-        "free": device.free,
-        "aside": device.aside,
-        "unverified": device.is_unverified,
-        "memory": device.memory or None,
-        "memory_reserved": device.memory_reserved,
-        "used": device.used,
-        "utilisation": device.utilisation,
-        "seen": device.seen,
-        "unknown": device.unknown,
-        "holders": [holder_data(one) for one in device.holders],
-        "others": None
-        if device.others is None
-        else [
-            {"pid": one.pid, "name": one.name or None, "memory": one.memory}
-            for one in device.others
-        ],
-    }
-
-
-def holder_data(holder: Holder) -> Data:
-    """One who holds a part of a device."""
-    return {
-        "share": holder.share,
-        "worker": holder.worker,
-        "pid": holder.pid or None,
-        "task": holder.task,
-        "seconds": holder.seconds,
-        "endless": holder.is_endless,
-        "settling": holder.is_settling,
-        "memory_reserved": holder.memory,
-        "used": holder.used,
-        "outgrown": holder.has_outgrown,
-    }
-
-
-def worker_data(worker: WorkerStatus) -> Data:
-    """One worker process."""
-    return {
-        "id": worker.id,
-        "pid": worker.pid or None,
-        "state": worker.state,
-        "task": worker.task,
-    }
-
-
-def task_data(task: TaskStatus) -> Data:
-    """One task, or a lease."""
-    return {
-        "id": task.id,
-        "name": task.name,
-        "state": task.state,
-        "request": dict(task.request),
-        "worker": task.worker,
-        "pid": task.pid or None,
-        "client": task.client,
-        "lease": task.is_lease,
-        "reason": task.reason,
-    }
-
-
-def shape_data(shape: ShapeStatus) -> Data:
-    """Tasks that wait and ask for the same."""
-    return {
-        "request": dict(shape.request),
-        "where": shape.where or None,
-        "strategy": shape.strategy,
-        "variables": list(shape.variables),
-        "count": shape.count,
-        "first": shape.first,
-        "seconds": shape.seconds,
-        "client": shape.client,
-        "reason": shape.reason,
-    }
-
-
-def reservation_data(kept: ReservationStatus | None) -> Data | None:
-    """Return what is kept for one that has waited long."""
-    if kept is None:
-        return None
-    return {
-        "task": kept.task,
-        "name": kept.name,
-        "devices": {kind: list(ids) for kind, ids in kept.devices.items()},
-        "amounts": dict(kept.amounts),
-        "seconds": kept.seconds,
-    }
-
-
-def client_data(client: ClientStatus) -> Data:
-    """One program that shares the node."""
-    limits = client.limits
-    return {
-        "id": client.id,
-        "name": client.name or None,
-        "pid": client.pid or None,
-        "weight": client.weight,
-        "running": client.running,
-        "waiting": client.waiting,
-        "holds": dict(client.holds),
-        "limits": {
-            "max_waiting": limits.max_waiting,
-            "max_share": dict(limits.max_share),
-        },
-        "left": client.has_left,
-    }
-
-
-def actor_data(actor: ActorStatus) -> Data:
-    """One actor."""
-    return {
-        "id": actor.id,
-        "name": actor.name,
-        "namespace": actor.namespace,
-        "class": actor.class_name,
-        "state": actor.state,
-        "holders": actor.holders,
-        "worker": actor.worker,
-        "pid": actor.pid or None,
-        "calls": actor.calls,
-        "detached": actor.is_detached,
-        "client": actor.client,
-    }
-
-
-def failure_data(failure: FailureStatus) -> Data:
-    """One failure."""
-    return {
-        "task": failure.task,
-        "name": failure.name,
-        "error": failure.error,
-        "message": failure.message,
-        "seconds": failure.seconds,
-        "client": failure.client,
-    }
-
-
-def placement_data(placement: PlacementStatus) -> Data:
-    """One placement."""
-    return {
-        "task": placement.task,
-        "name": placement.name,
-        "id": placement.id,
-        "state": placement.state,
-        "strategy": placement.strategy,
-        "bundles": [
-            {
-                "request": dict(bundle.request),
-                "free": dict(bundle.free),
-                "devices": {kind: list(ids) for kind, ids in bundle.devices.items()},
-            }
-            for bundle in placement.bundles
-        ],
-        "members": placement.members,
-        "client": placement.client,
-        "pid": placement.pid or None,
-        "reason": placement.reason,
-        "detached": placement.is_detached,
-    }
-
-
-def outage_data(outage: OutageStatus) -> Data:
-    """Return why no worker can be started."""
-    return {
-        "reason": outage.reason,
-        "failures": outage.failures,
-        "seconds": outage.seconds,
-        "retry_in": outage.retry_in,
-        "variables": list(outage.variables),
-        "joined": outage.is_joined,
-    }
-
-
-def sections(status: aiogpu.types.NodeStatus, width: int) -> Iterator[Line]:
-    """Resources, then a table for each kind of thing that there is any of."""
-    for text in overview(status):
-        yield [(cut(text, width), "")]
+def _set_aside(status: NodeStatus) -> Iterator[str]:
     for device in status.devices:
         if device.aside is not None:
-            told = printable(f"{device.kind} {device.id} is set aside: {device.aside}")
-            yield [(cut(told, width), "bold red")]
-    tasks = held_tasks(status)
-    clients = shown_clients(status)
-    parts: tuple[tuple[str, Table, int], ...] = (
-        ("", device_table(status.devices), len(status.devices)),
-        ("programs", client_table(clients[:SHOWN]), len(clients)),
-        ("running and leased", task_table(tasks[:SHOWN], status), len(tasks)),
-        (
-            "placements",
-            placement_table(status.placements[:SHOWN], status),
-            len(status.placements),
-        ),
-        ("waiting", shape_table(status.shapes[:SHOWN]), status.shape_count),
-        ("actors", actor_table(status.actors[:SHOWN], status), len(status.actors)),
-        (
-            "failed",
-            failure_table(status.failures[:SHOWN], status),
-            len(status.failures),
-        ),
-    )
-    for title, table, count in parts:
-        yield from _section(title, table, count, width)
-        if title == "waiting" and status.reservation is not None:
-            yield from _kept(status, width)
+            yield f"{device.kind} {device.id} is set aside: {device.aside}"
 
 
-def _section(title: str, table: Table, count: int, width: int) -> Iterator[Line]:
+NAMES: Final = {"class_name": "class"}
+"""What is called otherwise in JSON; all else as it is, without `is_` and `has_`."""
+
+ABSENT: Final[frozenset[object]] = frozenset(
+    {
+        *("pid", "where"),
+        *((ClientStatus, "name"), (DeviceStatus, "memory"), (OtherProcess, "name")),
+    }
+)
+"""What is null where it is 0 or empty: nobody knows it, or there is none."""
+
+
+def data_of(thing: Any) -> Any:
+    """A part of a `NodeStatus` as JSON has it."""
+    if isinstance(thing, Mapping):
+        return {name: data_of(value) for name, value in thing.items()}
+    if isinstance(thing, tuple):
+        return [data_of(one) for one in thing]
+    if not is_dataclass(thing):
+        return thing
+    data: Data = {}
+    for field in fields(thing):
+        name, value = field.name, getattr(thing, field.name)
+        if not value and (name in ABSENT or (type(thing), name) in ABSENT):
+            value = None
+        if name == "memory" and isinstance(thing, Holder):
+            name = "memory_reserved"
+        name = NAMES.get(name, name.removeprefix("is_").removeprefix("has_"))
+        data[name] = data_of(value)
+    return data
+
+
+def sections(status: NodeStatus, width: int) -> Iterator[Text]:
+    """Resources, then a table for each kind of thing that there is any of."""
+    for line in overview(status):
+        yield cut(text(line), width)
+    for told in _set_aside(status):
+        yield cut(text(told, "bold red"), width)
+    yield from _section("", tables.device_table(status.devices, status), width)
+    for title, table, count in (
+        ("programs", tables.client_table(shown_clients(status), status), 0),
+        ("running and leased", tables.task_table(held_tasks(status), status), 0),
+        ("placements", tables.placement_table(status.placements, status), 0),
+        ("waiting", tables.shape_table(status.shapes, status), status.shape_count),
+        ("actors", tables.actor_table(status.actors, status), 0),
+        ("failed", tables.failure_table(status.failures, status), 0),
+    ):
+        left_out = max(count, len(table.rows)) - SHOWN
+        del table.rows[SHOWN:]
+        yield from _section(title, table, width, left_out)
+        if title == "waiting" and (kept := status.reservation) is not None:
+            when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
+            told = f"kept for {kept.name} (task {kept.task}): {kept}{when}"
+            yield cut(text(told, "cyan"), width)
+
+
+def _section(title: str, table: Table, width: int, left_out: int = 0) -> Iterator[Text]:
     if not table.rows:
         return
-    yield []
+    yield Text()
     if title:
-        yield [(title, "bold underline")]
-    yield from islice(grid(table, width), len(table.rows) + 1)
-    if count > len(table.rows):
-        yield [(f"and {count - len(table.rows)} more", "dim")]
-
-
-def _kept(status: aiogpu.types.NodeStatus, width: int) -> Iterator[Line]:
-    kept = status.reservation
-    assert kept is not None
-    when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
-    told = f"kept for {kept.name} (task {kept.task}): {kept}{when}"
-    yield [(cut(printable(told), width), "cyan")]
+        yield Text(title, "bold underline")
+    yield from grid(table, width)
+    if left_out > 0:
+        yield Text(f"and {left_out} more", "dim")
 
 
 UNHEALTHY: Final = 3
@@ -377,43 +201,39 @@ def status(
     return UNHEALTHY if check and problems(seen) else 0
 
 
-async def _look(
-    address: str, as_json: bool, interval: float | None
-) -> aiogpu.types.NodeStatus:
+async def _look(address: str, as_json: bool, interval: float | None) -> NodeStatus:
     """Show it once, or until somebody has seen enough."""
     async with connect.joined(address) as node:
         seen = await node.status()
+        is_drawn = is_terminal() and not as_json
         if interval is None:
-            _show_once(seen, as_json)
+            if is_drawn:
+                print_lines(partial(sections, seen))
+            else:
+                click.echo(told(seen, as_json, indent=1))
             return seen
-        with Picture(is_live=is_terminal() and not as_json) as picture:
+        screen = live()
+        with screen if is_drawn else nullcontext():
             while True:
-                if as_json:
-                    click.echo(json.dumps(status_data(seen)))
-                elif picture.is_live:
-                    picture.draw(sections(seen, picture.width))
+                if is_drawn:
+                    lines = sections(seen, screen.console.width)
+                    screen.update(Group(*lines), refresh=True)
                 else:
-                    click.echo(plain_report(seen) + "\n")
+                    click.echo(told(seen, as_json) + "\n" * (not as_json))
                 await asyncio.sleep(interval)
                 seen = await node.status()
 
 
-def _show_once(seen: aiogpu.types.NodeStatus, as_json: bool) -> None:
+def told(seen: NodeStatus, as_json: bool, indent: int | None = None) -> str:
+    """A picture as it is printed where no terminal is."""
     if as_json:
-        click.echo(json.dumps(status_data(seen), indent=1))
-    elif is_terminal():
-        with Picture(is_live=False) as picture:
-            picture.draw(sections(seen, picture.width))
-    else:
-        click.echo(plain_report(seen))
+        return json.dumps(status_data(seen), indent=indent)
+    return plain_report(seen)
 
 
-def plain_report(seen: aiogpu.types.NodeStatus) -> str:
+def plain_report(seen: NodeStatus) -> str:
     """Return what `print(status)` shows, such that it can do nothing to a terminal."""
     return str(printable_all(seen))
-
-
-Status = aiogpu.types.NodeStatus
 
 
 class Kind(NamedTuple):
@@ -421,114 +241,64 @@ class Kind(NamedTuple):
 
     Attributes:
         entries: picks them from a picture of the node.
-        count: how many there are, listed or not.
         table: shows them.
-        data: tells a program of one.
+        states: all states that there are.
+        names: the names by which one of them may be meant.
         state: its state.
-        states: all that there are.
-        names: the names by which it may be meant.
+        total: how many there are, listed or not; None if all are listed.
     """
 
-    entries: Callable[[Status], Sequence[Any]]
-    count: Callable[[Status], int]
-    table: Callable[[Sequence[Any], Status], Table]
-    data: Callable[[Any, Status], Data]
-    state: Callable[[Any], str]
+    entries: Callable[[NodeStatus], Sequence[Any]]
+    table: Callable[[Sequence[Any], NodeStatus], Table]
     states: Sequence[str]
     names: Callable[[Any], Sequence[str | None]]
+    state: Callable[[Any], str] = lambda entry: str(entry.state)
+    total: Callable[[NodeStatus], int] | None = None
 
 
 KINDS: Final[dict[str, Kind]] = {
     "tasks": Kind(
-        entries=lambda status: status.tasks,
-        count=lambda status: len(held_tasks(status)) + status.waiting_count,
-        table=tables.task_table,
-        data=lambda one, _: task_data(one),
+        lambda status: status.tasks,
+        tables.task_table,
+        (*(s.value for s in TaskState if s is not TaskState.ENDED), "leased"),
+        lambda task: (task.name,),
         state=state_of,
-        states=(*(s.value for s in TaskState if s is not TaskState.ENDED), "leased"),
-        names=lambda task: (task.name,),
+        total=lambda status: len(held_tasks(status)) + status.waiting_count,
     ),
     "actors": Kind(
-        entries=lambda status: status.actors,
-        count=lambda status: len(status.actors),
-        table=tables.actor_table,
-        data=lambda one, _: actor_data(one),
-        state=lambda actor: str(actor.state),
-        states=("pending", "alive", "leaving"),
-        names=lambda actor: (actor.name, tables.full_name(actor), actor.class_name),
+        lambda status: status.actors,
+        tables.actor_table,
+        ("pending", "alive", "leaving"),
+        lambda actor: (actor.name, tables.full_name(actor), actor.class_name),
     ),
     "placements": Kind(
-        entries=lambda status: status.placements,
-        count=lambda status: len(status.placements),
-        table=tables.placement_table,
-        data=lambda one, _: placement_data(one),
-        state=lambda placement: str(placement.state),
-        states=("waiting", "ready", "removing"),
-        names=lambda placement: (placement.name, placement.id),
+        lambda status: status.placements,
+        tables.placement_table,
+        ("waiting", "ready", "removing"),
+        lambda placement: (placement.name, placement.id),
     ),
     "workers": Kind(
-        entries=lambda status: status.workers,
-        count=lambda status: len(status.workers),
-        table=lambda them, _: tables.worker_table(them),
-        data=lambda one, _: worker_data(one),
-        state=lambda worker: str(worker.state),
-        states=[s.value for s in WorkerState if s is not WorkerState.GONE],
-        names=lambda worker: (worker.task,),
+        lambda status: status.workers,
+        tables.worker_table,
+        [s.value for s in WorkerState if s is not WorkerState.GONE],
+        lambda worker: (worker.task,),
     ),
     "gpus": Kind(
-        entries=lambda status: status.devices,
-        count=lambda status: len(status.devices),
-        table=lambda them, _: tables.device_table(them),
-        data=lambda one, _: device_data(one),
+        lambda status: status.devices,
+        tables.device_table,
+        ("free", "shared", "full", "set aside"),
+        lambda one: (one.name, one.type, str(one.id), tables.device_name(one)),
         state=tables.device_state,
-        states=("free", "shared", "full", "set aside"),
-        names=lambda one: (one.name, one.type, str(one.id), tables.device_name(one)),
     ),
     "clients": Kind(
-        entries=tables.shown_clients,
-        count=lambda status: len(tables.shown_clients(status)),
-        table=lambda them, _: tables.client_table(them, with_ids=True),
-        data=lambda one, _: client_data(one),
+        shown_clients,
+        partial(tables.client_table, with_ids=True),
+        ("there", "left"),
+        lambda one: (one.name, str(one.pid)),
         state=lambda one: "left" if one.has_left else "there",
-        states=("there", "left"),
-        names=lambda one: (one.name, str(one.pid)),
     ),
 }
 """What there is to list: "gpus" are devices of any kind, "clients" the programs."""
-
-
-class Found(NamedTuple):
-    """What a question has found.
-
-    Attributes:
-        entries: those that are shown.
-        left_out: how many more there are that would have fitted, None if unknown:
-            of the tasks that wait, a picture has the first 100.
-    """
-
-    entries: Sequence[Any]
-    left_out: int
-
-
-def find(
-    kind: Kind, status: Status, state: str | None, name: str | None, limit: int
-) -> Found:
-    """Those in that state, of a name like that; no more than `limit`."""
-    entries = [
-        one
-        for one in kind.entries(status)
-        if (state is None or kind.state(one) == state)
-        and (name is None or any(_is_like(each, name) for each in kind.names(one)))
-    ]
-    there = len(entries)
-    if state is None and name is None:
-        there = kind.count(status)
-    shown = entries[:limit]
-    return Found(shown, there - len(shown))
-
-
-def _is_like(name: str | None, pattern: str) -> bool:
-    return name is not None and fnmatchcase(name, pattern)
 
 
 @click.command("list")
@@ -576,16 +346,27 @@ def list_command(
             param_hint="'--state'",
         )
     status = connect.ask(address, lambda node: node.status())
-    found = find(kind, status, state, name, limit)
+    entries = [
+        one
+        for one in kind.entries(status)
+        if (state is None or kind.state(one) == state)
+        and (
+            name is None
+            or any(it is not None and fnmatchcase(it, name) for it in kind.names(one))
+        )
+    ]
+    shown, count = entries[:limit], len(entries)
+    if kind.total is not None and state is None and name is None:
+        count = kind.total(status)
+    left_out = count - len(shown)
     if as_json:
-        entries = [kind.data(one, status) for one in found.entries]
-        told = {"version": VERSION, "left_out": found.left_out, what: entries}
+        told = {"version": VERSION, "left_out": left_out, what: data_of(tuple(shown))}
         click.echo(json.dumps(told, indent=1))
         return
-    if found.entries:
-        print_table(kind.table(found.entries, status))
-    if found.left_out:
-        click.echo(f"and {found.left_out} more", err=True)
-    if not found.entries:
+    if shown:
+        print_table(kind.table(shown, status))
+    if left_out:
+        click.echo(f"and {left_out} more", err=True)
+    if not shown:
         told_of = " that fit" if state or name else ""
         click.echo(f"There are no {what}{told_of}.", err=True)

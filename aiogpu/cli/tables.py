@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-import aiogpu
-from aiogpu.cli.terminal import Cell, Column, Table
+from rich.text import Text
+
+from aiogpu.cli.terminal import Column, Table, text
 from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import span, terms
 from aiogpu.core.queue.fair_share import Limits
@@ -15,6 +16,8 @@ from aiogpu.observe.status import (
     ClientStatus,
     DeviceStatus,
     FailureStatus,
+    Holder,
+    NodeStatus,
     PlacementStatus,
     Program,
     ShapeStatus,
@@ -35,15 +38,15 @@ STATE_STYLES: Final = {
 """How the words for states are coloured; they say all without colour as well."""
 
 
-def state(word: str) -> Cell:
+def state(word: str) -> Text:
     """A cell for a state."""
-    return (word, STATE_STYLES.get(word, ""))
+    return text(word, STATE_STYLES.get(word, ""))
 
 
 class Programs(dict[int, str]):
     """What the programs of a node are called by, with their process ids."""
 
-    def __init__(self, status: aiogpu.types.NodeStatus) -> None:
+    def __init__(self, status: NodeStatus) -> None:
         super().__init__(
             (one.id, f"{one.name} {one.pid}") for one in status.clients if one.name
         )
@@ -53,78 +56,81 @@ class Programs(dict[int, str]):
         return str(client)
 
 
-def task_table(tasks: Iterable[TaskStatus], status: aiogpu.types.NodeStatus) -> Table:
+def number(count: int) -> str:
+    """A process id or a count, nothing for 0."""
+    return str(count or "")
+
+
+def task_table(tasks: Iterable[TaskStatus], status: NodeStatus) -> Table:
     """Tasks that have not ended."""
     programs = Programs(status)
-    columns = (
-        Column("TASK", is_number=True),
-        Column("NAME", least=10),
-        Column("STATE"),
-        Column("PID", is_number=True, rank=1),
-        Column("PROGRAM", least=8, rank=2),
-        Column("ASKS FOR", least=12, rank=3),
-        Column("WHY", least=16, rank=4),
+    return Table(
+        tasks,
+        Column("TASK", lambda task: str(task.id), is_number=True),
+        Column("NAME", lambda task: task.name, least=10),
+        Column("STATE", lambda task: state(state_of(task))),
+        Column("PID", lambda task: number(task.pid), is_number=True, rank=1),
+        Column("PROGRAM", lambda task: programs[task.client], least=8, rank=2),
+        Column("ASKS FOR", lambda task: terms(task.request.items()), least=12, rank=3),
+        Column("WHY", lambda task: task.reason or "", least=16, rank=4),
     )
-    rows = [
-        (
-            *(str(one.id), one.name, state(state_of(one))),
-            pid(one.pid),
-            programs[one.client],
-            terms(one.request.items()),
-            one.reason or "",
-        )
-        for one in tasks
-    ]
-    return Table(columns, rows)
 
 
-def pid(number: int) -> str:
-    """A process id, nothing where there is no process."""
-    return str(number) if number else ""
-
-
-def worker_table(workers: Iterable[WorkerStatus]) -> Table:
-    """Worker processes."""
-    columns = (
-        Column("WORKER", is_number=True),
-        Column("PID", is_number=True),
-        Column("STATE"),
-        Column("TASK", least=8),
-    )
-    rows = [
-        (str(one.id), pid(one.pid), state(one.state), one.task or "") for one in workers
-    ]
-    return Table(columns, rows)
-
-
-def actor_table(
-    actors: Iterable[ActorStatus], status: aiogpu.types.NodeStatus
+def held_table(
+    tasks: Iterable[TaskStatus],
+    status: NodeStatus,
+    holders: Mapping[tuple[int, str | None], Holder],
 ) -> Table:
+    """Tasks on workers with what they hold: for how long, and how much memory of it."""
+    programs = Programs(status)
+
+    def seconds(task: TaskStatus) -> str:
+        holder = holders.get((task.pid, task.name))
+        return "" if holder is None or holder.seconds is None else span(holder.seconds)
+
+    def used(task: TaskStatus) -> str:
+        holder = holders.get((task.pid, task.name))
+        return "" if holder is None or holder.used is None else amount(holder.used, "0")
+
+    return Table(
+        tasks,
+        Column("TASK", lambda task: str(task.id), is_number=True),
+        Column("NAME", lambda task: task.name, least=10),
+        Column("STATE", lambda task: state(state_of(task))),
+        Column("PID", lambda task: number(task.pid), is_number=True, rank=2),
+        Column("PROGRAM", lambda task: programs[task.client], least=8, rank=3),
+        Column("HOLDS", lambda task: terms(task.request.items()), least=12, rank=4),
+        Column("FOR", seconds, is_number=True, rank=1),
+        Column("MEMORY", used, is_number=True, rank=5),
+        Column("WHY", lambda task: task.reason or "", least=10, rank=6),
+    )
+
+
+def worker_table(workers: Iterable[WorkerStatus], _status: NodeStatus) -> Table:
+    """Worker processes."""
+    return Table(
+        workers,
+        Column("WORKER", lambda worker: str(worker.id), is_number=True),
+        Column("PID", lambda worker: number(worker.pid), is_number=True),
+        Column("STATE", lambda worker: state(worker.state)),
+        Column("TASK", lambda worker: worker.task or "", least=8),
+    )
+
+
+def actor_table(actors: Iterable[ActorStatus], status: NodeStatus) -> Table:
     """Actors that have not ended."""
     programs = Programs(status)
-    columns = (
-        Column("ACTOR", is_number=True),
-        Column("NAME", least=8),
-        Column("CLASS", least=8),
-        Column("STATE"),
-        Column("PID", is_number=True, rank=2),
-        Column("HELD BY", is_number=True, rank=1),
-        Column("CALLS", is_number=True, rank=3),
-        Column("PROGRAM", least=8, rank=4),
+    return Table(
+        actors,
+        Column("ACTOR", lambda actor: str(actor.id), is_number=True),
+        Column("NAME", full_name, least=8),
+        Column("CLASS", lambda actor: actor.class_name, least=8),
+        Column("STATE", lambda actor: state(actor.state)),
+        Column("PID", lambda actor: number(actor.pid), is_number=True, rank=2),
+        Column("HELD BY", lambda actor: str(actor.holders), is_number=True, rank=1),
+        Column("CALLS", lambda actor: number(actor.calls), is_number=True, rank=3),
+        Column("PROGRAM", lambda actor: programs[actor.client], least=8, rank=4),
     )
-    rows = [
-        (
-            *(str(one.id), full_name(one), one.class_name, state(one.state)),
-            *(
-                pid(one.pid),
-                str(one.holders),
-                str(one.calls or ""),
-                programs[one.client],
-            ),
-        )
-        for one in actors
-    ]
-    return Table(columns, rows)
 
 
 def full_name(actor: ActorStatus) -> str:
@@ -134,74 +140,64 @@ def full_name(actor: ActorStatus) -> str:
     return f"{actor.namespace}/{actor.name}" if actor.namespace else actor.name
 
 
-def placement_table(
-    placements: Iterable[PlacementStatus], status: aiogpu.types.NodeStatus
-) -> Table:
+def placement_table(groups: Iterable[PlacementStatus], status: NodeStatus) -> Table:
     """Placements, with what each of their bundles holds."""
     programs = Programs(status)
-    columns = (
-        Column("PLACEMENT", is_number=True),
-        Column("NAME", least=8),
-        Column("STATE"),
-        Column("STRATEGY", rank=4),
-        Column("PID", is_number=True, rank=2),
-        Column("IN IT", is_number=True),
-        Column("PROGRAM", least=8, rank=5),
-        Column("BUNDLES", least=12, rank=1),
-        Column("WHY", least=10, rank=3),
+    return Table(
+        groups,
+        Column("PLACEMENT", lambda group: str(group.task), is_number=True),
+        Column("NAME", lambda group: group.name, least=8),
+        Column("STATE", lambda group: state(group.state)),
+        Column("STRATEGY", lambda group: group.strategy, rank=4),
+        Column("PID", lambda group: number(group.pid), is_number=True, rank=2),
+        Column("IN IT", lambda group: str(group.members), is_number=True),
+        Column("PROGRAM", lambda group: programs[group.client], least=8, rank=5),
+        Column(
+            "BUNDLES", lambda group: "; ".join(map(str, group.bundles)), False, 12, 1
+        ),
+        Column("WHY", lambda group: group.reason or "", least=10, rank=3),
     )
-    rows = [
-        (
-            *(str(one.task), one.name, state(one.state), one.strategy, pid(one.pid)),
-            *(str(one.members), programs[one.client]),
-            "; ".join(map(str, one.bundles)),
-            one.reason or "",
-        )
-        for one in placements
-    ]
-    return Table(columns, rows)
 
 
-def client_table(clients: Collection[ClientStatus], with_ids: bool = False) -> Table:
+def client_table(
+    clients: Iterable[ClientStatus], _status: NodeStatus, with_ids: bool = False
+) -> Table:
     """The programs that share the node.
 
     Args:
         clients: the programs.
         with_ids: show what `aiogpu logs --client` wants; a screen has no room for it.
     """
-    columns = [
-        Column("PROGRAM", least=8),
-        Column("PID", is_number=True, rank=1),
-        Column("RUN", is_number=True),
-        Column("WAIT", is_number=True),
-        Column("HOLDS", least=10),
-        Column("WEIGHT", is_number=True, rank=4),
-        Column("MAY HAVE", least=10, rank=5),
-        Column("", rank=3),
-    ]
-    rows = [
-        [
-            name_of(one.id, {one.id: Program(one.name, one.pid)}),
-            *(pid(one.pid), str(one.running), str(one.waiting)),
-            terms(one.holds.items()) if one.holds else "",
-            "" if one.weight == 1 else f"{one.weight:g}",
-            ", ".join(bounds(one.limits)),
-            "has left" if one.has_left else "",
-        ]
-        for one in clients
-    ]
-    if with_ids:
-        columns.insert(2, Column("ID", is_number=True))
-        for one, row in zip(clients, rows, strict=True):
-            row.insert(2, str(one.id) if one.id != OWN else "")
-    return Table(tuple(columns), [tuple(row) for row in rows])
 
+    def name(one: ClientStatus) -> str:
+        return name_of(one.id, {one.id: Program(one.name, one.pid)})
 
-def shown_clients(status: aiogpu.types.NodeStatus) -> list[ClientStatus]:
-    """The programs worth a line: the node's own only if it has tasks."""
-    return [
-        one for one in status.clients if one.id != OWN or one.running or one.waiting
-    ]
+    def id_of(one: ClientStatus) -> str:
+        return str(one.id) if with_ids and one.id != OWN else ""
+
+    return Table(
+        clients,
+        Column("PROGRAM", name, least=8),
+        Column("PID", lambda one: number(one.pid), is_number=True, rank=1),
+        Column("ID", id_of, is_number=True),
+        Column("RUN", lambda one: str(one.running), is_number=True),
+        Column("WAIT", lambda one: str(one.waiting), is_number=True),
+        Column(
+            "HOLDS",
+            lambda one: terms(one.holds.items()) if one.holds else "",
+            False,
+            10,
+        ),
+        Column(
+            "WEIGHT",
+            lambda one: f"{one.weight:g}" if one.weight != 1 else "",
+            True,
+            0,
+            4,
+        ),
+        Column("MAY HAVE", lambda one: ", ".join(bounds(one.limits)), least=10, rank=5),
+        Column("", lambda one: "has left" if one.has_left else "", rank=3),
+    )
 
 
 def bounds(limits: Limits) -> Iterator[str]:
@@ -234,31 +230,28 @@ def memory(device: DeviceStatus) -> str:
     return f"{amount(device.used, '0')}/{there}" if there else amount(device.used, "0")
 
 
-def device_table(devices: Iterable[DeviceStatus]) -> Table:
+def device_table(devices: Iterable[DeviceStatus], _status: NodeStatus) -> Table:
     """Devices, and who holds them."""
-    columns = (
-        Column("DEVICE", least=6),
-        Column("NAME", least=6, rank=3),
-        Column("STATE"),
-        Column("FREE", is_number=True),
-        Column("MEMORY", is_number=True, rank=1),
-        Column("BUSY", is_number=True, rank=2),
-        Column("HELD BY", least=10),
+
+    def busy(one: DeviceStatus) -> str:
+        return "" if one.utilisation is None else f"{one.utilisation} %"
+
+    def holders(one: DeviceStatus) -> str:
+        return ", ".join(held_by(one)) or (one.aside or "")
+
+    return Table(
+        devices,
+        Column("DEVICE", device_name, least=6),
+        Column("NAME", lambda one: one.name or one.type or "", least=6, rank=3),
+        Column("STATE", lambda one: state(device_state(one))),
+        Column("FREE", lambda one: f"{one.free:g}", is_number=True),
+        Column("MEMORY", memory, is_number=True, rank=1),
+        Column("BUSY", busy, is_number=True, rank=2),
+        Column("HELD BY", holders, least=10),
     )
-    rows = [
-        (
-            *(device_name(one), one.name or one.type or "", state(device_state(one))),
-            f"{one.free:g}",
-            memory(one),
-            "" if one.utilisation is None else f"{one.utilisation} %",
-            ", ".join(held_by(one)) or (one.aside or ""),
-        )
-        for one in devices
-    ]
-    return Table(columns, rows)
 
 
-def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterable[str]:
+def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterator[str]:
     """Each holder of a device with its share; then, if wanted, who else is on it."""
     for one in device.holders:
         share = f"{one.share:g}" if one.share else amount(one.memory)
@@ -267,47 +260,37 @@ def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterable[str]:
         yield f"not ours: {other.name or 'pid'} {other.pid}"
 
 
-def shape_table(shapes: Iterable[ShapeStatus]) -> Table:
+def shape_table(shapes: Iterable[ShapeStatus], _status: NodeStatus) -> Table:
     """Return what waits, those that ask for the same on one line."""
-    columns = (
-        Column("WAIT", is_number=True),
-        Column("ASK FOR", least=14),
-        Column("FIRST", least=8, rank=2),
-        Column("SINCE", is_number=True, rank=1),
-        Column("WHY", least=16),
-    )
-    rows = [
-        (
-            (str(one.count), "yellow"),
-            terms(one.request.items()) + (f" of {one.where}" if one.where else ""),
-            one.first,
-            span(one.seconds),
-            one.reason,
+
+    def request(shape: ShapeStatus) -> str:
+        return terms(shape.request.items()) + (
+            f" of {shape.where}" if shape.where else ""
         )
-        for one in shapes
-    ]
-    return Table(columns, rows)
+
+    return Table(
+        shapes,
+        Column("WAIT", lambda shape: text(str(shape.count), "yellow"), is_number=True),
+        Column("ASK FOR", request, least=14),
+        Column("FIRST", lambda shape: shape.first, least=8, rank=2),
+        Column("SINCE", lambda shape: span(shape.seconds), is_number=True, rank=1),
+        Column("WHY", lambda shape: shape.reason, least=16),
+    )
 
 
-def failure_table(
-    failures: Iterable[FailureStatus], status: aiogpu.types.NodeStatus
-) -> Table:
+def failure_table(failures: Iterable[FailureStatus], status: NodeStatus) -> Table:
     """Return what has failed, the latest first."""
     programs = Programs(status)
-    columns = (
-        Column("AGO", is_number=True),
-        Column("TASK", is_number=True, rank=3),
-        Column("NAME", least=8),
-        Column("PROGRAM", least=8, rank=2),
-        Column("ERROR", least=12),
-        Column("SAYS", least=16, rank=1),
+
+    def error(one: FailureStatus) -> Text:
+        return text(one.error.rpartition(".")[2], "red")
+
+    return Table(
+        failures,
+        Column("AGO", lambda one: span(one.seconds), is_number=True),
+        Column("TASK", lambda one: str(one.task), is_number=True, rank=3),
+        Column("NAME", lambda one: one.name, least=8),
+        Column("PROGRAM", lambda one: programs[one.client], least=8, rank=2),
+        Column("ERROR", error, least=12),
+        Column("SAYS", lambda one: one.message, least=16, rank=1),
     )
-    rows = [
-        (
-            *(span(one.seconds), str(one.task), one.name, programs[one.client]),
-            (one.error.rpartition(".")[2], "red"),
-            one.message,
-        )
-        for one in failures
-    ]
-    return Table(columns, rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import termios
@@ -19,64 +20,39 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import click
+from rich.console import Group
+from rich.text import Text
 
-import aiogpu
-from aiogpu.cli import connect
+from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
 from aiogpu.cli.status import plain_report
-from aiogpu.cli.tables import (
-    Programs,
-    actor_table,
-    client_table,
-    device_name,
-    failure_table,
-    held_by,
-    memory,
-    pid,
-    placement_table,
-    shape_table,
-    shown_clients,
-    state,
-)
-from aiogpu.cli.terminal import (
-    GAP,
-    Column,
-    Line,
-    Picture,
-    Table,
-    cut,
-    drawers,
-    is_terminal,
-    within,
-)
-from aiogpu.core.model.text import printable, span, terms
+from aiogpu.cli.terminal import GAP, cut, drawers, is_terminal, live, text
+from aiogpu.core.model.text import printable, span
 from aiogpu.observe.status import (
     DeviceStatus,
     Holder,
+    NodeStatus,
     TaskStatus,
-    amount,
     held_tasks,
-    state_of,
+    shown_clients,
     summary,
 )
 
+KEY: Final = re.compile(
+    rb"\x1b(?:O(.)|\[([^@-~]{0,13}[@-~]|[^@-~]{14})|(?=[^O\[]))|([^\x1b])", re.DOTALL
+)
+"""A key as terminals send it; of a sequence that does not end, the first 16 bytes."""
 SEQUENCES: Final = {
-    b"\x1b[A": "up",
-    b"\x1b[B": "down",
-    b"\x1bOA": "up",
-    b"\x1bOB": "down",
-    b"\x1b[5~": "page up",
-    b"\x1b[6~": "page down",
-    b"\x1b[H": "home",
-    b"\x1b[F": "end",
-    b"\x1bOH": "home",
-    b"\x1bOF": "end",
-    b"\x1b[1~": "home",
-    b"\x1b[4~": "end",
+    b"A": "up",
+    b"B": "down",
+    b"H": "home",
+    b"F": "end",
+    b"1~": "home",
+    b"4~": "end",
+    b"5~": "page up",
+    b"6~": "page down",
 }
-"""What terminals send for keys that are no character; source: xterm's "ctlseqs"."""
-LONGEST_SEQUENCE: Final = 16
-"""Bytes of a sequence that is none of these, after which it is given up."""
+"""How keys end that are no character; source: xterm's "ctlseqs"."""
 
 
 class Decoder:
@@ -87,46 +63,22 @@ class Decoder:
 
     def keys(self, sent: bytes) -> Iterator[str]:
         """The keys that are complete now."""
-        rest = self._rest + sent
-        while rest:
-            if rest[0] != 0x1B:
-                if rest[0] < 0x80:
-                    yield chr(rest[0])
-                rest = rest[1:]
-                continue
-            length = _length(rest)
-            if not length:
-                break
-            known = SEQUENCES.get(rest[:length])
-            if known:
-                yield known
-            rest = rest[length:]
-        self._rest = rest
-
-
-def _length(sent: bytes) -> int:
-    """Return how long the sequence is with which this begins; 0 if more is to come."""
-    if len(sent) == 1:
-        return 0
-    if sent[1:2] == b"O":
-        return 3 if len(sent) >= 3 else 0
-    if sent[1:2] != b"[":
-        return 1  # Escape alone, and another key
-    for at, byte in enumerate(sent[2:LONGEST_SEQUENCE], 3):
-        if 0x40 <= byte <= 0x7E:
-            return at
-    return LONGEST_SEQUENCE if len(sent) >= LONGEST_SEQUENCE else 0
+        self._rest += sent
+        while found := KEY.match(self._rest):
+            self._rest = self._rest[found.end() :]
+            sequence = found[1] or found[2] or b""
+            key = SEQUENCES.get(sequence) or (found[3] or b"").decode("ascii", "ignore")
+            if key:
+                yield key
 
 
 class Keyboard:
-    """The keys of a terminal, while it is open.
+    """The keys of a terminal, while it is open; `on_key` is told of each."""
 
-    Attributes:
-        on_key: told of each key.
-    """
-
-    def __init__(self, fd: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.on_key: Callable[[str], None]
+    def __init__(
+        self, fd: int, loop: asyncio.AbstractEventLoop, on_key: Callable[[str], None]
+    ) -> None:
+        self._on_key = on_key
         self._fd = fd
         self._loop = loop
         self._before: list[Any] | None = None
@@ -154,9 +106,9 @@ class Keyboard:
             sent = b""  # the terminal has gone
         if not sent:
             self._loop.remove_reader(self._fd)
-            self.on_key("q")
+            self._on_key("q")
         for key in self._decoder.keys(sent):
-            self.on_key(key)
+            self._on_key(key)
 
 
 ORDERS: Final = ("number", "name", "memory", "time")
@@ -199,20 +151,18 @@ class View:
             case "s":
                 self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
             case "j" | "down":
-                self._scroll(1)
+                self.offset += 1
             case "k" | "up":
-                self._scroll(-1)
+                self.offset -= 1
             case " " | "page down":
-                self._scroll(self.page)
+                self.offset += self.page
             case "b" | "page up":
-                self._scroll(-self.page)
+                self.offset -= self.page
             case "g" | "home":
                 self.offset = 0
             case "G" | "end":
                 self.offset = self.bottom
-
-    def _scroll(self, lines: int) -> None:
-        self.offset = max(0, min(self.offset + lines, self.bottom))
+        self.offset = max(0, min(self.offset, self.bottom))
 
 
 COLORS: Final = ("cyan", "magenta", "green", "yellow", "blue")
@@ -224,20 +174,22 @@ WIDE: Final = 110
 """Columns from which on bars are long, and the device's name stands beside them."""
 
 
-def device_lines(devices: Sequence[DeviceStatus], width: int) -> Iterator[Line]:
+def device_lines(devices: Sequence[DeviceStatus], width: int) -> Iterator[Text]:
     """A line of bars for each device, and one for who holds it."""
-    names = [device_name(device) for device in devices]
+    names = [tables.device_name(device) for device in devices]
     margin = min(max(map(len, names), default=0), max(8, width // 4))
     for name, device in zip(names, devices, strict=True):
-        head = cut(name, margin).ljust(margin + GAP)
-        if device.aside is not None:
-            told = f"set aside: {printable(device.aside)}"
-            yield [(head, "bold"), (cut(told, width - margin - GAP), "bold red")]
+        head = cut(text(name, "bold"), margin)
+        head.align("left", margin + GAP)
+        if device.aside is None:
+            line = Text.assemble(head, *_bars(device, width))
         else:
-            yield within([(head, "bold"), *_bars(device, width)], width)
-        told = printable("  ".join(held_by(device)))
-        if told:
-            yield [(" " * (margin + GAP), ""), (cut(told, width - margin - GAP), "dim")]
+            aside = printable(f"set aside: {device.aside}")
+            line = Text.assemble(head, (aside, "bold red"))
+        yield cut(line, width)
+        if holders := printable("  ".join(tables.held_by(device))):
+            line = Text.assemble(" " * (margin + GAP), (holders, "dim"))
+            yield cut(line, width)
 
 
 def _bars(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
@@ -249,7 +201,7 @@ def _bars(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
             part = device.used / device.memory
             yield ("  ", "")
             yield from part_bar(part, long // 2, "red" if part > 0.9 else "blue")
-        yield (f" {memory(device)}", "")
+        yield (f" {tables.memory(device)}", "")
     if device.utilisation is not None:
         if width >= WIDE:
             yield ("  ", "")
@@ -281,12 +233,8 @@ KEYS: Final = "q quit  p pause  s sort  j/k scroll"
 
 
 def board(
-    status: aiogpu.types.NodeStatus,
-    view: View,
-    width: int,
-    height: int,
-    note: str = "",
-) -> list[Line]:
+    status: NodeStatus, view: View, width: int, height: int, note: str = ""
+) -> list[Text]:
     """The screen: a line on top, as much of the picture as there is room for, keys.
 
     Args:
@@ -300,96 +248,56 @@ def board(
     room = max(1, height - 2)
     view.fit(len(body), room)
     shown = [
-        within(line() if callable(line) else line, width)
+        line() if callable(line) else cut(line, width)
         for line in body[view.offset : view.offset + room]
     ]
-    shown += [[] for _ in range(room - len(shown))]
-    return [_top(status, view, width, note), *shown, _keys(view, len(body), width)]
-
-
-def _top(status: aiogpu.types.NodeStatus, view: View, width: int, note: str) -> Line:
-    said = " PAUSED " if view.is_paused else ""
-    said = f"{said} {note}" if note else said
-    left = cut(f"aiogpu  {printable(summary(status))}", max(0, width - len(said) - 1))
-    blanks = " " * max(0, width - len(left) - len(said))
-    return [(left, "bold"), (blanks, ""), (cut(said, width), "bold reverse yellow")]
-
-
-def _keys(view: View, count: int, width: int) -> Line:
-    told = f"{KEYS}  by {view.order}"
-    last = min(view.offset + view.page, count)
-    place = "" if not view.bottom else f"  {view.offset + 1}-{last} of {count}"
-    return [(cut(told + place, width).ljust(width), "reverse")]
+    shown += [Text() for _ in range(room - len(shown))]
+    said = (
+        f"{' PAUSED ' * view.is_paused} {note}" if note else " PAUSED " * view.is_paused
+    )
+    top = cut(text(f"aiogpu  {summary(status)}", "bold"), width - len(said) - 1)
+    top.align("left", max(0, width - len(said)))
+    top = cut(Text.assemble(top, (said, "bold reverse yellow")), width)
+    last = min(view.offset + view.page, len(body))
+    place = f"  {view.offset + 1}-{last} of {len(body)}" if view.bottom else ""
+    keys = cut(Text(f"{KEYS}  by {view.order}{place}", "reverse"), width)
+    keys.align("left", width)
+    return [top, *shown, keys]
 
 
 def picture(
-    status: aiogpu.types.NodeStatus, order: str, width: int
-) -> Iterator[Line | Callable[[], Line]]:
+    status: NodeStatus, order: str, width: int
+) -> Iterator[Text | Callable[[], Text]]:
     """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
-    tasks = held_tasks(status)
-    clients, held = shown_clients(status), status.placements
-    parts = (
-        (f"waiting: {status.waiting_count}", shape_table(status.shapes)),
-        (f"running and leased: {len(tasks)}", held_table(status, tasks, order)),
-        (f"placements: {len(held)}", placement_table(held, status)),
-        (f"programs: {len(clients)}", client_table(clients)),
-        (f"actors: {len(status.actors)}", actor_table(status.actors, status)),
-        ("failed lately", failure_table(status.failures, status)),
-    )
-    for title, table in parts:
-        if table.rows:
-            yield []
-            yield [(title, "bold underline")]
-            yield from drawers(table, width)
-        if status.reservation is not None and title.startswith("waiting"):
-            told = f"kept for {status.reservation.name}: {status.reservation}"
-            yield [(cut(printable(told), width), "cyan")]
-    if not tasks and not status.waiting_count:
-        yield []
-        yield [("Nothing runs, and nothing waits.", "dim")]
-
-
-def held_table(
-    status: aiogpu.types.NodeStatus, tasks: list[TaskStatus], order: str
-) -> Table:
-    """The tasks on workers with what they hold, in one of the `ORDERS`."""
     holders = {
         (holder.pid, holder.task): holder
         for device in status.devices
         for holder in device.holders
     }
-    programs = Programs(status)
-    columns = (
-        Column("TASK", is_number=True),
-        Column("NAME", least=10),
-        Column("STATE"),
-        Column("PID", is_number=True, rank=2),
-        Column("PROGRAM", least=8, rank=3),
-        Column("HOLDS", least=12, rank=4),
-        Column("FOR", is_number=True, rank=1),
-        Column("MEMORY", is_number=True, rank=5),
-        Column("WHY", least=10, rank=6),
-    )
-    rows = [
+    tasks = in_order(held_tasks(status), holders, order)
+    clients, groups = shown_clients(status), status.placements
+    for title, table in (
+        (f"waiting: {status.waiting_count}", tables.shape_table(status.shapes, status)),
         (
-            *(str(one.id), one.name, state(state_of(one))),
-            *(pid(one.pid), programs[one.client]),
-            terms(one.request.items()),
-            *_use(holders.get((one.pid, one.name))),
-            one.reason or "",
-        )
-        for one in in_order(tasks, holders, order)
-    ]
-    return Table(columns, rows)
-
-
-def _use(holder: Holder | None) -> tuple[str, str]:
-    """For how long it holds its devices, and how much memory of them it uses."""
-    if holder is None:
-        return "", ""
-    seconds = "" if holder.seconds is None else span(holder.seconds)
-    return seconds, "" if holder.used is None else amount(holder.used, "0")
+            f"running and leased: {len(tasks)}",
+            tables.held_table(tasks, status, holders),
+        ),
+        (f"placements: {len(groups)}", tables.placement_table(groups, status)),
+        (f"programs: {len(clients)}", tables.client_table(clients, status)),
+        (f"actors: {len(status.actors)}", tables.actor_table(status.actors, status)),
+        ("failed lately", tables.failure_table(status.failures, status)),
+    ):
+        if table.rows:
+            yield Text()
+            yield Text(title, "bold underline")
+            yield from drawers(table, width)
+        if status.reservation is not None and title.startswith("waiting"):
+            told = f"kept for {status.reservation.name}: {status.reservation}"
+            yield text(told, "cyan")
+    if not tasks and not status.waiting_count:
+        yield Text()
+        yield Text("Nothing runs, and nothing waits.", "dim")
 
 
 def in_order(
@@ -399,18 +307,16 @@ def in_order(
 ) -> list[TaskStatus]:
     """The tasks as the view wants them; what is large, or old, comes first."""
 
-    def size(task: TaskStatus) -> tuple[float, int]:
+    def key(task: TaskStatus) -> tuple[str | float, int]:
         holder = holders.get((task.pid, task.name))
-        if holder is None:
+        if order == "name":
+            return task.name, task.id
+        if order == "number" or holder is None:
             return 1.0, task.id
         much = holder.used if order == "memory" else holder.seconds
         return -(much or 0.0), task.id
 
-    if order == "name":
-        return sorted(tasks, key=lambda task: (task.name, task.id))
-    if order in ("memory", "time"):
-        return sorted(tasks, key=size)
-    return sorted(tasks, key=lambda task: task.id)
+    return sorted(tasks, key=key)
 
 
 LATE: Final = 3.0
@@ -464,13 +370,14 @@ class Top:
         self._node = node
         self._interval = interval
         self._view = View()
-        self._seen: aiogpu.types.NodeStatus | None = None
         self._seen_at = time.monotonic()
         self._changed = asyncio.Event()
         self._code = 0
-        self._picture = Picture(is_live=True, is_whole_screen=True)
-        self._keyboard: Keyboard | None = None
+        self._screen = live(is_whole_screen=True)
         self._loop = asyncio.get_running_loop()
+        self._keyboard: Keyboard | None = None
+        if sys.stdin.isatty():
+            self._keyboard = Keyboard(sys.stdin.fileno(), self._loop, self._press)
 
     async def run(self) -> int:
         """Show it until the person quits or a signal comes; gives the exit code.
@@ -479,38 +386,35 @@ class Top:
             AiogpuError: the node cannot be asked any more.
         """
         self._seen = await self._node.status()
-        if sys.stdin.isatty():
-            self._keyboard = Keyboard(sys.stdin.fileno(), self._loop)
-            self._keyboard.on_key = self._press
         asking = self._loop.create_task(self._ask())
         asking.add_done_callback(lambda _: self._changed.set())
         try:
-            self._hear_signals()
+            for number in ENDING:
+                self._loop.add_signal_handler(number, self._end, number)
+            self._loop.add_signal_handler(signal.SIGWINCH, self._changed.set)
+            self._loop.add_signal_handler(signal.SIGTSTP, self._stop)
             self._enter()
-            await self._show(asking)
+            while not self._view.has_ended:
+                if asking.done():
+                    asking.result()
+                self._draw()
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LATE + self._interval):
+                        await self._changed.wait()
         finally:
             self._leave()
             asking.cancel()
             await asyncio.wait([asking])
         return self._code
 
-    async def _show(self, asking: asyncio.Task[None]) -> None:
-        while not self._view.has_ended:
-            if asking.done():
-                asking.result()
-            self._draw()
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LATE + self._interval):
-                    await self._changed.wait()
-
     def _draw(self) -> None:
-        assert self._seen is not None
-        picture, age = self._picture, time.monotonic() - self._seen_at
+        age = time.monotonic() - self._seen_at
         is_late = age > LATE + self._interval and not self._view.is_paused
         note = f"no answer for {span(age)}" if is_late else ""
-        size = picture.width, picture.height
-        picture.draw(board(self._seen, self._view, *size, note))
+        size = self._screen.console.size
+        lines = board(self._seen, self._view, size.width, size.height, note)
+        self._screen.update(Group(*lines), refresh=True)
 
     async def _ask(self) -> None:
         """Ask again and again."""
@@ -528,22 +432,15 @@ class Top:
     def _enter(self) -> None:
         if self._keyboard is not None:
             self._keyboard.open()
-        self._picture.__enter__()
+        self._screen.start()
 
     def _leave(self) -> None:
         """Give the terminal back."""
         try:
-            self._picture.__exit__(None, None, None)
+            self._screen.stop()
         finally:
             if self._keyboard is not None:
                 self._keyboard.close()
-
-    def _hear_signals(self) -> None:
-        add = self._loop.add_signal_handler
-        for number in ENDING:
-            add(number, self._end, number)
-        add(signal.SIGWINCH, self._changed.set)
-        add(signal.SIGTSTP, self._stop)
 
     def _end(self, number: signal.Signals) -> None:
         self._code = 128 + number

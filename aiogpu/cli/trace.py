@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import click
 
-import aiogpu
 from aiogpu.cli import connect
-from aiogpu.engines.base import NodeOptions
 from aiogpu.observe.trace import trace_of
-
-if TYPE_CHECKING:
-    from aiogpu.observe.recorder import Span
-
 
 STDOUT: Final = "-"
 
@@ -40,8 +34,7 @@ def timeline(out: str, address: str) -> None:
       1  no node runs, or the file cannot be written
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
-    connect.check_there(address)
-    spans = aiogpu.run(_spans_of(connect.where(address)))
+    spans = connect.ask(address, lambda node: node.timeline(), patience=None)
     text = json.dumps(trace_of(spans), separators=(",", ":"))
     if out == STDOUT:
         click.echo(text)
@@ -55,18 +48,6 @@ def timeline(out: str, address: str) -> None:
     )
 
 
-async def _spans_of(path: str) -> list[Span]:
-    from aiogpu.engines.remote import RemoteEngine
-
-    options = NodeOptions(only_looks=True, log_to_driver=False)
-    engine = RemoteEngine(path, options, asyncio.get_running_loop())
-    await engine.open()
-    try:
-        return await engine.timeline()
-    finally:
-        await engine.close()
-
-
 def _write(path: str, text: str) -> None:
     """Write it beside its place first: nobody finds half of it.
 
@@ -74,15 +55,11 @@ def _write(path: str, text: str) -> None:
     """
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
         return
-    half = f"{path}.{os.getpid()}"
+    half = Path(f"{path}.{os.getpid()}")
     try:
-        with open(half, "x", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-        os.replace(half, path)
-    except BaseException:
-        if os.path.exists(half):
-            os.unlink(half)
-        raise
+        half.write_text(f"{text}\n", encoding="utf-8")
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)

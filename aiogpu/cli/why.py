@@ -9,7 +9,8 @@ import click
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.tables import full_name, task_table
-from aiogpu.cli.terminal import print_table, printable_all, text_of
+from aiogpu.cli.terminal import print_table, printable_all
+from aiogpu.core.model.text import printable
 
 COMPLETED: Final = 1.0
 """Seconds that a node has to tell which tasks there are, when a shell asks."""
@@ -75,7 +76,7 @@ async def _of_name(node: connect.Node, name: str) -> None:
         known = "the first 100 of those that wait are known by name"
         left = status.waiting_count > len(status.waiting)
         raise click.ClickException(
-            f"no task and no actor named {text_of(name)!r} waits or runs"
+            f"no task and no actor named {printable(name)!r} waits or runs"
             f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
         )
     if len(found) == 1:

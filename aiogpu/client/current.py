@@ -108,39 +108,6 @@ method_called: Final = ContextVar("aiogpu_method", default="")
 """What an actor's running call names as its method, with what `worker.chunk` adds."""
 
 
-passing: dict[int, list[int]] = {}
-"""By thread, actors to which it has pickled handles that it has not sent yet."""
-
-
-kept: dict[int, list[object]] = {}
-"""By thread, what keeps these actors alive, in a program."""
-
-
-def note_passed(actor: int, tie: object = None) -> None:
-    """This thread pickles a handle to an actor, for what it sends next.
-
-    Args:
-        actor: its id.
-        tie: what keeps it alive until that was sent; None in a worker.
-    """
-    me = get_ident()
-    passing.setdefault(me, []).append(actor)
-    if tie is not None:
-        kept.setdefault(me, []).append(tie)
-
-
-def take_kept() -> list[object]:
-    """What keeps the actors alive whose handles are in what this thread sends next."""
-    me = get_ident()
-    passing.pop(me, None)
-    return kept.pop(me, [])
-
-
-def take_passing() -> tuple[int, ...]:
-    """The actors to which what this thread sends next holds handles."""
-    return tuple(passing.pop(get_ident(), ()))
-
-
 current = Context()
 """The context of this process."""
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.serialization.serializer import RETRY_NONE, Retried, dump_whole
 from aiogpu.wire.messages import SERIAL
+
+if TYPE_CHECKING:
+    from aiogpu.serialization.references import ActorReference
 
 _NO_WINDOWS: Final[Mapping[str, int]] = {}
 
@@ -26,10 +29,15 @@ _function_ids: Final = count(1)
 
 @dataclass(slots=True, eq=False)
 class Function:
-    """A function as workers get it: sent once to each, known by its id."""
+    """A function as workers get it: sent once to each, known by its id.
+
+    Attributes:
+        actors: those to which it holds handles, in the process that has defined it.
+    """
 
     id: int
     payload: bytes
+    actors: tuple[ActorReference, ...] = ()
 
 
 def new_function_id() -> int:

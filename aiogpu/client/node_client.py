@@ -8,19 +8,18 @@ does no I/O: the subclass implements `send`, and gives `take` each message that 
 from __future__ import annotations
 
 from _thread import allocate_lock
-from collections.abc import Iterable
 from itertools import count
-from typing import TYPE_CHECKING, Final, Self
-from weakref import finalize
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from aiogpu.client.current import current
-from aiogpu.client.references import Loan, Loans, SharedResults
-from aiogpu.errors import SerializationError
+from aiogpu.client.references import Loan, Loans
+from aiogpu.errors import SerializationError, TaskCancelledError
+from aiogpu.serialization.exceptions import RAISED, pack_failure
+from aiogpu.serialization.payload import result_part
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
     NUMBER_BITS,
     Ask,
-    Carried,
     ChildDemand,
     ChildDone,
     ChildFailed,
@@ -33,7 +32,9 @@ from aiogpu.wire.messages import (
     Hold,
     Make,
     Message,
-    Release,
+    Put,
+    PutFailed,
+    Share,
     Stop,
     Submit,
     Withdraw,
@@ -46,6 +47,154 @@ if TYPE_CHECKING:
 DECLARED: Final = 512
 """Functions that the node is taken to know; then all are declared anew. The node keeps
 more, so that it never forgets one that a client still counts on."""
+
+
+OWN_FRAMES: Final = "/aiogpu/"
+"""Marks frames that a user's traceback leaves out."""
+
+
+class Shareable(Protocol):
+    """The handle of a child, as it is given to others.
+
+    Attributes:
+        task_name: name of the task.
+        task_id: its number among the children.
+        raw: the value pickled, if it is there.
+        error: why there will be no result, None if there is one or may be.
+        part: which of several results of the child it is; -1 for all of it.
+    """
+
+    task_name: str
+    task_id: int
+    raw: bytes | None
+    error: BaseException | None
+    part: int
+
+    def cancelled(self) -> bool:
+        """Return whether it was cancelled."""
+        ...
+
+
+class _Due(NamedTuple):
+    """A result that was shared before it came.
+
+    Attributes:
+        loan: of the value; it is needed until the answer was passed on.
+        part: which of several results it is; -1 for all of it.
+        name: of the task.
+    """
+
+    loan: Loan
+    part: int
+    name: str
+
+
+class SharedResults:
+    """The values that this process gives to others: what it puts, and its results.
+
+    Attributes:
+        due: what was shared before its answer came, by child.
+    """
+
+    def __init__(self, client: NodeClient) -> None:
+        self.due: dict[int, list[_Due]] = {}
+        self._client = client
+
+    def put(self, payload: bytes) -> Loan:
+        """Have a value kept; this process holds it."""
+        return self._lent(Put(self._client.new_id(), payload))
+
+    def share(self, handle: Shareable) -> Loan:
+        """What others refer to who are given a handle of a child; see `Family`."""
+        if _is_due(handle):
+            return self._share_due(handle)
+        identity = self._client.new_id()
+        if handle.raw is not None:
+            return self._lent(Put(identity, handle.raw))
+        error = handle.error
+        if handle.cancelled() or error is None:
+            error = TaskCancelledError(f"{handle.task_name} was cancelled.")
+        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+        return self._lent(PutFailed(identity, *failed.why))
+
+    def _share_due(self, handle: Shareable) -> Loan:
+        """Share a result that the handle does not have yet.
+
+        The answer may have come: the driver keeps no answer that it has sent. So it is
+        read here, and `pass_on` sends it back as the value. The handle itself may learn
+        of it later, in a turn of its loop.
+        """
+        loan = self._client.own(self._client.new_id())
+        due = _Due(loan, handle.part, handle.task_name)
+        self.due.setdefault(handle.task_id, []).append(due)
+        self._client.read()
+        if due in self.due.get(handle.task_id, ()):
+            self._client.send(Share(loan.id, handle.task_id, handle.part))
+        return loan
+
+    def promise(self) -> Loan:
+        """What others refer to before its task is started; said by `keep` or `fail`."""
+        return self._client.own(self._client.new_id())
+
+    def keep(self, loan: Loan, handle: Shareable) -> None:
+        """The task of what was promised is started: its result is that value."""
+        self._client.send(Share(loan.id, handle.task_id, handle.part))
+        due = self.due.setdefault(handle.task_id, [])
+        due.append(_Due(loan, handle.part, handle.task_name))
+
+    def fail(self, loan: Loan, error: BaseException) -> None:
+        """What was shared, or promised, will never be there."""
+        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+        self._client.send(PutFailed(loan.id, *failed.why))
+
+    def withdraw(self, child: int) -> None:
+        """A child is cancelled: nobody else will say so of its result."""
+        for due in self.due.pop(child, ()):
+            self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
+
+    def drop(self, child: int, loan: object) -> None:
+        """One of a child's several results is cancelled; the others may still come."""
+        kept = [due for due in self.due.get(child, ()) if due.loan is not loan]
+        for due in self.due.pop(child, ()):
+            if due.loan is loan:
+                self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
+        if kept:
+            self.due[child] = kept
+
+    def due_now(self) -> dict[int, tuple[_Due, ...]]:
+        """A copy of `due`."""
+        return {child: tuple(due) for child, due in self.due.items()}
+
+    def forget(self, told: dict[int, tuple[_Due, ...]]) -> None:
+        """The driver itself passes on these results when they come."""
+        for child, over in told.items():
+            # Another thread may have shared one of them again meanwhile.
+            left = [due for due in self.due.pop(child, ()) if due not in over]
+            if left:
+                self.due[child] = left
+
+    def _lent(self, message: Put | PutFailed | Share) -> Loan:
+        loan = self._client.own(message.value)
+        self._client.send(message)
+        return loan
+
+    def pass_on(self, message: Message) -> None:
+        """Tell the driver the answer of a child that was shared while it was due.
+
+        It may have told it before it heard that; then nobody else has it.
+        """
+        if not isinstance(message, ChildDone | ChildFailed):
+            return
+        for due in self.due.pop(message.child, ()):
+            if isinstance(message, ChildFailed):
+                self._client.send(PutFailed(due.loan.id, *message[1:]))
+            else:
+                payload = result_part(message.payload, due.part)
+                self._client.send(Put(due.loan.id, payload))
+
+
+def _is_due(handle: Shareable) -> bool:
+    return handle.raw is None and handle.error is None and not handle.cancelled()
 
 
 class NodeClient:
@@ -85,12 +234,8 @@ class NodeClient:
     def read(self) -> None:
         """Take in what has come, where nothing else does that."""
 
-    def _prepare(self, name: str, has_payload: bool) -> None:
-        """Send what must precede the next request.
-
-        Args:
-            name: what is asked for, for messages.
-            has_payload: whether that request may contain handles of this process.
+    def _prepare(self, name: str) -> None:
+        """Send what must precede the next request; `name` is what is asked for.
 
         Raises:
             MisuseError: the task that asks has ended.
@@ -108,8 +253,19 @@ class NodeClient:
             raise too_large(f"the arguments of {func.spec.name}.remote()", payload)
 
     def own(self, identity: int) -> Loan:
-        """A value that this process has just put, as one that was lent to it."""
+        """What this process has just put, made or asked for, as lent to it."""
         return self.loans.own(identity)
+
+    def actor(self, identity: int) -> Loan:
+        """What keeps an actor alive to which a handle is being unpickled.
+
+        As a part of a function that comes unannounced: the node is told then.
+        """
+        loan = self.loans.find(identity)
+        if loan is None:
+            loan = self.own(identity)
+            self.send(Hold(identity))
+        return loan
 
     def new_id(self) -> int:
         """An id for a value or an actor that no other process uses."""
@@ -140,8 +296,10 @@ class NodeClient:
             MisuseError: the task that asks has ended.
         """
         self._check(func, payload)
+        if func.function.actors:
+            payload = self.loans.with_actors(payload, func.function.actors)
         with self._requesting:
-            self._prepare(func.spec.name, has_payload=True)
+            self._prepare(func.spec.name)
             if func.id not in self._declared:
                 self.declare(func)
             number = self.expect(receiver)
@@ -164,9 +322,11 @@ class NodeClient:
             get_if_exists: whether the living actor of that name is as good.
         """
         self._check(func, payload)
+        if func.function.actors:
+            payload = self.loans.with_actors(payload, func.function.actors)
         namespace, name = key or ("", "")
         with self._requesting:
-            self._prepare(func.spec.name, has_payload=True)
+            self._prepare(func.spec.name)
             if func.id not in self._declared:
                 self.declare(func)
             actor = self.new_id()
@@ -176,7 +336,7 @@ class NodeClient:
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; gives the call's number."""
         with self._requesting:
-            self._prepare(method, has_payload=True)
+            self._prepare(method)
             number = self.expect(receiver)
             self.send(Ask(current.task, number, actor, method, payload))
         return number
@@ -184,7 +344,7 @@ class NodeClient:
     def fetch(self, value: int, receiver: Receiver) -> int:
         """Ask for a value; gives the question's number."""
         with self._requesting:
-            self._prepare("a task", has_payload=False)
+            self._prepare("a task")
             number = self.expect(receiver)
             self.send(Fetch(current.task, number, value))
         return number
@@ -192,18 +352,10 @@ class NodeClient:
     def find(self, name: str, namespace: str, receiver: Receiver) -> int:
         """Ask which actor has a name; gives the question's number."""
         with self._requesting:
-            self._prepare(name, has_payload=False)
+            self._prepare(name)
             number = self.expect(receiver)
             self.send(Find(number, name, namespace))
         return number
-
-    def hold(self, actor: int) -> None:
-        """A handle to an actor has come to this process."""
-        self.send(Hold(actor))
-
-    def drop(self, actor: int) -> None:
-        """The last handle to an actor is gone; called in any thread."""
-        self.send(Release(actor))
 
     def stop(self, actor: int, how: str) -> None:
         """End an actor; see `wire.messages.Stop` for how."""
@@ -252,11 +404,6 @@ class NodeClient:
                 receiver.reject(Failed(*message))
                 self.upsets += 1
             return True
-        if isinstance(message, Carried):
-            receiver = self._receivers.get(message.child)
-            # A receiver in a wrapper is the handle that outlives the answer.
-            hold_for(getattr(receiver, "receiver", receiver), message.actors, self)
-            return True
         return False
 
     def _take_stray(self, failed: ChildFailed) -> None:
@@ -269,20 +416,3 @@ def too_large(what: str, payload: bytes) -> SerializationError:
         f"{what}: {len(payload)} bytes when pickled; a call carries at most "
         f"{LARGEST_PAYLOAD}. Pass the path of a file, or split it over several calls."
     )
-
-
-def hold_for(receiver: object, actors: Iterable[int], client: NodeClient) -> None:
-    """Have actors live as long as the handle whose result they are in.
-
-    Whoever unpickles that result holds them himself, from then on.
-
-    Args:
-        receiver: the handle; None if nobody wants the result any more.
-        actors: their ids; each counts as held by this process.
-        client: says that this process holds one no more.
-    """
-    for actor in actors:
-        if receiver is None:
-            client.drop(actor)
-        else:
-            finalize(receiver, client.drop, actor).atexit = False

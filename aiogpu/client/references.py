@@ -5,8 +5,7 @@ payload, no handle and no mapping in this process needs it any more; the driver 
 so at the next opportunity. A segment that the worker has written is written again when
 the driver says that nobody reads it any more. Descriptors of segments have a socket of
 their own, which is connected when it is first needed; each is matched by the id of its
-segment, since it comes before or after the message that names that. `SharedResults` are
-the values that this process gives to others: what it puts, and its children's results.
+segment, since it comes before or after the message that names that.
 """
 
 from __future__ import annotations
@@ -16,37 +15,34 @@ import select
 import socket
 from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakValueDictionary
 
 from aiogpu.client.current import current
-from aiogpu.errors import NodeClosedError, TaskCancelledError
+from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import check_server
 from aiogpu.memory.segment import spill_directory
-from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import (
     Contents,
     Payload,
     is_compound,
-    result_part,
     unpack,
 )
-from aiogpu.serialization.references import SHARED_FROM, PickledValue
+from aiogpu.serialization.references import (
+    SHARED_FROM,
+    ActorReference,
+    PickledValue,
+)
 from aiogpu.wire.messages import (
     FIRST_SEGMENT,
     OWNER_BITS,
     WARM_BYTES,
-    ChildDone,
-    ChildFailed,
     ChildItems,
     Message,
-    Put,
-    PutFailed,
     Recycle,
     Returned,
-    Share,
 )
 
 if TYPE_CHECKING:
@@ -188,7 +184,7 @@ class Loans:
     def borrow(self, payload: bytes) -> Payload:
         """Take in a parcel: what it names was lent to this process, once more."""
         contents = unpack(payload)
-        things = [*contents.values]
+        things = [*contents.values, *contents.actors]
         if contents.segment:
             things.append(contents.segment)
         holds = tuple(map(self._note, things))
@@ -215,6 +211,21 @@ class Loans:
     def loan(self, identity: int) -> Loan:
         """The loan of a value to which a handle is being unpickled."""
         return self._loans[identity]
+
+    def find(self, identity: int) -> Loan | None:
+        """The loan of something that may not have been lent."""
+        return self._loans.get(identity)
+
+    def with_actors(self, payload: bytes, actors: Sequence[ActorReference]) -> Payload:
+        """A payload that has been made, and that keeps these actors alive as well."""
+        ids = tuple(actor.id for actor in actors)
+        if type(payload) is Payload:
+            contents = payload.contents
+            contents = contents._replace(actors=contents.actors + ids)
+            packed = Payload.of(contents, (*payload.holds, *actors), self)
+            packed.is_shown = payload.is_shown
+            return packed
+        return Payload.of(Contents(payload, actors=ids), tuple(actors), self)
 
     def end(self, identity: int, count: int) -> None:
         """A loan has ended: in whichever thread, maybe by the collector."""
@@ -320,8 +331,9 @@ class Loans:
                 part if type(part) is bytes else self.pack(part)
                 for part in outgoing.parts
             ),
-            values=tuple(reference.id for reference in outgoing.references),
+            values=outgoing.values,
             returns=outgoing.returns,
+            actors=outgoing.actors,
         )
         hold: Loan | Written | None = None
         shown = None
@@ -554,182 +566,3 @@ class Descriptors:
         """This process is a fork of the worker: it must not speak for it."""
         if self._socket is not None:
             self._socket.close()
-
-
-OWN_FRAMES: Final = "/aiogpu/"
-"""Marks frames that a user's traceback leaves out."""
-
-
-class Conversation(Protocol):
-    """This process's conversation with its node; see `client.node_client`."""
-
-    def send(self, message: Message) -> None:
-        """Say something to the node."""
-        ...
-
-    def read(self) -> None:
-        """Take in what has come."""
-        ...
-
-    def new_id(self) -> int:
-        """An id for a value that no other process uses."""
-        ...
-
-    def own(self, identity: int) -> Loan:
-        """A value that this process has just put, as one that was lent to it."""
-        ...
-
-
-class Shareable(Protocol):
-    """The handle of a child, as it is given to others; see `SharedResults`."""
-
-    @property
-    def task_name(self) -> str:
-        """Name of the task."""
-        ...
-
-    @property
-    def child(self) -> int:
-        """Its number among the children."""
-        ...
-
-    @property
-    def raw(self) -> bytes | None:
-        """The value pickled, if it is there."""
-        ...
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why there will be no result, None if there is one or may be."""
-        ...
-
-    @property
-    def part(self) -> int:
-        """Which of several results of the child it is; -1 for all of it."""
-        ...
-
-    def cancelled(self) -> bool:
-        """Return whether it was cancelled."""
-        ...
-
-
-class _Due(NamedTuple):
-    """A result that was shared before it came.
-
-    Attributes:
-        loan: of the value; it is needed until the answer was passed on.
-        part: which of several results it is; -1 for all of it.
-        name: of the task.
-    """
-
-    loan: Loan
-    part: int
-    name: str
-
-
-class SharedResults:
-    """See above.
-
-    Attributes:
-        due: what was shared before its answer came, by child.
-    """
-
-    def __init__(self, client: Conversation) -> None:
-        self.due: dict[int, list[_Due]] = {}
-        self._client = client
-
-    def put(self, payload: bytes) -> Loan:
-        """Have a value kept; this process holds it."""
-        return self._lent(Put(self._client.new_id(), payload))
-
-    def share(self, handle: Shareable) -> Loan:
-        """What others refer to who are given a handle of a child; see `Family`."""
-        if _is_due(handle):
-            return self._share_due(handle)
-        identity = self._client.new_id()
-        if handle.raw is not None:
-            return self._lent(Put(identity, handle.raw))
-        error = handle.error
-        if handle.cancelled() or error is None:
-            error = TaskCancelledError(f"{handle.task_name} was cancelled.")
-        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-        return self._lent(PutFailed(identity, *failed.why))
-
-    def _share_due(self, handle: Shareable) -> Loan:
-        """Share a result that the handle does not have yet.
-
-        The answer may have come: the driver keeps no answer that it has sent. So it is
-        read here, and `pass_on` sends it back as the value. The handle itself may learn
-        of it later, in a turn of its loop.
-        """
-        loan = self._client.own(self._client.new_id())
-        due = _Due(loan, handle.part, handle.task_name)
-        self.due.setdefault(handle.child, []).append(due)
-        self._client.read()
-        if due in self.due.get(handle.child, ()):
-            self._client.send(Share(loan.id, handle.child, handle.part))
-        return loan
-
-    def promise(self) -> Loan:
-        """What others refer to before its task is started; said by `keep` or `fail`."""
-        return self._client.own(self._client.new_id())
-
-    def keep(self, loan: Loan, handle: Shareable) -> None:
-        """The task of what was promised is started: its result is that value."""
-        self._client.send(Share(loan.id, handle.child, handle.part))
-        due = self.due.setdefault(handle.child, [])
-        due.append(_Due(loan, handle.part, handle.task_name))
-
-    def fail(self, loan: Loan, error: BaseException) -> None:
-        """What was shared, or promised, will never be there."""
-        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-        self._client.send(PutFailed(loan.id, *failed.why))
-
-    def withdraw(self, child: int) -> None:
-        """A child is cancelled: nobody else will say so of its result."""
-        for due in self.due.pop(child, ()):
-            self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
-
-    def drop(self, child: int, loan: object) -> None:
-        """One of a child's several results is cancelled; the others may still come."""
-        kept = [due for due in self.due.get(child, ()) if due.loan is not loan]
-        for due in self.due.pop(child, ()):
-            if due.loan is loan:
-                self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
-        if kept:
-            self.due[child] = kept
-
-    def due_now(self) -> dict[int, tuple[_Due, ...]]:
-        """A copy of `due`."""
-        return {child: tuple(due) for child, due in self.due.items()}
-
-    def forget(self, told: dict[int, tuple[_Due, ...]]) -> None:
-        """The driver itself passes on these results when they come."""
-        for child, over in told.items():
-            # Another thread may have shared one of them again meanwhile.
-            left = [due for due in self.due.pop(child, ()) if due not in over]
-            if left:
-                self.due[child] = left
-
-    def _lent(self, message: Put | PutFailed | Share) -> Loan:
-        loan = self._client.own(message.value)
-        self._client.send(message)
-        return loan
-
-    def pass_on(self, message: Message) -> None:
-        """Tell the driver the answer of a child that was shared while it was due.
-
-        It may have told it before it heard that; then nobody else has it.
-        """
-        if not isinstance(message, ChildDone | ChildFailed):
-            return
-        for due in self.due.pop(message.child, ()):
-            if isinstance(message, ChildFailed):
-                self._client.send(PutFailed(due.loan.id, *message[1:]))
-            else:
-                payload = result_part(message.payload, due.part)
-                self._client.send(Put(due.loan.id, payload))
-
-
-def _is_due(handle: Shareable) -> bool:
-    return handle.raw is None and handle.error is None and not handle.cancelled()

@@ -31,34 +31,27 @@ from aiogpu.core.model.request import (
     TaskSpec,
 )
 from aiogpu.core.model.units import GPU, UNIT
-from aiogpu.errors import (
-    ProtocolError,
-)
+from aiogpu.errors import ProtocolError
 
 _AMOUNTS: Final = [(str, int)]
-
-
 _SECONDS: Final = int | float | None
-
-
 _WHERE: Final = Maybe((int, (int, int), str))
-
-
-_ACTING: Final = Maybe(
-    (str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS),
-)
-
-
-_PLACEMENT_GROUP: Final = Maybe(
-    (str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None, int)])
-)
-
-
+_ACTING: Final = Maybe((str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS))
+_BUNDLES: Final = [(_AMOUNTS, _AMOUNTS, str | None, int)]
+_PLACEMENT_GROUP: Final = Maybe((str, str, int, str, _BUNDLES))
 _FIELDS: Final = (
     *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
     *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
     *(bool, _PLACEMENT_GROUP),
 )
+_OF_REQUEST: Final = (
+    *("scalars", "devices", "accelerator_type", "spread", "gpu_memory"),
+)
+_OF_SPEC: Final = (
+    *("name", "max_calls", "max_retries", "priority", "timeout", "cancel_grace"),
+    *("is_detached", "is_endless", "retries_oom", "is_lease"),
+)
+"""Fields that are the same in `Request`, or in `TaskSpec`, and in the terms."""
 
 
 class Terms(NamedTuple):
@@ -91,31 +84,17 @@ class Terms(NamedTuple):
     def of(cls, func: FunctionSpec) -> Terms:
         """The terms of a function."""
         spec, request = func.spec, func.spec.shape.request
+        group = request.placement_group
         return cls(
-            name=spec.name,
-            scalars=request.scalars,
-            devices=request.devices,
-            accelerator_type=request.accelerator_type,
-            spread=request.spread,
+            **{name: getattr(spec, name) for name in _OF_SPEC},
+            **{name: getattr(request, name) for name in _OF_REQUEST},
             where=None if request.where is None else astuple(request.where),
-            gpu_memory=request.gpu_memory,
             environment=spec.shape.environment,
-            max_calls=spec.max_calls,
-            max_retries=spec.max_retries,
-            priority=spec.priority,
-            timeout=spec.timeout,
-            cancel_grace=spec.cancel_grace,
-            is_detached=spec.is_detached,
             is_coroutine=func.is_coroutine,
             retried=func.retried,
-            is_endless=spec.is_endless,
-            retries_oom=spec.retries_oom,
             acting=None if func.actor is None else _acting(func.actor),
             window=func.window,
-            is_lease=spec.is_lease,
-            placement_group=None
-            if request.placement_group is None
-            else _placement_group(request.placement_group),
+            placement_group=None if group is None else _placement_group(group),
         )
 
     def pack(self) -> bytes:
@@ -144,30 +123,16 @@ class Terms(NamedTuple):
 
     def func(self, function: Function) -> FunctionSpec:
         """A function of this process with these terms."""
+        where, group = self.where, self.placement_group
         request = Request(
-            self.scalars,
-            self.devices,
-            self.accelerator_type,
-            self.spread,
-            None if self.where is None else DeviceSelector(*self.where),
-            self.gpu_memory,
-            None
-            if self.placement_group is None
-            else _placement_group_of(self.placement_group),
+            **{name: getattr(self, name) for name in _OF_REQUEST},
+            where=None if where is None else DeviceSelector(*where),
+            placement_group=None if group is None else _placement_group_of(group),
         )
         spec = TaskSpec(
-            name=self.name,
+            **{name: getattr(self, name) for name in _OF_SPEC},
             shape=Shape(request, self.environment),
             function=function.id,
-            max_calls=self.max_calls,
-            max_retries=self.max_retries,
-            priority=self.priority,
-            timeout=self.timeout,
-            cancel_grace=self.cancel_grace,
-            is_detached=self.is_detached,
-            is_endless=self.is_endless,
-            retries_oom=self.retries_oom,
-            is_lease=self.is_lease,
         )
         return FunctionSpec(
             id=new_func_id(),
@@ -227,51 +192,33 @@ def _holds_something(bundle: Bundle) -> bool:
     return GPU in dict(bundle.devices) and min(others, default=1) > 0
 
 
-def _placement_group(
-    placement_group: PlacementGroupSpec | BundleRef,
-) -> tuple[Any, ...]:
+def _placement_group(group: PlacementGroupSpec | BundleRef) -> tuple[Any, ...]:
     """A placement group, or which bundle of one, as plain values."""
-    if isinstance(placement_group, BundleRef):
-        return placement_group.key, placement_group.name, placement_group.bundle, "", ()
-    return (
-        placement_group.key,
-        placement_group.name,
-        ANY,
-        placement_group.strategy,
-        tuple(map(tuple, placement_group.bundles)),
-    )
+    if isinstance(group, BundleRef):
+        return group.key, group.name, group.bundle, "", ()
+    bundles = tuple(map(tuple, group.bundles))
+    return group.key, group.name, ANY, group.strategy, bundles
 
 
 def _placement_group_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
     key, name, bundle, strategy, bundles = told
     if not bundles:
         return BundleRef(key, name, bundle)
-    return PlacementGroupSpec(
-        key, name, strategy, tuple(Bundle(*each) for each in bundles)
-    )
+    return PlacementGroupSpec(key, name, strategy, tuple(Bundle(*b) for b in bundles))
+
+
+_TABLES: Final = ("limits", "groups", "windows")
 
 
 def _acting(terms: ActorTerms) -> tuple[Any, ...]:
     """An actor's terms as what can be hashed."""
-    return (
-        terms.mode,
-        tuple(terms.limits.items()),
-        tuple(terms.groups.items()),
-        terms.max_task_retries,
-        terms.keeps_cpus,
-        terms.packed_interface(),
-        tuple(terms.windows.items()),
-    )
+    tables: dict[str, Any] = {
+        name: tuple(getattr(terms, name).items()) for name in _TABLES
+    }
+    return tuple(terms._replace(interface=terms.packed_interface(), **tables))
 
 
 def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
-    mode, limits, groups, retries, keeps_cpus, interface, windows = acting
-    return ActorTerms(
-        mode,
-        dict(limits),
-        dict(groups),
-        retries,
-        keeps_cpus,
-        interface,
-        dict(windows),
-    )
+    terms = ActorTerms(*acting)
+    tables: dict[str, Any] = {name: dict(getattr(terms, name)) for name in _TABLES}
+    return terms._replace(**tables)

@@ -13,8 +13,7 @@ import queue
 import sys
 import threading
 from contextlib import suppress
-from copy import copy
-from logging.handlers import RotatingFileHandler
+from logging.handlers import QueueHandler, RotatingFileHandler
 from typing import Final, TextIO
 
 FILE: Final = "node.log"
@@ -76,7 +75,7 @@ def _record(level: int, text: str) -> logging.LogRecord:
     return logging.LogRecord(_log.name, level, __file__, 0, text, None, None)
 
 
-class Journal(logging.Handler):
+class Journal(QueueHandler):
     """What the node logs goes through here; made to be the root logger's handler.
 
     Attributes:
@@ -84,11 +83,11 @@ class Journal(logging.Handler):
     """
 
     def __init__(self, *to: logging.Handler) -> None:
-        super().__init__()
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(WAITING)
+        super().__init__(self._lines)
         self.lost = 0
         self._before = logging.getLogger().level
         self._to = to
-        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(
             target=self._write_all, name="aiogpu-journal", daemon=True
         )
@@ -107,18 +106,8 @@ class Journal(logging.Handler):
         logging.captureWarnings(True)
         return journal
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Hand a line to the thread."""
-        line = copy(record)  # other handlers see it as it was
-        try:
-            # Here, since what it refers to may change before the thread comes to it.
-            line.msg, line.args = record.getMessage(), None
-            self._lines.put_nowait(line)
-        except Exception:  # noqa: BLE001 - a full queue, or any object's own `__str__`
-            self.handleError(record)
-
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - theirs
-        """Count the line."""
+        """Count the line: a full queue, or any object's own `__str__`."""
         self.lost += 1
 
     def _write_all(self) -> None:

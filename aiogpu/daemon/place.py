@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeRunningError, NodeStartError
+from aiogpu.linux.procfs import read_stat
 from aiogpu.runtime.directories import (
     LOGS,
     SHARED,
@@ -159,6 +160,17 @@ class Record(NamedTuple):
     ends_within: float
     version: str
 
+    @classmethod
+    def of_this_process(cls, place: Place, drain: float, ends_within: float) -> Record:
+        """What a node says of itself."""
+        from aiogpu import __version__
+
+        pid = os.getpid()
+        started = start_time(pid)
+        assert started is not None, "this process lives"
+        socket, logs = place.socket, place.logs
+        return cls(pid, started, socket, logs, drain, ends_within, __version__)
+
     @property
     def is_alive(self) -> bool:
         """True if that very process has not ended."""
@@ -166,14 +178,9 @@ class Record(NamedTuple):
 
 
 def start_time(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if it has ended (proc(5))."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # Field 3, the state, is the first after the name; field 22 is its start.
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    """When a process began, in ticks since boot; None if it has ended."""
+    stat = read_stat(pid)
+    return None if stat is None or stat.state in "ZX" else stat.start
 
 
 def read_record(path: str) -> Record | None:
@@ -185,22 +192,14 @@ def read_record(path: str) -> Record | None:
     # O_NONBLOCK: opening a named pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, flags)
-    except PermissionError:
-        raise
-    except OSError:
-        return None
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
-        fields = json.loads(os.read(descriptor, RECORD_SIZE))
-        return Record(**fields)
+        with open(path, "rb", 0, opener=lambda name, _: os.open(name, flags)) as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+            return Record(**json.loads(file.read(RECORD_SIZE)))
     except PermissionError:
         raise
     except (OSError, ValueError, TypeError):
         return None
-    finally:
-        os.close(descriptor)
 
 
 def living_node(path: str) -> Record | None:

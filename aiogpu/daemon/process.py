@@ -21,13 +21,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import aiogpu
 from aiogpu.core.model.text import span, terms
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.daemon.journal import Journal, stand_in_for_streams
-from aiogpu.daemon.place import Claim, Place, Record, check_socket, start_time
+from aiogpu.daemon.place import Claim, Place, Record, check_socket
 from aiogpu.daemon.readiness import Notifier, Ready, tell_failure, tell_ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, InternalError, NodeClosedError, NodeStartError
@@ -35,8 +34,8 @@ from aiogpu.linux.syscalls import set_process_name
 from aiogpu.runtime.directories import BACKLOG
 
 if TYPE_CHECKING:
+    from aiogpu.engines.local import LocalEngine
     from aiogpu.observe.metrics import MetricsServer
-    from aiogpu.observe.status import NodeStatus
 
 
 DRAIN: Final = 30.0
@@ -110,45 +109,10 @@ SEEN_WITHIN: Final = 10.0
 """Seconds that the loop has to answer a fetch of metrics."""
 
 
-class Node(Protocol):
-    """What serves."""
-
-    async def open(self) -> None:
-        """Be ready for clients; raises `NodeError` or `DeviceError` if it cannot."""
-        ...
-
-    async def serve(self, listening: socket.socket, logs: str, limits: Limits) -> None:
-        """Let clients come in by that socket; what tasks print is logged there."""
-        ...
-
-    async def drain(self, patience: float) -> str:
-        """Refuse new work, and let what runs end, and leases, for so many seconds.
-
-        Says what is left then, in words; "" for nothing.
-        """
-        ...
-
-    async def total(self) -> dict[str, float]:
-        """All resources by name."""
-        ...
-
-    async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
-        """Who holds what, and how many attempts at tasks have ended how."""
-        ...
-
-    async def close(self) -> None:
-        """Stop all tasks and leave nothing behind."""
-        ...
-
-    def hasten(self) -> None:
-        """Give nobody time to stop; `close` is under way, or comes next."""
-        ...
+MakeNode = Callable[[NodeOptions, asyncio.AbstractEventLoop], "LocalEngine"]
 
 
-MakeNode = Callable[[NodeOptions, asyncio.AbstractEventLoop], Node]
-
-
-def make_node(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> Node:
+def make_node(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> LocalEngine:
     """This machine."""
     from aiogpu.engines.local import LocalEngine
 
@@ -170,7 +134,7 @@ class Service:
         self._plan = plan
         self._notifier = notifier
         self._make = make
-        self._node: Node | None = None
+        self._node: LocalEngine | None = None
         self._metrics: MetricsServer | None = None
         self._asked = asyncio.Event()
         self._hurried = asyncio.Event()
@@ -207,7 +171,7 @@ class Service:
             DeviceError: the devices asked for are not there.
         """
         plan, loop = self._plan, asyncio.get_running_loop()
-        claim.write(_record(plan))
+        claim.write(Record.of_this_process(plan.place, plan.drain, plan.ends_within))
         remove(plan.place.wish)  # left for a node that has died
         listening = bind(plan.place.socket)
         alive: asyncio.Task[None] | None = None
@@ -217,7 +181,7 @@ class Service:
                 await self._open(node)
                 listening.listen(BACKLOG)
                 await node.serve(listening, plan.place.logs, plan.limits)
-                self._begin_metrics(node, loop)
+                self._begin_metrics(node)
                 on_ready(await self._ready(node))
                 alive = loop.create_task(self._show_life())
                 await self._asked.wait()
@@ -237,10 +201,12 @@ class Service:
             remove(plan.place.socket)
             remove(plan.place.wish)
 
-    def _begin_metrics(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+    def _begin_metrics(self, node: LocalEngine) -> None:
         if self._plan.metrics is None:
             return
         from aiogpu.observe.metrics import ADDRESS, MetricsServer, Seen
+
+        loop = asyncio.get_running_loop()
 
         def see() -> Seen:
             seeing = asyncio.run_coroutine_threadsafe(node.seen(), loop)
@@ -249,14 +215,14 @@ class Service:
         self._metrics = MetricsServer(self._plan.metrics, see)
         _log.info("metrics at http://%s:%d/metrics", ADDRESS, self._metrics.port)
 
-    async def _open(self, node: Node) -> None:
+    async def _open(self, node: LocalEngine) -> None:
         """Open it, unless it is asked to stop meanwhile."""
         opening = asyncio.ensure_future(node.open())
         if not await _is_first(opening, self._asked):
             raise NodeClosedError("the node was asked to stop before it was ready.")
         opening.result()
 
-    async def _drain(self, node: Node) -> None:
+    async def _drain(self, node: LocalEngine) -> None:
         seconds = wished(self._plan.place, self._plan.drain)
         _log.info("what runs has %s to end", span(seconds))
         begun = time.monotonic()
@@ -269,7 +235,7 @@ class Service:
             else:
                 _log.info("all has ended in %s", took)
 
-    async def _ready(self, node: Node) -> Ready:
+    async def _ready(self, node: LocalEngine) -> Ready:
         place, total = self._plan.place, await node.total()
         told = terms(total.items())
         _log.info("ready at %s: pid %d, %s", place.socket, os.getpid(), told)
@@ -293,21 +259,6 @@ async def _is_first(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
         work.cancel()
         waiting.cancel()
         await asyncio.gather(work, waiting, return_exceptions=True)
-
-
-def _record(plan: Plan) -> Record:
-    pid = os.getpid()
-    started = start_time(pid)
-    assert started is not None, "this process lives"
-    return Record(
-        pid=pid,
-        started=started,
-        socket=plan.place.socket,
-        logs=plan.place.logs,
-        drain=plan.drain,
-        ends_within=plan.ends_within,
-        version=aiogpu.__version__,
-    )
 
 
 def bind(path: str) -> socket.socket:
@@ -422,38 +373,28 @@ def _live(
 ) -> None:
     import uvloop
 
+    async def serve() -> None:
+        service = Service(plan, Notifier.take(os.environ), make)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            name = signal.Signals(number).name
+            loop.add_signal_handler(number, service.ask_to_stop, name)
+        told = "SIGHUP: ignored, a node needs no terminal"
+        # Not SIG_IGN, which all workers would inherit.
+        hung_up = partial(_log.info, told) if is_detached else service.hang_up
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
+        await service.run(claim, on_ready)
+
     gc.set_threshold(COLLECTED)
     journal = Journal.begin(plan.place.logs, None if is_detached else sys.stderr)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(plan, claim, on_ready, make, is_detached))
+            runner.run(serve())
     except AiogpuError as error:
         _log.error("%s", error)
         raise
     finally:
         journal.close()
-
-
-async def _serve(
-    plan: Plan,
-    claim: Claim,
-    on_ready: Callable[[Ready], None],
-    make: MakeNode,
-    is_detached: bool,
-) -> None:
-    service = Service(plan, Notifier.take(os.environ), make)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        name = signal.Signals(number).name
-        loop.add_signal_handler(number, service.ask_to_stop, name)
-    # Not SIG_IGN, which all workers would inherit.
-    hung_up: Callable[[], None]
-    if is_detached:
-        hung_up = partial(_log.info, "SIGHUP: ignored, a node needs no terminal")
-    else:
-        hung_up = service.hang_up
-    loop.add_signal_handler(signal.SIGHUP, hung_up)
-    await service.run(claim, on_ready)
 
 
 def _leave_the_terminal(logs: str) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -19,7 +19,7 @@ from aiogpu.accelerators.registry import KNOWN
 from aiogpu.daemon.process import LAST_WORDS, Plan
 from aiogpu.daemon.readiness import Ready, hear
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.zygote.config import interpreter_flags
+from aiogpu.runtime.zygote.launch import interpreter_flags
 
 NAME: Final = "aiogpu.service"
 CARRIED: Final = (
@@ -78,18 +78,14 @@ def unit(
         opens_within: seconds until it is ready, at most.
         ends_within: seconds that its end takes at most, with the drain.
     """
-    kept = ((name, environ[name]) for name in CARRIED if name in environ)
+    kept = (f"{name}={environ[name]}" for name in CARRIED if name in environ)
     return _UNIT.format(
         name=NAME,
-        environment="".join(f"Environment={line}\n" for line in _assignments(kept)),
+        environment="".join(f"Environment={quoted(line)}\n" for line in kept),
         command=" ".join(quoted(word).replace("$", "$$") for word in command),
         start=opens_within,
         stop=ends_within,
     )
-
-
-def _assignments(variables: Iterable[tuple[str, str]]) -> Iterable[str]:
-    return (quoted(f"{name}={value}") for name, value in variables)
 
 
 def quoted(word: str) -> str:

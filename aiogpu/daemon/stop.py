@@ -77,7 +77,26 @@ def stop(
         # Whoever has that number now was there before the pidfd: it is held.
         if not record.is_alive or not _is_node(node, record, place):
             return None
-        return _end(node, record, place, force, drain, on_wait)
+        begun = time.monotonic()
+        within = KILLED_WITHIN
+        if not force:
+            if drain is not None:
+                _leave_wish(place, drain)
+            within = record.drain if drain is None else drain
+            on_wait(record, within)
+            within += record.ends_within + SLACK
+        _signal(node, record, signal.SIGKILL if force else signal.SIGTERM)
+        if not select.select([node], [], [], within)[0]:
+            next_step = "Kill it by `aiogpu stop --force`"
+            if force:
+                next_step = "It sleeps in the kernel, maybe in a driver"
+            raise NodeError(
+                f"the node at {record.socket} (pid {record.pid}) has not ended within "
+                f"{within:.0f} s. {next_step}; what it did is told in {record.logs}."
+            )
+        if force:
+            _clear(place)
+        return Stopped(record, time.monotonic() - begun, force)
     finally:
         os.close(node)
 
@@ -99,36 +118,6 @@ def _is_node(node: int, record: Record, place: Place) -> bool:
         f"pidfile open. The process was not signalled; remove the pidfile if no node "
         f"runs there."
     )
-
-
-def _end(
-    node: int,
-    record: Record,
-    place: Place,
-    force: bool,
-    drain: float | None,
-    on_wait: Callable[[Record, float], None],
-) -> Stopped:
-    begun = time.monotonic()
-    if force:
-        within = KILLED_WITHIN
-    else:
-        if drain is not None:
-            _leave_wish(place, drain)
-        within = record.drain if drain is None else drain
-        on_wait(record, within)
-        within += record.ends_within + SLACK
-    _signal(node, record, signal.SIGKILL if force else signal.SIGTERM)
-    if not select.select([node], [], [], within)[0]:
-        kill = "It sleeps in the kernel, maybe in a driver" if force else "Kill it by"
-        raise NodeError(
-            f"the node at {record.socket} (pid {record.pid}) has not ended within "
-            f"{within:.0f} s. {kill}{'' if force else ' `aiogpu stop --force`'}; what "
-            f"it did is told in {record.logs}."
-        )
-    if force:
-        _clear(place)
-    return Stopped(record, time.monotonic() - begun, force)
 
 
 def _signal(node: int, record: Record, number: signal.Signals) -> None:

@@ -78,8 +78,15 @@ class ActorPort(Protocol):
         """Its class."""
         ...
 
-    def pass_on(self) -> None:
-        """A handle to it is being pickled, and is in what is sent next."""
+    def holder(self) -> object:
+        """What counts as a handle of this process, until it is gone.
+
+        Asked for once by whoever was given this actor, who counts already.
+        """
+        ...
+
+    def pass_on(self, hold: object) -> None:
+        """A handle to it is being pickled; `hold` keeps it alive in this process."""
         ...
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
@@ -151,10 +158,6 @@ class ActorsPort(Protocol):
 
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
-        ...
-
-    def release(self, actor: int) -> None:
-        """A handle has gone."""
         ...
 
     def kill(self, actor: int, no_restart: bool = True) -> None:

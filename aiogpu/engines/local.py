@@ -92,8 +92,9 @@ class LocalEngine:
                 check,
             )
             self._driver.guard.is_on = options.memory_guard
-            self._supervisor.enforce_gpu_memory(options.gpu_memory_enforce)
-            await self._supervisor.mind_foreign(options.foreign)
+            await self._supervisor.guard_devices(
+                options.gpu_memory_enforce, options.foreign
+            )
         except BaseException:
             await self._supervisor.stop()
             raise

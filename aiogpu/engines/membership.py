@@ -35,7 +35,7 @@ from aiogpu.linux.sockets import check_server, keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_meeting, default_socket
 from aiogpu.runtime.output.console import Console, Source
-from aiogpu.runtime.zygote.config import interpreter_flags
+from aiogpu.runtime.zygote.launch import interpreter_flags
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection, greeting
@@ -50,7 +50,6 @@ from aiogpu.wire.messages import (
     Message,
     Printed,
     Refused,
-    Release,
     Warned,
     Welcome,
 )
@@ -543,7 +542,7 @@ class Membership(NodeClient):
         """True if the node has ended, or has cut this program off."""
         return self._error is not None
 
-    def _prepare(self, name: str, has_payload: bool) -> None:
+    def _prepare(self, _name: str) -> None:
         self.check_open()
 
     def check_open(self) -> None:
@@ -592,11 +591,6 @@ class Membership(NodeClient):
             case Departed():
                 if not self._departed.done():
                     self._departed.set_result(None)
-
-    def drop(self, actor: int) -> None:
-        """The last handle to an actor is gone; called in any thread."""
-        with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(self.send, Release(actor))
 
     def _on_over(self) -> None:
         """A loan has ended, in whichever thread."""

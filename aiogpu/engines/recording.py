@@ -16,7 +16,6 @@ from aiogpu.wire.messages import Done, Failed
 if TYPE_CHECKING:
     from aiogpu.core.records import TaskRecord
     from aiogpu.runtime.driver import Driver
-    from aiogpu.runtime.workers.death import Death
     from aiogpu.runtime.workers.pool import Pool
 
 FINISHED: Final = "finished"
@@ -42,11 +41,10 @@ class Recording:
         self._now = loop.time
         self._end = self.recorder.end
         self._assign: Callable[[Any], None] = driver.ways[Assign]
-        self._gone = pool.on_gone
         driver.ways[Assign] = self._on_assign
         driver.on_end = self._on_end
         driver.on_row = self._on_row
-        pool.on_gone = self._on_gone
+        driver.on_death = self._on_death
 
     def _on_assign(self, effect: Assign) -> None:
         live = self._pool.workers.get(effect.worker)
@@ -74,13 +72,12 @@ class Recording:
         if worker is not None:
             self.recorder.end_row(worker, records, took, FINISHED, self._now())
 
-    def _on_gone(self, worker_id: int, death: Death) -> None:
+    def _on_death(self, worker_id: int) -> None:
         worker = self._workers.get(WorkerId(worker_id))
         if worker is not None and worker.task is not None:
             outcome = CANCELLED if worker.task.stop is not None else DIED
             self.recorder.end(worker, worker.task, outcome, self._now())
         self.recorder.forget(worker_id)
-        self._gone(worker_id, death)
 
     def spans(self) -> list[Span]:
         """All that is kept; see `Recorder.spans`."""

@@ -55,7 +55,7 @@ def create_engine(
 
 def _cluster(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> Engine:
     try:
-        from aiogpu.engines.ray.worker_process import create_engine as create
+        from aiogpu.engines.ray.engine import RayEngine
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
@@ -63,7 +63,7 @@ def _cluster(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> Engine:
             f"{_said('ray')}: Ray is not installed here. Install it by: "
             f"pip install 'aiogpu[ray]'."
         ) from error
-    return create(options, loop)
+    return RayEngine(options, loop)
 
 
 def _said(address: str) -> str:

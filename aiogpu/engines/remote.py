@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.client.function_spec import placeholder_func
@@ -16,6 +17,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
 from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
 from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
@@ -35,7 +37,6 @@ from aiogpu.wire.messages import (
     ChildFailed,
     Failed,
     Inquire,
-    Release,
     Submit,
     TakeLease,
     Withdraw,
@@ -44,6 +45,7 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
+    from aiogpu.client.references import Loan
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
@@ -93,7 +95,7 @@ class FutureReceiver:
         load = self._load
         if load is None:
             # Late: who only runs tasks never needs it.
-            from aiogpu.runtime.callers.status_codec import status_codec
+            from aiogpu.observe.status_codec import status_codec
 
             load = status_codec.load
         try:
@@ -181,16 +183,22 @@ class _Asking:
 class RemoteActor:
     """One actor, as its calls reach it from here; see `ActorPort`."""
 
-    def __init__(self, engine: RemoteEngine, identity: int, func: FunctionSpec) -> None:
-        self.id = identity
+    def __init__(self, engine: RemoteEngine, hold: Loan, func: FunctionSpec) -> None:
+        self.id = hold.id
         self.func = func
         self._engine = engine
+        self._hold = hold
 
     def __repr__(self) -> str:
         return f"<RemoteActor {self.func.spec.name} {self.id}>"
 
-    def pass_on(self) -> None:
-        """A handle to it is being pickled: its id says enough; see `ActorPort`."""
+    def holder(self) -> Loan:
+        """What counts as a handle to it; see `ActorPort.holder`."""
+        return self._hold
+
+    def pass_on(self, hold: object) -> None:
+        """A handle to it is being pickled; see `ActorPort.pass_on`."""
+        add_actor(self.id, hold)
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method; gives the call's number."""
@@ -261,7 +269,8 @@ class RemoteActors:
         get_if_exists: bool,
     ) -> RemoteActor:
         engine = self._engine
-        return RemoteActor(engine, engine.make(func, payload, key, get_if_exists), func)
+        actor = engine.make(func, payload, key, get_if_exists)
+        return RemoteActor(engine, engine.own(actor), func)
 
     def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
         """The living actor of that name; asks the node."""
@@ -275,8 +284,8 @@ class RemoteActors:
     def held(self, actor: int, name: str = "actor") -> RemoteActor:
         """An actor of which a handle has come; see `ActorsPort.held`."""
         self._engine.check_open()
-        self._engine.hold(actor)
-        return RemoteActor(self._engine, actor, placeholder_func(name))
+        hold = self._engine.actor(actor)
+        return RemoteActor(self._engine, hold, placeholder_func(name))
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
@@ -290,10 +299,6 @@ class RemoteActors:
         """Nobody wants a call's answer any more."""
         self._engine.cancel(number)
 
-    def release(self, actor: int) -> None:
-        """A handle has gone."""
-        self._engine.send(Release(actor))
-
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End its process at once, and the actor unless it may restart."""
         self._engine.stop(actor, AT_ONCE if no_restart else AGAIN)
@@ -303,20 +308,19 @@ class RemoteActors:
         self._engine.stop(actor, AFTER_ALL)
 
 
+def _found(engine: RemoteEngine, payload: bytes) -> RemoteActor:
+    identity, of_class, interface = load_result(payload)
+    func = placeholder_func(of_class, interface)
+    return RemoteActor(engine, engine.own(identity), func)
+
+
 class _Sought(FutureReceiver):
     """Waits for the actor of a name; None is for nobody."""
 
     def __init__(
         self, engine: RemoteEngine, future: asyncio.Future[RemoteActor | None]
     ) -> None:
-        super().__init__(future, self._read)
-        self._engine = engine
-
-    def _read(self, payload: bytes) -> RemoteActor:
-        identity, of_class, interface = load_result(payload)
-        return RemoteActor(
-            self._engine, identity, placeholder_func(of_class, interface)
-        )
+        super().__init__(future, partial(_found, engine))
 
     def reject(self, failed: Failed) -> None:
         """Nobody has the name, or the node cannot tell."""

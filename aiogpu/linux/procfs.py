@@ -10,13 +10,19 @@ kernel's hand, so it costs a task nothing.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from aiogpu.linux.cgroup_hierarchy import PROC, UNIFIED, find_hierarchy
+from aiogpu.linux.cgroup_hierarchy import (
+    PROC,
+    UNIFIED,
+    StrPath,
+    find_hierarchy,
+    read_bytes,
+    read_limit,
+    read_numbers,
+)
 
 SAFE: Final = 0.95
 """The part of a limit that may be used before the kernel begins to end processes."""
@@ -53,7 +59,7 @@ class Usage(NamedTuple):
 class MemoryBounds:
     """The limits that hold for this process: the machine's, its cgroups', theirs."""
 
-    def __init__(self, proc: Path = PROC) -> None:
+    def __init__(self, proc: StrPath = PROC) -> None:
         self._proc = proc
         self._groups: list[tuple[str, str, tuple[str, ...]]] = []
         for controller, (name, counted) in (
@@ -62,8 +68,8 @@ class MemoryBounds:
         ):
             found = find_hierarchy(controller, proc)
             for group in found.groups if found is not None else ():
-                if (group / name).exists():
-                    self._groups.append((str(group), name, counted))
+                if os.path.exists(f"{group}/{name}"):
+                    self._groups.append((group, name, counted))
 
     def tightest(self) -> Usage:
         """The place with the least room left, now; limits may change meanwhile."""
@@ -127,31 +133,6 @@ def room_of(usage: Usage) -> int:
     return usage.room
 
 
-def read_bytes(path: str) -> bytes:
-    """Return what a file has, nothing if it cannot be read."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-    except OSError:
-        return b""
-
-
-def read_limit(path: str) -> int | None:
-    """A limit in bytes; None for "max" and where there is none."""
-    data = read_bytes(path).strip()
-    return int(data) if data.isdigit() else None
-
-
-def read_numbers(path: str) -> dict[str, int]:
-    """The numbers of a file of lines as `name 12` or `Name:   12 kB`."""
-    numbers: dict[str, int] = {}
-    for line in read_bytes(path).decode("ascii", "replace").splitlines():
-        words = line.split()
-        if len(words) > 1 and words[1].isdecimal():
-            numbers[words[0].rstrip(":")] = int(words[1])
-    return numbers
-
-
 def _number(data: bytes, name: bytes) -> int:
     """The number after a name in a large file of which little is wanted."""
     _, found, after = data.partition(name)
@@ -174,7 +155,7 @@ class Origin(NamedTuple):
     ancestors: tuple[int, ...]
 
 
-def origins_of(pids: Iterable[int], proc: Path = PROC) -> dict[int, Origin]:
+def origins_of(pids: Iterable[int], proc: StrPath = PROC) -> dict[int, Origin]:
     """Look up processes; those that have ended meanwhile are left out."""
     known: dict[int, tuple[str, int] | None] = {}
     found: dict[int, Origin] = {}
@@ -193,7 +174,7 @@ def origins_of(pids: Iterable[int], proc: Path = PROC) -> dict[int, Origin]:
 
 
 def _stat(
-    pid: int, proc: Path, known: dict[int, tuple[str, int] | None]
+    pid: int, proc: StrPath, known: dict[int, tuple[str, int] | None]
 ) -> tuple[str, int] | None:
     """The name and the parent of a process, None if there is none of that id."""
     if pid not in known:
@@ -206,7 +187,39 @@ def _stat(
     return known[pid]
 
 
-KMSG: Final = Path("/dev/kmsg")
+class ProcessStat(NamedTuple):
+    """A process, as its `stat` says (proc(5)); of a zombie, the state is "Z"."""
+
+    pid: int
+    name: str
+    state: str
+    parent: int
+    start: int
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """Look at a process; None if it has ended. `start` is in ticks since boot."""
+    before, _, after = read_bytes(f"{PROC}/{pid}/stat").rpartition(b") ")
+    fields = after.decode().split()
+    if not fields:
+        return None
+    name = before.partition(b" (")[2].decode(errors="replace")
+    return ProcessStat(pid, name, fields[0], int(fields[1]), int(fields[19]))
+
+
+def descendants(pid: int) -> list[ProcessStat]:
+    """All processes below one, parents before their children."""
+    children: dict[int, list[ProcessStat]] = {}
+    for name in os.listdir(PROC):
+        if name.isdigit() and (stat := read_stat(int(name))) is not None:
+            children.setdefault(stat.parent, []).append(stat)
+    found = children.get(pid, [])
+    for stat in found:
+        found += children.get(stat.pid, [])
+    return found
+
+
+KMSG: Final = "/dev/kmsg"
 
 RECORDS: Final = 1000
 """Lines of the kernel's log that are looked at after a death, the first ones."""
@@ -232,12 +245,12 @@ class Findings(NamedTuple):
 class ExitEvidence:
     """Compares what the kernel says now with what it said before."""
 
-    def __init__(self, proc: Path = PROC, kmsg: Path = KMSG) -> None:
+    def __init__(self, proc: StrPath = PROC, kmsg: StrPath = KMSG) -> None:
         self._proc = proc
         self._kmsg = kmsg
         self._log = -1
         self._has_begun = False
-        self._counters: list[tuple[Path, str]] = []
+        self._counters: list[tuple[str, str]] = []
         self._group_kills = self._machine_kills = 0
 
     def begin(self) -> None:
@@ -245,9 +258,9 @@ class ExitEvidence:
         unified = find_hierarchy(UNIFIED, self._proc)
         memory = find_hierarchy("memory", self._proc)
         if unified is not None:
-            self._counters.append((unified.own / "memory.events", "oom_kill"))
+            self._counters.append((f"{unified.own}/memory.events", "oom_kill"))
         if memory is not None:
-            self._counters.append((memory.own / "memory.oom_control", "oom_kill"))
+            self._counters.append((f"{memory.own}/memory.oom_control", "oom_kill"))
         self._group_kills, self._machine_kills = self._count()
         self._has_begun = True
         with suppress(OSError):
@@ -278,8 +291,8 @@ class ExitEvidence:
             self._log = -1
 
     def _count(self) -> tuple[int, int]:
-        group = sum(read_counter(path, name) for path, name in self._counters)
-        return group, read_counter(self._proc / "vmstat", "oom_kill")
+        group = sum(read_numbers(path).get(name, 0) for path, name in self._counters)
+        return group, read_numbers(f"{self._proc}/vmstat").get("oom_kill", 0)
 
     def _search_log(self, pid: int) -> str:
         found = ""
@@ -296,16 +309,6 @@ class ExitEvidence:
             if names(text, pid):
                 found = text
         return found
-
-
-def read_counter(path: Path, name: str) -> int:
-    """A number from a file of names and numbers, 0 if it is not there."""
-    try:
-        text = path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0
-    match = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
-    return int(match[1]) if match else 0
 
 
 def message_of(record: bytes) -> str:

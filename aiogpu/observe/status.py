@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from aiogpu.core.model.ids import OWN, PROGRAM
-from aiogpu.core.model.request import PlacementGroupSpec
+from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import SHOWN, aligned, in_words, listing, rest, span, terms
-from aiogpu.core.model.units import CPU, GPU, GPU_MEMORY, MEMORY, number, size, written
+from aiogpu.core.model.units import CPU, GPU_MEMORY, MEMORY, number, size, written
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
+from aiogpu.core.records import TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import DeviceSet, Share
-from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
+from aiogpu.core.resources.ledger import Lease
 
-if TYPE_CHECKING:
-    from aiogpu.core.queue.fair_share import Clients
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,8 @@ Observations = Mapping[tuple[str, int], Observed]
 
 
 NOTHING: Final[Observations] = {}
+UNSEEN: Final = Observed(0.0)
+"""Of a device that was never looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,64 +205,49 @@ class Holdings:
     def of_devices(self, devices: DeviceSet, mask: int) -> tuple[DeviceStatus, ...]:
         """The devices of a mask, each with its holders."""
         holders: list[list[Holder]] = [[] for _ in devices.devices]
+        looks = [
+            self._observed.get((devices.kind, index), UNSEEN)
+            for index in range(len(holders))
+        ]
         for worker in self._workers:
-            lease = worker.lease
-            assert lease is not None, worker
-            for share, memory in shares_of(lease, devices):
-                holder = self._holder(worker, share[1], memory)
-                holders[share[0]].append(holder)
+            assert worker.lease is not None, worker
+            for (index, part), memory in shares_of(worker.lease, devices):
+                look = looks[index]
+                holder = replace(
+                    self._holder(worker, part, memory),
+                    used=look.workers.get(worker.id),
+                    has_outgrown=worker.id in look.outgrown,
+                )
+                holders[index].append(holder)
         aside = devices.availability.aside
         return tuple(
-            self._with_what_was_seen(
-                index,
-                DeviceStatus(
-                    *(devices.kind, device.id, device.type, device.uuid, device.name),
-                    device.memory,
-                    0.0 if index in aside else number(devices.free[index]),
-                    tuple(holders[index]),
-                    aside.get(index),
-                    index in devices.unverified,
-                    devices.memory_reserved(index),
-                ),
+            DeviceStatus(
+                *(devices.kind, device.id, device.type, device.uuid, device.name),
+                device.memory,
+                0.0 if index in aside else number(devices.free[index]),
+                tuple(holders[index]),
+                aside.get(index),
+                index in devices.unverified,
+                devices.memory_reserved(index),
+                *(look.used, look.utilisation, look.others),
+                None if look is UNSEEN else max(0.0, self.now - look.seen),
+                look.unknown,
             )
-            for index, device in enumerate(devices.devices)
+            for index, (device, look) in enumerate(
+                zip(devices.devices, looks, strict=True)
+            )
             if mask >> index & 1
         )
 
-    def _with_what_was_seen(self, index: int, status: DeviceStatus) -> DeviceStatus:
-        seen = self._observed.get((status.kind, index))
-        if seen is None:
-            return status
-        return replace(
-            status,
-            holders=tuple(
-                replace(
-                    holder,
-                    used=seen.workers.get(holder.worker),
-                    has_outgrown=holder.worker in seen.outgrown,
-                )
-                for holder in status.holders
-            ),
-            used=seen.used,
-            utilisation=seen.utilisation,
-            others=seen.others,
-            seen=max(0.0, self.now - seen.seen),
-            unknown=seen.unknown,
-        )
-
     def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:
-        share, pid, task = number(part), self.pids.get(worker.id, 0), worker.task
-        if task is None:
-            is_settling = worker.state is WorkerState.SETTLING
-            return Holder(
-                *(share, worker.id, pid, None),
-                is_settling=is_settling,
-                memory=memory,
-            )
+        task = worker.task
         return Holder(
-            *(share, worker.id, pid, task.spec.name, self.seconds_of(worker)),
-            task.spec.is_endless,
-            memory=memory,
+            *(number(part), worker.id, self.pids.get(worker.id, 0)),
+            None if task is None else task.spec.name,
+            self.seconds_of(worker),
+            task is not None and task.spec.is_endless,
+            task is None and worker.state is WorkerState.SETTLING,
+            memory,
         )
 
     def seconds_of(self, worker: WorkerRecord) -> float | None:
@@ -416,28 +401,6 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
-    """What waits at one moment, as far as it is shown.
-
-    Attributes:
-        count: how many wait.
-        first: those whose turn comes first, each with why it waits.
-        shapes: the shapes whose turn comes first.
-        shape_count: how many shapes there are.
-        reservation: what is kept for one of them.
-    """
-
-    count: int
-    first: Iterable[tuple[TaskRecord, str]]
-    shapes: Iterable[ShapeStatus]
-    shape_count: int
-    reservation: ReservationStatus | None = None
-    clients: tuple[ClientStatus, ...] = ()
-    placements: tuple[PlacementStatus, ...] = ()
-    outages: tuple[OutageStatus, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class OutageStatus:
     """Why no worker can be started, as `status()` and `why()` show it.
 
@@ -560,60 +523,33 @@ def name_of(client: int, programs: Mapping[int, Program]) -> str:
     return THE_NODES if client == OWN else f"program {client}"
 
 
-def clients_seen(
-    clients: Clients | None,
-    held: Iterable[TaskRecord],
-    programs: Mapping[int, Program],
-) -> tuple[ClientStatus, ...]:
-    """All programs that share a node, by number; none where it is one's alone.
-
-    Args:
-        clients: what the node knows of them.
-        held: the tasks that workers have.
-        programs: names and process ids.
-    """
-    if clients is None:
-        return ()
-    running = Counter(record.client for record in held)
-    known = {OWN: Program(THE_NODES, 0), **programs}
-    nobody = Program("", 0)
-    return tuple(
-        ClientStatus(
-            one.id,
-            *known.get(one.id, nobody),
-            weight=one.weight,
-            running=running[one.id],
-            waiting=one.unfinished - running[one.id],
-            holds={name: number(parts) for name, parts in sorted(one.held.items())},
-            limits=one.limits,
-            has_left=one.has_left,
-        )
-        for one in sorted(clients, key=lambda one: one.id)
-        if one.id != OWN or one.unfinished or one.held
-    )
-
-
-def client_rows(seen: Iterable[ClientStatus]) -> Iterator[str]:
-    """The programs in a table, those first that run most; nothing if there is one."""
-    told = [one for one in seen if one.id != OWN or one.running or one.waiting]
-    if all(one.id == OWN for one in told):
-        return
-    yield "programs"
-    told.sort(key=lambda one: (-one.running, -one.waiting, one.id))
-    rows = [
-        (
-            name_of(one.id, {one.id: Program(one.name, one.pid)}),
-            pid_of(one.pid) if one.pid else "",
-            f"{one.running} run",
-            f"{one.waiting} wait",
-            "" if one.weight == 1 else f"weight {one.weight:g}",
-            terms(one.holds.items()) if one.holds else "",
-            "has left" if one.has_left else "",
-        )
-        for one in told[:SHOWN]
+def shown_clients(status: NodeStatus) -> list[ClientStatus]:
+    """The programs worth a line: the node's own only if it has tasks."""
+    return [
+        one for one in status.clients if one.id != OWN or one.running or one.waiting
     ]
-    yield from aligned(rows, indent="  ")
-    yield from rest(len(told) - SHOWN)
+
+
+def _programs(status: NodeStatus) -> Iterator[str]:
+    """Those first that run most; nothing if there is no other than the node's."""
+    told = [
+        one for one in status.clients if one.id != OWN or one.running or one.waiting
+    ]
+    if any(one.id != OWN for one in told):
+        told.sort(key=lambda one: (-one.running, -one.waiting, one.id))
+        yield from _section(
+            "programs",
+            told,
+            lambda one: (
+                name_of(one.id, {one.id: Program(one.name, one.pid)}),
+                pid_of(one.pid) if one.pid else "",
+                f"{one.running} run",
+                f"{one.waiting} wait",
+                "" if one.weight == 1 else f"weight {one.weight:g}",
+                terms(one.holds.items()) if one.holds else "",
+                "has left" if one.has_left else "",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -662,30 +598,6 @@ class ShapeStatus:
     reason: str
     where: str = ""
     client: int = 0
-
-
-def shape_status(
-    first: TaskRecord, count: int, seconds: float, reason: str
-) -> ShapeStatus:
-    """Describe the waiting tasks of one shape, of which one is the first."""
-    shape = first.spec.shape
-    return ShapeStatus(
-        request=shape.request.as_numbers(),
-        strategy="spread" if shape.request.spread else "pack",
-        variables=tuple(name for name, _ in shape.environment if name != PROGRAM),
-        count=count,
-        first=first.spec.name,
-        seconds=seconds,
-        reason=reason,
-        where=str(shape.request.where or ""),
-        client=first.client,
-    )
-
-
-READY: Final = "ready"
-
-
-_GROUP_STATES: Final = {TaskState.RUNNING: READY, TaskState.STOPPING: "removing"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -742,67 +654,6 @@ class PlacementStatus:
     is_detached: bool = False
 
 
-def placement_status(
-    record: TaskRecord,
-    ledger: Ledger,
-    members: int,
-    pids: Mapping[int, int],
-    reason: str,
-) -> PlacementStatus:
-    """Picture one.
-
-    Args:
-        record: the placement group, as the queue has it.
-        ledger: of the node.
-        members: how many there are.
-        pids: process ids, by who holds something.
-        reason: why it waits, if it does.
-    """
-    placement_group, worker = record.spec.shape.request.placement_group, record.worker
-    assert isinstance(placement_group, PlacementGroupSpec), record
-    parts = ledger.placement_groups.get(placement_group.key)
-    state = _GROUP_STATES.get(record.state, TaskState.WAITING.value)
-    asked = [bundle.request().as_numbers() for bundle in placement_group.bundles]
-    return PlacementStatus(
-        *(
-            record.id,
-            record.spec.name,
-            placement_group.key,
-            state,
-            placement_group.strategy,
-        ),
-        tuple(BundleStatus(one, one, {}) for one in asked)
-        if parts is None
-        else tuple(map(_granted, parts, asked)),
-        members,
-        record.client,
-        pids.get(worker.id, 0) if worker else 0,
-        reason if parts is None else None,
-        record.spec.is_detached,
-    )
-
-
-def _granted(part: BundleLedger, request: Mapping[str, float]) -> BundleStatus:
-    free = {name: number(max(part.free.get(name, 0), 0)) for name in request}
-    devices = {}
-    for kind, mask in part.masks.items():
-        of_kind = part.device_sets[kind]
-        free[kind] = number(sum(of_kind.free))
-        if kind == GPU and GPU_MEMORY in request:
-            free[GPU_MEMORY] = float(_free_memory(of_kind, mask))
-        devices[kind] = tuple(
-            device.id for at, device in enumerate(of_kind.devices) if mask >> at & 1
-        )
-    return BundleStatus(request, free, devices)
-
-
-def _free_memory(devices: DeviceSet, mask: int) -> int:
-    filling = devices.filling
-    return sum(
-        filling.free_memory(at) for at in range(len(filling.capacity)) if mask >> at & 1
-    )
-
-
 def placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:
     """All of them in words, with their bundles."""
     if placements:
@@ -839,9 +690,7 @@ def device_rows(devices: Sequence[DeviceStatus]) -> Iterator[str]:
             yield f"  set aside: {device.aside}"
         if device.is_unverified:
             yield "  unverified: whether ended tasks left something on it is not known"
-        rows = [_holder(holder) for holder in device.holders[:SHOWN]]
-        yield from aligned(rows, indent="  ")
-        yield from rest(len(device.holders) - SHOWN)
+        yield from _section("", device.holders, _holder)
         if device.others:
             told = listing(map(_other, device.others), len(device.others))
             yield f"  not ours: {told}"
@@ -851,7 +700,11 @@ def device_rows(devices: Sequence[DeviceStatus]) -> Iterator[str]:
 def _lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
     """One line a device, or two where it would be too wide."""
     identities = [
-        (f"{device.kind} {device.id}", f"{device.free:g} free", _name(device))
+        (
+            f"{device.kind} {device.id}",
+            f"{device.free:g} free",
+            device.name or device.type or "",
+        )
         for device in devices
     ]
     seen = [_seen(device) for device in devices]
@@ -869,17 +722,12 @@ def _lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
             yield [who, "  " + "  ".join(filter(None, what))]
 
 
-def _name(device: DeviceStatus) -> str:
-    return device.name or device.type or ""
-
-
 def _seen(device: DeviceStatus) -> Sequence[str]:
-    busy = "" if device.utilisation is None else f"{device.utilisation} % busy"
     is_stale = device.seen is not None and device.seen > STALE
     return (
         _memory(device),
         f"{amount(device.memory_reserved)} reserved" if device.memory_reserved else "",
-        busy,
+        "" if device.utilisation is None else f"{device.utilisation} % busy",
         f"seen {span(device.seen or 0.0)} ago" if is_stale else "",
     )
 
@@ -907,11 +755,12 @@ def _holder(holder: Holder) -> Sequence[str]:
     used = "" if holder.used is None else f"{amount(holder.used, '0')} used"
     if holder.has_outgrown:
         used += ", more than was reserved for it"
+    seconds = "" if holder.seconds is None else span(holder.seconds)
     return (
         held,
         holder.task or "(ending)",
         pid_of(holder.pid),
-        "without end" if holder.is_endless else _for(holder.seconds),
+        "without end" if holder.is_endless else seconds,
         used,
     )
 
@@ -919,10 +768,6 @@ def _holder(holder: Holder) -> Sequence[str]:
 def pid_of(pid: int) -> str:
     """A worker's process, which may not be there yet."""
     return f"pid {pid}" if pid else "(starting)"
-
-
-def _for(seconds: float | None) -> str:
-    return "" if seconds is None else span(seconds)
 
 
 def _other(process: OtherProcess) -> str:
@@ -942,13 +787,7 @@ def _unknown(devices: Sequence[DeviceStatus]) -> Iterator[str]:
 
 
 _STATES: Final = (
-    "running",
-    "blocked",
-    "stopping",
-    "starting",
-    "queued",
-    "sent",
-    "waiting",
+    *("running", "blocked", "stopping", "starting", "queued", "sent", "waiting"),
 )
 
 
@@ -982,20 +821,74 @@ def _counts(status: NodeStatus) -> str:
 
 def report(status: NodeStatus) -> str:
     """Everything, in a table."""
+    tasks, placements = status.tasks, {one.task for one in status.placements}
+    leases = [
+        task
+        for task in tasks
+        if task.is_lease and task.is_held and task.id not in placements
+    ]
     rows = [
         *overview(status),
         *device_rows(status.devices),
-        *client_rows(status.clients),
-        *_tasks(status),
-        *_sent(status),
-        *_leases(status),
+        *_programs(status),
+        *_section(
+            "on workers",
+            [task for task in tasks if task.worker is not None],
+            lambda task: (
+                *(str(task.id), task.name, task.state, pid_of(task.pid)),
+                *(terms(task.request.items()), task.reason or ""),
+            ),
+        ),
+        # Of these a cluster does not tell where they are.
+        *_section(
+            "sent",
+            [task for task in tasks if task.state == "sent"],
+            lambda task: (
+                *(str(task.id), task.name),
+                *(terms(task.request.items()), task.reason or ""),
+            ),
+        ),
+        *_section(
+            "leases",
+            leases,
+            lambda task: (
+                *(str(task.id), task.name, f"pid {task.pid}"),
+                *(terms(task.request.items()), task.reason or ""),
+            ),
+        ),
         *placement_rows(status.placements),
         *_shapes(status),
         *_reservation(status),
-        *_actors(status),
-        *_failures(status),
+        *_section(
+            "actors",
+            status.actors,
+            lambda actor: (
+                *(str(actor.id), actor.name or "", actor.class_name, actor.state),
+                pid_of(actor.pid) if actor.worker is not None else "",
+                f"held by {actor.holders}",
+                f"{actor.calls} calls" if actor.calls else "",
+            ),
+        ),
+        *_section(
+            "failed",
+            status.failures,
+            lambda one: (
+                *(f"{span(one.seconds)} ago", str(one.task), one.name),
+                f"{one.error}: {one.message}" if one.message else one.error,
+            ),
+        ),
     ]
     return "\n".join(rows)
+
+
+def _section(
+    title: str, entries: Sequence[T], cells: Callable[[T], Sequence[str]]
+) -> Iterator[str]:
+    """The first few of them below each other, and how many more there are."""
+    if entries and title:
+        yield title
+    yield from aligned(map(cells, entries[:SHOWN]), indent="  ")
+    yield from rest(len(entries) - SHOWN)
 
 
 def overview(status: NodeStatus) -> Iterator[str]:
@@ -1035,57 +928,6 @@ def state_of(task: TaskStatus) -> str:
     return "leased" if is_held else task.state
 
 
-def _tasks(status: NodeStatus) -> Iterator[str]:
-    held = [task for task in status.tasks if task.worker is not None]
-    if held:
-        yield "on workers"
-    rows = [
-        (
-            *(str(task.id), task.name, task.state),
-            pid_of(task.pid),
-            terms(task.request.items()),
-            task.reason or "",
-        )
-        for task in held[:SHOWN]
-    ]
-    yield from aligned(rows, indent="  ")
-    yield from rest(len(held) - SHOWN)
-
-
-def _sent(status: NodeStatus) -> Iterator[str]:
-    """The tasks of which a cluster does not tell where they are."""
-    sent = [task for task in status.tasks if task.state == "sent"]
-    if sent:
-        yield "sent"
-    rows = [
-        (str(task.id), task.name, terms(task.request.items()), task.reason or "")
-        for task in sent[:SHOWN]
-    ]
-    yield from aligned(rows, indent="  ")
-    yield from rest(len(sent) - SHOWN)
-
-
-def _leases(status: NodeStatus) -> Iterator[str]:
-    placements = {one.task for one in status.placements}
-    held = [
-        task
-        for task in status.tasks
-        if task.is_lease and task.is_held and task.id not in placements
-    ]
-    if held:
-        yield "leases"
-    rows = [
-        (
-            *(str(task.id), task.name, f"pid {task.pid}"),
-            terms(task.request.items()),
-            task.reason or "",
-        )
-        for task in held[:SHOWN]
-    ]
-    yield from aligned(rows, indent="  ")
-    yield from rest(len(held) - SHOWN)
-
-
 def _shapes(status: NodeStatus) -> Iterator[str]:
     if status.shapes:
         yield "waiting"
@@ -1107,36 +949,3 @@ def _reservation(status: NodeStatus) -> Iterator[str]:
     if kept is not None:
         when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
         yield f"kept for {kept.name} (task {kept.task}): {kept}{when}"
-
-
-def _actors(status: NodeStatus) -> Iterator[str]:
-    if status.actors:
-        yield "actors"
-    rows = [
-        (
-            *(str(actor.id), actor.name or "", actor.class_name, actor.state),
-            pid_of(actor.pid) if actor.worker is not None else "",
-            f"held by {actor.holders}",
-            f"{actor.calls} calls" if actor.calls else "",
-        )
-        for actor in status.actors[:SHOWN]
-    ]
-    yield from aligned(rows, indent="  ")
-    yield from rest(len(status.actors) - SHOWN)
-
-
-def _failures(status: NodeStatus) -> Iterator[str]:
-    if status.failures:
-        yield "failed"
-    rows = [
-        (f"{span(one.seconds)} ago", str(one.task), one.name, told_failure(one))
-        for one in status.failures[:SHOWN]
-    ]
-    yield from aligned(rows, indent="  ")
-    yield from rest(len(status.failures) - SHOWN)
-
-
-def told_failure(failure: FailureStatus) -> str:
-    """Return what has failed it, "ValueError: no such key"."""
-    said = f": {failure.message}" if failure.message else ""
-    return f"{failure.error}{said}"

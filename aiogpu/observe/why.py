@@ -8,22 +8,21 @@ for each task that waits. Shortages are found in the ledger in the way in which
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.model.ids import PROGRAM
-from aiogpu.core.model.request import (
-    BundleRef,
-)
+from aiogpu.core.model.request import BundleRef
 from aiogpu.core.model.text import SHOWN, listing, span, terms
 from aiogpu.core.model.units import GPU_MEMORY, number, spoken, written
 from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.topology import indices
 from aiogpu.core.scheduler.shortage import (
-    Stock,
+    Lack,
     find_bound,
     find_lacks,
     is_held_endlessly,
@@ -157,11 +156,10 @@ def _told(devices: DeviceSet, index: int, name: str) -> str:
 
 
 def find_shortages(
-    node: Stock, record: TaskRecord, holdings: Holdings
+    ledger: Ledger, lacks: Iterable[Lack], holdings: Holdings
 ) -> Iterator[Shortage]:
-    """The resources for which a waiting task waits, each with its holders."""
-    ledger = ledger_for(node, record)
-    for lack in find_lacks(node, record):
+    """What a waiting task lacks, each with its holders."""
+    for lack in lacks:
         devices: tuple[DeviceStatus, ...] = ()
         if lack.mask:
             devices = holdings.of_devices(ledger.device_sets[lack.kind], lack.mask)
@@ -199,7 +197,7 @@ def wait_in_words(node: SchedulerState, record: TaskRecord, now: float) -> str:
     return "waits for its turn"
 
 
-def tell_lacks(node: Stock, record: TaskRecord) -> str:
+def tell_lacks(node: SchedulerState, record: TaskRecord) -> str:
     """In one line for which resources it waits, empty if it lacks none."""
     rival = rival_of(node, record)
     short = []
@@ -219,7 +217,7 @@ def tell_lacks(node: Stock, record: TaskRecord) -> str:
     return "waits for " + " and ".join(short) if short else ""
 
 
-def awaited_gang(node: Stock, record: TaskRecord) -> str:
+def awaited_gang(node: SchedulerState, record: TaskRecord) -> str:
     """The name of its placement group, if that is not granted yet; empty otherwise."""
     within = record.spec.shape.request.placement_group
     if isinstance(within, BundleRef) and within.key not in node.ledger.placement_groups:
@@ -233,18 +231,14 @@ def describe(
     """A reservation in the user's terms."""
     if reservation is None:
         return None
-    record, sets = reservation.record, node.ledger.device_sets
+    record, devices = reservation.record, {}
+    for kind, mask in reservation.barred.items():
+        of_kind = node.ledger.device_sets[kind].devices
+        devices[kind] = tuple(of_kind[index].id for index in indices(mask))
     return ReservationStatus(
         task=record.id,
         name=record.spec.name,
-        devices={
-            kind: tuple(
-                device.id
-                for index, device in enumerate(sets[kind].devices)
-                if mask >> index & 1
-            )
-            for kind, mask in reservation.barred.items()
-        },
+        devices=devices,
         amounts={name: number(parts) for name, parts in reservation.kept.items()},
         seconds=None if reservation.until == inf else max(reservation.until - now, 0.0),
     )
@@ -359,104 +353,75 @@ def why(
         programs: who the clients of the node are, by their numbers.
     """
     if record.state is TaskState.DELAYED:
-        return Why(
-            name=record.spec.name,
-            task=record.id,
-            state=record.state.value,
-            seconds=now - record.since,
-            request=record.spec.shape.request.as_numbers(),
-        )
+        return _why(record, now)
     if record.state is TaskState.EXPECTING:
-        return _expecting(node, record, now)
-    if record.worker is None:
-        waiting = why_waiting(node, record, Holdings(node.holders, pids, now))
-        return (
-            waiting if node.clients is None else _among(node, record, programs, waiting)
+        needs = awaited_results(node, record)
+        return _why(
+            *(record, now),
+            children=_names(needs),
+            count=len(needs),
+            placement=awaited_gang(node, record),
         )
-    return _on_worker(record, record.worker, Holdings((), pids, now))
+    if record.worker is not None:
+        return _on_worker(record, record.worker, Holdings((), pids, now))
+    return why_waiting(node, record, Holdings(node.holders, pids, now), programs)
 
 
-def _expecting(node: SchedulerState, record: TaskRecord, now: float) -> Why:
-    needs = awaited_results(node, record)
+def _why(record: TaskRecord, now: float, **more: Any) -> Why:
     return Why(
-        name=record.spec.name,
-        task=record.id,
-        state=record.state.value,
-        seconds=now - record.since,
-        request=record.spec.shape.request.as_numbers(),
-        children=_names(needs),
-        count=len(needs),
-        placement=awaited_gang(node, record),
+        *(record.spec.name, record.id, record.state.value, now - record.since),
+        record.spec.shape.request.as_numbers(),
+        **more,
     )
 
 
-def why_waiting(node: SchedulerState, record: TaskRecord, holdings: Holdings) -> Why:
-    """The same of a task that stands in the queue; says nothing of other programs."""
-    bucket = node.ready.bucket_of(record)
-    lacks = list(find_lacks(node, record))
-    reasons = tuple(find_shortages(node, record, holdings))
-    outage = find_outage(node, record.spec.shape.environment, holdings.now)
-    bound = 0 if reasons else find_bound(node)
-    return Why(
-        name=record.spec.name,
-        task=record.id,
-        state=record.state.value,
-        seconds=holdings.now - record.since,
-        request=record.spec.shape.request.as_numbers(),
-        where=str(record.spec.shape.request.where or ""),
-        position=bucket.position(record) + 1,
-        of=bucket.size,
-        reasons=reasons,
-        bound=bound,
-        is_held_up=node.exclusive.bars(record),
-        reservation=describe(node, _concerning(node, record), holdings.now),
-        is_held_endlessly=is_held_endlessly(node, record, lacks),
-        placement=awaited_gang(node, record),
-        outage=None if record.spec.is_lease else outage,
-    )
-
-
-def _among(
-    node: SchedulerState, record: TaskRecord, programs: Mapping[int, Program], why: Why
+def why_waiting(
+    node: SchedulerState,
+    record: TaskRecord,
+    holdings: Holdings,
+    programs: Mapping[int, Program] = NOBODY,
 ) -> Why:
-    """The same where programs share the node: which of them go before it."""
-    assert node.clients is not None, node
-    first = islice(node.ready.in_turn(), LOOKED_AT)
+    """The same of a task that stands in the queue."""
+    bucket, clients = node.ready.bucket_of(record), node.clients
+    lacks = list(find_lacks(node, record))
+    outage = find_outage(node, record.spec.shape.environment, holdings.now)
+    # The reservation for this task, or for one that takes what this one lacks.
+    reservation = node.reservation
+    if reservation is not None and reservation.record is not record:
+        reservation = reservation if any(one.is_claimed for one in lacks) else None
+    # Where programs share the node: which of them go before it.
+    first = islice(node.ready.in_turn(), LOOKED_AT if clients is not None else 0)
     before = takewhile(lambda other: other is not record, first)
     rivals = dict.fromkeys(
         other.client for other in before if other.client != record.client
     )
-    return replace(
-        why,
+    return _why(
+        *(record, holdings.now),
+        where=str(record.spec.shape.request.where or ""),
+        position=bucket.position(record) + 1,
+        of=bucket.size,
+        reasons=tuple(find_shortages(ledger_for(node, record), lacks, holdings)),
+        bound=0 if lacks else find_bound(node),
+        is_held_up=node.exclusive.bars(record),
+        reservation=describe(node, reservation, holdings.now),
+        is_held_endlessly=is_held_endlessly(node, record, lacks),
+        placement=awaited_gang(node, record),
+        outage=None if record.spec.is_lease else outage,
         rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
         rival_count=len(rivals),
-        limit=node.clients.why_barred(record),
-        is_behind=node.clients.of(record.client).is_behind,
+        limit=clients.why_barred(record) if clients is not None else "",
+        is_behind=clients is not None and clients.of(record.client).is_behind,
     )
-
-
-def _concerning(node: SchedulerState, record: TaskRecord) -> Reservation | None:
-    """The reservation for this task, or for one that takes what this one lacks."""
-    reservation = node.reservation
-    if reservation is None or reservation.record is record:
-        return reservation
-    is_in_its_way = any(lack.is_claimed for lack in find_lacks(node, record))
-    return reservation if is_in_its_way else None
 
 
 def _on_worker(record: TaskRecord, worker: WorkerRecord, holdings: Holdings) -> Why:
     before = _before(record, worker)
     waits_for = record.kin.waits_for.values() if record.kin else ()
-    is_begun = record is worker.task
-    return Why(
-        name=record.spec.name,
-        task=record.id,
-        state=record.state.value,
-        seconds=holdings.now - record.since,
-        request=record.spec.shape.request.as_numbers(),
+    return _why(
+        *(record, holdings.now),
         worker=None if record.spec.is_lease else worker.id,
         pid=holdings.pids.get(worker.id, 0),
-        runs_for=holdings.seconds_of(worker) if is_begun else None,
+        runs_for=holdings.seconds_of(worker) if record is worker.task else None,
         behind=_names(before),
         children=_names(waits_for),
         count=len(before) + len(waits_for),
@@ -476,88 +441,56 @@ def _names(records: Iterable[TaskRecord]) -> tuple[str, ...]:
     return tuple(record.spec.name for record in islice(records, SHOWN))
 
 
-_PLAIN: Final = {
-    "opening": "waits for its node, which is being opened",
-    "delayed": "has failed before, and is tried again in a while",
-}
-
-
-_LEASED: Final = {
-    "running": "is held by",
-    "stopping": "is given back as soon as its processes have ended, asked for by",
-}
-
-
 def explain(why: Why) -> str:
     """The whole story, on one line or, of a task that waits, on several."""
     if why.placement:
         return f"{_who(why)} waits for {why.placement}, its placement."
-    if why.state == "waiting":
-        return "\n".join((*_waiting(why), *_notes(why)))
-    if why.is_lease and why.state in _LEASED:
-        told = f"{_LEASED[why.state]} pid {why.pid}{_for(why.runs_for)}"
-        return f"{_who(why)} {told}."
-    told = _sent(why) if why.state == "sent" else _standing(why)
-    return "\n".join((f"{_who(why)} {told}.", *_notes(why)))
-
-
-def _sent(why: Why) -> str:
-    request = f"asks for {terms(why.request.items())} and " if why.request else ""
-    return f"{request}was sent {span(why.seconds or 0.0)} ago"
-
-
-def _notes(why: Why) -> Iterator[str]:
-    for note in why.notes:
-        yield f"  {note}"
+    told = _waiting(why) if why.state == "waiting" else [f"{_who(why)} {_does(why)}."]
+    return "\n".join((*told, *(f"  {note}" for note in why.notes)))
 
 
 def _who(why: Why) -> str:
     return f"{why.name} (task {why.task})" if why.task else why.name
 
 
-def _standing(why: Why) -> str:
+def _does(why: Why) -> str:
     """Return what a task does that does not wait in the queue."""
-    request = terms(why.request.items())
+    request, worker = terms(why.request.items()), f"worker {why.worker} (pid {why.pid})"
+    runs = "" if why.runs_for is None else f", for {span(why.runs_for)} now"
     match why.state:
-        case "opening" | "delayed":
-            return _PLAIN[why.state]
+        case "running" if why.is_lease:
+            return f"is held by pid {why.pid}{runs}"
+        case "stopping" if why.is_lease:
+            return (
+                f"is given back as soon as its processes have ended, asked for by pid "
+                f"{why.pid}{runs}"
+            )
+        case "sent":
+            asks = f"asks for {request} and " if why.request else ""
+            return f"{asks}was sent {span(why.seconds or 0.0)} ago"
+        case "opening":
+            return "waits for its node, which is being opened"
+        case "delayed":
+            return "has failed before, and is tried again in a while"
         case "starting":
             return f"holds {request}; a worker is being forked for it"
         case "queued":
-            return f"was sent ahead to {_worker(why)} and runs after {_behind(why)}"
+            before = listing(why.behind, why.count)
+            return f"was sent ahead to {worker} and runs after {before}"
         case "running":
             held = ", and waits for its consumer to take items" if why.is_ahead else ""
-            return f"runs on {_worker(why)}{_for(why.runs_for)}{held}"
+            return f"runs on {worker}{runs}{held}"
         case "blocked":
-            return f"waits for {_children(why)}; meanwhile it holds no CPU"
+            word = "its child" if why.count == 1 else "its children"
+            children = f"{word} {listing(why.children, why.count)}"
+            awaited = children if why.count else "an actor"
+            return f"waits for {awaited}; meanwhile it holds no CPU"
         case "expecting":
-            return f"waits for its arguments: the result of {_results(why)}"
+            results = listing(why.children, why.count) or "an actor's call"
+            return f"waits for its arguments: the result of {results}"
         case "stopping":
-            return f"is being stopped; its code on {_worker(why)} has not ended yet"
+            return f"is being stopped; its code on {worker} has not ended yet"
     return f"has ended: {why.outcome}" if why.outcome else "has ended"
-
-
-def _worker(why: Why) -> str:
-    return f"worker {why.worker} (pid {why.pid})"
-
-
-def _for(seconds: float | None) -> str:
-    return "" if seconds is None else f", for {span(seconds)} now"
-
-
-def _behind(why: Why) -> str:
-    return listing(why.behind, why.count)
-
-
-def _children(why: Why) -> str:
-    if not why.count:
-        return "an actor"
-    word = "its child" if why.count == 1 else "its children"
-    return f"{word} {listing(why.children, why.count)}"
-
-
-def _results(why: Why) -> str:
-    return listing(why.children, why.count) if why.count else "an actor's call"
 
 
 def _waiting(why: Why) -> Iterator[str]:
@@ -617,10 +550,6 @@ def _aside(devices: Sequence[DeviceStatus]) -> Iterator[str]:
         yield f"    set aside: {'' if name in reason else name}{reason}"
 
 
-def _longest_first(holder: Holder) -> float:
-    return -(holder.seconds or 0.0)
-
-
 def _shortage(shortage: Shortage) -> str:
     name = shortage.resource
     told = (
@@ -646,8 +575,8 @@ def _free(device: DeviceStatus, name: str) -> str:
 def _held(shortage: Shortage) -> list[tuple[DeviceStatus | None, Holder]]:
     """Each holder with its device; of what is not made of devices, longest first."""
     if not shortage.devices:
-        holders = sorted(shortage.holders, key=_longest_first)
-        return [(None, holder) for holder in holders]
+        held = sorted(shortage.holders, key=lambda one: -(one.seconds or 0.0))
+        return [(None, holder) for holder in held]
     return [(each, holder) for each in shortage.devices for holder in each.holders]
 
 
@@ -693,24 +622,20 @@ def stall_in_words(why: Why) -> str:
             f"without end, and there is no room for more. `aiogpu doctor` says what "
             f"bounds them."
         )
-    held = [
-        _held_amount(holder, shortage)
-        for shortage in why.reasons
-        for holder in shortage.holders
-        if holder.is_endless
-    ]
+    held = []
+    for shortage in why.reasons:
+        for device, holder in _held(shortage):
+            if holder.is_endless:
+                amount = (
+                    f"{shortage.resource} {written(shortage.resource, holder.share)}"
+                )
+                if device is not None:
+                    share = written(device.kind, holder.share)
+                    amount = f"{share} of {device.kind} {device.id}"
+                held.append(f"{holder.task} holds {amount}")
     return (
         f"{waits} for {terms(why.request.items())}, and what it needs is held without "
         f"end: {listing(held, len(held), '; ')}. It can start when a holder ends: an "
         f"actor ends by aiogpu.kill() or with its last handle (a notebook keeps those "
         f"that it has shown, in Out). Or ask for less."
     )
-
-
-def _held_amount(holder: Holder, shortage: Shortage) -> str:
-    amount = f"{shortage.resource} {written(shortage.resource, holder.share)}"
-    for device in shortage.devices:
-        if any(one is holder for one in device.holders):
-            share = written(device.kind, holder.share)
-            amount = f"{share} of {device.kind} {device.id}"
-    return f"{holder.task} holds {amount}"

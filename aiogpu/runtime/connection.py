@@ -54,7 +54,7 @@ class Peer(asyncio.Protocol):
     """
 
     def __init__(
-        self, greeted: Greeted, on_heard: Callable[[int], object] = bool
+        self, greeted: Greeted, on_heard: Callable[[int], object] | None = None
     ) -> None:
         self.on_messages: Handler = _ignore
         self.on_lost: Callable[[], None] = _nothing
@@ -110,7 +110,8 @@ class Peer(asyncio.Protocol):
             self._put_off(messages)
         elif count:
             self.on_messages(messages)
-        self._on_heard(count)
+        if self._on_heard is not None:
+            self._on_heard(count)
 
     @property
     def readable(self) -> int:

@@ -13,16 +13,10 @@ import os
 import stat
 from typing import Final, NamedTuple
 
-from aiogpu.errors import (
-    NodeError,
-    NodeStartError,
-)
+from aiogpu.errors import NodeError, NodeStartError
 from aiogpu.linux.sockets import user
 
 SOCKET: Final = "node.sock"
-
-
-PIDFILE: Final = "node.pid"
 
 
 LOGS: Final = "logs"

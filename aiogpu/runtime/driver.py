@@ -25,18 +25,18 @@ from aiogpu.core.effects import NOTHING, Effect
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.sharded_dict import ShardedDict
-from aiogpu.core.scheduler.scheduler import Scheduler, Step
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
 from aiogpu.runtime.actors.registry import Actors, Check
 from aiogpu.runtime.callers.caller import pass_on_all
 from aiogpu.runtime.devices.binding import Assignment
-from aiogpu.runtime.devices.memory_shortage import Shortages
+from aiogpu.runtime.devices.memory_guard import Shortages
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import EACH, Call, Delay, tell_fault
 from aiogpu.runtime.results import Results
 from aiogpu.runtime.workers.commands import QueueRevoker
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
-from aiogpu.runtime.workers.dispatch import TaskDispatcher
+from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import Payload
@@ -46,13 +46,17 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.ready import Bucket
     from aiogpu.core.records import TaskRecord
     from aiogpu.runtime.callers.leases import Leases
-    from aiogpu.runtime.devices.binding import NullDeviceRelease
     from aiogpu.runtime.devices.monitor import DeviceMonitor
     from aiogpu.runtime.devices.probe_thread import Key
-    from aiogpu.runtime.devices.release import DeviceRelease
     from aiogpu.runtime.internal_faults import Faults
     from aiogpu.runtime.objects.values import Value
     from aiogpu.wire.messages import Message
+
+    Lessees = Callable[[Key], Mapping[int, int]]
+    """Gives the programs that have a lease of a device, each with the holder's id."""
+
+    DeviceFactory = Callable[[Feed, Lessees], DeviceMonitor]
+    """Begins to look at a node's devices, and to tell the core."""
 
 
 class SubmitBatch:
@@ -133,6 +137,9 @@ class Driver:
         on_end: told of an answer before the core is; None for nobody.
         on_row: told of the tasks that a worker has ended in a row, as the core knew
             them, and of the seconds that each took; None for nobody.
+        on_death: told of a worker that is gone before the core is; None for nobody.
+        on_nested: told what a task says of its children.
+        devices: what the node's devices are seen with; None where there are none.
     """
 
     def __init__(
@@ -141,36 +148,36 @@ class Driver:
         scheduler: Scheduler,
         pool: Pool,
         assignment: Assignment,
-        device_release: DeviceRelease | NullDeviceRelease,
         check: Check,
+        on_nested: Callable[[LiveWorker, Message], None],
+        watch: DeviceFactory | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.burst = pool.hearing.burst
-        self.shortages: Shortages = Shortages(scheduler)
+        self.devices = None if watch is None else watch(self.feed, self._lessees)
+        gpu_guard = None if self.devices is None else self.devices.guard
+        peak_seen = None if gpu_guard is None else gpu_guard.peak_of
+        self.shortages = Shortages(scheduler, peak_seen)
         self.on_end: Callable[[int, Done | Failed], None] | None = None
         self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
+        self.on_death: Callable[[int], None] | None = None
         self.is_busy = False
         self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
         self._loop = loop
         self._pool = pool
-        self._device_release = device_release
+        self._commands = pool.commands
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
-        device_release.tell(self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
         self._taking_back = QueueRevoker(
             loop, scheduler.workers, self._calls, pool.commands, self.feed
         )
-        self.results = Results(scheduler, self._calls, self.guard)
+        self.results = Results(scheduler, self._calls, self.guard, gpu_guard)
         self.actors = Actors(
             loop, scheduler, pool, self, self.results, self.shortages, check
         )
         self._last_task = 0
+        self._last_number = 0
         self.row = SubmitBatch(loop, self._submit_each)
-        self.burst.before = self.row.end
-        self.dispatcher = TaskDispatcher(
-            *(scheduler, self._calls, pool, self.actors, assignment),
-            *(device_release, self.guard, self._taking_back),
-        )
+        self.burst = InlinePoller(pool.workers, self.row.end)
         self._faults: Faults | None = None
         self._leases: Leases | None = None
         self._assignment = assignment
@@ -179,27 +186,24 @@ class Driver:
         self._timer: asyncio.Handle | None = None
         self._timer_at: float | None = None
         self._closed = loop.create_future()
-        self._listen(pool)
+        # As attributes: so no call is made in between.
+        self.on_items = self.results.on_items
+        self.on_acting = self.actors.on_message
+        self.on_nested = on_nested
         self.ways: Final = self._all_ways()
-
-    def _listen(self, pool: Pool) -> None:
-        pool.on_started = self._on_started
-        pool.on_gone = self._on_gone
-        pool.on_outdated = self._on_outdated
-        pool.hearing.on_answer = self.on_answer
-        pool.hearing.on_done = self.on_done
-        pool.hearing.on_items = self.results.on_items
-        pool.hearing.on_skipped = self._on_skipped
-        pool.hearing.on_fault = self._on_fault
-        pool.hearing.name_of = self._name_of
-        pool.hearing.on_behind = self._delay
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
-            effects.Granted: self._carry_out_lease,
-            effects.Reclaim: self._carry_out_lease,
-            effects.Spawn: self._spawn,
-            **self.dispatcher.ways,
+            # Not bound methods: these would load the leases now.
+            effects.Granted: lambda effect: self.leases.grant(effect),  # noqa: PLW0108
+            effects.Reclaim: lambda effect: self.leases.reclaim(effect),  # noqa: PLW0108
+            effects.Spawn: lambda effect: self._pool.spawn(
+                effect.worker, effect.environment
+            ),
+            effects.Assign: self._assign,
+            effects.Ahead: self._send_ahead,
+            effects.Revoke: self.revoke,
+            effects.Interrupt: self._interrupt,
             effects.Retire: lambda effect: self._pool.retire(effect.worker),
             effects.Kill: lambda effect: self._pool.kill(effect.worker),
             effects.Settle: self.results.settle,
@@ -214,11 +218,10 @@ class Driver:
         if self._leases is None:
             from aiogpu.runtime.callers.leases import Leases
 
+            release = None if self.devices is None else self.devices.release
             self._leases = Leases(
-                *(self._loop, self._calls, self._assignment, self._device_release),
-                self.feed,
+                self._loop, self._calls, self._assignment, release, self.feed
             )
-            self.ways.update(self._leases.ways)
         return self._leases
 
     @property
@@ -228,12 +231,9 @@ class Driver:
             from aiogpu.runtime.internal_faults import Faults
 
             self._faults = Faults(
-                self.scheduler, self._calls, self._pool, self.dispatcher, self.feed
+                self.scheduler, self._calls, self._pool, self._send_alone, self.feed
             )
         return self._faults
-
-    def _carry_out_lease(self, effect: Effect) -> None:
-        self.leases.ways[type(effect)](effect)
 
     def _lessees(self, key: Key) -> Mapping[int, int]:
         return {} if self._leases is None else self._leases.roots_of(key)
@@ -242,13 +242,6 @@ class Driver:
     def holders(self) -> Mapping[int, int]:
         """Process ids of who has leases or placements, by holder."""
         return {} if self._leases is None else self._leases.pids
-
-    def heed(self, monitor: DeviceMonitor) -> None:
-        """Have the core told what is seen on devices, and owners what follows."""
-        self.results.gpu_guard = monitor.guard
-        self.shortages.peak_seen = monitor.guard.peak_of
-        monitor.lessees = self._lessees
-        monitor.begin(self.feed)
 
     def __repr__(self) -> str:
         return f"<Driver {len(self._calls)} calls, {self._pool!r}>"
@@ -408,8 +401,12 @@ class Driver:
         earliest = self._timers.earliest
         if earliest != self._timer_at:
             self._rearm(earliest)
-        if self.scheduler.is_closing:
-            self._note_closed()
+        if (
+            self.scheduler.is_closing
+            and self.scheduler.is_closed
+            and not self._closed.done()
+        ):
+            self._closed.set_result(None)
 
     def _rearm(self, deadline: float | None) -> None:
         if self._timer is not None:
@@ -418,10 +415,6 @@ class Driver:
         self._timer_at = deadline
         if deadline is not None:
             self._timer = self._loop.call_at(deadline, self._on_time)
-
-    def _note_closed(self) -> None:
-        if self.scheduler.is_closed and not self._closed.done():
-            self._closed.set_result(None)
 
     def _on_time(self) -> None:
         self._timer = self._timer_at = None
@@ -451,7 +444,10 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _on_started(self, worker: int) -> None:
+    # What becomes of workers, and what they say: see `WorkerEvents`
+
+    def on_started(self, worker: int) -> None:
+        """A worker has connected."""
         self.feed(Scheduler.worker_started, WorkerId(worker))
 
     def wait(
@@ -465,7 +461,7 @@ class Driver:
         call = self._calls.get(TaskId(task))
         if call is not None:
             call.limit = limit
-            self._pool.commands.demand(call.worker, task, limit)
+            self._commands.demand(call.worker, task, limit)
 
     def receiver_of(self, task: TaskId) -> Receiver | None:
         """Who waits for a task, or for a call of an actor."""
@@ -481,7 +477,7 @@ class Driver:
         record = self.scheduler.workers.get(WorkerId(worker))
         return 0 if record is None or record.task is None else record.task.id
 
-    def _delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
+    def delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
         """Have who waits for a task or a call told later."""
         if worker.actor is not None:
             worker.actor.delay(task, delay)
@@ -497,14 +493,18 @@ class Driver:
             if call.receiver is not None:
                 call.receiver = delay(call.receiver)
 
-    def _name_of(self, task: int) -> str:
+    def name_of(self, task: int) -> str:
+        """Return the name of a task, "" if it has ended."""
         call = self._calls.get(TaskId(task))
         return call.func.spec.name if call is not None else ""
 
-    def _on_gone(self, worker: int, death: Death) -> None:
+    def on_gone(self, worker: int, death: Death) -> None:
+        """A worker has ended, and all that it had said was taken in."""
         if self.is_busy:
-            self._loop.call_soon(self._on_gone, worker, death)
+            self._loop.call_soon(self.on_gone, worker, death)
             return
+        if self.on_death is not None:
+            self.on_death(worker)
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
         self.results.deaths[gone] = death
@@ -516,26 +516,89 @@ class Driver:
         self.feed(Scheduler.worker_gone, gone, *end)
         del self.results.deaths[gone]
         self.guard.forget(worker)
-        tell_callers()
+        if tell_callers is not None:
+            tell_callers()
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:
         """Return whether it is still to be seen that a worker has left its devices."""
         record = self.scheduler.workers.get(worker)
         lease = None if record is None else record.lease
+        if self.devices is None:
+            return False
         # Without a process id it never was: nothing of it can be on a device.
         if lease is None or not pid or self.scheduler.is_closing:
-            self._device_release.forget(worker)
+            self.devices.release.forget(worker)
             return False
-        return self._device_release.end(worker, lease, (pid,))
+        return self.devices.release.end(worker, lease, (pid,))
 
-    def _on_fault(self, worker: LiveWorker, said: Message, error: Exception) -> None:
-        self.faults.on_message(worker, said, error)
+    def on_fault(self, worker: LiveWorker, message: Message, error: Exception) -> None:
+        """A message was not taken in, for no fault of the worker's."""
+        self.faults.on_message(worker, message, error)
 
-    def _on_outdated(self, environment: Environment) -> None:
+    def on_outdated(self, environment: Environment) -> None:
+        """Workers for it that wait for work come from a zygote that was replaced."""
         self.feed(Scheduler.environment_outdated, environment)
 
-    def _spawn(self, effect: effects.Spawn) -> None:
-        self._pool.spawn(effect.worker, effect.environment)
+    # What workers are sent: tasks, and what takes them back
+
+    def _assign(self, effect: effects.Assign) -> None:
+        call = self._calls[effect.task]
+        self._last_number += 1
+        call.send_to(effect.worker, self._last_number)
+        self.guard.wake()
+        if effect.lease.request is not call.func.spec.shape.request:
+            call.func = call.func.holding(effect.lease.request)
+        bind = None
+        if effect.is_first:
+            bind = self._assignment.bind(effect.lease, call.func.environ)
+            if self.devices is not None:
+                self.devices.release.begin(effect.worker, effect.lease)
+        if call.func.actor is not None:
+            creation = self.actors.creation(
+                self._pool.workers[effect.worker], effect.task, call
+            )
+            self._commands.create(effect.worker, call, bind, creation)
+            return
+        if effect.worker in self.actors.workers:
+            self.actors.disown(effect.worker)
+        self._commands.assign(effect.worker, effect.task, call, bind, effect.is_last)
+
+    def on_created(self, task: TaskId) -> None:
+        """An actor's constructor has returned: see whether it may be called again."""
+        record, call = self.scheduler.tasks.get(task), self._calls.get(task)
+        if call is None or type(call.payload) is not Payload:
+            return
+        if record is None or not record.retries_left:
+            call.payload.let_go_of_actors()
+
+    def _send_ahead(self, effect: effects.Ahead) -> None:
+        worker, tasks = effect.worker, effect.tasks
+        number = self._last_number
+        sent: list[tuple[TaskId, Call]] = []
+        for task, call in zip(tasks, self._calls.some(tasks), strict=True):
+            assert call is not None, task
+            number += 1
+            call.worker, call.number, call.answer = worker, number, None
+            sent.append((task, call))
+        self._last_number = number
+        self._commands.send_ahead(worker, sent)
+
+    def _send_alone(self, worker: WorkerId, task: TaskId) -> None:
+        """Send one task ahead, where several could not be sent together."""
+        call = self._calls[task]
+        self._last_number += 1
+        call.send_to(worker, self._last_number)
+        self._commands.send_ahead(worker, [(task, call)])
+
+    def revoke(self, effect: effects.Revoke) -> None:
+        """Take back what a worker has not begun."""
+        self._taking_back.revoke(effect.worker, effect.number, self._last_number + 1)
+
+    def _interrupt(self, effect: effects.Interrupt) -> None:
+        func, task = self._calls[effect.task].func, int(effect.task)
+        if func.actor is not None and self.scheduler.is_closing:
+            task = self.actors.call_off(effect.worker, effect.attempt) or task
+        self._commands.interrupt(effect.worker, task, effect.attempt, func.is_coroutine)
 
     # What workers say of the ends of tasks
 
@@ -564,12 +627,11 @@ class Driver:
             ended.append((task, answer.took * 1e-6))
         if self.is_busy:
             return 0
-        wanted: list[Effect] = []
         now, who = self._loop.time(), WorkerId(worker)
         self.is_busy = True
         records: list[TaskRecord] = []
         try:
-            records = self.scheduler.finish_many(now, who, ended, wanted)
+            records = self.scheduler.finish_many(now, who, ended)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             for task, _ in ended:
                 self.faults.on_event(Scheduler.finish, (task, who), error)
@@ -579,6 +641,7 @@ class Driver:
                 self.on_row(worker, records, took)
             except Exception:  # noqa: BLE001 - it only observes
                 _log.exception("! the recorder failed; the tasks go on")
+        wanted = self.scheduler.effects
         if wanted or self.events:
             # What the worker is to do next goes first: others only hear of it.
             self.carry_out(wanted)
@@ -597,7 +660,7 @@ class Driver:
         # Each by itself: what one makes of it is no other's business.
         for call, answer in zip(calls, answers, strict=False):
             if call.receiver is not None:
-                try:
+                try:  # as `settle` does, without its calls
                     call.receiver.receive(answer.payload)
                 except Exception as error:  # noqa: BLE001 - it is told to who waits
                     tell_fault(call.receiver, error)
@@ -619,7 +682,9 @@ class Driver:
         retry, took = False, 0.0
         if type(answer) is Done:
             if type(answer.payload) is not bytes:
-                self._keep_carried(answer.payload)
+                # What a result has handles to goes on, though who has started it ends.
+                for one in unfinished_in(answer.payload):
+                    self.feed(Scheduler.detach, TaskId(one))
             took = answer.took * 1e-6
         elif type(answer) is Failed:
             retry = answer.is_retried
@@ -642,12 +707,7 @@ class Driver:
             self.faults.on_event(Scheduler.finish, args, error)
         self.carry_out(wanted)
 
-    def _keep_carried(self, payload: bytes) -> None:
-        """What a result has handles to goes on, though who has started it ends."""
-        for task in unfinished_in(payload):
-            self.feed(Scheduler.detach, TaskId(task))
-
-    def _on_skipped(self, worker: int, skipped: Skipped) -> None:
+    def on_skipped(self, worker: int, skipped: Skipped) -> None:
         """A worker was sent a task that was taken back as it came up."""
         call = self._calls.get(TaskId(skipped.task))
         if call is not None and call.number == skipped.number:

@@ -16,7 +16,7 @@ from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
 from aiogpu.runtime.callers.caller import Child
-from aiogpu.runtime.pending_tasks import internal_error, tell_safely
+from aiogpu.runtime.pending_tasks import internal_error, settle
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.wire.messages import Ask, Fetch, Find, Inquire, Message, Submit, TakeLease
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.runtime.callers.caller import Caller
     from aiogpu.runtime.pending_tasks import Call
-    from aiogpu.runtime.workers.dispatch import TaskDispatcher
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.runtime.workers.slots import LiveWorker
 
@@ -45,13 +44,13 @@ class Faults:
         scheduler: Scheduler,
         calls: ShardedDict[Call],
         pool: Pool,
-        dispatcher: TaskDispatcher,
+        send_alone: Callable[[WorkerId, TaskId], None],
         feed: Feed,
     ) -> None:
         self._scheduler = scheduler
         self._calls = calls
         self._pool = pool
-        self._dispatcher = dispatcher
+        self._send_alone = send_alone
         self._feed = feed
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Assign: self._not_assigned,
@@ -119,7 +118,7 @@ class Faults:
         for task in effect.tasks:
             try:
                 worker.unlearn(self._calls[task].func)
-                self._dispatcher.send_alone(effect.worker, task)
+                self._send_alone(effect.worker, task)
             except Exception as error:  # noqa: BLE001 - it is told to who waits
                 self._cancel(task, internal_error("sent a task to a worker", error))
 
@@ -175,5 +174,5 @@ def tell_asker(caller: Caller, message: Message, fault: Exception) -> bool:
     """Tell who has asked something by a message; False if nobody waits for it."""
     if not isinstance(message, _QUESTIONS):
         return False
-    tell_safely(Child(caller, message.child), fault)
+    settle(Child(caller, message.child), fault)
     return True

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import MEMORY, UNIT
-from aiogpu.core.records import WorkerRecord, WorkerState
+from aiogpu.core.records import WorkerState
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import OutOfMemoryError
 from aiogpu.linux.procfs import MemoryBounds, Usage
@@ -54,12 +54,12 @@ class Running(NamedTuple):
 
     Attributes:
         worker: its id.
-        pids: its process, and others whose descendants are its own.
+        pid: its process.
         asked: bytes that its task has asked for by `memory=`, 0 for none.
     """
 
-    worker: int
-    pids: tuple[int, ...]
+    worker: WorkerId
+    pid: int
     asked: int
 
 
@@ -70,14 +70,11 @@ class Weighed(NamedTuple):
     used: int
 
 
-OnOver = Callable[[int, int, int], None]
-"""Told of a worker to be ended, the bytes that it uses, and the safe limit."""
-
-
-class MemoryWatch:
-    """Watches over one node's memory.
+class MemoryGuard:
+    """Watches over the memory of one node's tasks.
 
     Attributes:
+        is_on: whether it does; otherwise it looks at nothing.
         usage: what was seen last, None before the first look.
         cost: seconds that the last look took of the loop's time, in all its turns.
     """
@@ -85,28 +82,38 @@ class MemoryWatch:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        workers: Callable[[], Iterable[Running]],
-        on_over: OnOver,
+        scheduler: Scheduler,
+        pids: Callable[[], dict[int, int]],
+        feed: Feed,
         bounds: MemoryBounds | None = None,
     ) -> None:
+        """Prepare.
+
+        Args:
+            loop: runs the timer.
+            scheduler: knows who has a task.
+            pids: gives the processes of workers, by worker id.
+            feed: is told of those who are to be ended.
+            bounds: what limits memory, this process's limits unless given.
+        """
+        self.is_on = True
         self.usage: Usage | None = None
         self.cost = 0.0
         self._loop = loop
-        self._workers = workers
-        self._on_over = on_over
+        self._scheduler = scheduler
+        self._pids = pids
+        self._feed = feed
         self._bounds = bounds or MemoryBounds()
         self._timer: asyncio.TimerHandle | None = None
         self._unweighed: deque[Running] = deque()
         self._weighed: list[Weighed] = []
         self._victim = 0
         self._told_at = 0.0
-
-    def __repr__(self) -> str:
-        return f"<MemoryWatch {'on' if self._timer else 'off'} {self.usage}>"
+        self._ended: dict[int, tuple[int, int, int]] = {}
 
     def wake(self) -> None:
         """A worker has got a task: look from time to time, if that is not so yet."""
-        if self._timer is None:
+        if self._timer is None and self.is_on:
             self._timer = self._loop.call_later(SOONEST, self._look)
 
     def close(self) -> None:
@@ -115,9 +122,32 @@ class MemoryWatch:
             self._timer.cancel()
             self._timer = None
 
+    def explain(self, name: str, worker: int, death: Death) -> OutOfMemoryError | None:
+        """The error of a task that this has ended, None for any other.
+
+        Args:
+            name: the task's.
+            worker: that ran it.
+            death: how the worker has ended.
+        """
+        ended = self._ended.get(worker)
+        return None if ended is None else describe_out_of_memory(name, death, *ended)
+
+    def forget(self, worker: int) -> None:
+        """A worker is gone, and its tasks' owners were told."""
+        self._ended.pop(worker, None)
+
+    def _running(self) -> Iterator[Running]:
+        pids = self._pids()
+        for worker in self._scheduler.workers:
+            if worker.state is WorkerState.BUSY and (pid := pids.get(worker.id)):
+                scalars = worker.lease.request.scalars if worker.lease else ()
+                asked = dict(scalars).get(MEMORY, 0) // UNIT
+                yield Running(worker.id, pid, asked)
+
     def _look(self) -> None:
         self._timer = None
-        running = list(self._workers())
+        running = list(self._running())
         if not running:
             return
         began = time.perf_counter()
@@ -133,7 +163,7 @@ class MemoryWatch:
         """Weigh workers for a moment; go on in the next turn, or name who is to go."""
         while self._unweighed:
             running = self._unweighed.popleft()
-            used = self._bounds.used_by(running.pids)
+            used = self._bounds.used_by((running.pid,))
             self._weighed.append(Weighed(running, used))
             if self._unweighed and time.perf_counter() - began >= SLICE:
                 self.cost += time.perf_counter() - began
@@ -147,8 +177,10 @@ class MemoryWatch:
         pause = max(pause_for(usage.room), DEAREST * self.cost)
         self._timer = self._loop.call_later(pause, self._look)
         if victim is not None:
-            self._victim, self._told_at = victim.running.pids[0], self._loop.time()
-            self._on_over(victim.running.worker, victim.used, usage.safe_limit())
+            worker, self._victim, asked = victim.running
+            self._told_at = self._loop.time()
+            self._ended[worker] = asked, victim.used, usage.safe_limit()
+            self._feed(Scheduler.memory_short, worker)
 
     def _weigh_on(self, usage: Usage) -> None:
         self._weigh(usage, time.perf_counter())
@@ -159,9 +191,9 @@ class MemoryWatch:
         Since it was weighed its task may have ended, or memory may have become free.
         """
         self.usage = usage = self._bounds.tightest()
-        if usage.room >= 0 or victim.running not in self._workers():
+        if usage.room >= 0 or victim.running not in self._running():
             return None
-        now = Weighed(victim.running, self._bounds.used_by(victim.running.pids))
+        now = Weighed(victim.running, self._bounds.used_by((victim.running.pid,)))
         return choose_victim([now], usage.limit)
 
     def _is_one_ending(self) -> bool:
@@ -188,73 +220,3 @@ def _excess(weighed: Weighed) -> tuple[int, int, int]:
     # Of equals the youngest, which has done the least.
     running = weighed.running
     return weighed.used - running.asked, weighed.used, running.worker
-
-
-class MemoryGuard:
-    """Watches over the memory of one node's tasks.
-
-    Attributes:
-        is_on: whether it does; otherwise it looks at nothing.
-        watch: its eyes.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        scheduler: Scheduler,
-        pids: Callable[[], dict[int, int]],
-        feed: Feed,
-    ) -> None:
-        self.is_on = True
-        self.watch = MemoryWatch(loop, self._running, self._on_over)
-        self._scheduler = scheduler
-        self._pids = pids
-        self._feed = feed
-        self._ended: dict[int, tuple[int, int, int]] = {}
-
-    def __repr__(self) -> str:
-        return f"<MemoryGuard {self.watch!r}>"
-
-    def wake(self) -> None:
-        """A worker has got a task."""
-        if self.is_on:
-            self.watch.wake()
-
-    def close(self) -> None:
-        """Look no more."""
-        self.watch.close()
-
-    def _running(self) -> Iterator[Running]:
-        pids = self._pids()
-        for worker in self._scheduler.workers:
-            if worker.state is WorkerState.BUSY and (pid := pids.get(worker.id)):
-                yield Running(worker.id, (pid,), _asked(worker))
-
-    def _on_over(self, worker: int, used: int, limit: int) -> None:
-        record = self._scheduler.workers.get(WorkerId(worker))
-        if record is not None:
-            self._ended[worker] = _asked(record), used, limit
-            self._feed(Scheduler.memory_short, WorkerId(worker))
-
-    def explain(self, name: str, worker: int, death: Death) -> OutOfMemoryError | None:
-        """The error of a task that this has ended, None for any other.
-
-        Args:
-            name: the task's.
-            worker: that ran it.
-            death: how the worker has ended.
-        """
-        ended = self._ended.get(worker)
-        if ended is None:
-            return None
-        return describe_out_of_memory(name, death, *ended)
-
-    def forget(self, worker: int) -> None:
-        """A worker is gone, and its tasks' owners were told."""
-        self._ended.pop(worker, None)
-
-
-def _asked(worker: WorkerRecord) -> int:
-    if worker.lease is None:
-        return 0
-    return dict(worker.lease.request.scalars).get(MEMORY, 0) // UNIT

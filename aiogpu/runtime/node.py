@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
+from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
 from aiogpu.runtime.directories import remove_directory
 from aiogpu.runtime.zygote.launch import Ground
 from aiogpu.wire.messages import descriptor_path
@@ -34,15 +37,11 @@ if TYPE_CHECKING:
     from aiogpu.runtime.callers.programs import Answer, Clients, ServerInfo
     from aiogpu.runtime.callers.requests import Requests
     from aiogpu.runtime.connection import Peer
-    from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.devices.monitor import DeviceMonitor
-    from aiogpu.runtime.devices.probe_thread import DeviceThread
-    from aiogpu.runtime.devices.release import DeviceRelease
-    from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.driver import DeviceFactory, Driver
     from aiogpu.runtime.objects.store import DescriptorServer, Store
     from aiogpu.runtime.output.console import Console
-    from aiogpu.runtime.workers.message_router import MessageRouter
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.runtime.zygote.generations import Zygotes
@@ -97,26 +96,10 @@ SLACK: Final = 5.0
 class Parts:
     """All that a node is made of while it runs."""
 
-    directory: str
     console: Console
     zygotes: Zygotes
     pool: Pool
-    limit: DescriptorLimit
     server: asyncio.AbstractServer | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Devices:
-    """What a node that has devices sees them with."""
-
-    thread: DeviceThread
-    device_release: DeviceRelease
-    monitor: DeviceMonitor
-
-    def quit(self) -> None:
-        """Let nobody be told anything any more."""
-        self.monitor.close()
-        self.device_release.quit()
 
 
 class Supervisor:
@@ -126,13 +109,12 @@ class Supervisor:
         self._loop = loop
         self._parts: Parts | None = None
         self._peers: WeakSet[Peer] = WeakSet()
-        self._devices: Devices | None = None
+        self._devices: DeviceMonitor | None = None
         self._descriptor_server: DescriptorServer | None = None
         self._requests: Requests | None = None
         self._store: Store
-        self._hearing: MessageRouter
         self.clients: Clients | None = None
-        self._note_heard: Callable[[int], object] = bool  # nobody wants to know
+        self._poll: BusyPoll | None = None
         self.driver: Driver | None = None
         self._is_over = False
 
@@ -151,20 +133,30 @@ class Supervisor:
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
         """
-        ground = Ground.lay(NodeCgroup(self._loop), preload, learns, spill)
-        try:
-            parts = self._build(ground, preload, log_to_driver)
-        except BaseException:
-            ground.clear()
-            raise
-        self._parts = parts
-        from aiogpu.runtime.connection import Peer
+        with ExitStack() as undo:
+            ground = Ground(NodeCgroup(self._loop), preload, learns, spill)
+            undo.callback(ground.clear)
+            # Imported while the zygote starts, not before.
+            from aiogpu.runtime.connection import Peer
+            from aiogpu.runtime.output.console import Console
+            from aiogpu.runtime.workers.pool import Pool
+            from aiogpu.runtime.zygote.generations import Zygotes
 
-        pool, peers = parts.pool, self._peers
+            slots = descriptor_limit.acquire()
+            undo.callback(descriptor_limit.release)
+            console = Console(self._loop, log_to_driver)
+            zygotes = Zygotes(self._loop, console, ground.config, preload)
+            pool = Pool(self._loop, zygotes, console, ground.config.directory)
+            pool.slots.bound(slots)
+            warn_of_few(pool.slots.most_workers)
+            zygotes.start(ground.first, pool)
+            parts = self._parts = Parts(console, zygotes, pool)
+            undo.pop_all()
 
         def accept() -> Peer:
-            peer = Peer(pool.greeted, self._heard)
-            peers.add(peer)
+            poll = self._poll
+            peer = Peer(pool.greeted, None if poll is None else poll.note)
+            self._peers.add(peer)
             if self._is_over:
                 peer.abort()
             return peer
@@ -174,27 +166,6 @@ class Supervisor:
         )
         # While the zygote starts: nothing can have died yet.
         pool.autopsy.begin()
-
-    def _build(self, ground: Ground, preload: Sequence[str], shows: bool) -> Parts:
-        # Imported while the zygote starts, not before.
-        from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
-        from aiogpu.runtime.output.console import Console
-        from aiogpu.runtime.workers.pool import Pool
-        from aiogpu.runtime.zygote.generations import Zygotes
-
-        directory = ground.around.directory
-        slots = descriptor_limit.acquire()
-        try:
-            console = Console(self._loop, shows)
-            zygotes = Zygotes(self._loop, console, ground.around, preload)
-            pool = Pool(self._loop, zygotes, console, directory)
-            pool.slots.bound(slots)
-            warn_of_few(pool.slots.most_workers)
-            zygotes.start(ground.first)
-        except BaseException:
-            descriptor_limit.release()
-            raise
-        return Parts(directory, console, zygotes, pool, descriptor_limit)
 
     async def start_driver(
         self,
@@ -213,50 +184,35 @@ class Supervisor:
         """
         assert self._parts is not None
         # Imported while the zygote starts, not before.
-        from aiogpu.runtime.devices.binding import NullDeviceRelease
         from aiogpu.runtime.driver import Driver
         from aiogpu.runtime.objects.store import DescriptorServer
 
-        device_release: DeviceRelease | NullDeviceRelease = NullDeviceRelease()
+        watch: DeviceFactory | None = None
         if any(held.devices for held in scheduler.ledger.device_sets.values()):
+            from aiogpu.runtime.devices.monitor import DeviceMonitor
+            from aiogpu.runtime.devices.probe_thread import DeviceThread
+
+            sets = scheduler.ledger.device_sets.values()
+            thread = DeviceThread(self._loop, sets, assignment.accelerators)
             # Before the zygote is ready: a driver may take seconds to start.
-            self._devices = self._watch(scheduler, assignment)
-            device_release = self._devices.device_release
+            watch = partial(DeviceMonitor, self._loop, scheduler, thread, self._roots)
         pool = self._parts.pool
-        pool.use(store)
         self._descriptor_server = DescriptorServer(
-            self._loop, descriptor_path(self._parts.directory), store
+            self._loop, descriptor_path(self.directory), store
         )
-        if not self._parts.zygotes.are_ready:
+        if self._parts.zygotes.plain.current.ready is None:
             # A program's first function needs it, and now there is time.
             import aiogpu.serialization.pickler  # noqa: F401
         scheduler.worker_limit.bound(pool.slots.most_workers)
         self.driver = Driver(
-            self._loop, scheduler, pool, assignment, device_release, check
+            *(self._loop, scheduler, pool, assignment, check),
+            *(self._on_first_request, watch),
         )
-        if self._devices is not None:
-            self.driver.heed(self._devices.monitor)
+        pool.begin(self.driver, store)
+        self._devices = self.driver.devices
         self._store = store
-        # Beside the parts: a task may ask for the first time as these are closed.
-        self._hearing = pool.hearing
-        self._hearing.on_nested = self._on_first_request
-        await self._parts.zygotes.ready()
+        await self._parts.zygotes.plain.ready()
         return self.driver
-
-    def _watch(self, scheduler: Scheduler, assignment: Assignment) -> Devices:
-        """Begin to ask what is on the node's devices."""
-        from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
-        from aiogpu.runtime.devices.monitor import DeviceMonitor
-        from aiogpu.runtime.devices.probe_thread import DeviceThread
-        from aiogpu.runtime.devices.release import DeviceRelease
-
-        devices = scheduler.ledger.device_sets.values()
-        thread = DeviceThread(self._loop, devices, assignment.accelerators)
-        guard = GpuMemoryGuard(scheduler, thread)
-        device_release = DeviceRelease(self._loop, thread)
-        device_release.on_begun = guard.begin
-        monitor = DeviceMonitor(self._loop, thread, guard, self._roots)
-        return Devices(thread, device_release, monitor)
 
     @property
     def requests(self) -> Requests:
@@ -266,7 +222,7 @@ class Supervisor:
 
             assert self.driver is not None
             self._requests = Requests(self.driver, self._store)
-            self._hearing.on_nested = self._requests.on_message
+            self.driver.on_nested = self._requests.on_message
         return self._requests
 
     def _on_first_request(self, worker: LiveWorker, message: Message) -> None:
@@ -292,8 +248,7 @@ class Supervisor:
 
         assert self._parts is not None
         assert self.driver is not None
-        wakefulness = BusyPoll(self._loop)
-        self._note_heard = wakefulness.note
+        self._poll = BusyPoll(self._loop)
         self.clients = Clients(
             self._loop,
             self.driver,
@@ -301,22 +256,18 @@ class Supervisor:
             self._parts.zygotes,
             self._store,
             server_info,
+            answers,
+            None if logs is None else TaskLog(logs),
         )
-        self.clients.answers = answers
-        routes = self._parts.console.routes = self.clients.routes
-        self.driver.results.routes = routes
-        routes.log = None if logs is None else TaskLog(logs)
-        await self.clients.listen(listening, wakefulness.note)
+        self._parts.console.routes = self.driver.results.routes = self.clients.routes
+        await self.clients.listen(listening, self._poll.note)
         return self.clients
-
-    def _heard(self, count: int) -> None:
-        self._note_heard(count)
 
     @property
     def directory(self) -> str:
         """Where the node's own sockets are."""
         assert self._parts is not None
-        return self._parts.directory
+        return self._parts.zygotes.config.directory
 
     async def stop(self) -> None:
         """End tasks, workers, keepers, socket, directory and zygote, in that order."""
@@ -327,25 +278,24 @@ class Supervisor:
         if self.clients is not None:
             self.clients.stop_listening()
         if self._devices is not None:
-            self._devices.monitor.close()
+            self._devices.quiet()
         if self.driver is not None:
             config = self.driver.scheduler.config
             await self.driver.close(config.cancel_grace + config.exit_grace + SLACK)
         if self._devices is not None:
-            self._devices.quit()
-            await self._devices.thread.close()
+            await self._devices.close()
         await parts.pool.close()
         if self.clients is not None:
             # Told by now how all of theirs has ended.
             self.clients.close()
             await self.clients.routes.close()
-        parts.limit.release()
+        descriptor_limit.release()
         parts.pool.autopsy.close()
         if self._descriptor_server is not None:
             self._descriptor_server.close()
         # Before the zygote is asked to end: if we are killed now, it does this. From
         # here on nobody can come.
-        remove_directory(parts.directory)
+        remove_directory(parts.zygotes.config.directory)
         # Whoever has connected and not said who it is, such as a late keeper; the loop
         # may have let it in, and not have made its connection yet.
         self._is_over = True
@@ -364,11 +314,10 @@ class Supervisor:
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.pool.autopsy.close()
-            remove_directory(parts.directory)
-            parts.limit.release()
+            remove_directory(parts.zygotes.config.directory)
+            descriptor_limit.release()
         if self._devices is not None:
             self._devices.quit()
-            self._devices.thread.quit()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -382,15 +331,16 @@ class Supervisor:
         assert self._parts is not None
         return self._parts.pool
 
-    def enforce_gpu_memory(self, enforces: bool) -> None:
-        """Whether to end who uses more device memory than it reserved."""
-        if self._devices is not None:
-            self._devices.monitor.guard.enforces = enforces
+    async def guard_devices(self, enforces: bool, foreign: str) -> None:
+        """Say what follows from what is seen on devices; see `NodeOptions`.
 
-    async def mind_foreign(self, foreign: str) -> None:
-        """What follows from others' processes on devices; see `NodeOptions`."""
+        Args:
+            enforces: whether to end who uses more device memory than it reserved.
+            foreign: what becomes of devices with others' processes.
+        """
         if self._devices is not None:
-            await self._devices.monitor.mind_foreign(foreign)
+            self._devices.guard.enforces = enforces
+            await self._devices.mind_foreign(foreign)
 
     def _roots(self) -> dict[int, int]:
         """The processes whose descendants are a worker's, with the worker's id."""
@@ -402,4 +352,4 @@ class Supervisor:
     @property
     def observed(self) -> Observations:
         """What was last seen on the devices."""
-        return self._devices.monitor.observed if self._devices is not None else {}
+        return self._devices.observed if self._devices is not None else {}

@@ -61,10 +61,15 @@ def internal_error(doing: str, error: Exception) -> AiogpuError:
     return told
 
 
-def tell_safely(receiver: Receiver, error: Exception) -> None:
-    """Tell who waits an error; should that fail, an `InternalError` that says so."""
+def settle(receiver: Receiver, outcome: bytes | Failed | Exception) -> None:
+    """Tell who waits how it has ended; should that fail, an `InternalError`."""
     try:
-        receiver.fail(error)
+        if isinstance(outcome, Exception):
+            receiver.fail(outcome)
+        elif isinstance(outcome, bytes):
+            receiver.receive(outcome)
+        else:
+            receiver.reject(outcome)
     except Exception as fault:  # noqa: BLE001 - it is told to who waits
         tell_fault(receiver, fault)
 
@@ -121,7 +126,7 @@ class Call:
         """Tell who waits that there will be no result; he is told no more."""
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
-            tell_safely(receiver, error)
+            settle(receiver, error)
 
     def tell_timeout(self) -> TaskTimeoutError:
         """Tell who waits that its time is up; gives what he is told."""

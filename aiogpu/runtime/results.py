@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import deque
@@ -67,17 +66,20 @@ class Results:
 
     Attributes:
         deaths: how workers have ended of which the core is being told.
-        gpu_guard: knows whom it has ended for device memory; None where no device is.
         failures: the last that have failed.
         routes: tells other programs; None where there are none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, calls: ShardedDict[Call], guard: MemoryGuard
+        self,
+        scheduler: Scheduler,
+        calls: ShardedDict[Call],
+        guard: MemoryGuard | None = None,
+        gpu_guard: GpuMemoryGuard | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.deaths: dict[WorkerId, Death] = {}
-        self.gpu_guard: GpuMemoryGuard | None = None
+        self._gpu_guard = gpu_guard
         self.failures = Failures()
         self.routes: Routes | None = None
         self._calls = calls
@@ -137,10 +139,9 @@ class Results:
 
     def cause_of(self, task: int, name: str, worker: int, death: Death) -> Exception:
         """The error of what a worker has run that has died: a task, or an actor."""
-        guard = self.gpu_guard
         return (
-            (guard.explain(worker, task) if guard is not None else None)
-            or self._guard.explain(name, worker, death)
+            (self._gpu_guard and self._gpu_guard.explain(worker, task))
+            or (self._guard and self._guard.explain(name, worker, death))
             or describe_death(name, death)
         )
 
@@ -154,8 +155,7 @@ class Results:
         if record is None:
             return  # its time was up at the same moment
         client = record.client
-        # The scheduler's clock is the loop's: this is the moment it has just seen.
-        holdings = Holdings(node.holders, {}, asyncio.get_running_loop().time())
+        holdings = Holdings(node.holders, {}, node.now)
         reason = stall_in_words(why_waiting(node, record, holdings))
         if self.routes is None or not self.routes.warn(client, reason):
             _log.warning("! %s", reason)

@@ -20,6 +20,8 @@ from aiogpu.errors import (
     SerializationError,
     TaskError,
 )
+from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.references import PickledValue, collect_references
 from aiogpu.wire.messages import Failed
 
 
@@ -126,7 +128,13 @@ _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
 
 
-def pack_failure(task: int, kind: str, error: BaseException, skip: str) -> Failed:
+def pack_failure(
+    task: int,
+    kind: str,
+    error: BaseException,
+    skip: str,
+    pack: Callable[[PickledValue], bytes] | None = None,
+) -> Failed:
     """Describe an exception.
 
     Args:
@@ -134,11 +142,16 @@ def pack_failure(task: int, kind: str, error: BaseException, skip: str) -> Faile
         kind: one of the kinds above.
         error: the exception.
         skip: frames whose file name contains this are left out.
+        pack: makes the payload of an exception that holds handles to actors, which
+            keeps these alive; None where nothing does.
     """
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     message, payload = safe_text(error), None
     if kind == RAISED and _may_be_raised(type(error)):
-        payload, why_not = dump_exception(error)
+        with collect_references(are_actors=True) as actors:
+            payload, why_not = dump_exception(error)
+        if actors and payload is not None and pack is not None:
+            payload = pack(PickledValue(payload, references=tuple(actors)))
         if why_not:
             message += f" (it cannot be pickled: {why_not})"
     text = _traceback_text(error, skip)
@@ -176,7 +189,7 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
     why_not = ""
     if failed.payload is not None:
         try:
-            error = pickle.loads(failed.payload)
+            error = _load(failed.payload)
         except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
             error = None
             why_not = f" (unpickling it raises {describe(second).rstrip('.')})"
@@ -205,6 +218,10 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
             failed.traceback,
         )
     return _with_trace(raised, failed)
+
+
+def _load(payload: bytes) -> Any:
+    return pickle.loads(payload.open()[0] if type(payload) is Payload else payload)
 
 
 def _constructor_failure(failed: Failed, kind_and_name: str) -> Exception:

@@ -218,3 +218,7 @@ def _sample_parts(value: object) -> Iterable[object]:
 def _forget_oldest(kept: dict[Any, Any]) -> None:
     if len(kept) > REMEMBERED:
         del kept[next(iter(kept))]
+
+
+repeated: Final = RepeatedArguments()
+"""Those of this process's calls."""

@@ -1,14 +1,16 @@
 """Payloads: a pickle, or a compound payload of a pickle and what it refers to.
 
 A plain payload is the pickle itself. A compound one also has the places of its large
-buffers, the values that are its arguments, and the ids of the values to which it holds
-handles. In a process that may open it, it is an object that keeps these alive.
+buffers, the values that are its arguments, and the ids of the values and actors to
+which it holds handles. In a process that may open it, it is an object that keeps these
+alive.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 from aiogpu.errors import ProtocolError
+from aiogpu.serialization.references import ActorReference
 
 MARK: Final = b"\x01"
 """The first byte of a compound payload; a pickle begins with 0x80
@@ -29,6 +31,7 @@ class Contents(NamedTuple):
         parts: the payloads of these values; or of several results.
         values: ids of the values to which the pickle holds handles.
         returns: how many results the call shall have, 0 for the usual one.
+        actors: ids of the actors to which the pickle holds handles.
     """
 
     stream: bytes = b""
@@ -41,6 +44,7 @@ class Contents(NamedTuple):
     parts: tuple[bytes, ...] = ()
     values: tuple[int, ...] = ()
     returns: int = 0
+    actors: tuple[int, ...] = ()
 
     def in_segment(
         self, segment: int, size: int, spans: Iterable[tuple[int, int]]
@@ -105,6 +109,11 @@ class Payload(bytes):
         """Keep nothing alive any more: it was opened, or sent."""
         self.parts = self.holds = self.needs = ()
         self.source = None
+
+    def let_go_of_actors(self) -> None:
+        """Keep the actors no longer alive to which it has handles."""
+        holds = self.holds
+        self.holds = tuple(it for it in holds if type(it) is not ActorReference)
 
     def open(self) -> tuple[bytes | memoryview, Sequence[bytes | memoryview]]:
         """Return its pickle, and the buffers that were left out of that."""

@@ -41,6 +41,18 @@ class Reference(Protocol):
     id: int
 
 
+class ActorReference(NamedTuple):
+    """The actor that a handle in a pickle stands for.
+
+    Attributes:
+        id: by which the receiver asks for it.
+        hold: keeps it alive, as this process's handles do.
+    """
+
+    id: int
+    hold: object
+
+
 class PickledValue(NamedTuple):
     """A pickle and what belongs to it.
 
@@ -49,7 +61,7 @@ class PickledValue(NamedTuple):
         buffers: flat views of what was left out of it.
         handles: the handles that are arguments by themselves.
         places: their places among the arguments: index, or name.
-        references: what the handles in the pickle stand for.
+        references: what the handles in the pickle stand for, values and actors.
         parts: the results, each pickled, of a task that has several.
         returns: how many results the call shall have, 0 for the usual one.
     """
@@ -58,9 +70,19 @@ class PickledValue(NamedTuple):
     buffers: Sequence[memoryview] = ()
     handles: tuple[Any, ...] = ()
     places: tuple[int | str, ...] = ()
-    references: tuple[Reference, ...] = ()
+    references: tuple[Reference | ActorReference, ...] = ()
     parts: tuple[Any, ...] = ()
     returns: int = 0
+
+    @property
+    def actors(self) -> tuple[int, ...]:
+        """Ids of the actors among the references."""
+        return tuple(it.id for it in self.references if type(it) is ActorReference)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Ids of the values among the references."""
+        return tuple(it.id for it in self.references if type(it) is not ActorReference)
 
     @property
     def is_plain(self) -> bool:
@@ -109,22 +131,28 @@ def keep_small_buffers(large: list[memoryview]) -> Callable[[PickleBuffer], bool
 class _Collector(_local):
     """Where this thread's pickler lists references; None while nothing is sent."""
 
-    found: list[Reference] | None = None
+    found: list[Any] | None = None
+    actors: list[Any] | None = None
 
 
 _collector: Final = _Collector()
 
 
 @contextmanager
-def collect_references() -> Iterator[list[Reference]]:
-    """List the references of the handles that this thread pickles meanwhile."""
-    before = _collector.found
-    found: list[Reference] = []
-    _collector.found = found
+def collect_references(are_actors: bool = False) -> Iterator[list[Any]]:
+    """List the references of the handles that this thread pickles meanwhile.
+
+    Args:
+        are_actors: whether handles to actors alone may be there, as in a function or an
+            exception.
+    """
+    before = _collector.found, _collector.actors
+    found: list[Any] = []
+    _collector.found, _collector.actors = None if are_actors else found, found
     try:
         yield found
     finally:
-        _collector.found = before
+        _collector.found, _collector.actors = before
 
 
 def add_handle(name: str, share: Callable[[], Reference]) -> int:
@@ -156,6 +184,15 @@ def add_reference(reference: Reference) -> bool:
         return False
     _collector.found.append(reference)
     return True
+
+
+def add_actor(actor: int, hold: object) -> None:
+    """Add the reference of an actor to what this thread pickles.
+
+    Where nothing is being sent, whoever unpickles it has to see that the actor lives.
+    """
+    if _collector.actors is not None:
+        _collector.actors.append(ActorReference(actor, hold))
 
 
 def closed_node_error(name: str) -> MisuseError:

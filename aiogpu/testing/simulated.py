@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.records import Binding
 from aiogpu.core.scheduler.scheduler import Scheduler, Step
-
-News = Literal[
-    "settled",
-    "expired",
-    "lost",
-    "deadlocked",
-    "disowned",
-    "abandoned",
-    "evicted",
-    "misfit",
-]
-"""What a task's owner can be told: that it was settled, or a `Failure`."""
 
 
 class Event(NamedTuple):
@@ -39,11 +27,11 @@ def told(step: Step, *args: Any, **kwargs: Any) -> Event:
 
 
 @dataclass(slots=True, eq=False)
-class PaperTask:
+class SimulatedTask:
     """A task as its owner sees it.
 
     Attributes:
-        news: what the owner was told, None so far.
+        news: "settled", or the `Failure` that the owner was told; None so far.
         is_cancelled: whether the owner has cancelled it, before any news.
         is_forgotten: whether what is kept for it may be dropped.
         interrupts: how often a worker was asked to stop it.
@@ -54,7 +42,7 @@ class PaperTask:
 
     id: TaskId
     spec: TaskSpec
-    news: News | None = None
+    news: str | None = None
     is_cancelled: bool = False
     is_forgotten: bool = False
     interrupts: int = 0
@@ -64,7 +52,7 @@ class PaperTask:
 
 
 @dataclass(slots=True, eq=False)
-class PaperWorker:
+class SimulatedWorker:
     """A worker process as an onlooker sees it.
 
     Attributes:
@@ -88,10 +76,10 @@ class PaperWorker:
     is_stopped: bool = False
     revoking: deque[int] = field(default_factory=deque)
     last_revoke: int = 0
-    sent: deque[PaperTask] = field(default_factory=deque)
-    void: deque[PaperTask] = field(default_factory=deque)
-    task: PaperTask | None = None
-    began: PaperTask | None = None
+    sent: deque[SimulatedTask] = field(default_factory=deque)
+    void: deque[SimulatedTask] = field(default_factory=deque)
+    task: SimulatedTask | None = None
+    began: SimulatedTask | None = None
     binding: Binding | None = None
 
     def begin(self) -> None:
@@ -100,7 +88,7 @@ class PaperWorker:
             self.task = self.began = self.sent[0]
             self.task.runs += 1
 
-    def answer(self) -> PaperTask:
+    def answer(self) -> SimulatedTask:
         """End the task that runs."""
         task = self.sent.popleft()
         assert task is self.task, (task, self.task)
@@ -117,7 +105,7 @@ class PaperWorker:
             self.void.popleft()
             self.sent.append(self.task)
 
-    def drop(self, task: PaperTask) -> None:
+    def drop(self, task: SimulatedTask) -> None:
         """It is known that this one was skipped."""
         if task in self.void:
             self.void.remove(task)
@@ -133,7 +121,7 @@ class PaperWorker:
         if number == self.last_revoke:
             self.void = deque(task for task in self.void if task is self.began)
 
-    def skip(self) -> PaperTask:
+    def skip(self) -> SimulatedTask:
         """Come to a task's turn and find it revoked."""
         self.began = self.void[0]
         return self.began

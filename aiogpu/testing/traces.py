@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from aiogpu.linux.cgroup_hierarchy import find_cgroup
+from aiogpu.linux.procfs import descendants
 
 _PROC: Final = Path("/proc")
 _MARK: Final = "aiogpu"
@@ -53,48 +54,20 @@ class Traces(NamedTuple):
         return new
 
 
-class _Process(NamedTuple):
-    pid: int
-    parent: int
-    start: int
-    name: str
-
-
 def _processes() -> dict[tuple[int, int], str]:
-    children: dict[int, list[_Process]] = {}
-    for entry in _PROC.iterdir():
-        process = _read_process(entry) if entry.name.isdigit() else None
-        if process is not None:
-            children.setdefault(process.parent, []).append(process)
     found: dict[tuple[int, int], str] = {}
-    below = [(process, False) for process in children.get(os.getpid(), ())]
-    while below:
-        process, is_under_ours = below.pop()
+    ours: set[int] = set()
+    for process in descendants(os.getpid()):
         command = _read_command(process.pid)
         if command is None:
             continue
         # A zombie has no command any more, but keeps its name.
-        is_ours = is_under_ours or _MARK in process.name or _MARK in command
-        if is_ours:
+        is_named = _MARK in process.name or _MARK in command
+        if is_named or process.parent in ours:
+            ours.add(process.pid)
             told = f"{process.pid} ({process.name}) {command}".rstrip()
             found[process.pid, process.start] = told
-        below.extend((child, is_ours) for child in children.get(process.pid, ()))
     return found
-
-
-def _read_process(entry: Path) -> _Process | None:
-    try:
-        stat = (entry / "stat").read_text(errors="replace")
-    except OSError:
-        return None  # it has gone meanwhile
-    name, _, rest = stat.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return _Process(
-        pid=int(entry.name),
-        parent=int(fields[1]),
-        start=int(fields[19]),
-        name=name,
-    )
 
 
 def _read_command(pid: int) -> str | None:

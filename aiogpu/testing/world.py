@@ -8,12 +8,13 @@ onlooker can see (a worker never changes its devices, an owner is told once).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, Literal, ParamSpec
+from typing import Any, Concatenate, Literal, ParamSpec
 
-from aiogpu.core.effects import Effect
+from aiogpu.core import effects
 from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import (
     Device,
     DeviceSelector,
@@ -33,19 +34,21 @@ from aiogpu.core.model.units import (
     quantity,
 )
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.records import TaskState, WorkerState, binding_of
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
+from aiogpu.observe.status import Holdings
+from aiogpu.observe.why import stall_in_words, why_waiting
 from aiogpu.testing.clock import HandClock
-from aiogpu.testing.executor import Stage
-from aiogpu.testing.simulated import PaperTask, PaperWorker, told
+from aiogpu.testing.simulated import Event, SimulatedTask, SimulatedWorker, told
 
 P = ParamSpec("P")
 
 
-class World(Stage):
+class World:
     """A node on paper: `w.submit("a"); w.finish("a"); assert w.told["a"]`.
 
     A forked worker starts, one that is to end goes, and what is to be taken back is
@@ -53,8 +56,20 @@ class World(Stage):
     `exits=False` or `revokes=False`, and calls `start()`, `die()` or `revoked()`.
 
     Attributes:
+        scheduler: the scheduler under test.
         clock: the time. Move it by `advance`, which wakes the scheduler on the way.
+        starts: whether a forked worker connects at once.
+        exits: whether a worker that is killed, retired or done is gone at once.
+        revokes: whether what is taken back is known at once.
+        settles: whether the devices of a worker that has gone must be seen free.
         took: seconds that each task says it took.
+        tasks: all tasks ever submitted, by name.
+        workers: the workers that are not gone, by id.
+        leases: the holders of leases that were granted and not given back, by name.
+        placement_groups: the same of placement groups.
+        effects: what the scheduler answered to the last call, in order.
+        retired, killed: ids of workers that were told to exit, or killed, in order.
+        warnings: the tasks whose programs were warned, each with the text, in order.
     """
 
     def __init__(
@@ -81,12 +96,21 @@ class World(Stage):
         scalars = _amounts({CPU: cpus, **(resources or {})})
         there = {device.type for device in devices if device.type}
         scalars.update({TYPE_PREFIX + name: UNIT for name in there})
-        ledger = Ledger(scalars, [DeviceSet(GPU, devices)])
-        super().__init__(Scheduler(ledger, config), clock or HandClock())
-        self.starts = starts
-        self.exits = exits
-        self.revokes = revokes
+        self.scheduler = Scheduler(Ledger(scalars, [DeviceSet(GPU, devices)]), config)
+        self.clock = clock or HandClock()
+        self.starts, self.exits, self.revokes = starts, exits, revokes
+        self.settles = False
         self.took = took
+        self.tasks: dict[str, SimulatedTask] = {}
+        self.workers: dict[WorkerId, SimulatedWorker] = {}
+        self.leases: dict[str, WorkerId] = {}
+        self.placement_groups: dict[str, WorkerId] = {}
+        self.effects: list[effects.Effect] = []
+        self.retired: list[WorkerId] = []
+        self.killed: list[WorkerId] = []
+        self.warnings: list[tuple[str, str]] = []
+        self._by_id: list[SimulatedTask] = []
+        self._coming: deque[Event] = deque()
         self._paces: dict[int, DurationEstimate] = {}
 
     def __repr__(self) -> str:
@@ -164,7 +188,7 @@ class World(Stage):
         is_known = client == OWN or self.scheduler.clients is not None
         assert is_known, f"program {client} submits before any has joined"
         self.scheduler.admit(spec.shape.request, client, parent)
-        task = PaperTask(TaskId(len(self._by_id)), spec)
+        task = SimulatedTask(TaskId(len(self._by_id)), spec)
         self.tasks[spec.name] = task
         self._by_id.append(task)
         self._happen(told(Scheduler.submit, task.id, spec, parent, needs, client))
@@ -204,7 +228,7 @@ class World(Stage):
 
     def _answer(
         self, name: str, retry: bool = False, ran_out: bool = False
-    ) -> PaperWorker:
+    ) -> SimulatedWorker:
         task = self.tasks[name]
         worker = self.workers[self.worker_of(name)]
         assert worker.task is task, f"{name!r} does not run on a worker"
@@ -261,29 +285,10 @@ class World(Stage):
         worker.drop_queue()
         self._happen(told(Scheduler.worker_spoilt, worker.id))
 
-    def lease(
-        self,
-        name: str,
-        *,
-        num_cpus: float = 0,
-        num_gpus: float = 0,
-        gpu_memory: int | str = 0,
-        priority: int = 0,
-        client: int = 0,
-    ) -> None:
+    def lease(self, name: str, *, num_cpus: float = 0, **asked: Any) -> None:
         """Ask for a lease by a new name, as `submit` does for a task."""
-        self.submit(
-            name,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            gpu_memory=gpu_memory,
-            priority=priority,
-            client=client,
-            max_calls=1,
-            max_retries=0,
-            is_endless=True,
-            is_lease=True,
-        )
+        asked |= {"max_calls": 1, "max_retries": 0, "is_endless": True}
+        self.submit(name, num_cpus=num_cpus, is_lease=True, **asked)
 
     def give_back(self, name: str, *, settles: bool = False) -> None:
         """All that a lease was granted for has ended."""
@@ -291,7 +296,7 @@ class World(Stage):
 
     def tell(
         self,
-        step: Callable[Concatenate[Scheduler, float, P], Sequence[Effect]],
+        step: Callable[Concatenate[Scheduler, float, P], Sequence[effects.Effect]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
@@ -349,6 +354,227 @@ class World(Stage):
                 self.give_back(name)
             return True
         return False
+
+    # What there is to see.
+
+    @property
+    def running(self) -> set[str]:
+        """Tasks that a worker has begun and not answered."""
+        return {w.task.spec.name for w in self.workers.values() if w.task}
+
+    def _in_state(self, state: TaskState) -> set[str]:
+        return {r.spec.name for r in self.scheduler.tasks.values() if r.state is state}
+
+    @property
+    def queued(self) -> set[str]:
+        """Tasks that a worker was sent ahead."""
+        return self._in_state(TaskState.QUEUED)
+
+    @property
+    def blocked(self) -> set[str]:
+        """Tasks that wait for others and hold no CPU meanwhile."""
+        return self._in_state(TaskState.BLOCKED)
+
+    @property
+    def starting(self) -> set[str]:
+        """Tasks that hold resources while their worker is being forked."""
+        return self._in_state(TaskState.STARTING)
+
+    @property
+    def waiting(self) -> set[str]:
+        """Tasks that hold nothing yet."""
+        return self._in_state(TaskState.WAITING)
+
+    @property
+    def unsettled(self) -> list[WorkerId]:
+        """Workers that have gone and whose devices were not seen free yet."""
+        settling = WorkerState.SETTLING
+        return [one.id for one in self.scheduler.holders if one.state is settling]
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What the owners were told, by task."""
+        return {name: task.news for name, task in self.tasks.items() if task.news}
+
+    @property
+    def forgotten(self) -> set[str]:
+        """Tasks that ended while nobody waited for them any more."""
+        return {name for name, task in self.tasks.items() if task.is_forgotten}
+
+    @property
+    def free_gpus(self) -> list[float]:
+        """The share of each GPU that nobody holds."""
+        return [part / UNIT for part in self.scheduler.ledger.device_sets[GPU].free]
+
+    @property
+    def free(self) -> dict[str, float]:
+        """How much of each resource nobody holds."""
+        return self.scheduler.ledger.available()
+
+    def gpus_of(self, name: str) -> list[int]:
+        """The GPUs that the task got when it was last sent to a worker."""
+        return list(self.tasks[name].gpus)
+
+    def worker_of(self, whom: str | int) -> WorkerId:
+        """The worker that a task holds; an id stands for itself."""
+        if isinstance(whom, int):
+            assert whom in self.workers, f"there is no worker {whom}"
+            return WorkerId(whom)
+        record = self.scheduler.tasks.get(self.tasks[whom].id)
+        worker = record.worker if record else None
+        assert worker is not None, f"{whom!r} has no worker"
+        return worker.id
+
+    def check(self) -> None:
+        """Assert that the scheduler's picture is sound, and agrees with this one."""
+        self.scheduler.check()
+        held = {*self.leases.values(), *self.placement_groups.values()}
+        known_workers = {holder.id for holder in self.scheduler.holders}
+        assert known_workers == {*self.workers, *held, *self.unsettled}
+        states = (
+            *(TaskState.QUEUED, TaskState.RUNNING, TaskState.BLOCKED),
+            TaskState.STOPPING,
+        )
+        known = set().union(*map(self._in_state, states))
+        seen = [t for w in self.workers.values() for t in (*w.sent, *w.void)]
+        names = {task.spec.name for task in seen} | self.leases.keys()
+        names |= self.placement_groups.keys()
+        assert known == names, (known, names)
+        assert len(seen) + len(held) == len(names), "a task was sent to two workers"
+        for task in self._by_id:
+            is_over = task.is_forgotten or task.news == "settled"
+            assert is_over == (task.id not in self.scheduler.tasks), task
+
+    # How effects are carried out.
+
+    @property
+    def now(self) -> float:
+        """The time in seconds."""
+        return self.clock.now
+
+    def _happen(self, *happened: Event) -> None:
+        self.effects = []
+        self._coming.extend(happened)
+        self._go_on()
+
+    def _wake(self, moment: float) -> None:
+        self.clock.advance_to(moment)
+        self._coming.append(told(Scheduler.wake))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._coming:
+            step, args, kwargs = self._coming.popleft()
+            if step is Scheduler.worker_started:
+                self.workers[args[0]].has_started = True
+            elif step is Scheduler.revoked and args[0] in self.workers:
+                self.workers[args[0]].forget_void(args[1])
+            elif step is Scheduler.task_skipped:
+                self.workers[args[1]].drop(self._by_id[args[0]])
+            elif step is Scheduler.worker_gone:
+                # One that is killed while it leaves has two reasons to go.
+                self.workers.pop(args[0], None)
+            for effect in step(self.scheduler, self.now, *args, **kwargs):
+                self.effects.append(effect)
+                self._apply(effect)
+            self.check()
+
+    def _apply(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Spawn(worker, environment):
+                self.workers[worker] = SimulatedWorker(worker, environment)
+                if self.starts:
+                    self._coming.append(told(Scheduler.worker_started, worker))
+            case effects.Assign():
+                self._send(effect)
+            case effects.Ahead(worker, tasks):
+                self._send_ahead(self.workers[worker], tasks)
+            case effects.Revoke(worker, number):
+                self.workers[worker].revoke(number)
+                if self.revokes:
+                    self._coming.append(self.workers[worker].know_revoked())
+            case effects.Interrupt(task, worker):
+                known = self.workers[worker]
+                assert self._by_id[task] in (*known.sent, *known.void), effect
+                self._by_id[task].interrupts += 1
+            case effects.Granted():
+                self._grant(effect)
+            case effects.Reclaim(task, holder):
+                assert self.leases[self._by_id[task].spec.name] == holder, effect
+            case effects.Retire(worker):
+                assert not self.workers[worker].sent, effect
+                self.retired.append(worker)
+                self._leave(self.workers[worker])
+            case effects.Kill(worker):
+                self.killed.append(worker)
+                self._leave(self.workers[worker])
+            case effects.Warn(task):
+                assert self._by_id[task].news is None, effect
+                node = self.scheduler
+                holdings = Holdings(node.holders, {}, self.now)
+                if record := node.tasks.get(task):  # else its time was up just then
+                    why = why_waiting(node, record, holdings)
+                    self.warnings.append((why.name, stall_in_words(why)))
+            case effects.Settle(task):
+                self._tell(task, "settled")
+            case effects.Fail(task, failure, reason):
+                self._tell(task, failure.value, reason)
+            case effects.Forget(task):
+                self._forget(task)
+
+    def _grant(self, granted: effects.Granted) -> None:
+        task, lease = self._by_id[granted.task], granted.lease
+        if lease.parts:
+            self.placement_groups[task.spec.name] = granted.holder
+            return
+        assert not self.scheduler.ledger.drains(lease), granted
+        task.gpus = dict(binding_of(task.spec, lease)[1]).get(GPU, ())
+        self.leases[task.spec.name] = granted.holder
+
+    def _forget(self, id_: TaskId) -> None:
+        task = self._by_id[id_]
+        assert not task.is_forgotten, id_
+        task.is_forgotten = True
+        self.leases.pop(task.spec.name, None)
+        self.placement_groups.pop(task.spec.name, None)
+
+    def _tell(self, id_: TaskId, news: str, reason: str = "") -> None:
+        owner = self._by_id[id_]
+        assert owner.news is None, (news, owner)
+        assert not owner.is_cancelled, (news, owner)
+        owner.news, owner.reason = news, reason
+
+    def _send(self, assign: effects.Assign) -> None:
+        worker, task = self.workers[assign.worker], self._by_id[assign.task]
+        binding = binding_of(task.spec, assign.lease)
+        state = (worker.has_started, worker.is_ending, len(worker.sent))
+        assert state == (True, False, 0), assign
+        assert task.spec.shape.environment == worker.environment, assign
+        assert assign.is_first == (worker.binding is None), assign
+        assert assign.is_first or worker.binding == binding, assign
+        assert assign.is_first or task.spec.max_calls != 1, assign
+        assert not self.scheduler.ledger.drains(assign.lease), assign
+        worker.binding, worker.is_ending = binding, assign.is_last
+        worker.sent.append(task)
+        worker.begin()
+        task.gpus = dict(binding[1]).get(GPU, ())
+
+    def _send_ahead(self, worker: SimulatedWorker, tasks: list[TaskId]) -> None:
+        assert worker.binding is not None, worker
+        record = self.scheduler.workers.get(worker.id)
+        assert record is not None, worker
+        assert record.lease is not None, worker
+        assert not self.scheduler.ledger.drains(record.lease), worker
+        for id_ in tasks:
+            task = self._by_id[id_]
+            task.gpus = dict(worker.binding[1]).get(GPU, ())
+            worker.sent.append(task)
+        worker.begin()
+
+    def _leave(self, worker: SimulatedWorker) -> None:
+        worker.is_ending = True
+        if self.exits:
+            self._coming.append(worker.gone(self.settles))
 
 
 def _amounts(quantities: Mapping[str, float]) -> dict[str, int]:

@@ -7,8 +7,9 @@ integers here.
 - Clients: a client is a program that has joined the node of another process. Its
   messages about tasks, actors and values are those of a worker about the children of
   its task.
-- Values: the node counts each segment and value that it lends to a worker: once for
-  each payload that names it, until the worker has returned it as often.
+- Values: the node counts each segment, value and actor that it lends to a worker: once
+  for each payload that names it, until the worker has returned it as often. A worker
+  that creates an actor, or finds one, is lent it once.
 - Streams: a task or call whose `limit` is not 0 is a stream. The items that its
   generator yields are sent before its answer. A limit counts from the first item,
   whichever attempt yields it.
@@ -17,7 +18,7 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
-VERSION: Final = 13
+VERSION: Final = 14
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
@@ -503,35 +504,12 @@ class Ask(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Worker to driver: this process has a handle to the actor."""
+    """Worker to driver: this process has a handle to the actor, which counts as lent.
 
-    actor: int
-
-
-class Release(NamedTuple):
-    """Worker to driver: this process has no handle to the actor any more."""
-
-    actor: int
-
-
-class Carry(NamedTuple):
-    """Worker to driver: the next message contains handles to these actors.
-
-    `task` is the task whose result that is, 0 for a `Submit`, an `Ask` or a `Make`.
+    Sent for a handle in a function; those in payloads count as lent with these.
     """
 
-    task: int
-    actors: tuple[int, ...]
-
-
-class Carried(NamedTuple):
-    """Driver to worker: the child's answer, which follows, has handles to these.
-
-    The receiver counts as holding these actors until it sends `Release` for each.
-    """
-
-    child: int
-    actors: tuple[int, ...]
+    actor: int
 
 
 AT_ONCE: Final = "at once"
@@ -553,7 +531,10 @@ class Stop(NamedTuple):
 # Values and shared memory
 
 FIRST_SEGMENT: Final = 1 << 60
-"""Ids of segments begin here; those of values are below."""
+"""Ids of segments begin here."""
+
+FIRST_VALUE: Final = 1 << 59
+"""Ids of the driver's own values begin here; those of its actors are below."""
 
 WARM_BYTES: Final = 1 << 28
 """Bytes of segments that one worker keeps mapped for reuse."""
@@ -786,7 +767,7 @@ TIMELINE: Final = "timeline"
 class Inquire(NamedTuple):
     """Client to node: report something about the node, as the result of a child.
 
-    The answer is `ChildDone` with plain values, see `runtime.status_codec`. `what` is
+    The answer is `ChildDone` with plain values, see `observe.status_codec`. `what` is
     one of the above, `number` the child or task in question.
     """
 
@@ -821,9 +802,9 @@ FromZygote = Ready | Unfit | LeftOut | Lost | Stale
 ToKeeper = Fork | Signal | End | Close
 FromKeeper = Forked | Unforked | Ended
 
-_Answers = ChildDone | ChildFailed | ChildItems | Carried | Recycle
+_Answers = ChildDone | ChildFailed | ChildItems | Recycle
 _ChildRequests = Declare | Submit | Withdraw | ChildDemand
-_ActorRequests = Make | Find | Ask | Hold | Release | Carry | Stop
+_ActorRequests = Make | Find | Ask | Hold | Stop
 _ValueRequests = Returned | Put | PutFailed | Share | Fetch | Discard
 _Requests = _ChildRequests | _ActorRequests | _ValueRequests
 

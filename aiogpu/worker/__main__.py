@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
 import sys
 from typing import Final, NoReturn
 
 from aiogpu.wire.messages import Setup
+from aiogpu.worker.private_hooks import run_exit_functions
 from aiogpu.worker.zygote.main import Zygote
 
 SCARCE: Final = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -40,7 +40,7 @@ def _leave(status: int) -> NoReturn:
     print at its end what was not freed: nanobind thirty lines, where torch was learnt.
     """
     try:
-        atexit._run_exitfuncs()
+        run_exit_functions()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

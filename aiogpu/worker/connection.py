@@ -12,7 +12,7 @@ import socket
 import time
 from _thread import allocate_lock, get_ident
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -233,7 +233,7 @@ class Channel:
             self._received.clear()
         return messages
 
-    def send_all(self, messages: list[Message]) -> None:
+    def send_all(self, messages: Sequence[Message]) -> None:
         """Send messages together, outside of user code; see `send`."""
         frames = encode_all(messages)
         for message in messages:

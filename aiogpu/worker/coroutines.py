@@ -25,6 +25,7 @@ from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.invoke import arguments_in
 from aiogpu.worker.nested import task_client
+from aiogpu.worker.private_hooks import leave_pending, set_running_loop
 from aiogpu.worker.streams import StreamSender, send_all_async
 
 _OF_THE_LOOP: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
@@ -42,11 +43,11 @@ class Coroutines:
 
     def load(self, payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a coroutine function; handles among them are its loop's."""
-        asyncio._set_running_loop(self._loop)
+        set_running_loop(self._loop)
         try:
             return arguments_in(payload)
         finally:
-            asyncio._set_running_loop(None)
+            set_running_loop(None)
 
     def pour(self, items: AsyncIterator[Any], flow: StreamSender) -> None:
         """Run one task's async generator, and send what it yields."""
@@ -138,7 +139,7 @@ class Coroutines:
     def _replace_loop(self) -> None:
         for task in asyncio.all_tasks(self._loop):
             # They never run again, and their task's failure has been told.
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            leave_pending(task)
         self._loop.close()
         self._loop = asyncio.new_event_loop()
 

@@ -199,7 +199,8 @@ class Executor:
         elif has_devices:
             peak = self._peak_of_shortage(error)
         explain_quit(error)
-        failed = pack_failure(task, kind, error, OWN_FRAMES)
+        pack = None if self._channel.is_closed else packed
+        failed = pack_failure(task, kind, error, OWN_FRAMES, pack)
         if peak >= 0 or is_spoilt:
             failed = failed._replace(peak=peak, is_spoilt=is_spoilt)
         let_go(error)

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from aiogpu.client.current import current
 from aiogpu.errors import AiogpuError, RemoteTraceback
+from aiogpu.worker.private_hooks import on_cuda
 
 MODULE: Final = "torch.cuda"
 """Where PyTorch keeps what is to be done when CUDA begins."""
@@ -100,7 +101,7 @@ def leave_with(cuda: Any, limits: Sequence[int]) -> None:
         if cuda.is_initialized():
             set_all()
         else:
-            cuda._lazy_call(set_all)
+            on_cuda(cuda, set_all)
     except Exception as error:  # noqa: BLE001 - the user's import must go on
         _complain(error)
 

@@ -20,10 +20,9 @@ from types import CodeType, FrameType
 from typing import Final
 
 from aiogpu.memory.control_page import ControlPage
+from aiogpu.worker.private_hooks import IMPORT
 
 _SIGINT: Final = int(signal.SIGINT)
-IMPORT: Final = "<frozen importlib._bootstrap>"
-"""The file name of all code that imports."""
 _PACKAGE: Final = dirname(dirname(__file__))
 """Where all code of this library is."""
 _FINALIZES: Final = weakref.finalize.__call__.__code__

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from aiogpu.client.current import passing, services, take_passing
+from aiogpu.client.current import services
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
 from aiogpu.wire.messages import (
     ASYNC,
     SERIAL,
     Bind,
-    Carry,
     Create,
     Define,
     Exit,
@@ -27,6 +25,7 @@ from aiogpu.worker.environment import TaskStateReset, Threads, bind, find, resto
 from aiogpu.worker.execute import Executor, unsendable
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
+from aiogpu.worker.private_hooks import run_exit_functions
 from aiogpu.worker.stdio import Stdio
 from aiogpu.worker.zygote.import_tracker import Imports
 
@@ -114,8 +113,6 @@ class Worker:
         if self._is_foreign:
             self._end_fork()
         self._stdio.end_lines()
-        if passing:
-            self._channel.send(Carry(message.task, take_passing()))
         if self._client.shares.due:
             self._client.hand_over()
         try:
@@ -158,8 +155,7 @@ class Worker:
         330 ms with torch, and the kernel takes everything back anyway.
         """
         try:
-            if atexit._ncallbacks():
-                atexit._run_exitfuncs()
+            run_exit_functions()
             self._stdio.flush()
             self._stdio.end_lines()
         finally:

@@ -16,18 +16,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn, Self, cast
 
-from aiogpu.client.current import (
-    current,
-    error_inside_task,
-    passing,
-    services,
-    take_passing,
-)
+from aiogpu.client.current import current, error_inside_task, services
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
 from aiogpu.errors import MisuseError, NodeClosedError, NodeError
-from aiogpu.wire.messages import Carry, Message, Release, Sync, Synced, Wait
-from aiogpu.worker.interrupts import IMPORT
+from aiogpu.wire.messages import Message, Sync, Synced, Wait
+from aiogpu.worker.private_hooks import IMPORT
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -47,15 +41,12 @@ class TaskClient(NodeClient):
     Attributes:
         loop: the event loop that reads the socket for the task; None without one.
         wake: has that loop look at what another thread has read.
-        on_drop: told that there is something to say by `tell_dropped`, in whichever
-            thread and maybe amid a send; None where that is said after each task.
     """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
         self.loop: object = None
         self.wake: Callable[[], object] | None = None
-        self.on_drop: Callable[[], object] | None = None
         self.send = channel.send  # type: ignore[method-assign]
         self.fileno = channel.fileno
         self._channel = channel
@@ -64,7 +55,6 @@ class TaskClient(NodeClient):
         self._main = _thread.get_ident()
         self._is_bound = False
         self._has_any = False
-        self._dropped: deque[int] = deque()
         self._unwanted: deque[int] = deque()
         self._is_synced = False
 
@@ -107,7 +97,7 @@ class TaskClient(NodeClient):
             refuse_to_begin_anew()
         super().declare(func)
 
-    def _prepare(self, name: str, has_payload: bool) -> None:
+    def _prepare(self, name: str) -> None:
         if not current.task:
             raise MisuseError(
                 f"{name}.remote() was called after the task had ended, by a thread "
@@ -118,42 +108,27 @@ class TaskClient(NodeClient):
         if self._unwanted:
             self._tell_unwanted()
         self.tell_amid()
-        if has_payload and passing:
-            self.send(Carry(0, take_passing()))
 
     def _begin(self) -> None:
         self._has_any = True
         self._channel.on_child = self.take
-        if self.on_drop is None:
+        loans = self._channel.loans
+        if loans is None or loans.on_over is None:
             self._channel.on_idle = self.tell_dropped
         self._channel.admit_guests(True)
 
-    def drop(self, actor: int) -> None:
-        """The last handle to an actor is gone; said soon, since it may go anywhere."""
-        self._dropped.append(actor)
-        if self.on_drop is not None:
-            self.on_drop()
-
     def tell_dropped(self) -> None:
-        """Say which handles are gone, and what else was lent and is not needed."""
-        while self._dropped:
-            self.send(Release(self._dropped.popleft()))
-        if self._channel.loans is not None and self._channel.loans.over:
-            self._channel.loans.tell_to(self._channel.send)
+        """Say what was lent and is not needed any more."""
+        loans = self._channel.loans
+        if loans is not None and loans.over:
+            loans.tell_to(self._channel.send)
 
     def tell_amid(self) -> None:
         """The same while a task runs, which may go on for days."""
-        over = self._channel.loans is not None and self._channel.loans.over
-        # What other calls and threads send must keep those alive that it names.
-        others_send = passing or current.actor is not None
-        is_alone = self._channel.is_main_thread and not others_send
-        may_drop = self._dropped and is_alone
-        if over or may_drop:
+        loans = self._channel.loans
+        if loans is not None and loans.over:
             with self._channel.uncut():
-                if may_drop:
-                    self.tell_dropped()
-                elif self._channel.loans is not None:
-                    self._channel.loans.tell_to(self._channel.send)
+                loans.tell_to(self._channel.send)
 
     def demand(self, number: int, limit: int) -> None:
         """Let a request that is a stream yield so many items in all."""

@@ -13,11 +13,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from aiogpu.client.current import passing, take_passing
 from aiogpu.errors import NodeClosedError, SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result
-from aiogpu.wire.messages import Carry, Demand, Items
+from aiogpu.wire.messages import Demand, Items
 from aiogpu.worker.invoke import packed
 from aiogpu.worker.nested import SLICE
 
@@ -78,8 +77,6 @@ class StreamSender:
             payload = dump_result(item)
             if isinstance(payload, PickledValue):
                 payload = packed(payload)
-            if passing:
-                self._channel.send(Carry(self.task, take_passing()))
             self._channel.send(Items(self.task, (payload,)))
         except SerializationError as error:
             raise self.unsendable(error) from error

@@ -23,7 +23,9 @@ BOUNDS: Final[dict[str, float]] = {
     # A keeper and a worker more or less may be kept for what comes next.
     DESCRIPTORS: 60,
     PROCESSES: 20,
-    SEGMENTS: 8,
+    # The pool of warm segments holds 14 to 31 of them from one rest to the next, and
+    # with the six samples of a short run medians of two thirds differ by up to 13.
+    SEGMENTS: 16,
 }
 NO_INTERNET: Final = "no process has a socket of the internet's"
 OWN_DIRECTORY: Final = "who listens does so in the node's own directory"

@@ -37,6 +37,8 @@ class PaperLink:
     """
 
     name = "Model"
+    interface: ActorInterface | None = FACE
+    own = None
     most: int | None = None
 
     def __init__(self, number: int) -> None:
@@ -63,7 +65,11 @@ class PaperLink:
     def _handle(self, label: str) -> Handle[Any]:
         return Handle(label, self, asyncio.get_running_loop())
 
-    def call(self, label: str, method: str, payload: bytes) -> Handle[Any]:
+    def call(
+        self, label: str, method: str, payload: bytes, returns: int = 0, window: int = 0
+    ) -> Handle[Any]:
+        assert not returns
+        assert not window
         handle = self._handle(label)
         self.calls.append(handle)
         self.arguments.append((method, *load_arguments(payload)[0]))
@@ -153,7 +159,7 @@ class Paper:
             raise self.refuses
         link = PaperLink(len(self.links))
         self.links.append(link)
-        return ActorHandle(link, FACE)
+        return ActorHandle(link)
 
     def live(self) -> None:
         """All constructors have returned."""

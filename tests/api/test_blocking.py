@@ -96,7 +96,7 @@ def test_of_several_failures_the_first_in_order(channel: PaperChannel) -> None:
     handles = start(3)
     for handle, error in zip(handles, (None, KeyError(1), KeyError(2)), strict=True):
         if error is not None:
-            channel.put(failed(handle.child, error))
+            channel.put(failed(handle.task_id, error))
             with pytest.raises(KeyError):
                 aiogpu.get(handle)
     with pytest.raises(KeyError, match="1"):

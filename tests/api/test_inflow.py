@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from aiogpu.api.results.blocking import ItemBuffer
-from aiogpu.api.results.handle import Stream
+from aiogpu.api.results.stream import Stream
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result
@@ -114,7 +114,7 @@ async def test_a_wake_that_comes_late_ends_nothing(source: PaperSource) -> None:
     waiting = asyncio.ensure_future(anext(stream))
     for _ in range(5):
         await asyncio.sleep(0)
-    stream.inflow.loop.call_soon(stream.inflow._set)
+    stream.inflow.loop.call_soon(stream.inflow.notify)
     for _ in range(5):
         await asyncio.sleep(0)
     assert not waiting.done()

@@ -15,6 +15,7 @@ import uvloop
 import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api import session as sessions
+from aiogpu.api.node import Node
 from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
     Session,
@@ -98,19 +99,20 @@ async def test_its_life(engine: PaperEngine) -> None:
 
 async def test_it_passes_questions_on(engine: PaperEngine) -> None:
     session = opening(engine)
+    node = Node.of(session)
     with pytest.raises(NodeClosedError):
-        await session.status()
+        await node.status()
     await session.opened()
-    assert await session.cluster_resources() == {"CPU": 4.0}
-    assert await session.available_resources() == {"CPU": 3.0}
-    assert await session.status() == "status"
+    assert await node.cluster_resources() == {"CPU": 4.0}
+    assert await node.available_resources() == {"CPU": 3.0}
+    assert await node.status() == "status"
     found = await aiogpu.cluster_resources()
     assert {"CPU": 4.0}.items() <= found.items()
     found = await aiogpu.available_resources()
     assert {"CPU": 3.0}.items() <= found.items()
     assert await aiogpu.status() == "status"
     await aiogpu.shutdown()
-    for ask in (session.cluster_resources, session.available_resources, session.status):
+    for ask in (node.cluster_resources, node.available_resources, node.status):
         with pytest.raises(NodeClosedError, match=r"aiogpu\.init"):
             await ask()
 
@@ -369,7 +371,7 @@ async def test_a_fork_is_inert(
     with pytest.raises(NodeError, match=f"belongs to process {parent}"):
         session.submit(func(), b"")
     with pytest.raises(NodeError, match="fork"):
-        await session.status()
+        await Node.of(session).status()
     await session.shutdown()
     session.abandon()
     assert engine.story == story

@@ -12,8 +12,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from aiogpu.cli.checks import Check, Finding, Level
 from aiogpu.cli.doctor import line, run
-from aiogpu.runtime.checks.finding import Check, Finding, Level
 
 COMMAND = [sys.executable, "-m", "aiogpu", "doctor"]
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from aiogpu.cli.status import KINDS, placement_data, sections
-from aiogpu.cli.terminal import Line, grid
+from aiogpu.cli.status import KINDS, data_of, sections
+from aiogpu.cli.terminal import grid, plain
 from aiogpu.cli.top import picture
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus
@@ -25,10 +25,6 @@ def shown() -> NodeStatus:
     return snapshot(w.scheduler, pids, w.now)
 
 
-def text_of(lines: list[Line]) -> str:
-    return "\n".join("".join(text for text, _ in line) for line in lines)
-
-
 def test_a_table_has_them_with_their_bundles() -> None:
     status = shown()
     kind = KINDS["placements"]
@@ -38,18 +34,17 @@ def test_a_table_has_them_with_their_bundles() -> None:
         ("ends", "removing"),
         ("waits", "waiting"),
     ]
-    assert kind.count(status) == 3
-    told = text_of(list(grid(kind.table(entries, status), 400)))
+    told = "\n".join(plain(grid(kind.table(entries, status), 400)))
     used = "{CPU: 2, GPU: 1} on GPU 0, used: {CPU: 1, GPU: 0.25}; {GPU: 0.5} on GPU 1"
     assert used in told
     assert "waits for GPU 1 (free by device: 0: 0, 1: 0.5, 2: 0)" in told
 
 
 def test_the_picture_of_a_node_has_them() -> None:
-    told = text_of(list(sections(shown(), 200)))
+    told = "\n".join(plain(sections(shown(), 200)))
     assert "placements" in told
     lines = [one() if callable(one) else one for one in picture(shown(), "free", 200)]
-    assert "placements: 3" in text_of(lines)
+    assert "placements: 3" in list(plain(lines))
     printed = str(shown())
     assert "  0  held  PACK  ready  pid 4711, 1 in it" in printed
     assert "    bundle 1: {GPU: 0.5} on GPU 1" in printed
@@ -58,7 +53,7 @@ def test_the_picture_of_a_node_has_them() -> None:
 
 def test_a_program_is_told_all_of_one() -> None:
     status = shown()
-    told = json.loads(json.dumps(placement_data(status.placements[0])))
+    told = json.loads(json.dumps(data_of(status.placements[0])))
     assert len(told.pop("id")) > 0
     assert told == {
         "task": 0,
@@ -79,7 +74,7 @@ def test_a_program_is_told_all_of_one() -> None:
         "reason": None,
         "detached": False,
     }
-    waits = placement_data(status.placements[2])
+    waits = data_of(status.placements[2])
     assert waits["pid"] is None
     assert waits["bundles"][0]["devices"] == {}
     assert waits["reason"].startswith("waits for GPU 1")

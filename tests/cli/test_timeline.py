@@ -1,45 +1,45 @@
-"""Lanes and peaks from spans."""
+"""Where `aiogpu timeline` writes: into a file as a whole, else where it was told."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import os
+import stat
+from pathlib import Path
+from threading import Thread
 
-from aiogpu.cli.demo import Span, device_label, lanes, peak
+import pytest
 
-
-def span(task: int, begin: float, end: float, *gpus: int) -> Span:
-    return Span(task, gpus or (0,), 100 + task, begin, end)
-
-
-def test_what_overlaps_lies_in_lanes_of_its_own() -> None:
-    first, second, third = span(1, 0, 2), span(2, 1, 3), span(3, 2, 4)
-    assert lanes([third, first, second], 0) == [[first, third], [second]]
+from aiogpu.cli.trace import _write
 
 
-def test_other_devices_do_not_count() -> None:
-    both, other = span(1, 0, 2, 0, 1), span(2, 0, 2, 1)
-    assert lanes([both, other], 0) == [[both]]
-    assert (peak([both, other], 0), peak([both, other], 1)) == (1, 2)
-    assert lanes([both, other], 7) == []
-    assert peak([both, other], 7) == 0
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    for text in ("one", "two"):
+        _write(str(link), text)
+        assert link.is_symlink()
+        assert file.read_text() == f"{text}\n"
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
-def test_an_end_comes_before_a_beginning_at_the_same_moment() -> None:
-    assert peak([span(1, 0, 1), span(2, 1, 2)], 0) == 1
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    heard: list[str] = []
+    listener = Thread(target=lambda: heard.append(pipe.read_text()))
+    listener.start()
+    _write(str(pipe), "text")
+    listener.join()
+    assert heard == ["text\n"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    with pytest.raises(OSError, match="No space left"):
+        _write("/dev/full", "text")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
-TIMES = st.tuples(st.integers(0, 20), st.integers(1, 5))
-
-
-@given(st.lists(TIMES, max_size=30))
-def test_there_are_as_many_lanes_as_the_peak(times: list[tuple[int, int]]) -> None:
-    spans = [span(n, begin, begin + long) for n, (begin, long) in enumerate(times)]
-    found = lanes(spans, 0)
-    assert len(found) == peak(spans, 0)
-    assert sorted(s for lane in found for s in lane) == sorted(spans)
-
-
-def test_labels_are_short() -> None:
-    assert device_label(3) == "GPU 3"
-    assert device_label("GPU-1234abcd-ffff-aaaa-bbbb-ccccccccdddd") == "GPU-1234abcd"
+def test_of_what_fails_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        _write(f"{tmp_path}/none/file", "text")
+    with pytest.raises(UnicodeEncodeError):
+        _write(f"{tmp_path}/file", "\ud800")
+    assert os.listdir(tmp_path) == []

@@ -31,7 +31,7 @@ async def served(place: Path) -> AsyncIterator[str]:
     """A node of this process, which others may ask; gives its socket."""
     path = f"{place}/node.sock"
     async with aiogpu.init(address="local", num_cpus=2, num_gpus=1):
-        engine = current_session()._ask()
+        engine = current_session().engine
         assert isinstance(engine, LocalEngine)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(path)
@@ -114,7 +114,7 @@ async def test_a_node_that_does_not_answer_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(tmp_path) as path:
-        monkeypatch.setattr(current_session()._ask(), "status", asyncio.Event().wait)
+        monkeypatch.setattr(current_session().engine, "status", asyncio.Event().wait)
         asked = """
             import sys
             from aiogpu.cli import connect

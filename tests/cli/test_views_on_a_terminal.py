@@ -53,7 +53,7 @@ def test_no_colours_where_they_are_unwanted() -> None:
     lines = shown("list", "workers", columns=80, NO_COLOR="1")
     assert "\x1b[3" not in "".join(lines)
     told = [COLOUR.sub("", line).rstrip() for line in lines]
-    assert told == list(plain(grid(worker_table(BUSY.workers), 80)))
+    assert told == list(plain(grid(worker_table(BUSY.workers, BUSY), 80)))
 
 
 def test_an_encoding_without_such_characters_is_no_failure() -> None:

@@ -400,7 +400,7 @@ def test_members_that_follow_each_other_leave_the_ledger_alone():
     assert w.queued
     for number in range(1, 6):
         w.finish(f"t{number}")
-    assert w.scheduler.ledger.placement_groups["gang"][0].is_idle
+    assert not w.scheduler.ledger.placement_groups["gang"][0].leases
 
 
 def test_an_overdrawn_bundle_lets_nobody_follow():
@@ -631,7 +631,7 @@ def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
     w = GangWorld(cpus=1, gpus=1)
     request = replace(request_of({"GPU": 1}), placement_group=BundleRef("gone", "gone"))
     record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0.0, OWN)
-    assert reserve(w.scheduler, record, 0.0) is None
+    assert reserve(w.scheduler, record) is None
     assert why_infeasible(w.scheduler.ledger, request) is None
 
 

@@ -338,3 +338,28 @@ def test_a_task_whose_time_is_up_just_as_it_is_warned_of():
     w.advance(1.0)
     assert w.told == {"task": "expired"}
     assert [name for name, _ in w.warnings] == ["other"]
+
+
+def test_a_worker_that_does_not_begin_is_ended_at_the_very_moment():
+    """By rounding it had a little time left, and was given the next task."""
+    w = World(cpus=1, config=SchedulerConfig(unheard=0.1), starts=False)
+    w.advance(0.5)
+    w.submit("task")
+    worker = w.worker_of("task")
+    w.stop(worker)
+    w.start(worker)
+    w.advance(0.1)
+    assert w.killed == [worker]
+    assert w.worker_of("task") != worker
+
+
+def test_what_has_its_place_lends_no_cpu_twice():
+    """It waited for a child, and there were more CPUs than the node has."""
+    w = World(cpus=1)
+    w.submit("actor", is_endless=True, max_calls=1)
+    w.submit("child", parent="actor", num_cpus=0)
+    w.tell(Scheduler.release_cpus, w.tasks["actor"].id)
+    w.wait_for("actor", "child")
+    w.check()
+    w.finish("child")
+    w.check()

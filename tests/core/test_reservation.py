@@ -395,7 +395,7 @@ def test_each_kind_of_device_is_kept_by_itself():
         request = Request.of({}, {"GPU": gpus, "NPU": npus})
         spec = TaskSpec(f"t{number}", Shape(request), timeout=10.0 * number)
         scheduler.submit(0.0, TaskId(number), spec)
-    reservation = reserve(scheduler, scheduler.tasks[TaskId(2)], 0.0)
+    reservation = reserve(scheduler, scheduler.tasks[TaskId(2)])
     assert reservation is not None
     assert (reservation.barred, reservation.until) == ({"NPU": 0b11}, 2.0)
 

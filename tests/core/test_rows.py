@@ -119,10 +119,9 @@ class Desk:
 
     def finish_many(self, worker: WorkerId, ended) -> list[TaskId]:
         """Tell of a row; gives what has ended."""
-        effects: list = []
-        records = self.scheduler.finish_many(self.now, worker, ended, effects)
+        records = self.scheduler.finish_many(self.now, worker, ended)
         self.settled += [record.id for record in records]
-        self.apply(effects)
+        self.apply(self.scheduler.effects)
         return [record.id for record in records]
 
     def picture(self) -> object:
@@ -302,7 +301,7 @@ def test_what_was_kept_for_one_that_is_sent_ahead_is_kept_no_more(whose: int | N
     scheduler.reservation = kept
     (bucket,) = scheduler.ready.by_shape.values()
     ahead: list[TaskId] = []
-    refill(scheduler, worker, bucket, 0.0, ahead)
+    refill(scheduler, worker, bucket, ahead)
     assert ahead == [record.id for record in waiting[: len(ahead)]]
     assert len(ahead) > 4
     assert scheduler.reservation is (kept if whose is None else None)

@@ -365,6 +365,6 @@ def test_no_spare_is_forked_while_somebody_lacks_a_worker():
     node.spares.target += 1
     for refused, is_forked in ((1, False), (0, True)):
         node.worker_limit.refused = refused
-        effects = []
-        refill_spares(node, effects)
-        assert bool(effects) == is_forked
+        node.effects = []
+        refill_spares(node)
+        assert bool(node.effects) == is_forked

@@ -15,6 +15,12 @@ def add_to(counter: Any, k: int) -> int:
 
 
 @aiogpu.remote
+def add_twice(counter: Any, k: int) -> list[int]:
+    """Call an actor twice in a plain task."""
+    return [aiogpu.get(counter.add.remote(k)) for _ in range(2)]
+
+
+@aiogpu.remote
 async def add_soon(counter: Any, k: int) -> int:
     """The same in a coroutine."""
     return int(await counter.add.remote(k))

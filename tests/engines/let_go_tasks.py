@@ -123,6 +123,26 @@ def ask(maker: Any) -> int:
     return aiogpu.get(model.answer.remote())  # type: ignore[no-any-return]
 
 
+class HoldingError(Exception):
+    """Has a handle among its arguments."""
+
+
+@aiogpu.remote
+def fail_with_a_new_one() -> None:
+    raise HoldingError(Model.remote())
+
+
+@aiogpu.remote(max_restarts=1)
+class Asking:
+    """Asks another actor when it is made, and keeps no handle to it."""
+
+    def __init__(self, model: Any) -> None:
+        self.told = aiogpu.get(model.answer.remote())
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
 def send_with_a_lock(model: Any) -> None:
     nothing.remote(model, Lock())
 

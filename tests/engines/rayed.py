@@ -14,7 +14,6 @@ import pytest
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray.engine import RayEngine
-from aiogpu.engines.ray.worker_process import CODE
 
 OF_CLUSTERS: Final = ("num_cpus", "num_gpus", "resources", "accelerator_type")
 OF_PROGRAMS: Final = ("cancel_grace",)
@@ -35,19 +34,19 @@ class Clusters:
             self._has = options
 
     def _start(self, options: dict[str, Any]) -> None:
-        from aiogpu.engines.ray import ray_api as ray
+        from aiogpu.engines.ray import cluster
 
         if self._has is not None:
-            ray.leave()
+            cluster.leave()
             self._has = None
-        ray.start({**options, "log_to_driver": False})
+        cluster.start({**options, "log_to_driver": False})
 
     def end(self) -> None:
         """End it; another may be started."""
         if self._has is not None:
-            from aiogpu.engines.ray import ray_api as ray
+            from aiogpu.engines.ray import cluster
 
-            self._thread.submit(ray.leave).result()
+            self._thread.submit(cluster.leave).result()
             self._has = None
 
     def close(self) -> None:
@@ -77,7 +76,7 @@ class RayedEngine(RayEngine):
                 pytest.skip(f"ray: a cluster knows nothing of init({name}=...)")
         self._wanted = options
         own = {name: getattr(options, name) for name in OF_PROGRAMS}
-        super().__init__(NodeOptions(**own), loop, CODE)
+        super().__init__(NodeOptions(**own), loop)
 
     async def open(self) -> None:
         wanted = self._wanted

@@ -53,6 +53,19 @@ async def test_a_task_under_way_is_a_holder() -> None:
         await until(lambda: has_gone(pid))
 
 
+async def test_a_task_with_several_results_is_a_holder() -> None:
+    async with aiogpu.init(num_cpus=1):
+        counter = await Counter.remote(5)
+        pid = await counter.pid.remote()
+        add_twice = handed_on.add_twice.options(num_returns=2)
+        calls = [add_twice.remote(counter, 1) for _ in range(2)]
+        del counter
+        gc.collect()
+        told = [await asyncio.gather(*pair) for pair in calls]
+        assert told == [[6, 7], [8, 9]]
+        await until(lambda: has_gone(pid))
+
+
 @pytest.mark.parametrize("holder", ["Holder", "AsyncHolder"])
 async def test_an_actor_that_keeps_a_handle(holder: str) -> None:
     async with aiogpu.init(num_cpus=2):

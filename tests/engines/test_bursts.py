@@ -96,7 +96,8 @@ async def test_those_that_wait_are_known_at_once() -> None:
         seen = await node.status()
         known = [*range(handles[0].task_id, handles[-1].task_id + 1)]
         assert [handle.task_id for handle in handles] == known
-        assert seen.waiting_count >= 50
+        # The rest was sent ahead, or has ended by now.
+        assert seen.waiting_count >= 25
         last = tasks.add.remote(1)
         assert (await last.why()).state == "waiting"
         assert await asyncio.gather(*handles, last) == [*range(1, 101), 2]

@@ -180,7 +180,7 @@ def memory_group() -> Path:
     hierarchy = find_hierarchy("memory")
     if hierarchy is None:
         pytest.skip("the memory controller of cgroups of version 1 is not mounted")
-    group = hierarchy.own / f"test-aiogpu-{os.getpid()}"
+    group = Path(hierarchy.own, f"test-aiogpu-{os.getpid()}")
     try:
         group.mkdir()
     except OSError as error:

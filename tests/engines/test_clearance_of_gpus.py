@@ -20,7 +20,7 @@ pytestmark = [
 
 BEGINNING = """
     import asyncio, os, sys, threading, aiogpu
-    from aiogpu.runtime.devices import probe_thread as rounds
+    from aiogpu.runtime.devices import monitor as rounds
     from aiogpu.runtime.devices import release as clearance
     from tests.engines.settling import leave_behind, put, visible
 
@@ -100,7 +100,7 @@ def test_a_share_is_held_until_nvml_lists_its_process_no_more(
 
 
 STUCK = """
-    clearance.LIMIT, rounds.ASIDE = 0.125, 0.01
+    clearance.LIMIT, clearance.ASIDE = 0.125, 0.01
     async def main():
         async with aiogpu.init(num_cpus=2):
             print(await leave_behind.options(num_gpus=SHARE).remote(lost=LOST))

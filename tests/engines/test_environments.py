@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.runtime.zygote import config as surroundings_module
 from aiogpu.runtime.zygote import generations as zygotes_module
+from aiogpu.runtime.zygote import launch as surroundings_module
 from tests.engines import tasks
 from tests.engines.zygote_tasks import flags, load, numbers, threads, value_of
 from tests.engines.zygote_watch import learnt, zygotes_of

@@ -22,15 +22,15 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 def pid_of(zygote: Zygote) -> int:
-    assert zygote._process is not None
-    return zygote._process.pid
+    assert zygote._child is not None
+    return zygote._child.pid
 
 
 async def renew(session: aiogpu.types.Node) -> tuple[Zygote, Zygote]:
     """Have another generation serve; gives the old one and the new one."""
     plain = zygotes_of(session).plain
     old = plain.current
-    old.on_message(old, Stale("a module"))
+    old._events.on_message(old, Stale("a module"))
     await next_generation(plain, old.generation)
     return old, plain.current
 
@@ -126,7 +126,7 @@ async def test_closing_while_everything_is_under_way(
         running = tasks.gated.remote(gate.path, "running")
         await gate.entered("running")
         plain = zygotes_of(session).plain
-        plain.current.on_message(plain.current, Stale("once_only"))
+        plain.on_message(plain.current, Stale("once_only"))
         waiting = tasks.add.options(
             runtime_env={"env_vars": {"PYTHONHASHSEED": "3"}}
         ).remote(1)

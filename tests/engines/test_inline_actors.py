@@ -45,7 +45,7 @@ async def node() -> AsyncIterator[aiogpu.types.Node]:
         await until(lambda: not session._session._engine._node.actors.are_there)  # type: ignore[attr-defined]
         assert (await session.available_resources())["GPU"] == 2.0
         assert (await session.available_resources())["CPU"] == 1.0
-        session._session._engine._node.ledger.check()  # type: ignore[attr-defined]
+        session._session._engine._node.scheduler.ledger.check()  # type: ignore[attr-defined]
     assert os.environ.get(VISIBLE) == before
     assert aiogpu.get_runtime_context().worker_id == 0
     with pytest.raises(aiogpu.errors.MisuseError):
@@ -314,7 +314,7 @@ async def test_a_task_waits_until_an_actor_gives_its_gpu_back(
     assert (await holder.add.remote().why()).state == "running"
     aiogpu.kill(holder)
     assert await call == 1
-    assert (await waits)["ids"] == [1]
+    assert (await waits)["ids"] in ([0], [1])
     assert await others[0] == "x 1"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from inspect import isasyncgenfunction
@@ -28,7 +27,10 @@ class Written:
     kinds = ()
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        from aiogpu.engines.ray.engine import RayEngine
+
         self.load = lambda: function
+        self.make_engine = RayEngine.inside
 
     def wants_retry(self, _error: BaseException) -> bool:
         return False
@@ -37,19 +39,18 @@ class Written:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs tasks."""
-    ray = pytest.importorskip("aiogpu.engines.ray.ray_api")
-    from aiogpu.engines.ray import worker_process as loops
-    from aiogpu.engines.ray import worker_process as work
+    cluster = pytest.importorskip("aiogpu.engines.ray.cluster")
+    from aiogpu.engines.ray import task_worker
 
-    monkeypatch.setattr(ray, "task_id", lambda: "00" * 24)
-    monkeypatch.setattr(work, "take_place", lambda *_place: None)
-    monkeypatch.setattr(loops, "SLICE", 0)
-    monkeypatch.setattr(loops, "_of_thread", loops._OfThread())
+    monkeypatch.setattr(cluster, "task_id", lambda: "00" * 24)
+    monkeypatch.setattr(task_worker, "set_up_process", lambda *_place: None)
+    monkeypatch.setattr(task_worker, "SLICE", 0)
+    monkeypatch.setattr(task_worker, "_thread", task_worker._Thread())
     handler = signal.getsignal(signal.SIGINT)
-    yield work
+    yield task_worker
     signal.signal(signal.SIGINT, handler)
-    if loops.has_loop():
-        loops.task_loop().loop.close()
+    if task_worker._thread.loop is not None:
+        task_worker._thread.loop.loop.close()
 
 
 def waits() -> str:
@@ -92,8 +93,8 @@ async def fails() -> str:
 def run(work: Any, function: Callable[[], Any]) -> Any:
     payload = dump_arguments("written", (), {})
     if isasyncgenfunction(function):
-        return list(work.pour_task(Written(function), payload, (), ()))
-    return work.run_task(Written(function), payload, (), 0, ())
+        return list(work.stream_task(Written(function), (payload,)))
+    return work.run_task(Written(function), (payload,))
 
 
 def outcome(work: Any, function: Callable[[], Any]) -> str:
@@ -116,11 +117,7 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
     task: Callable[[], Any], work: Any
 ) -> None:
     """The next task in that worker is none the worse for it."""
-    from aiogpu.engines.ray import cancellation as interrupts
-    from aiogpu.engines.ray import worker_process as host
-    from aiogpu.engines.ray import worker_process as loops
-
-    modules = (work, host, interrupts, loops, asyncio.base_events, asyncio.runners)
+    modules = (work, asyncio.base_events, asyncio.runners)
     files = frozenset(module.__file__ for module in modules)
     expected = run(work, awaits), outcome(work, task)
     seen = set()
@@ -128,7 +125,7 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
         with Tripwire(nth, files) as wire:
             seen.add(outcome(work, task))
         assert asyncio._get_running_loop() is None, nth
-        assert not asyncio.all_tasks(loops.task_loop().loop), nth
+        assert not asyncio.all_tasks(work.task_loop().loop), nth
         assert (run(work, awaits), outcome(work, task)) == expected, nth
         assert run(work, waits) == expected[0], nth
         if not wire.is_torn:
@@ -148,9 +145,9 @@ def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(
         loop, "call_soon_threadsafe", lambda _call: signal.default_int_handler(2, None)
     )
     with pytest.raises(KeyboardInterrupt):
-        calls.post(lambda: done.append("first"))
+        calls.call_soon(lambda: done.append("first"))
     monkeypatch.undo()
-    calls.post(lambda: done.append("second"))
+    calls.call_soon(lambda: done.append("second"))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert done == ["first", "second"]
@@ -160,18 +157,16 @@ def test_a_cancelled_call_of_an_actor_ends_no_code_that_runs_its_loop(
     work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop is the actor's: all its later calls wait on it."""
-    from aiogpu.engines.ray import cancellation as cancels
-    from aiogpu.engines.ray.cancellation import interrupts
-
-    heard = cancels.Cancels(f"of-test-{os.getpid()}")
-    monkeypatch.setattr(heard, "_is_running", lambda: True)
-    before = signal.signal(cancels.INTERRUPT, heard._on_interrupt)
+    interrupts = work.Interrupts()
+    interrupts.is_meant = lambda: True
+    before = signal.getsignal(work.WAKE)
+    interrupts.install()
     steps = []
 
     def call() -> None:
-        with heard.heard():
-            with interrupts.put_off():
-                signal.raise_signal(cancels.INTERRUPT)
+        with interrupts.enabled():
+            with interrupts.deferred():
+                signal.raise_signal(work.WAKE)
                 steps.append("the loop's own code goes on")
             steps.append("and the call's own does not")
 
@@ -179,8 +174,6 @@ def test_a_cancelled_call_of_an_actor_ends_no_code_that_runs_its_loop(
         with pytest.raises(KeyboardInterrupt):
             call()
     finally:
-        signal.signal(cancels.INTERRUPT, before)
-        assert heard._socket is not None
-        heard._socket.close()
-    assert heard.has_come
+        signal.signal(work.WAKE, before)
+    assert interrupts.has_come
     assert steps == ["the loop's own code goes on"]

@@ -16,7 +16,7 @@ import aiogpu
 from aiogpu.api.options import placement_group_of
 from aiogpu.api.reservation import Placement, placement_func
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.runtime.callers.status_codec import status_codec
+from aiogpu.observe.status_codec import status_codec
 from aiogpu.serialization.payload import MARK, Contents, pack
 from aiogpu.serialization.serializer import NO_ARGUMENTS
 from aiogpu.wire.codec import encode
@@ -27,7 +27,6 @@ from aiogpu.wire.messages import (
     NUMBER_BITS,
     VERSION,
     Ask,
-    Carry,
     ChildDemand,
     ChildDone,
     ChildFailed,
@@ -44,7 +43,6 @@ from aiogpu.wire.messages import (
     Put,
     PutFailed,
     Refused,
-    Release,
     Returned,
     Share,
     Stop,
@@ -226,6 +224,7 @@ def made_up(random: random.Random, client: int, other: int) -> Message:
             places=random.choice([(), (0,), ("x",)]),
             values=random.choice([(), (identity(),)]),
             returns=random.choice([0, 2, -1, 1 << 40]),
+            actors=random.choice([(), (identity(),)]),
         )
         kinds = [NO_ARGUMENTS, NO_ARGUMENTS, b"", b"garbage", MARK, pack(contents)]
         return random.choice(kinds)
@@ -243,12 +242,12 @@ def made_up(random: random.Random, client: int, other: int) -> Message:
             random.choice([0, number()]), number(), identity(), where, payload()
         ),
         lambda: Hold(identity()),
-        lambda: Release(identity()),
-        lambda: Carry(random.choice([0, 0, 0, number()]), (identity(), identity())),
         lambda: Stop(identity(), where),
         lambda: Returned((identity(), segment()), (number(), number(), number())),
         lambda: Put(identity(), payload()),
-        lambda: PutFailed(identity(), where, where, where, where, None),
+        lambda: PutFailed(
+            identity(), where, where, where, where, random.choice([None, payload()])
+        ),
         lambda: Share(identity(), number(), number()),
         lambda: Fetch(number(), number(), identity()),
         lambda: Discard(identity()),

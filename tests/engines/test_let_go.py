@@ -107,16 +107,39 @@ async def test_what_was_pickled_and_not_sent(
         await gpu_is_free()
 
 
-async def test_what_was_put(address: str) -> None:
+async def test_what_was_put() -> None:
+    """The value holds the actor until nobody has the value."""
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         model = await Model.remote()
         value: Any = await aiogpu.put([model])
         del model
-        if address == "ray":  # which counts the handles within a value as well
-            gc.collect()
-            (again,) = await value
-            assert await again.answer.remote() == 42
-            del again, value
+        gc.collect()
+        (again,) = await value
+        assert await again.answer.remote() == 42
+        del again, value
+        await gpu_is_free()
+
+
+@pytest.mark.needs("holders")
+async def test_what_an_error_has_that_a_task_has_made() -> None:
+    async with aiogpu.init(num_cpus=4, num_gpus=1):
+        with pytest.raises(let_go_tasks.HoldingError) as caught:
+            await let_go_tasks.fail_with_a_new_one.remote()
+        (model,) = caught.value.args
+        assert await model.answer.remote() == 42
+        del model, caught
+        await gpu_is_free()
+
+
+@pytest.mark.needs("processes", "holders")
+async def test_what_a_constructor_was_given_that_is_called_again() -> None:
+    async with aiogpu.init(num_cpus=4, num_gpus=1):
+        model = await Model.remote()
+        asking = await let_go_tasks.Asking.remote(model)
+        del model
+        first = await asking.pid.remote()
+        aiogpu.kill(asking, no_restart=False)
+        assert await asking.pid.remote() != first
         await gpu_is_free()
 
 

@@ -174,9 +174,9 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
 ) -> None:
     """Not the function is to blame, nor what it does with its descriptors."""
     assert await nested_tasks.several.remote([1, 2]) == [2, 3]
-    hearing = broken.driver._pool.hearing
+    driver: Any = broken.driver
     name = "on_answer" if kind in {Done, Failed} else "on_nested"
-    take_in = getattr(hearing, name)
+    take_in = getattr(driver, name)
 
     def way(worker: Any, message: Message) -> None:
         if type(message) is kind and not broken.failed:
@@ -184,9 +184,9 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
             raise OverflowError("Integer value out of range")
         take_in(worker, message)
 
-    setattr(hearing, name, way)
+    setattr(driver, name, way)
     if kind is Done:
-        hearing.on_done = lambda worker, done: [way(worker, one) for one in done]
+        driver.on_done = lambda worker, done: [way(worker, one) for one in done]
     lost: Any
     if kind is Put:
         lost = fault_tasks.put_and_wait.options(max_retries=0).remote()

@@ -85,7 +85,7 @@ async def test_two_processes_of_one_program_share_workers(
     other = begin(source, OTHER_PROGRAM="1")
     assert await said(other) != worker
     zygotes = here.engine._supervisor.clients._zygotes
-    known = zygotes._surroundings.programs
+    known = zygotes.config.programs
     assert len(known) == 2
     await end(first, second, other)
     # Workers that stand idle keep it; see `WARM`.
@@ -105,7 +105,7 @@ async def test_what_a_program_has_left_is_started_again_as_it_was(here: Here) ->
     assert await said(leaving) == "1"
     await end(leaving)
     zygotes = here.engine._supervisor.clients._zygotes
-    (left,) = zygotes._surroundings.programs
+    (left,) = zygotes.config.programs
     assert zygotes.wants(left)
     (seen,) = (await here.engine.status()).clients
     assert (seen.has_left, seen.name, seen.pid) == (True, "python", leaving.pid)

@@ -121,21 +121,6 @@ async def test_calls_of_plain_code_that_were_cancelled_never_run(gate: Gate) -> 
         assert not [number for number in told if number % 2]
 
 
-async def test_who_waits_for_its_place_says_so() -> None:
-    async with node():
-        held = await Adder.options(num_gpus=2).remote()
-        waits = Adder.options(num_gpus=1).remote()
-        call = waits.add.remote(1)
-        async with asyncio.timeout(30):
-            # Ray tells what waits a moment later.
-            while "without a place" not in str(why := await call.why()):
-                await asyncio.sleep(0)
-        assert (why.name, why.state) == ("Adder.add", "sent")
-        assert why.request["GPU"] == 1.0
-        aiogpu.kill(held)
-        assert await call == 1
-
-
 async def test_a_threaded_actor_has_streams() -> None:
     async with node():
         actor = await ThreadGroups.remote()

@@ -42,9 +42,9 @@ class Leaving:
 
     def waiting(self) -> int:
         """How many calls have not ended, as this process sees it."""
-        from aiogpu.engines.ray import worker_process as host
+        from aiogpu.engines.ray import task_worker
 
-        return sum(len(engine.calls.live) for engine in host._engines.values())
+        return sum(len(engine.calls.live) for engine in task_worker._engines.values())
 
 
 Actor = aiogpu.remote(Leaving)

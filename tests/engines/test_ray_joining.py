@@ -129,11 +129,11 @@ async def test_ray_client_is_refused_however_it_is_named(monkeypatch):
     with pytest.raises(aiogpu.OptionError, match=r"^RAY_ADDRESS=.*`ray job submit"):
         await aiogpu.init(address="ray")
     monkeypatch.delenv("RAY_ADDRESS")
-    from aiogpu.engines.ray import ray_api as ray
+    from aiogpu.engines.ray import cluster
 
     # This program has called ray.init("ray://...") itself.
-    monkeypatch.setattr(ray, "is_connected", lambda: True)
-    monkeypatch.setattr(ray, "is_client", lambda: True)
+    monkeypatch.setattr(cluster, "is_connected", lambda: True)
+    monkeypatch.setattr(cluster, "is_client", lambda: True)
     with pytest.raises(aiogpu.OptionError, match=r"^ray\.init.*`ray job submit"):
         await aiogpu.init(address="ray")
 
@@ -335,7 +335,7 @@ HANGING = """
     import aiogpu
     from aiogpu.engines.ray import cluster
 
-    cluster.JOINING = 1.0
+    cluster.JOIN_LIMIT = 1.0
 
     async def main():
         before = time.monotonic()
@@ -371,12 +371,12 @@ def test_a_join_that_hangs_is_given_up_and_the_program_ends(place):
 LOSING = """
     import asyncio, sys, time
     import aiogpu
-    from aiogpu.engines.ray import cluster
+    from aiogpu.engines.ray import engine
     from tests.engines.spread_tasks import wait_for_ever
     from tests.engines.actor_classes import Counter
     from tests.engines.tasks import add
 
-    cluster.LOST_AFTER = 12.0
+    engine.LOST_AFTER = 12.0
 
     async def main():
         await aiogpu.init()

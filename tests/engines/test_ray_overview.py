@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any, cast
 
 import pytest
 
@@ -14,12 +13,12 @@ from aiogpu.errors import InfeasibleError
 
 pytest.importorskip("ray", reason="Ray is not installed here")
 from aiogpu.engines.ray import status as module
-from aiogpu.engines.ray.ray_api import Node
+from aiogpu.engines.ray.cluster import ClusterNode
 from aiogpu.engines.ray.status import Overview
 
 pytestmark = pytest.mark.ray
 
-ONE = Node("a" * 6, "host", {"CPU": 2.0}, {"CPU": 2.0}, {})
+ONE = ClusterNode("a" * 6, "host", {"CPU": 2.0}, {"CPU": 2.0}, {})
 WIDE = Request.of({"CPU": 8 * UNIT}, {})
 
 
@@ -30,7 +29,7 @@ class Cluster:
         self.asked = 0
         self.may_answer = threading.Event()
 
-    def __call__(self) -> tuple[list[Node], bool]:
+    def __call__(self) -> tuple[list[ClusterNode], bool]:
         self.asked += 1
         assert self.may_answer.wait(60)
         return [ONE], False
@@ -44,12 +43,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 async def test_a_coroutine_does_not_wait_for_it(cluster: Cluster) -> None:
-    overview = Overview(cast("Any", None))
+    overview = Overview()
     for _ in range(3):
         overview.check_request("f", WIDE)
     assert overview.room_for(WIDE) is None
     assert cluster.asked == 1
-    asking = overview._asking
+    asking = overview._question
     assert asking is not None
     cluster.may_answer.set()
     await asyncio.wrap_future(asking)
@@ -60,7 +59,7 @@ async def test_a_coroutine_does_not_wait_for_it(cluster: Cluster) -> None:
 
 def test_plain_code_waits_and_is_refused(cluster: Cluster) -> None:
     cluster.may_answer.set()
-    overview = Overview(cast("Any", None))
+    overview = Overview()
     with pytest.raises(InfeasibleError, match="which no node of this Ray cluster"):
         overview.check_request("f", WIDE)
 
@@ -68,7 +67,7 @@ def test_plain_code_waits_and_is_refused(cluster: Cluster) -> None:
 def test_plain_code_waits_no_longer_than_it_may(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", 0.01)
-    overview = Overview(cast("Any", None))
+    monkeypatch.setattr(module, "TASK_LIMIT", 0.01)
+    overview = Overview()
     overview.check_request("f", WIDE)
     cluster.may_answer.set()

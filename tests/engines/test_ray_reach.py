@@ -10,7 +10,12 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here")
 from aiogpu.engines.ray import cluster as reach
-from aiogpu.engines.ray.cluster import GREETING, answers, check_reachable, place_of
+from aiogpu.engines.ray.cluster import (
+    GREETING,
+    check_reachable,
+    connection_error,
+    host_and_port,
+)
 from aiogpu.errors import NodeError
 
 pytestmark = pytest.mark.ray
@@ -47,7 +52,7 @@ async def staying_silent(
 
 async def test_a_server_of_rays_answers():
     async with listening(saying(SETTINGS)) as port:
-        assert await answers("127.0.0.1", port, 10) is None
+        assert await connection_error(f"127.0.0.1:{port}", 10) is None
         await check_reachable(f"127.0.0.1:{port}")
 
 
@@ -68,7 +73,7 @@ async def test_what_listens_in_its_place_is_named(said, told):
 
 
 async def test_one_that_says_nothing_is_waited_for_in_bounds(monkeypatch):
-    monkeypatch.setattr(reach, "REACHABLE", 0.1)
+    monkeypatch.setattr(reach, "REACH_LIMIT", 0.1)
     async with listening(staying_silent) as port:
         with pytest.raises(NodeError, match=r"says nothing within 0\.1 s"):
             await check_reachable(f"127.0.0.1:{port}")
@@ -82,13 +87,13 @@ async def test_where_nobody_listens_it_is_said_so():
 async def test_a_server_with_certificates_is_left_to_ray(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     async with listening(staying_silent) as port:
-        assert await answers("127.0.0.1", port, 10) is None
+        assert await connection_error(f"127.0.0.1:{port}", 10) is None
         await check_reachable(f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("address", ["head", "head:", "head:many", ":6379"])
 def test_an_address_names_host_and_port(address):
-    assert place_of("head:6379") == ("head", 6379)
-    assert place_of("[::1]:7") == ("::1", 7)
+    assert host_and_port("head:6379") == ("head", 6379)
+    assert host_and_port("[::1]:7") == ("::1", 7)
     with pytest.raises(NodeError, match=f"RAY_ADDRESS='{address}' names no host"):
-        place_of(address)
+        host_and_port(address)

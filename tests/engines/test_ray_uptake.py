@@ -33,11 +33,15 @@ async def test_cancelling_never_has_the_loop_wait(
 ) -> None:
     """While Ray does not say that it has taken a call up, the loop goes on turning."""
     async with aiogpu.init(address="ray", num_cpus=4):
-        from aiogpu.engines.ray import ray_api as ray
+        from aiogpu.engines.ray import cluster
 
         slow = v.gated.remote(gate.path, "slow", 1)
         await gate.entered("slow")
-        when_done, cancel, here = ray.when_done, ray.cancel, threading.get_ident()
+        when_done, cancel, here = (
+            cluster.add_done_callback,
+            cluster.cancel,
+            threading.get_ident(),
+        )
         may_answer, asked, cancelled_in = threading.Event(), [], []
 
         def answer_late(ref: Any, tell: Callable[[Any], object]) -> None:
@@ -50,14 +54,14 @@ async def test_cancelling_never_has_the_loop_wait(
 
             when_done(ref, come)
 
-        def note_thread(ref: Any, *, at_once: bool = False) -> None:
+        def note_thread(ref: Any, *, force: bool = False) -> None:
             cancelled_in.append(threading.get_ident())
-            cancel(ref, at_once=at_once)
+            cancel(ref, force=force)
 
         calls = [v.give.remote(slow) for _ in range(20)]
         with monkeypatch.context() as patched:
-            patched.setattr(ray, "when_done", answer_late)
-            patched.setattr(ray, "cancel", note_thread)
+            patched.setattr(cluster, "add_done_callback", answer_late)
+            patched.setattr(cluster, "cancel", note_thread)
             for call in calls:
                 call.cancel()
                 await asyncio.sleep(0)

@@ -61,8 +61,8 @@ async def test_a_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for named, place in (("", "a local cluster"), ("head:6379", "head:6379")):
         monkeypatch.setenv("RAY_ADDRESS", named)
         engine = create_engine("ray", NodeOptions(), asyncio.get_running_loop())
-        membership = f"<Membership of {place}>"
-        assert repr(engine) == f"<RayEngine {membership} <Calls 0 live, 0 ending>>"
+        connection = f"<RayConnection to {place}>"
+        assert repr(engine) == f"<RayEngine {connection} <Calls 0 live, 0 ending>>"
         await engine.close()
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("ray", reason="Ray is not installed here")
-from aiogpu.engines.ray.actors import spoken, understood
+from aiogpu.engines.ray.actor_process import decode_call, encode_call
 
 pytestmark = pytest.mark.ray
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.ray
     payload=st.binary(max_size=50),
 )
 def test_it_comes_out_as_it_went_in(number: int, method: str, payload: bytes) -> None:
-    assert understood(spoken(number, method.encode(), payload)) == (
+    assert decode_call(encode_call(number, method.encode(), payload)) == (
         *(number, method, payload),
     )
 
 
 def test_arguments_may_come_beside_it() -> None:
-    assert understood(spoken(0, b"add")) == (0, "add", b"")
+    assert decode_call(encode_call(0, b"add")) == (0, "add", b"")

@@ -18,7 +18,7 @@ import pytest
 
 from aiogpu.engines.membership import NodeConnection
 from aiogpu.memory.fd_passing import DescriptorSender
-from aiogpu.runtime.callers.status_codec import status_codec
+from aiogpu.observe.status_codec import status_codec
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
 from aiogpu.wire.messages import (

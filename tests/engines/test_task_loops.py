@@ -16,19 +16,17 @@ from typing import Any, Final
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here")
-from aiogpu.engines.ray import cancellation as interrupting
-from aiogpu.engines.ray import worker_process as loops
-from aiogpu.engines.ray.cancellation import interrupts
-from aiogpu.engines.ray.worker_process import TaskLoop
+from aiogpu.engines.ray import task_worker
+from aiogpu.engines.ray.task_worker import TaskLoop, interrupts
 from tests.engines.tripwire import Tripwire
 
 pytestmark = pytest.mark.ray
 
+
 OWN_CODE: Final = frozenset(
     module.__file__
     for module in (
-        loops,
-        interrupting,
+        task_worker,
         threading,
         asyncio.base_events,
         asyncio.events,
@@ -55,6 +53,7 @@ def calls() -> NoCalls:
 def own_handler() -> Iterator[None]:
     """The handler of the tests' own interrupts comes back."""
     handler = signal.getsignal(signal.SIGINT)
+    interrupts.install()
     yield
     signal.signal(signal.SIGINT, handler)
 
@@ -62,7 +61,7 @@ def own_handler() -> Iterator[None]:
 @pytest.fixture
 def task_loop(calls: NoCalls, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskLoop]:
     """One whose waits end at once."""
-    monkeypatch.setattr(loops, "SLICE", 0)
+    monkeypatch.setattr(task_worker, "SLICE", 0)
     made = TaskLoop()
     made.wait_for(calls)  # type: ignore[arg-type]
     yield made
@@ -112,17 +111,17 @@ def leaves_some(task_loop: TaskLoop) -> None:
         asyncio.create_task(turns(1000))  # noqa: RUF006 - it is to be left
 
     task_loop.run(leave())
-    task_loop.end_rest()
+    task_loop.cancel_all()
     assert not asyncio.all_tasks(task_loop.loop)
 
 
 def check_sound(task_loop: TaskLoop, calls: NoCalls) -> None:
     """The next task finds the loop as the first one did."""
-    task_loop.end_rest()
+    task_loop.cancel_all()
     assert calls.on_delivered is None
     assert task_loop.run(turns()) == "turned"
     waits(task_loop)
-    assert not task_loop._is_run
+    assert not task_loop._turn.locked()
     assert not task_loop._waiters
     assert interrupts._depth == 0
 
@@ -136,7 +135,7 @@ def test_an_interrupt_at_any_line_of_a_loops_code(
     """It is raised, and leaves nothing behind that would stop the next task."""
     for nth in count(1):
         raised = None
-        with interrupts.heard(), Tripwire(nth, OWN_CODE) as wire:
+        with interrupts.enabled(), Tripwire(nth, OWN_CODE) as wire:
             try:
                 scene(task_loop)
             except (KeyboardInterrupt, LookupError, SystemExit) as error:
@@ -176,7 +175,7 @@ def test_a_coroutine_is_not_cancelled_amid_other_code(task_loop: TaskLoop) -> No
         task_loop.loop.call_soon(work)
         await awaited
 
-    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
         task_loop.run(main())
     assert awaited.cancelled()
 
@@ -185,7 +184,7 @@ def test_a_wait_in_the_selector_is_woken(
     task_loop: TaskLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the signal itself: no slice ends it, no call and no timer."""
-    monkeypatch.setattr(loops, "SLICE", 300)
+    monkeypatch.setattr(task_worker, "SLICE", 300)
     reached = threading.Event()
 
     def interrupt() -> None:
@@ -198,7 +197,7 @@ def test_a_wait_in_the_selector_is_woken(
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
         task_loop.run(main())
     thread.join()
 
@@ -222,10 +221,10 @@ def test_an_interrupt_ends_a_clean_up_that_would_not_end(task_loop: TaskLoop) ->
         await turns(1)
         return left
 
-    with interrupts.heard():
+    with interrupts.enabled():
         left = task_loop.run(leave())
         with pytest.raises(KeyboardInterrupt):
-            task_loop.end_rest()
+            task_loop.cancel_all()
     assert ends
     assert left.cancelled()
 
@@ -245,31 +244,31 @@ def test_code_that_ends_the_loop_again_and_again(task_loop: TaskLoop) -> None:
 
     with pytest.raises(SystemExit):
         task_loop.run(main())
-    task_loop.end_rest()
+    task_loop.cancel_all()
     assert task_loop.run(turns()) == "turned"
 
 
-def test_the_outermost_block_raises_what_was_put_off() -> None:
+def test_the_outermost_block_raises_what_was_deferred() -> None:
     steps: list[str] = []
 
     def work() -> None:
-        with interrupts.put_off():
-            with interrupts.put_off():
+        with interrupts.deferred():
+            with interrupts.deferred():
                 signal.raise_signal(signal.SIGINT)
                 steps.append("in the inner block")
                 assert not interrupts.is_due()
             steps.append("in the outer block")
             assert interrupts.is_due()
 
-    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
         work()
     assert steps == ["in the inner block", "in the outer block"]
 
 
 def test_an_inner_block_leaves_it_to_the_outer_one_to_wake() -> None:
     woken: list[bool] = []
-    with interrupts.heard(), interrupts.put_off(lambda: woken.append(True)):
-        with interrupts.put_off():
+    with interrupts.enabled(), interrupts.deferred(lambda: woken.append(True)):
+        with interrupts.deferred():
             signal.raise_signal(signal.SIGINT)
         assert woken == [True]
         assert interrupts.take()
@@ -281,11 +280,11 @@ def test_threads_put_nothing_off() -> None:
     seen: list[bool] = []
 
     def look() -> None:
-        with interrupts.put_off():
+        with interrupts.deferred():
             seen.append(interrupts.is_due())
         seen.append(interrupts.take())
 
-    with interrupts.heard(), interrupts.put_off():
+    with interrupts.enabled(), interrupts.deferred():
         signal.raise_signal(signal.SIGINT)
         thread = threading.Thread(target=look)
         thread.start()
@@ -308,9 +307,9 @@ def test_an_awaited_thing_may_end_though_it_was_cancelled(task_loop: TaskLoop) -
     async def cancelled() -> None:
         raise asyncio.CancelledError
 
-    with interrupts.heard():
+    with interrupts.enabled():
         assert task_loop.run(stubborn()) == "stubborn"
-    with interrupts.heard(), pytest.raises(asyncio.CancelledError):
+    with interrupts.enabled(), pytest.raises(asyncio.CancelledError):
         task_loop.run(cancelled())
 
 
@@ -335,7 +334,7 @@ def test_an_import_is_not_broken_off(half: str) -> None:
         while time.monotonic() < deadline:
             pass
 
-    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
         work()
     assert seen == [True]
     assert interrupts.has_come
@@ -345,16 +344,16 @@ def test_what_an_import_has_put_off_a_coroutine_hears(
     half: str, task_loop: TaskLoop
 ) -> None:
     """The import is that of its own module."""
-    with interrupts.heard():
+    with interrupts.enabled():
         import_module(half)
         with pytest.raises(KeyboardInterrupt):
             task_loop.run(asyncio.Event().wait())
 
 
 def test_what_came_for_a_task_is_none_of_the_nexts(half: str) -> None:
-    with interrupts.heard():
+    with interrupts.enabled():
         import_module(half)
     interrupts._look(0, None)
-    with interrupts.heard():
+    with interrupts.enabled():
         interrupts._look(0, None)
     assert not interrupts.has_come

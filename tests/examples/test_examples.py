@@ -62,6 +62,13 @@ def test_prints_what_is_expected(program: Path) -> None:
     assert printed(program, plain_environment()) == expected(program)
 
 
+def test_the_picture_of_the_demo_is_drawn_by_itself() -> None:
+    told = printed(EXAMPLES / "julia_set.py", plain_environment())
+    *picture, verdict = told.splitlines()
+    assert len(picture) == 24
+    assert verdict == "equals the serial one: True"
+
+
 def test_one_that_joins_finds_what_the_last_one_left() -> None:
     program = EXAMPLES / f"{JOINING}.py"
     with box() as here:

@@ -18,8 +18,7 @@ from aiogpu.runtime.devices.memory_guard import (
     Use,
     outgrowth_told,
 )
-from aiogpu.runtime.devices.monitor import CALM, SILENT
-from aiogpu.runtime.devices.probe_thread import EACH, SOONEST
+from aiogpu.runtime.devices.monitor import CALM, EACH, SILENT, SOONEST
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
 from tests.cli.test_gpus import on_stub

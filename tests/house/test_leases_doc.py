@@ -18,7 +18,7 @@ from aiogpu.cli.run import (
     SENT_ON,
     run,
 )
-from aiogpu.runtime.devices.probe_thread import EACH
+from aiogpu.runtime.devices.monitor import EACH
 from aiogpu.runtime.devices.release import LIMIT
 from aiogpu.wire.messages import LEASE_MARK
 from tests.house.programs import printed_by

@@ -206,7 +206,6 @@ class PaperZygotes:
         self.current = PaperZygote(self.kept)
         self.others: dict[object, PaperZygote] = {}
         self.heard: list[tuple[PaperZygote, Imported]] = []
-        self.is_busy: Callable[[PaperZygote], bool]
         self.on_lost_slot: Callable[[int], None]
         self.on_death: Callable[[PaperZygote], None]
         self.on_superseded: Callable[[PaperZygote], None]
@@ -240,3 +239,9 @@ class PaperZygotes:
         old = self.current
         old.is_over, old.takes_work, old.problem = True, False, problem
         self.on_death(old)
+
+
+class PaperStore:
+    """Keeps nothing."""
+
+    def serve(self, *_: object) -> None: ...

@@ -69,7 +69,8 @@ class House:
         self.speakers = [Speaker(self) for _ in range(count)]
         workers: Any = dict(enumerate(self.speakers))
         workers[-1] = SimpleNamespace(peer=None)  # one that starts
-        self.burst = InlinePoller(workers)
+        self.tell: Callable[[], object] = list
+        self.burst = InlinePoller(workers, lambda: self.tell())
 
     def submit(self, count: int = FEW + 1) -> None:
         for _ in range(count):
@@ -123,7 +124,7 @@ def test_what_was_submitted_is_told_first_and_is_no_look(house: House) -> None:
         told.append(house.heard)
         house.now += EVERY * 3
 
-    house.burst.before = tell
+    house.tell = tell
     house.all_say()
     house.submit()
     assert told == [[0, 0, 0]]

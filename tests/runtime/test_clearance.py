@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,10 +16,10 @@ from aiogpu.core.model.request import Device, Request
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.runtime.devices import probe_thread as device_thread
-from aiogpu.runtime.devices import probe_thread as inspection
 from aiogpu.runtime.devices import release as module
-from aiogpu.runtime.devices.probe_thread import Desk, DeviceThread
+from aiogpu.runtime.devices.probe_thread import DeviceThread, Look
 from aiogpu.runtime.devices.release import DeviceRelease
 from tests.runtime.paper_watch import PaperVendor, PaperWatch
 from tests.until import until
@@ -43,17 +43,18 @@ class Heard:
     """What a clearance has told, one thing after the other."""
 
     thread: DeviceThread
-    device_release: DeviceRelease
+    limit: float
     told: asyncio.Queue[tuple[object, ...]] = field(default_factory=asyncio.Queue)
+    device_release: DeviceRelease = field(init=False)
 
     def __post_init__(self) -> None:
-        put = self.told.put_nowait
-        self.device_release.on_settled = lambda *told: put(("settled", *told))
-        self.device_release.on_set_aside = lambda *told: put(("set aside", *told))
-        self.device_release.on_recovered = lambda *told: put(("recovered", *told))
+        self.device_release = begin(self.thread, self.tell, self.limit)
+
+    def tell(self, step: object, *told: object) -> None:
+        self.told.put_nowait((STEPS[step], *told))
 
     async def close(self) -> None:
-        self.device_release.quit()
+        self.device_release.close()
         await self.thread.close()
 
     async def next(self) -> tuple[object, ...]:
@@ -68,7 +69,27 @@ def listen(
     sets = [DeviceSet("GPU", given), DeviceSet("TPU", [Device(0, uuid="t")])]
     loop = asyncio.get_running_loop()
     thread = DeviceThread(loop, sets, [PaperVendor(watch)])
-    return Heard(thread, DeviceRelease(loop, thread, limit))
+    return Heard(thread, limit)
+
+
+STEPS = {
+    Scheduler.devices_free: "settled",
+    Scheduler.devices_stuck: "set aside",
+    Scheduler.device_recovered: "recovered",
+}
+
+
+def begin(
+    thread: DeviceThread, feed: Callable[..., None], limit: float = 20.0
+) -> DeviceRelease:
+    release = DeviceRelease(thread._loop, thread, feed, id, limit)  # type: ignore[arg-type]
+
+    def note(look: Look) -> None:
+        release.idle = dict(look.samples)
+
+    thread.start(release.give_up)
+    thread.look(list(thread.devices), note)
+    return release
 
 
 def threads() -> list[str]:
@@ -94,7 +115,7 @@ def no_look_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     That such a look is not taken is a matter of `test_inspection`.
     """
-    monkeypatch.setattr(inspection, "LATE", math.inf)
+    monkeypatch.setattr(module, "LATE", math.inf)
 
 
 async def test_a_free_device_settles() -> None:
@@ -114,20 +135,13 @@ async def test_a_free_device_settles() -> None:
 async def test_of_a_worker_that_ends_without_a_lease_nothing_is_kept() -> None:
     """As those do that were reused, and idle: a node may have millions in its life."""
     heard = listen(PaperWatch(IDLE, IDLE))
-    kept: list[object] = []
-
-    def look(desk: Desk) -> None:
-        kept.append(dict(desk.inspection._before))
-
     heard.device_release.begin(ONE, WHOLE)
     heard.device_release.begin(TWO, PART)
-    heard.thread.order(look)
+    kept = heard.device_release._before
+    await until(lambda: kept == {ONE: {("GPU", 0): IDLE}})
     heard.device_release.forget(ONE)
     heard.device_release.forget(TWO)
-    heard.thread.order(look)
-    await until(lambda: len(kept) == 2)
-    assert kept == [{ONE: {("GPU", 0): IDLE}}, {}]
-    assert heard.device_release._begun == set()
+    assert kept == {}
     await heard.close()
 
 
@@ -138,7 +152,6 @@ async def test_a_busy_device_settles_when_it_is_free() -> None:
     assert heard.device_release.end(ONE, PART, [PID])
     assert heard.device_release.end(TWO, lease((1, UNIT)), [PID])
     assert await heard.next() == ("settled", TWO, True)
-    assert "1 workers waited for, 0 devices set aside" in repr(heard.device_release)
     watch.on[0] = IDLE
     assert await heard.next() == ("settled", ONE, True)
     await heard.close()
@@ -147,7 +160,7 @@ async def test_a_busy_device_settles_when_it_is_free() -> None:
 async def test_past_the_limit_it_is_set_aside_and_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.devices.probe_thread.ASIDE", 0.01)
+    monkeypatch.setattr("aiogpu.runtime.devices.release.ASIDE", 0.01)
     watch = PaperWatch(BUSY, IDLE)
     heard = listen(watch, limit=0.05)
     assert heard.device_release.end(ONE, PART, [PID])
@@ -207,17 +220,19 @@ class Hanging(PaperWatch):
 async def test_a_driver_that_hangs_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MUTE", 0.02)
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
     heard = listen(watch, limit=0.01)
     assert heard.device_release.end(ONE, WHOLE, [PID])
+    heard.device_release.on_mute("TPU", 15.0)
+    heard.device_release.on_mute("GPU", 15.0)
     assert await heard.next() == (
         "set aside",
         ONE,
-        "GPU 0: the driver has not answered for 0.03 s",
+        "GPU 0: the driver has not answered for 15 s",
     )
     assert heard.device_release.end(TWO, PART, [PID])
+    heard.device_release.on_mute("GPU", 15.0)
     assert (await heard.next())[:2] == ("set aside", TWO)
     watch.is_free.set()
     assert await heard.next() == ("recovered", "GPU", 0)
@@ -265,11 +280,11 @@ def test_a_loop_that_was_closed_is_told_nothing() -> None:
     loop = asyncio.new_event_loop()
     sets = [DeviceSet("GPU", [Device(0, uuid="a")])]
     asking = DeviceThread(loop, sets, [PaperVendor(PaperWatch(IDLE))])
-    device_release = DeviceRelease(loop, asking)
+    device_release = begin(asking, print)
     (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
     assert device_release.end(ONE, WHOLE, [PID])
     loop.close()
-    device_release.quit()
+    device_release.close()
     asking.quit()
     thread.join(20)
     assert not thread.is_alive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -19,9 +19,8 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Origin
 from aiogpu.observe.status import OtherProcess
 from aiogpu.runtime.devices import monitor as module
-from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
 from aiogpu.runtime.devices.monitor import CALM, DeviceMonitor
-from aiogpu.runtime.devices.probe_thread import Key, Report, Round
+from aiogpu.runtime.devices.probe_thread import Key, Look
 from tests.until import until
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
@@ -35,24 +34,25 @@ pytestmark = pytest.mark.either_loop
 class PaperThread:
     """A thread that looks at nothing: rounds come from the test."""
 
-    on_round: Callable[[Round], None]
-    on_report: Callable[[Report], None]
-
     def __init__(self, devices: Mapping[Key, Device]) -> None:
         self.devices = devices
-        self.on_failed: list[Callable[[], None]] = []
-        self.watched: list[set[Key]] = []
         self.waits: tuple[str, float] | None = None
-        self.rounds = self
+        self.is_alive = True
+        self.looks: list[tuple[Sequence[Key], bool]] = []
+
+    def start(self, _on_failed: object) -> None:
+        """Nothing need be done."""
 
     def name_of(self, key: Key) -> str:
         return f"{key[0]} {self.devices[key].id}"
 
-    def order(self, order: Callable[[PaperThread], object]) -> None:
-        order(self)
+    def look(
+        self, keys: Sequence[Key], _then: object, *, is_checked: bool = False
+    ) -> None:
+        self.looks.append((keys, is_checked))
 
-    def watch(self, keys: tuple[Key, ...]) -> None:
-        self.watched.append(set(keys))
+    def quit(self) -> None:
+        """Nothing need be done."""
 
     def mute_for(self) -> tuple[str, float] | None:
         return self.waits
@@ -66,19 +66,20 @@ class Story:
         ledger = Ledger({"CPU": 9 * UNIT}, [DeviceSet(GPU, devices)])
         self.scheduler = Scheduler(ledger)
         self.thread = PaperThread({(GPU, index): devices[index] for index in (0, 1)})
-        self.guard = GpuMemoryGuard(self.scheduler, self.thread)  # type: ignore[arg-type]
-        self.guard.enforces = enforces
         self.told: list[tuple[object, ...]] = []
         self.monitor = DeviceMonitor(
             asyncio.get_running_loop(),
+            self.scheduler,
             self.thread,  # type: ignore[arg-type]
-            self.guard,
             lambda: {100 + worker.id: worker.id for worker in self.scheduler.workers},
+            lambda *event: self.told.append(event),
+            lambda _key: {},
         )
+        self.guard = self.monitor.guard
+        self.guard.enforces = enforces
+        self.watched: list[set[Key]] = []
+        self.guard._on_hot = lambda keys: self.watched.append(set(keys))
         self.when = time.monotonic()
-
-    def begin(self) -> None:
-        self.monitor.begin(lambda *event: self.told.append(event))
 
     def start(self, name: str, share: float = 0.25, memory: int = 0) -> None:
         """A task, on worker n with process 100 + n."""
@@ -104,13 +105,12 @@ class Story:
         told = {ZERO: health or Health(action=""), ONE: Health(action="")}
         origins = {pid: Origin("python", ()) for pid in used} | {XORG: Origin("X", ())}
         self.when += 1.0
-        self.thread.on_round(Round(self.when, {ZERO: found, ONE: IDLE}, told, origins))
+        self.monitor.on_round(Look(self.when, {ZERO: found, ONE: IDLE}, told, origins))
 
 
 async def test_each_device_is_known_as_it_was_seen_last() -> None:
     story = Story()
     story.start("a")
-    story.begin()
     assert story.monitor.observed == {}
     story.sees({101: 3 * GIB, XORG: GIB})
     first, second = story.monitor.observed[ZERO], story.monitor.observed[ONE]
@@ -120,17 +120,15 @@ async def test_each_device_is_known_as_it_was_seen_last() -> None:
     assert abs(first.seen - asyncio.get_running_loop().time()) < 5
     assert (second.used, second.others) == (0, ())
     assert story.told == []
-    story.monitor.close()
+    story.monitor.quit()
 
 
-async def test_what_is_seen_before_it_begins_is_told_then() -> None:
+async def test_what_is_seen_is_told_until_its_end() -> None:
     story = Story()
     story.sees(health=Health(("XID 79",), ""))
     story.sees()
-    assert story.told == []
-    story.begin()
     assert story.told == [(Scheduler.device_sick, GPU, 0, "XID 79")]
-    story.monitor.close()
+    story.monitor.quit()
     story.sees(health=Health(("XID 80",), ""))
     assert len(story.told) == 1, "after the end nothing is told"
 
@@ -139,7 +137,6 @@ async def test_a_sick_device_is_told_once_and_when_it_is_well(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
-    story.begin()
     for _ in range(3):
         story.sees(health=Health(("XID 79",), ""))
     assert story.told == [(Scheduler.device_sick, GPU, 0, "XID 79")]
@@ -150,7 +147,7 @@ async def test_a_sick_device_is_told_once_and_when_it_is_well(
         "! GPU 0 gets no new tasks until it is well: XID 79",
         "! GPU 0 is well again",
     ]
-    story.monitor.close()
+    story.monitor.quit()
 
 
 async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
@@ -158,12 +155,17 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
 ) -> None:
     monkeypatch.setattr(module, "SILENT", 0.03)
     story = Story()
-    story.begin()
+    story.start("a")
+    worker = story.scheduler.workers.get(WorkerId(1))
+    assert worker is not None
+    assert worker.lease is not None
+    assert story.monitor.release.end(worker.id, worker.lease, [101])
     story.thread.waits = GPU, 0.01
     story.sees()
     story.thread.waits = GPU, 0.05
     await until(lambda: story.told)
     reason = "the driver has not answered for 0.03 s"
+    assert story.told.pop(0) == (Scheduler.devices_stuck, 1, f"GPU 0: {reason}")
     assert story.told == [
         (Scheduler.device_sick, GPU, 0, reason),
         (Scheduler.device_sick, GPU, 1, reason),
@@ -174,15 +176,13 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
         (Scheduler.device_sick, GPU, 0, "XID 79"),
         (Scheduler.device_well, GPU, 1),
     ]
-    story.monitor.close()
+    story.monitor.quit()
 
 
 async def test_a_thread_that_has_failed_has_seen_nothing() -> None:
     story = Story()
-    story.begin()
     story.sees()
-    for failed in story.thread.on_failed:
-        failed()
+    story.monitor.on_failed()
     assert story.monitor.observed == {}
 
 
@@ -192,7 +192,6 @@ async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
     story = Story()
     story.start("big", memory=6 * GIB)
     story.start("small")
-    story.begin()
     story.sees({101: 7 * GIB, 102: 30 * GIB})
     assert story.monitor.observed[ZERO].outgrown == frozenset()
     for _ in range(2):
@@ -205,28 +204,26 @@ async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
     assert story.told == []
     assert story.guard.explain(1, 1) is None
     assert (story.guard.peak_of(1), story.guard.peak_of(9)) == (7 * GIB + 1, 0)
-    story.monitor.close()
+    story.monitor.quit()
 
 
 async def test_each_of_its_processes_may_have_a_context() -> None:
     story = Story()
     story.start("big", memory=6 * GIB)
-    story.begin()
     story.sees({101: 6 * GIB, 201: 3 * GIB // 2})
     assert story.monitor.observed[ZERO].workers == {1: 6 * GIB}
     assert story.monitor.observed[ZERO].outgrown == frozenset()
-    story.monitor.close()
+    story.monitor.quit()
 
 
 async def test_the_part_that_a_share_is_may_be_outgrown_too() -> None:
     story = Story()
     story.start("quarter", memory=BY_SHARE)
     story.start("whole", share=1.0, memory=BY_SHARE)
-    story.begin()
     story.sees({101: 11 * GIB + 1})
     assert story.monitor.observed[ZERO].outgrown == {1}
-    assert story.thread.watched == [{ZERO}]
-    story.monitor.close()
+    assert story.watched == [{ZERO}]
+    story.monitor.quit()
 
 
 async def test_with_enforcement_it_is_ended_and_its_owner_told(
@@ -235,7 +232,6 @@ async def test_with_enforcement_it_is_ended_and_its_owner_told(
     story = Story(enforces=True)
     story.start("big", memory=6 * GIB)
     story.start("small")
-    story.begin()
     for _ in range(2):
         story.sees({101: 9 * GIB})
     assert story.told == [(Scheduler.memory_outgrown, WorkerId(1))]
@@ -248,13 +244,12 @@ async def test_with_enforcement_it_is_ended_and_its_owner_told(
         "big was ended, for it used more GPU memory than was reserved for it."
     )
     assert story.guard.explain(1, 2) is None, "what it had begun since"
-    story.monitor.close()
+    story.monitor.quit()
 
 
 async def test_a_worker_that_runs_on_leaves_nothing_behind() -> None:
     story = Story(enforces=True)
     story.start("big", memory=6 * GIB)
-    story.begin()
     worker = story.scheduler.workers.get(WorkerId(1))
     assert worker is not None
     assert worker.task is not None
@@ -270,31 +265,29 @@ async def test_a_worker_that_runs_on_leaves_nothing_behind() -> None:
     story.scheduler.workers._records.clear()
     story.sees()
     assert (story.guard._errors, story.guard._peaks) == ({}, {})
-    story.monitor.close()
+    story.monitor.quit()
 
 
 async def test_devices_with_reserved_memory_are_looked_at_more_often() -> None:
     story = Story()
     story.start("plain")
-    assert story.thread.watched == []
+    assert story.watched == []
     story.start("big", memory=6 * GIB)
-    assert story.thread.watched == [{ZERO}]
-    story.begin()
+    assert story.watched == [{ZERO}]
     story.sees()
-    assert len(story.thread.watched) == 1, "nothing is new"
+    assert len(story.watched) == 1, "nothing is new"
     worker = story.scheduler.workers.get(WorkerId(2))
     assert worker is not None
     worker.lease = None
     story.sees({102: GIB})
-    assert story.thread.watched[1:] == [set()]
+    assert story.watched[1:] == [set()]
     assert "of 0 devices" in repr(story.guard)
-    story.monitor.close()
+    story.monitor.quit()
 
 
 @pytest.mark.parametrize("foreign", ["avoid", "wait"])
 async def test_others_processes_are_told_of_when_they_change(foreign: str) -> None:
     story = Story()
-    story.begin()
     story.sees({XORG: GIB})
     story.monitor.foreign = foreign
     story.sees({XORG: GIB})
@@ -305,13 +298,12 @@ async def test_others_processes_are_told_of_when_they_change(foreign: str) -> No
     assert story.told[1:] == [
         (Scheduler.device_foreign, *ZERO, None, foreign == "avoid")
     ]
-    story.monitor.close()
+    story.monitor.quit()
 
 
 async def test_others_processes_are_nobodys_business_unless_asked_for() -> None:
     story = Story()
-    story.begin()
     story.sees({XORG: GIB})
     await story.monitor.mind_foreign("ignore")
     assert story.told == []
-    story.monitor.close()
+    story.monitor.quit()

@@ -18,7 +18,6 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.wire.codec import LARGE
 from tests.runtime import funcs
 
@@ -48,7 +47,7 @@ class Office:
     def __init__(self, payload: bytes, scheduler: Scheduler | None = None) -> None:
         self.commands = PaperOrders()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(burst=InlinePoller({})),
+            workers={},
             commands=self.commands,
             spawn=lambda _worker: None,
         )
@@ -58,14 +57,14 @@ class Office:
             self.scheduler,
             pool,  # type: ignore[arg-type]
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
-            SimpleNamespace(begin=lambda *_: None, tell=id),  # type: ignore[arg-type]
+            lambda *_: None,
             lambda *_: None,
         )
         if isinstance(scheduler, OneAtATime):
             scheduler.driver = self.driver
         receiver = SimpleNamespace()
         self.driver.submit(funcs.call().func, payload, receiver)  # type: ignore[arg-type]
-        pool.on_started(1)
+        self.driver.on_started(1)
 
     async def look(self) -> None:
         """The worker is looked at when it has had its time."""
@@ -73,7 +72,7 @@ class Office:
         assert record is not None
         assert record.task is not None
         record.is_revoking, record.revocations = True, 1
-        self.driver.dispatcher.revoke(Revoke(WorkerId(1), 1))
+        self.driver.revoke(Revoke(WorkerId(1), 1))
         async with asyncio.timeout(60):
             while record.is_revoking:
                 await asyncio.sleep(0)
@@ -97,14 +96,10 @@ async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> 
     assert record.task is not None, "it still has its task"
 
 
-async def test_there_is_a_way_for_every_effect_with_and_without_leases() -> None:
+async def test_there_is_a_way_for_every_effect() -> None:
     driver = Office(b"x").driver
-    every = set(get_args(Effect))
-    assert set(driver.ways) == every
+    assert set(driver.ways) == set(get_args(Effect))
     assert driver.holders == {}
-    of_leases = set(driver.leases.ways)
-    assert set(driver.ways) == every
-    assert all(driver.ways[one] == driver.leases.ways[one] for one in of_leases)
 
 
 class OneAtATime(Scheduler):

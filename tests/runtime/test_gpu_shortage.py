@@ -15,7 +15,7 @@ from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
 from aiogpu.runtime.devices.binding import limits_of
-from aiogpu.runtime.devices.memory_shortage import Shortages, gpu_out_of_memory
+from aiogpu.runtime.devices.memory_guard import Shortages, gpu_out_of_memory
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.wire.messages import Failed
 from tests.runtime import funcs
@@ -176,7 +176,7 @@ def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
     assert str(error).startswith(start)
     assert error.peak == 5
     assert isinstance(error.__cause__, RemoteTraceback)
-    shortages.peak_seen = {worker.id: 9}.__getitem__
+    shortages = Shortages(node, {worker.id: 9}.__getitem__)
     seen = unpack_failure(shortages.told(worker.id, "train", FAILED), "train")
     assert isinstance(seen, GpuOutOfMemoryError)
     assert seen.peak == 9, "the framework knows only of its own"

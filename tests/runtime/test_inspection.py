@@ -1,4 +1,4 @@
-"""When devices are looked at and what is reported, on paper drivers, by hand."""
+"""When the devices of an ended worker are looked at and what is told, by hand."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from itertools import pairwise
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.model.request import Device
-from aiogpu.runtime.devices.probe_thread import (
-    ASIDE,
-    LATE,
-    PAUSES,
-    Cleared,
-    DeviceProbe,
-    Inspection,
-    Report,
-    Stuck,
-)
-from tests.runtime.paper_watch import PaperWatch
+from aiogpu.core.model.ids import LeaseId, WorkerId
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.runtime.devices.release import ASIDE, PAUSES, DeviceRelease
+from tests.runtime.hand_loop import HandLoop, PromptThread
+from tests.runtime.paper_watch import PaperVendor, PaperWatch
 
 PID, CHILD = 100, 101
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
 GIB = 1 << 30
 LIMIT = 10.0
 LOST = Sample(problem="GPU is lost", is_lost=True)
+RECOVERED = (Scheduler.device_recovered, *ZERO)
 
 
 def sample(*pids: int, used: int = GIB, reads_pids: bool = True) -> Sample:
@@ -34,25 +32,50 @@ def sample(*pids: int, used: int = GIB, reads_pids: bool = True) -> Sample:
 IDLE, BUSY = sample(), sample(PID, used=2 * GIB)
 
 
+def lease(keys: tuple[tuple[str, int], ...], part: int) -> Lease:
+    shares = tuple((index, part) for _, index in keys)
+    request = Request.of({"CPU": UNIT}, {"GPU": part * len(keys)})
+    return Lease(LeaseId(1), request, (shares,))
+
+
+def free(worker: int = 1, is_verified: bool = True) -> tuple[object, ...]:
+    return Scheduler.devices_free, worker, is_verified
+
+
 class Story:
-    """An inspection of two GPUs, told in order."""
+    """Two GPUs, told in order."""
 
     def __init__(self, zero: Sample = IDLE, one: Sample = IDLE) -> None:
         self.watch = PaperWatch(zero, one)
-        devices = {("GPU", i): Device(i, uuid=f"GPU-{i}") for i in range(2)}
-        probe = DeviceProbe({"GPU": self.watch}, devices)
-        self.inspection = Inspection(probe, LIMIT)
-        probe.open()
-        self.inspection.open({key: probe.look(key) for key in devices})
-        self.now = 0.0
+        self.loop = HandLoop()
+        sets = [DeviceSet("GPU", [Device(i, uuid=f"GPU-{i}") for i in range(2)])]
+        thread = PromptThread(self.loop, sets, [PaperVendor(self.watch)])  # type: ignore[arg-type]
+        self.told: list[tuple[object, ...]] = []
+        self.release = DeviceRelease(
+            self.loop,  # type: ignore[arg-type]
+            thread,
+            lambda *event: self.told.append(event),
+            id,
+            LIMIT,
+        )
+        thread.look([ZERO, ONE], lambda look: self.release.idle.update(look.samples))
+        self.began = self.loop.now
+
+    @property
+    def now(self) -> float:
+        return round(self.loop.now - self.began, 6)
 
     def put(self, zero: Sample | None = None, one: Sample | None = None) -> None:
         for index, on in enumerate((zero, one)):
             if on is not None:
                 self.watch.on[index] = on
 
-    def begin(self, worker: int = 1, *keys: tuple[str, int], delay: float = 0) -> None:
-        self.inspection.begin(worker, keys or [ZERO], delay)
+    def begin(self, worker: int = 1, *keys: tuple[str, int]) -> None:
+        self.release.begin(WorkerId(worker), lease(keys or (ZERO,), UNIT))
+
+    def news(self) -> list[tuple[object, ...]]:
+        told, self.told = self.told, []
+        return told
 
     def end(
         self,
@@ -60,22 +83,20 @@ class Story:
         keys: tuple[tuple[str, int], ...] = (ZERO,),
         is_whole: bool = True,
         pid: int = PID,
-    ) -> list[Report]:
-        whole = frozenset(keys if is_whole else ())
-        return self.inspection.end(worker, keys, whole, (pid,), self.now)
+    ) -> list[tuple[object, ...]]:
+        held = lease(keys, UNIT if is_whole else UNIT // 4)
+        assert self.release.end(WorkerId(worker), held, (pid,))
+        return self.news()
 
-    def step(self) -> list[Report]:
+    def step(self) -> list[tuple[object, ...]]:
         """Go to when the next look is due, and look."""
-        due = self.inspection.due
-        assert due is not None
-        assert due >= self.now
-        self.now = due
-        return self.inspection.turn(self.now)
+        self.loop.step()
+        return self.news()
 
-    def until_reported(self) -> list[Report]:
-        while not (reports := self.step()):
+    def until_told(self) -> list[tuple[object, ...]]:
+        while not (told := self.step()):
             assert self.now < 100
-        return reports
+        return told
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -84,9 +105,9 @@ def test_what_is_gone_at_once_costs_one_look(is_whole: bool) -> None:
     if is_whole:
         story.begin()
     before = story.watch.looks[0]
-    assert story.end(is_whole=is_whole) == [Cleared(1, (ZERO,), True)]
+    assert story.end(is_whole=is_whole) == [free()]
     assert story.watch.looks[0] == before + 1
-    assert story.inspection.due is None
+    assert story.loop.due is None
 
 
 def test_looks_come_soon_first_and_then_more_slowly() -> None:
@@ -103,17 +124,18 @@ def test_looks_come_soon_first_and_then_more_slowly() -> None:
         [PAUSES[-1]] * (len(pauses) - len(PAUSES))
     )
     story.put(IDLE)
-    assert story.step() == [Cleared(1, (ZERO,), True)]
-    assert story.inspection.due is None
+    assert story.step() == [free()]
+    assert story.loop.due is None
 
 
 def test_past_the_limit_a_device_is_stuck_until_it_recovers() -> None:
     story = Story()
     story.put(BUSY)
     assert story.end() == []
-    (stuck,) = story.until_reported()
+    (stuck,) = story.until_told()
     assert story.now == LIMIT
-    assert stuck == Stuck(
+    assert stuck == (
+        Scheduler.devices_stuck,
         1,
         "GPU 0: of what has ended, the driver still lists pid 100 with 1024 MiB "
         "(1073741824 bytes)",
@@ -123,19 +145,23 @@ def test_past_the_limit_a_device_is_stuck_until_it_recovers() -> None:
         assert story.step() == []
         assert story.now == before + ASIDE
     story.put(IDLE)
-    assert story.step() == [Cleared(1, (ZERO,), True)]
-    assert story.inspection.due is None
+    assert story.step() == [RECOVERED]
+    assert story.loop.due is None
 
 
 def test_a_lost_device_is_not_waited_for() -> None:
     story = Story()
     story.put(LOST)
     assert story.end(is_whole=False) == [
-        Stuck(1, "GPU 0: the driver calls it lost (GPU is lost)")
+        (
+            Scheduler.devices_stuck,
+            1,
+            "GPU 0: the driver calls it lost (GPU is lost)",
+        )
     ]
     assert story.step() == []
     story.put(IDLE)
-    assert story.step() == [Cleared(1, (ZERO,), True)]
+    assert story.step() == [RECOVERED]
 
 
 def test_of_several_devices_each_comes_back_by_itself() -> None:
@@ -143,13 +169,13 @@ def test_of_several_devices_each_comes_back_by_itself() -> None:
     story.begin(1, ZERO, ONE)
     story.put(one=BUSY)
     assert story.end(keys=(ZERO, ONE)) == []
-    stuck, cleared = story.until_reported()
-    assert isinstance(stuck, Stuck)
-    assert stuck.reason.startswith("GPU 1: ")
-    assert cleared == Cleared(1, (ZERO,), True)
+    (step, _, reason), cleared = story.until_told()
+    assert step is Scheduler.devices_stuck
+    assert str(reason).startswith("GPU 1: ")
+    assert cleared == RECOVERED
     assert story.watch.looks[0] == 3, "one that is free is not looked at again"
     story.put(one=IDLE)
-    assert story.step() == [Cleared(1, (ONE,), True)]
+    assert story.step() == [(Scheduler.device_recovered, *ONE)]
 
 
 def test_of_several_devices_all_come_back_together_in_time() -> None:
@@ -157,19 +183,18 @@ def test_of_several_devices_all_come_back_together_in_time() -> None:
     story.put(one=BUSY)
     assert story.end(keys=(ZERO, ONE)) == []
     story.put(one=IDLE)
-    assert story.step() == [Cleared(1, (ZERO, ONE), True)]
+    assert story.step() == [free()]
 
 
-def test_claims_on_one_device_share_a_look() -> None:
+def test_a_device_recovers_when_the_last_worker_has_left_it() -> None:
     story = Story()
     story.put(BUSY)
     for worker in (1, 2, 3):
         assert story.end(worker, is_whole=False) == []
-    before = story.watch.looks[0]
-    assert story.step() == []
-    assert story.watch.looks[0] == before + 1
+    told = [story.until_told() for _ in range(3)]
+    assert [worker for ((_, worker, _),) in told] == [1, 2, 3]
     story.put(IDLE)
-    assert {report.worker for report in story.step()} == {1, 2, 3}
+    assert [story.step() for _ in range(3)] == [[], [], [RECOVERED]]
 
 
 def test_the_look_before_is_the_one_at_the_beginning() -> None:
@@ -178,13 +203,14 @@ def test_the_look_before_is_the_one_at_the_beginning() -> None:
     story.begin()
     unlisted = Sample(used=5 * GIB, reads_pids=True)
     story.put(unlisted)
-    assert story.end() == [Cleared(1, (ZERO,), True)]
+    assert story.end() == [free()]
 
 
-def test_a_late_look_before_does_not_count() -> None:
+def test_a_late_look_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiogpu.runtime.devices.release.LATE", -1.0)
     story = Story()
     story.put(Sample(used=2 * GIB))
-    story.begin(delay=LATE + 0.001)
+    story.begin()
     assert story.end() == []
 
 
@@ -202,17 +228,15 @@ def test_a_look_before_that_failed_is_replaced_by_the_idle_one() -> None:
     story.put(Sample(used=2 * GIB))
     assert story.end() == []
     story.put(Sample(used=GIB))
-    assert story.step() == [Cleared(1, (ZERO,), True)]
+    assert story.step() == [free()]
 
 
 def test_the_idle_look_follows_what_was_seen_free() -> None:
     story = Story()
     story.put(sample(CHILD, used=2 * GIB))
     story.begin()  # CHILD was listed before, and stays so
-    assert story.end() == [Cleared(1, (ZERO,), True)]
-    assert story.end(2) == [Cleared(2, (ZERO,), True)], (
-        "without a look at its beginning"
-    )
+    assert story.end() == [free()]
+    assert story.end(2) == [free(2)], "without a look at its beginning"
 
 
 def test_a_driver_that_cannot_be_asked_is_told_of_once(
@@ -220,10 +244,8 @@ def test_a_driver_that_cannot_be_asked_is_told_of_once(
 ) -> None:
     failing = Sample(problem="NVML does not start: Driver Not Loaded")
     story = Story(failing, failing)
-    assert story.end() == [Cleared(1, (ZERO,), False)]
-    assert story.end(keys=(ZERO, ONE), is_whole=False) == [
-        Cleared(1, (ZERO, ONE), False)
-    ]
+    assert story.end() == [free(1, False)]
+    assert story.end(keys=(ZERO, ONE), is_whole=False) == [free(1, False)]
     (record,) = caplog.records
     assert record.getMessage() == (
         "! GPU 0 cannot be asked what is on it: NVML does not start: Driver Not "
@@ -246,25 +268,34 @@ def test_a_failing_driver_frees_nothing_that_is_set_aside() -> None:
     story = Story()
     story.put(BUSY)
     story.end()
-    story.until_reported()
+    story.until_told()
     story.put(Sample(problem="Unknown Error"))
     assert story.step() == []
     story.put(IDLE)
-    assert story.step() == [Cleared(1, (ZERO,), True)]
+    assert story.step() == [RECOVERED]
 
 
 def test_ids_are_believed_once_a_workers_own_was_seen() -> None:
     """In a container: the driver may write ids of either namespace."""
     quiet = sample(reads_pids=False)
     story = Story(quiet, quiet)
-    assert story.end(is_whole=False) == [Cleared(1, (ZERO,), False)]
+    assert story.end(is_whole=False) == [free(1, False)]
     story.put(sample(PID, used=2 * GIB, reads_pids=False))
     assert story.end(is_whole=False) == []
     story.put(quiet)
-    assert story.step() == [Cleared(1, (ZERO,), True)]
-    assert story.end(2, (ONE,), is_whole=False) == [Cleared(2, (ONE,), True)]
+    assert story.step() == [free()]
+    assert story.end(2, (ONE,), is_whole=False) == [free(2)]
 
 
-def test_it_says_how_much_it_has_to_do() -> None:
+def test_where_nobody_is_asked_any_more_all_is_free() -> None:
     story = Story()
-    assert repr(story.inspection) == "<Inspection 2 devices, 0 claims>"
+    story.put(BUSY)
+    assert story.end() == []
+    story.until_told()
+    assert story.end(2) == []
+    story.release.give_up()
+    assert story.news() == [RECOVERED, free(2, False)]
+    held = lease((ZERO,), UNIT)
+    assert not story.release.end(WorkerId(3), held, (PID,))
+    story.release.close()
+    assert story.loop.due is None

@@ -55,7 +55,7 @@ FOR_OTHERS = (
     "aiogpu.core.scheduler.reservation",
     "aiogpu.core.scheduler.invariants",
     "aiogpu.observe.snapshot",
-    *("aiogpu.runtime.devices.release", "aiogpu.runtime.devices.monitor"),
+    "aiogpu.runtime.devices.monitor",
     *(
         "aiogpu.runtime.callers.leases",
         "aiogpu.runtime.callers.requests",
@@ -77,8 +77,8 @@ def test_what_is_imported_while_the_zygote_starts() -> None:
 
 async def test_ground_that_is_cleared(runtime_directory: Path) -> None:
     before = os.listdir("/proc/self/fd")
-    ground = Ground.lay(NodeCgroup(asyncio.get_running_loop()), [], False)
-    assert os.listdir(runtime_directory) == [ground.around.node]
+    ground = Ground(NodeCgroup(asyncio.get_running_loop()), [], False)
+    assert os.listdir(runtime_directory) == [os.path.basename(ground.config.directory)]
     ground.clear()
     assert os.listdir(runtime_directory) == []
     assert ground.first.child.returncode is not None
@@ -91,6 +91,6 @@ async def test_ground_that_cannot_be_laid(
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(NodeStartError, match="/no/such/python"):
-        Ground.lay(NodeCgroup(asyncio.get_running_loop()), [], False)
+        Ground(NodeCgroup(asyncio.get_running_loop()), [], False)
     assert os.listdir(runtime_directory) == []
     assert os.listdir("/proc/self/fd") == before

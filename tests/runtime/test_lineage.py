@@ -15,6 +15,8 @@ import pytest
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.runtime.workers.death import UnavailableError
 from aiogpu.runtime.zygote.generations import DEAR, INTENSITY, ZygoteGenerations
+from aiogpu.runtime.zygote.launch import Modules
+from aiogpu.runtime.zygote.process import ZygoteEvents
 from aiogpu.wire.messages import Imported, LeftOut, Ready, Stale, Unfit
 
 SLOW = Imported(("slow",), (DEAR,))
@@ -23,11 +25,9 @@ SLOW = Imported(("slow",), (DEAR,))
 class PaperProcess:
     """A zygote that lives and dies as the test says."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, modules: Modules, events: ZygoteEvents) -> None:
         self.generation = number
-        self.preload: tuple[str, ...] = ()
-        self.learnt: tuple[str, ...] = ()
-        self.proven: tuple[str, ...] = ()
+        self.preload, self.learnt, self.proven = modules
         self.ready: Ready | None = None
         self.unfit: Unfit | None = None
         self.problem: Exception | None = None
@@ -35,9 +35,8 @@ class PaperProcess:
         self.is_closing = self.is_over = self.is_stale = self.is_late = False
         self.calls: list[str] = []
         self.fault: Exception | None = None
-        self.on_ready: Any = None
-        self.on_end: Any = None
-        self.on_message: Any = None
+        self.events: Any = events
+        self.on_message = self.events.on_message
 
     def start(self, _launched: object = None) -> None:
         self.calls.append("start")
@@ -53,11 +52,11 @@ class PaperProcess:
 
     def become_ready(self) -> None:
         self.ready = Ready((), ())
-        self.on_ready(self)
+        self.events.on_ready(self)
 
     def die(self, status: int = -9, unfit: Unfit | None = None) -> None:
         self.status, self.unfit, self.is_over = status, unfit, True
-        self.on_end(self)
+        self.events.on_end(self)
 
 
 class Family:
@@ -68,20 +67,24 @@ class Family:
         self.told: list[tuple[str, int]] = []
         self.fault: Exception | None = None
         self.lineage = ZygoteGenerations(
-            asyncio.get_running_loop(), self.make, (("A", "1"),), preload
-        )
-        self.lineage.on_death = lambda zygote: self.told.append(
-            ("death", zygote.generation)
-        )
-        self.lineage.on_superseded = lambda zygote: self.told.append(
-            ("superseded", zygote.generation)
+            asyncio.get_running_loop(),
+            self.make,
+            self,  # type: ignore[arg-type]
+            (("A", "1"),),
+            preload,
         )
         if starts:
             self.lineage.start()
 
-    def make(self, environment: object) -> Any:
+    def on_zygote_death(self, zygote: PaperProcess) -> None:
+        self.told.append(("death", zygote.generation))
+
+    def on_superseded(self, zygote: PaperProcess) -> None:
+        self.told.append(("superseded", zygote.generation))
+
+    def make(self, environment: object, modules: Modules, events: ZygoteEvents) -> Any:
         assert environment == (("A", "1"),)
-        process = PaperProcess(len(self.made))
+        process = PaperProcess(len(self.made), modules, events)
         process.fault = self.fault
         self.made.append(process)
         return process

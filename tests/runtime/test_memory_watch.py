@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.units import MEMORY, UNIT
+from aiogpu.core.records import WorkerState
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Usage
 from aiogpu.runtime.memory_monitor import (
     DEAREST,
@@ -15,7 +21,7 @@ from aiogpu.runtime.memory_monitor import (
     RATE,
     SLICE,
     SOONEST,
-    MemoryWatch,
+    MemoryGuard,
     Running,
     Weighed,
     choose_victim,
@@ -27,7 +33,7 @@ LIMIT = 1000 * MIB
 
 
 def weighed(worker: int, used: int, asked: int = 0) -> Weighed:
-    return Weighed(Running(worker, (worker + 100,), asked * MIB), used * MIB)
+    return Weighed(Running(WorkerId(worker), worker + 100, asked * MIB), used * MIB)
 
 
 @pytest.mark.parametrize(
@@ -117,20 +123,42 @@ class PaperBounds:
         return pid in self.of_worker
 
 
+@dataclass
+class PaperWorker:
+    """A worker with a task that has asked for so much memory."""
+
+    id: int
+    asked: int
+    state: WorkerState = WorkerState.BUSY
+
+    @property
+    def lease(self) -> SimpleNamespace:
+        scalars = ((MEMORY, self.asked * UNIT),)
+        return SimpleNamespace(request=SimpleNamespace(scalars=scalars))
+
+
 class House:
     def __init__(self) -> None:
         self.loop, self.bounds = PaperLoop(), PaperBounds()
-        self.running: list[Running] = []
+        self.workers: list[PaperWorker] = []
         self.told: list[tuple[int, int, int]] = []
-        self.watch = MemoryWatch(
+        self.watch = MemoryGuard(
             self.loop,  # type: ignore[arg-type]
-            lambda: self.running,
-            lambda *victim: self.told.append(victim),
+            self,  # type: ignore[arg-type]
+            lambda: {worker.id: worker.id + 100 for worker in self.workers},
+            self.feed,
             self.bounds,  # type: ignore[arg-type]
         )
 
+    def feed(self, step: object, *args: object) -> None:
+        (worker,) = args
+        assert step is Scheduler.memory_short
+        assert isinstance(worker, int)
+        _, used, limit = self.watch._ended[worker]
+        self.told.append((worker, used, limit))
+
     def start(self, worker: int, used: int, asked: int = 0) -> None:
-        self.running.append(Running(worker, (worker + 100,), asked * MIB))
+        self.workers.append(PaperWorker(worker, asked * MIB))
         self.bounds.of_worker[worker + 100] = used
         self.watch.wake()
 
@@ -141,7 +169,6 @@ def house() -> House:
 
 
 def test_it_looks_only_while_something_runs(house: House) -> None:
-    assert repr(house.watch) == "<MemoryWatch off None>"
     assert house.loop.due == []
     house.start(1, 10)
     house.start(2, 10)
@@ -150,7 +177,7 @@ def test_it_looks_only_while_something_runs(house: House) -> None:
     assert house.watch.usage is not None
     assert house.watch.cost > 0
     assert house.loop.run() == pytest.approx(pause_for(850 * MIB))
-    house.running.clear()
+    house.workers.clear()
     house.loop.run()
     assert house.loop.due == []
     house.start(3, 10)
@@ -176,7 +203,7 @@ def test_a_victim_is_named_once_until_it_is_gone(house: House) -> None:
     for _ in range(5):
         house.loop.run()
     assert [worker for worker, _, _ in house.told] == [2]
-    house.running.pop()
+    house.workers.pop()
     house.loop.run()
     assert len(house.told) == 1, "its process is there and has its memory"
     del house.bounds.of_worker[102]
@@ -271,7 +298,7 @@ def test_many_are_weighed_in_many_turns(crowded: House) -> None:
 def test_what_has_become_needless_meanwhile(crowded: House, what: str) -> None:
     crowded.loop.run()
     if what == "task":
-        crowded.running[999] = crowded.running[999]._replace(asked=1)
+        crowded.workers[999].asked = 1
     elif what == "memory":
         crowded.bounds.used = 100
     else:

@@ -38,9 +38,9 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_a_place_is_found(machine: Machine) -> None:
-    assert find_cgroup(machine.proc) == Place(machine.own)
+    assert find_cgroup(machine.proc) == Place(str(machine.own))
     (machine.own / "cgroup.type").write_text("domain\n")
-    assert find_cgroup(machine.proc) == Place(machine.own)
+    assert find_cgroup(machine.proc) == Place(str(machine.own))
 
 
 def test_why_there_is_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +56,10 @@ def test_why_there_is_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     machine.say()
     (machine.own / "cgroup.type").write_text("threaded\n")
     assert "is of type 'threaded'; start the program by" in reason()
-    for shut in (machine.own, machine.own / "cgroup.procs"):
-        monkeypatch.setattr(os, "access", lambda path, _mode, shut=shut: path != shut)
+    for shut in (str(machine.own), f"{machine.own}/cgroup.procs"):
+        monkeypatch.setattr(
+            os, "access", lambda path, _mode, shut=shut: path != str(shut)
+        )
         assert reason().startswith(f"{shut} may not be written to; start")
     (machine.proc / "self/mountinfo").write_text("")
     assert reason().startswith("no cgroup2 is mounted")

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 
 from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers import pool
 from aiogpu.runtime.workers.death import Death
+from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.runtime.workers.pool import Pool
-from aiogpu.runtime.workers.slots import SITES_KEPT, SPARE_SLOTS
+from aiogpu.runtime.workers.slots import SITES_KEPT, SPARE_SLOTS, LiveWorker
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
 from aiogpu.wire.messages import (
     Bind,
@@ -36,6 +38,7 @@ from aiogpu.wire.messages import (
     Forked,
     Hello,
     Log,
+    Message,
     Run,
     Signal,
     Skipped,
@@ -45,7 +48,7 @@ from aiogpu.wire.messages import (
     Withdraw,
 )
 from tests.runtime import funcs
-from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygotes
+from tests.runtime.paper import PaperConsole, PaperPeer, PaperStore, PaperZygotes
 
 
 def lost(pid: int, last_output: tuple[str, ...] = ()) -> Death:
@@ -65,31 +68,44 @@ class House:
             str(directory),
             lambda pid, number: self.signals.append((pid, number)),
         )
+        self.zygotes.on_lost_slot = self.pool.on_lost_slot
+        self.zygotes.on_death = self.pool.on_zygote_death  # type: ignore[assignment]
+        self.zygotes.on_superseded = self.pool.on_superseded  # type: ignore[assignment]
         # Whatever the machine has killed before, these tests are not concerned.
         self.pool.autopsy.begin()
         self.signals: list[tuple[int, int]] = []
         self.told: list[tuple[object, ...]] = []
-        self.pool.on_started = lambda worker: self.told.append(("started", worker))
-        self.pool.hearing.on_done = lambda worker, answers: [
-            self.pool.hearing.on_answer(worker, answer) for answer in answers
-        ]
-        self.pool.hearing.on_answer = lambda worker, answer: self.told.append(
-            (worker, answer)
-        )
-        self.pool.hearing.on_skipped = lambda worker, skip: self.told.append(
-            (worker, skip)
-        )
-        self.pool.hearing.on_nested = lambda worker, said: self.told.append(
-            (worker.id, said)
-        )
-        self.pool.hearing.on_behind = lambda worker, task, _delay: self.told.append(
-            ("behind", worker.id, task)
-        )
-        self.pool.hearing.name_of = lambda task: f"train-{task}"
-        self.pool.on_gone = self.note_gone
+        self.burst = InlinePoller(self.pool.workers, list)
+        self.actors = None
+        self.pool.begin(self, PaperStore())  # type: ignore[arg-type]
 
-    def note_gone(self, worker: int, death: Death) -> None:
+    def on_started(self, worker: int) -> None:
+        self.told.append(("started", worker))
+
+    def on_gone(self, worker: int, death: Death) -> None:
         self.told.append(("gone", worker, death))
+
+    def on_outdated(self, environment: Environment) -> None:
+        self.told.append(("outdated", environment))
+
+    def on_done(self, worker: int, answers: list[Done]) -> None:
+        for answer in answers:
+            self.on_answer(worker, answer)
+
+    def on_answer(self, worker: int, answer: Done | Failed) -> None:
+        self.told.append((worker, answer))
+
+    def on_skipped(self, worker: int, skipped: Skipped) -> None:
+        self.told.append((worker, skipped))
+
+    def on_nested(self, worker: LiveWorker, message: Message) -> None:
+        self.told.append((worker.id, message))
+
+    def delay(self, worker: LiveWorker, task: int, _delay: object) -> None:
+        self.told.append(("behind", worker.id, task))
+
+    def name_of(self, task: int) -> str:
+        return f"train-{task}"
 
     def greet(self, role: str, identity: int, pid: int = 0) -> PaperPeer:
         peer = PaperPeer()
@@ -420,7 +436,7 @@ async def test_a_keeper_that_dies_takes_its_slot_along(
 async def test_a_worker_is_not_put_into_a_slot_that_dies(house: House) -> None:
     """The driver may ask for another worker at the very word of the first's end."""
     keeper, _ = house.start()
-    house.pool.on_gone = lambda worker, _death: house.pool.spawn(worker + 1)
+    house.on_gone = lambda worker, _death: house.pool.spawn(worker + 1)  # type: ignore[method-assign]
     house.zygotes.on_lost_slot(0)
     assert keeper.sent == []
     assert house.zygotes.kept == [0, 1]

@@ -1,11 +1,9 @@
-"""Starting an interpreter, and hearing that it has ended."""
+"""Starting an interpreter."""
 
 from __future__ import annotations
 
-import asyncio
 import marshal
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +11,16 @@ from contextlib import contextmanager
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.zygote.config import interpreter_flags
-from aiogpu.runtime.zygote.launch import Process, fitting, start_interpreter
+from aiogpu.runtime.zygote.launch import (
+    fitting,
+    interpreter_flags,
+    start_interpreter,
+)
 from tests.program import run
 
 FLAGS = """
     import subprocess, sys
-    from aiogpu.runtime.zygote.config import interpreter_flags
+    from aiogpu.runtime.zygote.launch import interpreter_flags
     code = (
         "import sys; f = sys.flags; "
         "print(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions, "
@@ -111,31 +112,14 @@ def test_a_program_that_cannot_be_started(
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-async def test_the_child_reads_its_fields_and_reports_by_its_pipe(
+def test_the_child_reads_its_fields_and_reports_by_its_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     boot = "import marshal, os; print(marshal.loads(os.read(0, 1 << 24)), os.getsid(0))"
     monkeypatch.setattr("aiogpu.runtime.zygote.launch._BOOT", boot)
-    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     fields: dict[str, object] = {"path": "caf\udce9", "page": 3}
     with pipe() as (reading, writing):
         child = start_interpreter(fields, reading, writing)
-        process = Process(asyncio.get_running_loop(), child, ended.set_result)
-        assert repr(process) == f"<Process {child.pid} None>"
-        async with asyncio.timeout(60):
-            assert await ended == 0
+        assert child.wait(60) == 0
         assert os.read(reading, 1000).decode() == f"{fields} {child.pid}\n"
-    process.kill()
     assert marshal.loads(marshal.dumps(fields)) == fields
-
-
-async def test_a_kill_is_an_end_too() -> None:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-    child = subprocess.Popen(["sleep", "60"])
-    process = Process(loop, child, ended.set_result)
-    process.kill()
-    process.kill()
-    async with asyncio.timeout(60):
-        assert await ended == -9
-    assert repr(process) == f"<Process {child.pid} -9>"

@@ -2,73 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
 
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.request import Device
-from aiogpu.linux.procfs import Origin
-from aiogpu.runtime.devices.probe_thread import (
-    DEAREST,
-    EACH,
-    SOONEST,
-    DeviceProbe,
-    DeviceSampler,
-    Round,
-)
-from tests.runtime.paper_watch import PaperWatch
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.runtime.devices.monitor import DEAREST, EACH, SOONEST, DeviceSampler
+from aiogpu.runtime.devices.probe_thread import Key, Look
+from tests.runtime.hand_loop import HandLoop, PromptThread
+from tests.runtime.paper_watch import PaperVendor, PaperWatch
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
 PID = 100
 
 
-class SlowWatch(PaperWatch):
-    """A driver that takes its time."""
+class SlowThread(PromptThread):
+    """Looks cost what a test says; they are made when it says so."""
 
-    now, cost = 1000.0, 0.0
+    cost = 0.0
 
-    def look(self, device: Device) -> Sample:
-        self.now += self.cost
-        return super().look(device)
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*parts)  # type: ignore[arg-type]
+        self.orders: list[tuple[Sequence[Key], Callable[[Look], None], bool]] = []
+
+    def look(
+        self,
+        keys: Sequence[Key],
+        then: Callable[[Look], None],
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        self.orders.append((keys, then, is_checked))
+
+    def work(self) -> None:
+        """Look at what was asked for first."""
+        keys, then, is_checked = self.orders.pop(0)
+        seen = self._look(keys, is_checked)
+        then(Look(time.monotonic(), seen.samples, seen.health, {}, self.cost))
 
 
 class Story:
     """The rounds to two devices, told in order."""
 
     def __init__(self) -> None:
-        self.watch = SlowWatch(Sample({PID: 5}, frozenset({PID})), Sample())
-        devices = {("GPU", index): Device(index, uuid=f"u{index}") for index in (0, 1)}
-        self.probe = DeviceProbe({"GPU": self.watch}, devices)
-        self.rounds = DeviceSampler(self.probe, lambda: self.watch.now, self.find)
-        samples = {key: self.probe.look(key) for key in devices}
-        self.first = self.rounds.begin(samples)
+        self.watch = PaperWatch(Sample({PID: 5}), Sample())
+        self.loop = HandLoop()
+        sets = [DeviceSet("GPU", [Device(index, uuid=f"u{index}") for index in (0, 1)])]
+        self.thread = SlowThread(self.loop, sets, [PaperVendor(self.watch)])
+        self.seen: list[Look] = []
+        self.rounds = DeviceSampler(self.loop, self.thread, self.seen.append)  # type: ignore[arg-type]
+        self.rounds.begin()
+        self.thread.work()
+        self.first = self.seen.pop()
 
-    def find(self, pids: Iterable[int]) -> Mapping[int, Origin]:
-        return {pid: Origin("python", ()) for pid in pids}
-
-    def step(self) -> tuple[float, Round]:
+    def step(self) -> tuple[float, Look]:
         """Go to when the next round is due, and make it; gives how long that was."""
-        before, due = self.watch.now, self.rounds.due
-        assert due is not None
-        self.watch.now = due - 1e-6
-        assert self.rounds.turn() is None, "it is not due yet"
-        self.watch.now = due
-        while (seen := self.rounds.turn()) is None:
-            assert self.rounds.due == due, "it goes on at once"
-        return due - before, seen
+        pause = self.loop.step()
+        while not self.seen:
+            self.thread.work()
+        return pause, self.seen.pop()
 
 
-def test_the_first_round_takes_in_what_was_seen_on_opening() -> None:
+def test_the_first_round_is_one_look_at_all() -> None:
     story = Story()
     assert story.first.samples.keys() == story.first.health.keys() == {ZERO, ONE}
-    assert story.first.origins == {PID: Origin("python", ())}
     assert story.watch.looks == {0: 1, 1: 1}
-    assert "2 devices, 0 hot" in repr(story.rounds)
 
 
-def test_nothing_is_due_before_it_begins() -> None:
-    rounds = DeviceSampler(Story().probe)
-    assert rounds.due is None
-    assert rounds.turn() is None
+def test_a_timer_that_rings_a_little_early_begins_the_round_all_the_same() -> None:
+    """uvloop's timers count whole milliseconds."""
+    story = Story()
+    begin = story.loop.call_at
+    story.loop.call_at = lambda when, *call: begin(when - 1e-3, *call)  # type: ignore[method-assign]
+    story.step()
+    for _ in range(2):
+        _, seen = story.step()
+        assert seen.samples.keys() == seen.health.keys() == {ZERO, ONE}
 
 
 def test_each_second_all_are_looked_at_and_asked_whether_they_are_well() -> None:
@@ -91,7 +103,6 @@ def test_where_memory_is_reserved_looks_are_more_frequent() -> None:
     assert (len(hot), len(full)) == (20, 2)
     assert all(not one.health for one in hot)
     assert all(pause <= SOONEST + 1e-6 for pause in pauses)
-    assert hot[0].origins == {}, "nobody lives there"
     story.rounds.watch([])
     story.step()
     assert round(story.step()[0], 6) == EACH
@@ -99,7 +110,7 @@ def test_where_memory_is_reserved_looks_are_more_frequent() -> None:
 
 def test_dear_looks_are_rare() -> None:
     story = Story()
-    story.watch.cost = 0.5
+    story.thread.cost = 0.5
     story.rounds.watch([ONE])
     _, seen = story.step()
     assert set(seen.samples) == {ONE}
@@ -111,9 +122,22 @@ def test_dear_looks_are_rare() -> None:
 
 def test_a_round_is_made_device_by_device() -> None:
     story = Story()
-    assert story.rounds.due is not None
-    story.watch.now = story.rounds.due
-    assert story.rounds.turn() is None
+    story.loop.step()
+    story.thread.work()
     assert story.watch.looks == {0: 2, 1: 1}
-    assert story.rounds.turn() is not None
+    assert story.seen == []
+    story.thread.work()
     assert story.watch.looks == {0: 2, 1: 2}
+    assert set(story.seen[0].samples) == {ZERO, ONE}
+
+
+@pytest.mark.parametrize("is_amid", [False, True])
+def test_after_the_end_nothing_is_looked_at(is_amid: bool) -> None:
+    story = Story()
+    if is_amid:
+        story.loop.step()
+    story.rounds.close()
+    story.rounds.watch([ONE])
+    if is_amid:
+        story.thread.work()
+    assert (story.loop.due, story.thread.orders, story.seen) == (None, [], [])

@@ -21,7 +21,6 @@ from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.callers.caller import Child, Client
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
@@ -53,7 +52,7 @@ class Office:
     def __init__(self) -> None:
         self.commands, self.peer = PaperOrders(), PaperPeer()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(burst=InlinePoller({})),
+            workers={},
             commands=self.commands,
             spawn=lambda *_: None,
             pids={},
@@ -64,7 +63,7 @@ class Office:
             self.scheduler,
             pool,  # type: ignore[arg-type]
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
-            SimpleNamespace(begin=lambda *_: None, tell=id),  # type: ignore[arg-type]
+            lambda *_: None,
             lambda *_: None,
         )
         self.pool: Any = pool
@@ -99,7 +98,7 @@ class Office:
 async def office() -> Office:
     office = Office()
     office.submit(1)
-    office.pool.on_started(1)
+    office.driver.on_started(1)
     office.end(1)
     assert office.told == [1]
     return office

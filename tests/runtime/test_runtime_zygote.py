@@ -29,7 +29,7 @@ def zygote_of(session: aiogpu.types.Node) -> ZygoteGenerations:
 
 
 def pid_of(plain: ZygoteGenerations) -> int:
-    process = plain.current._process
+    process = plain.current._child
     assert process is not None
     return process.pid
 
@@ -217,7 +217,7 @@ async def test_a_node_that_is_given_up_leaves_no_directory(
     await supervisor.start_zygote([], False)
     parts = supervisor._parts
     assert parts is not None
-    await parts.zygotes.ready()
+    await parts.zygotes.plain.ready()
     supervisor.abandon()
     supervisor.abandon()
     assert os.listdir(runtime_directory) == []

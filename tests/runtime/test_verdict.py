@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.runtime.devices.probe_thread import (
+from aiogpu.runtime.devices.release import (
     FREE,
     TOLERANCE,
     UNVERIFIED,

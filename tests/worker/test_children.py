@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from aiogpu.client.current import Context, services
 from aiogpu.client.function_spec import Function, FunctionSpec
+from aiogpu.client.references import Loans
 from aiogpu.client.spec_codec import Terms
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.errors import MisuseError, NodeClosedError
+from aiogpu.memory.control_page import ControlPage
+from aiogpu.serialization.payload import unpack
+from aiogpu.serialization.references import ActorReference
+from aiogpu.serialization.serializer import NO_ARGUMENTS
 from aiogpu.wire.messages import (
     Cancel,
     ChildDone,
@@ -20,12 +27,14 @@ from aiogpu.wire.messages import (
     Declare,
     Exit,
     Failed,
-    Release,
+    Hold,
+    Returned,
     Submit,
     Wait,
     Withdraw,
 )
 from aiogpu.worker.connection import Channel
+from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
 from tests.worker.driver_end import DriverEnd
 
@@ -258,17 +267,49 @@ def test_the_tasks_loop_is_woken_by_other_readers(
     assert len(woken) >= 2, "also of the driver's end"
 
 
-def test_a_dropped_actor_is_told_amid_the_task_by_its_own_thread_alone(
-    children: TaskClient, driver: DriverEnd
+def test_what_is_not_needed_any_more_is_told_amid_the_task(
+    children: TaskClient, driver: DriverEnd, channel: Channel, page: ControlPage
 ) -> None:
-    """Another one's words might overtake a result that has a handle to it."""
-    children.drop(11)
-    thread = threading.Thread(
-        target=children.submit, args=(TRAIN, b"1", PaperReceiver())
-    )
-    thread.start()
-    thread.join()
-    assert [type(driver.next()) for _ in range(2)] == [Declare, Submit]
+    """A handle to an actor is lent as a value is; a task may go on for days."""
+    channel.loans = Loans("", "", page, Interrupts(page))
+    hold = children.actor(11)
+    assert driver.next() == Hold(11)
+    assert children.actor(11) is hold, "it is lent once, however many handles there are"
+    del hold
     children.submit(TRAIN, b"2", PaperReceiver())
-    assert driver.next() == Release(11)
-    assert type(driver.next()) is Submit
+    assert driver.next() == Returned((11,), (1,))
+    assert [type(driver.next()) for _ in range(2)] == [Declare, Submit]
+
+
+def test_what_a_function_holds_is_held_by_each_of_its_calls(
+    children: TaskClient, driver: DriverEnd, channel: Channel, page: ControlPage
+) -> None:
+    """The parent may have let go of it before the child has begun."""
+    channel.loans = Loans("", "", page, Interrupts(page))
+    actor = ActorReference(11, children.actor(11))
+    closure = replace(TRAIN, function=Function(2, b"function", (actor,)))
+    del actor
+    assert driver.next() == Hold(11)
+    children.submit(closure, NO_ARGUMENTS, PaperReceiver())
+    del closure
+    children.submit(TRAIN, b"", PaperReceiver())
+    told = [driver.next() for _ in range(4)]
+    assert [type(one) for one in told[:2]] == [Declare, Submit]
+    assert isinstance(told[1], Submit)
+    contents = unpack(told[1].payload)
+    assert (contents.stream, contents.actors) == (NO_ARGUMENTS, (11,))
+    assert told[2] == Returned((11,), (1,))
+
+
+def test_no_actor_has_the_number_of_another_workers(
+    channel: Channel, driver: DriverEnd, context: Context
+) -> None:
+    """However much the first has started before: a controller calls all day."""
+    made = set()
+    for worker, started in ((7, 1 << 20), (8, 0)):
+        context.worker = worker
+        context.task = 3
+        client = TaskClient(channel)
+        client.new_number = itertools.count(started + 1).__next__
+        made.add(client.make(TRAIN, b""))
+    assert len(made) == 2

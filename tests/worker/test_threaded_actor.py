@@ -9,25 +9,30 @@ from typing import Any
 
 import pytest
 
-from aiogpu.client.current import note_passed, services
+from aiogpu.client.current import services
+from aiogpu.client.references import Loans
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.exceptions import STOPPED, pack_failure
+from aiogpu.serialization.payload import unpack
+from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.wire.messages import (
     DEFAULT_GROUP,
     THREADED,
-    Carry,
     Create,
     Done,
     Failed,
+    Hold,
     Invoke,
     Items,
     Leave,
-    Release,
+    Returned,
 )
 from aiogpu.worker.actors.serial import ActorRuntime
 from aiogpu.worker.actors.threaded import ThreadedActor
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.execute import Raised
+from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.streams import StreamSender
 from tests.worker.driver_end import DriverEnd
@@ -91,40 +96,39 @@ def test_what_a_method_has_read_for_others_is_begun(
 
 
 class Given:
-    """Stands for a handle to actor 5: what says that it has gone may be any thread."""
+    """Stands for a handle to actor 5."""
 
-    def __init__(self, stage: ActorRuntime) -> None:
-        self._stage = stage
+    def __init__(self, client: TaskClient) -> None:
+        self._hold = client.actor(5)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        note_passed(5)
+        add_actor(5, self._hold)
         return int, (5,)
-
-    def __del__(self) -> None:
-        assert services.client is not None
-        services.client.drop(5)
-        self._stage.tell_rest()
 
 
 class Giver:
-    def __init__(self, stage: ActorRuntime) -> None:
-        self._stage = stage
+    def __init__(self, client: TaskClient) -> None:
+        self._client = client
 
     def give(self) -> Given:
-        return Given(self._stage)
+        return Given(self._client)
 
 
-def test_a_result_holds_its_handles_before_anybody_says_that_they_are_gone(
-    driver: DriverEnd, channel: Channel, children: TaskClient
+def test_a_result_holds_the_actors_whose_handles_it_has(
+    driver: DriverEnd, channel: Channel, children: TaskClient, page: ControlPage
 ) -> None:
+    """Until it is sent: its own loan of them is over before, in whichever thread."""
+    channel.loans = Loans("", "", page, Interrupts(page))
     quiet: Any = Quiet()
     stage = ActorRuntime(channel, quiet, quiet, quiet, quiet, quiet)
     driver.send(Invoke(1, "give", dump_arguments("give", (), {})), Leave())
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
-    ThreadedActor(stage, Giver(stage), creation).play()
+    ThreadedActor(stage, Giver(children), creation).play()
+    stage.tell_rest()
     told = [driver.next() for _ in range(3)]
-    assert told[:2] == [Carry(1, (5,)), Release(5)]
-    assert isinstance(told[2], Done)
+    assert (told[0], told[2]) == (Hold(5), Returned((5,), (1,)))
+    assert isinstance(told[1], Done)
+    assert unpack(told[1].payload).actors == (5,)
 
 
 class Counter:

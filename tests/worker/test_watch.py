@@ -23,7 +23,7 @@ WATCHER = """
 import os, sys
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.messages import Close, Lost
-from aiogpu.worker.parent_link import Watch
+from aiogpu.worker.zygote.keeper import Watch
 watch = Watch(ZYGOTE, 0, sys.argv[1], os.pidfd_open(int(sys.argv[2])))
 while not watch.is_over:
     for message in watch.wait():

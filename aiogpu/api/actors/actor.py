@@ -22,9 +22,9 @@ from typing import (
 
 from aiogpu.api.actors.methods import (
     ActorInterface,
+    LateMethod,
     RemoteMethod,
-    no_method,
-    remote_method,
+    method_of,
 )
 from aiogpu.api.options import TaskOptions, merged
 from aiogpu.api.remote_function import Decorated, Definition, FunctionName
@@ -42,7 +42,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 
 if TYPE_CHECKING:
-    from aiogpu.api.actors.methods import Link, PendingInterface
+    from aiogpu.api.actors.methods import Link
     from aiogpu.api.keywords import ActorKeywords
     from aiogpu.client.function_spec import FunctionSpec
 
@@ -61,32 +61,30 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
     the block at once. Methods are called by `await handle.method.remote(...)`.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_interface", "_link")
+    __slots__ = ("__dict__", "__weakref__", "_link")
 
-    def __init__(
-        self, link: Link, interface: ActorInterface | PendingInterface
-    ) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._interface = interface
 
     def __repr__(self) -> str:
         return f"<ActorHandle {self._link.name}>"
 
     def __getattr__(self, name: str) -> RemoteMethod[..., Any]:
-        interface = self._interface.known
-        if interface is None:
-            return cast("PendingInterface", self._interface).method(self._link, name)
-        self._interface = interface
-        found = interface.methods.get(name)
-        if found is None:
-            raise no_method(interface, name)
+        link = self._link
+        if link.interface is None:
+            if link.own is not None:
+                return method_of(link, link.own, name)
+            if name.startswith("_"):
+                raise AttributeError(f"{link.name} has no public method {name}.")
+            return LateMethod(link, name)
         # It ties the link, not this handle, so that the last handle goes at once.
-        method = remote_method(self._link, found, interface.group_names)
+        method = method_of(link, link.interface, name)
         self.__dict__[name] = method
         return method
 
     def _as_called(self) -> str:
-        return f"{self._interface.name}.remote(...)"
+        interface = self._link.interface
+        return f"{self._link.name if interface is None else interface.name}.remote(...)"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[A]]:
         yield from self._link.ready().__await__()
@@ -103,7 +101,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         await self._link.ended()
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return revive, (*self._link.reference(), self._interface.known)
+        return revive, (*self._link.reference(), self._link.interface)
 
 
 def revive(
@@ -115,26 +113,28 @@ def revive(
         NodeError: the process has no node.
         MisuseError: its node is another.
     """
+    return ActorHandle(_links().known(actor, name, home, interface))
+
+
+def _links() -> Any:
+    """The class of this process's ties to actors: of a worker, or of a program."""
     if services.client is not None:
         from aiogpu.api.actors.worker_link import WorkerActorLink
 
-        return ActorHandle(WorkerActorLink.to(actor, name, home), interface)
+        return WorkerActorLink
     from aiogpu.api.actors.link import ActorLink
-    from aiogpu.api.calls import session_of_caller
 
-    link = ActorLink.known(session_of_caller(), actor, name, home)
-    return ActorHandle(link, interface)
+    return ActorLink
 
 
 class RemoteClass(Decorated, Generic[P, A]):
     """A class whose objects live in processes of their own."""
 
     def __init__(
-        self, definition: Definition, interface: ActorInterface, options: TaskOptions
+        self, definition: Definition, options: TaskOptions, interface: ActorInterface
     ) -> None:
-        super().__init__(definition)
+        super().__init__(definition, options)
         self._interface = interface.with_groups(options)
-        self._options = options
 
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
         """Make an actor; gives its handle at once.
@@ -156,52 +156,29 @@ class RemoteClass(Decorated, Generic[P, A]):
             payload = packed(payload)
         options = self._options
         key = None if options.name is None else (options.namespace or "", options.name)
-        asked = func, payload, key, options.get_if_exists
-        if services.client is not None:
-            from aiogpu.api.actors.worker_link import WorkerActorLink
-
-            return ActorHandle(WorkerActorLink.create(*asked), self._interface)
-        from aiogpu.api.actors.link import ActorLink
-        from aiogpu.api.calls import session_of_caller
-
-        link = ActorLink.create(session_of_caller(), *asked)
-        return ActorHandle(link, link.interface())
+        return ActorHandle(_links().create(func, payload, key, options.get_if_exists))
 
     def _prepare(self) -> FunctionSpec:
         """All that is done once per class: checks, pickling, the request."""
-        from aiogpu.client.function_spec import ActorTerms, FunctionSpec, new_func_id
+        from aiogpu.client.function_spec import ActorTerms
 
-        options, definition, interface = (
-            self._options,
-            self._definition,
-            self._interface,
-        )
-        function = definition.sent()
-        spec = options.actor_spec(definition.name, function.id)
+        options, interface = self._options, self._interface
+        spec = options.actor_spec(self.__name__, self._definition.sent().id)
+        resources = spec.shape.request.as_numbers()
+        if options.num_cpus is None:
+            # The CPU by which it is placed is given back; it holds none.
+            resources.pop(CPU, None)
         mode, limits = interface.limits(options)
-        self._func = FunctionSpec(
-            id=new_func_id(),
-            function=function,
-            spec=spec,
-            resources={
-                name: amount
-                for name, amount in spec.shape.request.as_numbers().items()
-                # The CPU by which it is placed is given back; it holds none.
-                if name != CPU or options.num_cpus is not None
-            },
-            environ=dict(options.runtime_env),
-            is_coroutine=False,
-            actor=ActorTerms(
-                mode,
-                limits,
-                interface.groups(options),
-                options.max_task_retries,
-                options.num_cpus is not None,
-                interface,
-                interface.windows(),
-            ),
+        terms = ActorTerms(
+            mode,
+            limits,
+            interface.groups(options),
+            options.max_task_retries,
+            options.num_cpus is not None,
+            interface,
+            interface.windows(),
         )
-        return self._func
+        return self._made(spec, resources, actor=terms)
 
     def options(self, **options: Unpack[ActorKeywords]) -> RemoteClass[P, A]:
         """The same class with other options; this one is left as it is.
@@ -209,9 +186,8 @@ class RemoteClass(Decorated, Generic[P, A]):
         Raises:
             OptionError: names the option, the value and what is allowed.
         """
-        return RemoteClass(
-            self._definition, self._interface, merged(self._options, options, "actor")
-        )
+        found = merged(self._options, options, "actor")
+        return RemoteClass(self._definition, found, self._interface)
 
     def __reduce__(self) -> tuple[object, ...]:
         reference = self._known_as()
@@ -255,8 +231,8 @@ class RemoteClass(Decorated, Generic[P, A]):
 def _found_again(source: FunctionName, options: TaskOptions) -> RemoteClass[..., Any]:
     found: Any = load_reference(*source)
     if isinstance(found, RemoteClass):
-        return RemoteClass(found._definition, found._interface, options)
-    return RemoteClass(Definition(found), ActorInterface(found), options)
+        return RemoteClass(found._definition, options, found._interface)
+    return RemoteClass(Definition(found), options, ActorInterface(found))
 
 
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
@@ -264,7 +240,7 @@ def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     interface = ActorInterface(cls)
     checked = merged(TaskOptions(), options, "actor")
     interface.groups(checked)
-    return RemoteClass(Definition(cls), interface, checked)
+    return RemoteClass(Definition(cls), checked, interface)
 
 
 def link_of(handle: object, asker: str) -> Link:
@@ -320,19 +296,9 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         NoLoopError: no event loop is running here, and this is no task.
         NodeError: the node is not open.
     """
-    if services.client is not None:
-        if is_loop_running():
-            return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
-        from aiogpu.api.actors.worker_link import find
-
-        remote_values, interface = find(name, namespace or "")
-        return ActorHandle(remote_values, interface)
-    from aiogpu.api.actors.link import ActorLink
-    from aiogpu.api.calls import session_of_caller
-
-    session = session_of_caller("aiogpu.get_actor()")
-    link = ActorLink.find(session, name, namespace or "")
-    return ActorHandle(link, link.interface())
+    if services.client is not None and is_loop_running():
+        return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
+    return ActorHandle(_links().find(name, namespace or ""))
 
 
 class NamedActor:
@@ -348,10 +314,8 @@ class NamedActor:
         return f"<NamedActor {self._name!r}>"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[Any]]:
-        from aiogpu.api.actors.worker_link import find_softly
-
-        found = yield from find_softly(self._name, self._namespace).__await__()
-        return ActorHandle(*found)
+        finding = _links().find_on_loop(self._name, self._namespace)
+        return ActorHandle((yield from finding.__await__()))
 
     if not TYPE_CHECKING:
 

@@ -49,10 +49,10 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
-    from aiogpu.api.calls import Start
     from aiogpu.api.keywords import MethodCallKeywords, MethodKeywords
-    from aiogpu.api.results.handle import Handle, Stream
-    from aiogpu.client.function_spec import ActorTerms
+    from aiogpu.api.results.handle import Handle
+    from aiogpu.api.results.stream import Stream
+    from aiogpu.client.function_spec import FunctionSpec
 
 
 P = ParamSpec("P")
@@ -137,33 +137,30 @@ class Method:
         # Of the function a handle needs no more than what it takes.
         return {**self.__dict__, "_found": None, "_parameters": self._look()}
 
-    def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
-        """Check and pickle the arguments of a call.
+    def pack(
+        self,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        is_chunk: bool = False,
+    ) -> bytes:
+        """Check and pickle the arguments of a call, or of a `Chunk` of calls.
 
         Raises:
             MisuseError: it takes others.
             SerializationError: one of them cannot be pickled.
         """
         parameters = self._parameters or self._look()
-        parameters.check(args, kwargs)
+        count = 1 if is_chunk else len(args)
+        if kwargs or not parameters.least <= count <= parameters.most:
+            parameters.check(args[:count], kwargs)
         if not args and not kwargs and not self.returns:
             return NO_ARGUMENTS
-        return self._packed(args, kwargs, self.returns)
-
-    def _packed(
-        self, args: tuple[object, ...], kwargs: dict[str, object], returns: int
-    ) -> bytes:
-        payload = dump_arguments(self.label, args, kwargs, returns)
-        if isinstance(payload, PickledValue):
+        payload = dump_arguments(self.label, args, kwargs, self.returns)
+        if type(payload) is PickledValue:
             from aiogpu.api.calls import packed_call
 
             return packed_call(self.label, args, kwargs, payload)
-        return payload
-
-    def pack_chunk(self, arguments: tuple[object, ...]) -> bytes:
-        """Pickle the arguments of a `Chunk`; raises as `pack` does."""
-        (self._parameters or self._look()).check(arguments[:1], {})
-        return self._packed(arguments, {}, 0)
+        return payload  # type: ignore[return-value]
 
     def _look(self) -> Parameters:
         if self._parameters is None:
@@ -194,25 +191,30 @@ def _is_method(attribute: object) -> bool:
 
 
 class Link(Protocol):
-    """A process's tie to an actor: `actor_link`, in a worker `worker_actor_link`.
+    """A process's tie to an actor: `ActorLink`, in a worker `WorkerActorLink`.
 
     Attributes:
         name: how errors call the actor.
+        interface: what handles are made of; None until the node has told it.
     """
 
     name: str
+    interface: ActorInterface | None
+
+    @property
+    def own(self) -> ActorInterface | None:
+        """The class of which an actor is made unless the name has one already."""
 
     def reference(self) -> tuple[int, str, str]:
         """The actor's id, name and node, for a handle to be pickled as."""
 
-    def call(self, label: str, method: str, payload: bytes) -> Any:
-        """Call a method; gives the call's handle."""
+    def call(
+        self, label: str, method: str, payload: bytes, returns: int = 0, window: int = 0
+    ) -> Any:
+        """Call a method; gives its handle, the handles of its results, or its stream.
 
-    def several(self, method: str, payload: bytes) -> Start:
-        """How to call a method that has several results."""
-
-    def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
-        """Call a method that is a generator; gives the stream of its items."""
+        `returns` and `window` are as `Method` has them.
+        """
 
     def ready(self) -> Any:
         """A handle that is settled when the actor was made."""
@@ -279,25 +281,16 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R_co]):
         """
         method = self._method
         payload = method.pack(args, kwargs)
-        if method.returns:
-            from aiogpu.api.calls import call_several
-
-            start = self._link.several(method.name, payload)
-            return call_several(method.label, method.returns, start)  # type: ignore[return-value]
-        if method.window:
-            return self._link.stream(  # type: ignore[no-any-return]
-                method.label, method.window, method.name, payload
-            )
-        handle: Handle[R_co] = self._link.call(method.label, method.name, payload)
-        return handle
+        return self._link.call(  # type: ignore[no-any-return]
+            method.label, method.name, payload, method.returns, method.window
+        )
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         method = self._method
-        payload = method.pack_chunk(arguments)
-        handle: Handle[Any] = self._link.call(
+        payload = method.pack(arguments, {}, is_chunk=True)
+        return self._link.call(  # type: ignore[no-any-return]
             method.label, method.name + CHUNKED, payload
         )
-        return handle
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
@@ -389,14 +382,6 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T_c
                 f"{self._method.label} is a generator and runs in its actor's process: "
                 f"write `async for item in actor.{self._method.attribute}.remote(...)`."
             )
-
-
-def remote_method(
-    link: Link, method: Method, groups: tuple[str, ...]
-) -> RemoteMethod[..., Any]:
-    """Return what a handle has under the name of a method; `groups` are its class's."""
-    kind = GeneratorMethod if method.window else RemoteMethod
-    return kind(link, method, groups)
 
 
 class TypedGenerator(GeneratorMethod[P, T_co]):
@@ -522,11 +507,6 @@ class ActorInterface:
         found.group_names = names
         return found
 
-    @property
-    def known(self) -> ActorInterface:
-        """Itself; see `PendingInterface`."""
-        return self
-
     def limits(self, options: TaskOptions) -> tuple[str, dict[str, int]]:
         """How calls are run, and how many of each group at once."""
         groups = options.concurrency_groups
@@ -597,103 +577,71 @@ def no_method(interface: ActorInterface, name: str) -> AttributeError:
     )
 
 
-def interface_in(terms: ActorTerms) -> ActorInterface:
+def method_of(
+    link: Link, interface: ActorInterface, name: str
+) -> RemoteMethod[..., Any]:
+    """Return what a handle has under the name of a method.
+
+    Raises:
+        AttributeError: the class has no such method.
+    """
+    method = interface.methods.get(name)
+    if method is None:
+        raise no_method(interface, name)
+    kind = GeneratorMethod if method.window else RemoteMethod
+    return kind(link, method, interface.group_names)
+
+
+def interface_in(func: FunctionSpec) -> ActorInterface:
     """Return what handles are made of; it comes pickled from another process's class.
 
     Raises:
         DeserializationError: what it refers to cannot be imported here.
     """
-    interface = terms.interface
+    assert func.actor is not None, func
+    interface = func.actor.interface
     return cast(
         "ActorInterface",
         load_result(interface) if type(interface) is bytes else interface,
     )
 
 
-class PendingLink(Link, Protocol):
-    """The link to an actor that its node has yet to find."""
-
-    def call_late(self, label: str, method: str, payload: bytes) -> Handle[Any]:
-        """Call a method that the class may have, once the node has answered."""
-
-
-class PendingInterface:
-    """Stands for a `ActorInterface` until that is known.
-
-    Attributes:
-        name: how errors call the actor.
-        known: the class's true interface; None until the node has answered.
-    """
-
-    def __init__(self, name: str, own: ActorInterface | None = None) -> None:
-        """Prepare for the answer.
-
-        Args:
-            name: how errors call the actor.
-            own: the class that is made if there is no actor of that name.
-        """
-        self.name = name
-        self.known: ActorInterface | None = None
-        self._own = own
-
-    def method(self, link: Link, name: str) -> RemoteMethod[..., Any]:
-        """Return what a handle has under a name, while the class is not known."""
-        if self._own is not None:
-            found = self._own.methods.get(name)
-            if found is None:
-                raise no_method(self._own, name)
-            return remote_method(link, found, self._own.group_names)
-        if name.startswith("_"):
-            raise AttributeError(f"{self.name} has no public method {name}.")
-        return LateMethod(cast("PendingLink", link), name, self)
-
-    def problem(self, name: str) -> Exception | None:
-        """Return why a call that was made before the answer cannot be carried out."""
-        interface = self.known
-        assert interface is not None, self
-        method = interface.methods.get(name)
-        if method is None:
-            return no_method(interface, name)
-        if method.window or method.returns:
-            what = "is a generator" if method.window else "has several results"
-            return MisuseError(
-                f"{method.label} {what}, which was not known yet when it was called: "
-                f"the node had not answered. Await the handle first: `actor = await "
-                f"aiogpu.get_actor(...)`."
-            )
-        return None
+def late_call_problem(interface: ActorInterface, name: str) -> Exception | None:
+    """Return why a call that was made before the class was known cannot be made."""
+    method = interface.methods.get(name)
+    if method is None:
+        return no_method(interface, name)
+    if method.window or method.returns:
+        what = "is a generator" if method.window else "has several results"
+        return MisuseError(
+            f"{method.label} {what}, which was not known yet when it was called: the "
+            f"node had not answered. Await the handle first: `actor = await "
+            f"aiogpu.get_actor(...)`."
+        )
+    return None
 
 
 class LateMethod(RemoteMethod[..., Any]):
-    """A method that the class may have, or may not."""
+    """A method that the class may have, or may not: the node has yet to tell it."""
 
-    __slots__ = ("_interface", "_pending_link")
+    __slots__ = ()
 
-    def __init__(
-        self, link: PendingLink, name: str, interface: PendingInterface
-    ) -> None:
-        super().__init__(link, Method(interface.name, name, None), ())
-        self._pending_link = link
-        self._interface = interface
+    def __init__(self, link: Link, name: str) -> None:
+        super().__init__(link, Method(link.name, name, None), ())
 
     def _true(self) -> RemoteMethod[..., Any] | None:
         """The method itself, once the class is known."""
-        interface = self._interface.known
+        interface = self._link.interface
         if interface is None:
             return None
-        found = interface.methods.get(self._method.name)
-        if found is None:
-            raise no_method(interface, self._method.name)
-        link: Link = self._pending_link
-        return remote_method(link, found, interface.group_names)
+        return method_of(self._link, interface, self._method.name)
 
     def remote(self, *args: Any, **kwargs: Any) -> Handle[Any]:
         """Call it; a call that the class cannot serve fails when that is known."""
-        method, true = self._method, self._true()
+        true = self._true()
         if true is not None:
             return true.remote(*args, **kwargs)
-        payload = method.pack(args, kwargs)
-        return self._pending_link.call_late(method.label, method.name, payload)
+        return super().remote(*args, **kwargs)
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         true = self._true()

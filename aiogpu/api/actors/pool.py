@@ -10,7 +10,7 @@ purpose: user modules bring this file into every worker, so asyncio is imported 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -34,7 +34,7 @@ from aiogpu.api.actors.methods import (
     RemoteMethod,
     no_method,
 )
-from aiogpu.api.options import check_duration, check_options, whole
+from aiogpu.api.options import check_duration, check_options, optional, whole
 from aiogpu.api.remote_function import Decorated, Mapper
 from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
 from aiogpu.errors import (
@@ -42,7 +42,6 @@ from aiogpu.errors import (
     InfeasibleError,
     MisuseError,
     NodeError,
-    NoLoopError,
     OptionError,
 )
 
@@ -103,6 +102,11 @@ class PoolActor:
         self.has_been_ready = False
         self.has_answered = False
         self.on_answer: Callable[[Handle[Any]], None]
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it is ready and has answered all calls."""
+        return self.is_ready and not self.calls
 
 
 LONGEST_PAUSE: Final = 60.0
@@ -204,7 +208,15 @@ class PoolScheduler:
             raise self._closed()
         members, bounds = self._members, self._bounds
         if not members:
-            self._make_first()
+            left = self._not_before - self.loop.time()
+            if left > 0:
+                raise ActorDiedError(
+                    f"all actors of the pool of {self.name} have died, and the last "
+                    f"ones before they had answered a call; another one is made in "
+                    f"{left:.0f} s.",
+                    self.name,
+                ) from self._last_death
+            self._hire()
         member = min(self._takers, key=_calls)
         if (
             len(members) < bounds.most
@@ -219,16 +231,6 @@ class PoolScheduler:
         error = MisuseError(f"the pool of {self.name} is closed and takes no calls.")
         error.__cause__ = self._last_death
         return error
-
-    def _make_first(self) -> None:
-        if self.loop.time() < self._not_before:
-            raise ActorDiedError(
-                f"all actors of the pool of {self.name} have died, and the last ones "
-                f"before they had answered a call; another one is made in "
-                f"{self._not_before - self.loop.time():.0f} s.",
-                self.name,
-            ) from self._last_death
-        self._hire()
 
     def watch(self, member: PoolActor, handle: Handle[Any]) -> None:
         """Count a call until it ends."""
@@ -261,7 +263,7 @@ class PoolScheduler:
                 f"what makes the actors of this pool gave {handle!r}; it must give an "
                 f"actor's handle, as `lambda: Model.remote('large')` does."
             )
-        self.interface = handle._interface.known
+        self.interface = handle._link.interface
         taken = {member.number for member in self._members}
         number = next(number for number in count() if number not in taken)
         member = PoolActor(number, handle, link_of(handle, "ActorPool()"))
@@ -356,22 +358,17 @@ class PoolScheduler:
 
     def _arm(self) -> None:
         if self._idle_alarm is None and len(self._members) > self._bounds.least:
-            due = min(self._ends_of_idleness(), default=None)
-            if due is not None:
-                self._idle_alarm = self.loop.call_at(due, self._dismiss_idle, due)
+            since = min((m.idle_since for m in self._takers if m.is_idle), default=None)
+            if since is not None:
+                due = since + self._bounds.idle_after
+                self._idle_alarm = self.loop.call_at(due, self._dismiss_idle, since)
 
-    def _ends_of_idleness(self) -> Iterator[float]:
-        for member in self._takers:
-            if member.is_ready and not member.calls:
-                yield member.idle_since + self._bounds.idle_after
-
-    def _dismiss_idle(self, now: float) -> None:
+    def _dismiss_idle(self, since: float) -> None:
         self._idle_alarm = None
         for member in reversed(self._takers):
-            is_idle = member.is_ready and not member.calls
             if len(self._members) <= self._bounds.least:
                 break
-            if is_idle and member.idle_since + self._bounds.idle_after <= now:
+            if member.is_idle and member.idle_since <= since:
                 self._members.remove(member)
                 self._leaving.add(member)
                 member.link.terminate()
@@ -468,13 +465,13 @@ async def check_room(name: str, links: Sequence[Link]) -> None:
         )
 
 
-_LEAST: Final = whole(0, "a whole number of actors, 0 or more, or None")
+_LEAST: Final = optional(whole(0, "a whole number of actors, 0 or more, or None"), None)
 
 
 _MOST: Final = whole(1, "a whole number of actors, 1 or more, or None")
 
 
-_TARGET: Final = whole(1, "a whole number of calls, 1 or more, or None", none_is=1)
+_TARGET: Final = optional(whole(1, "a whole number of calls, 1 or more, or None"), 1)
 
 
 def check_bounds(
@@ -663,11 +660,9 @@ class ActorPool(EnteredOnLoop, Generic[A]):
 
         loop = _get_running_loop()
         if loop is None:
-            raise NoLoopError(
-                "ActorPool() needs a running event loop, and there is none in this "
-                "thread. Make it inside an `async def` that runs by aiogpu.run(main())."
-            )
+            from aiogpu.api.session import no_loop
 
+            raise no_loop("ActorPool()")
         self._tie = PoolFinalizer(PoolScheduler(interface, make, bounds, loop))
 
     def __repr__(self) -> str:

@@ -57,11 +57,6 @@ class HandleBase(NotItsResult):
     else:
         __slots__ = ()
 
-    @property
-    def child(self) -> int:
-        """The number of its task."""
-        return self.task_id
-
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         identity = add_handle(self.task_name, self.share)
         return HandleBase.restore, (identity, self.task_name)
@@ -128,7 +123,7 @@ class BlockingHandle(HandleBase, Generic[T]):
 
     Attributes:
         client: of the task that has started it.
-        owner: stops the work; None for the client itself.
+        owner: stops the work.
         on_end: are called with it when it has ended or was cancelled.
     """
 
@@ -137,7 +132,7 @@ class BlockingHandle(HandleBase, Generic[T]):
         *("on_end", "owner", "part", "raw", "shared", "task_id", "task_name"),
     )
 
-    def __init__(self, task_name: str, client: Client, owner: Any = None) -> None:
+    def __init__(self, task_name: str, client: Client, owner: Any) -> None:
         self.task_name = task_name
         self.task_id = 0
         self.client = client
@@ -183,10 +178,7 @@ class BlockingHandle(HandleBase, Generic[T]):
         """Stop the work; False if it had ended before."""
         if self.done():
             return False
-        if self.owner is not None:
-            self.owner.cancel(self.task_id)
-        else:
-            client_of_task().withdraw(self.task_id)
+        self.owner.cancel(self.task_id)
         self._end("cancelled")
         self._tell_cancelled()
         return True
@@ -414,17 +406,17 @@ class ItemBuffer:
 class StreamBase:
     """What the streams of plain tasks and of event loops have in common."""
 
-    _inflow: ItemBuffer
+    inflow: ItemBuffer
 
     @property
     def task_name(self) -> str:
         """Name of the task."""
-        return self._inflow.task_name
+        return self.inflow.task_name
 
     @property
     def task_id(self) -> int:
         """Number of the task."""
-        return self._inflow.task_id
+        return self.inflow.task_id
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError(
@@ -440,12 +432,12 @@ class BlockingStream(StreamBase, Iterator[T]):
     """
 
     def __init__(self, inflow: ItemBuffer, client: Client) -> None:
-        self._inflow = inflow
+        self.inflow = inflow
         self._client = client
         self._is_through = False
 
     def __repr__(self) -> str:
-        inflow = self._inflow
+        inflow = self.inflow
         return (
             f"<BlockingStream of {inflow.task_name}: {len(inflow.buffer)} items to "
             f"take, {inflow.window.taken} taken>"
@@ -467,7 +459,7 @@ class BlockingStream(StreamBase, Iterator[T]):
         return self
 
     def __next__(self) -> T:
-        inflow = self._inflow
+        inflow = self.inflow
         if self._is_through:
             raise StopIteration
         if not inflow.buffer and not inflow.is_over:
@@ -491,7 +483,7 @@ class BlockingStream(StreamBase, Iterator[T]):
                 f"loop, which would be blocked; call .remote() there, and write `async "
                 f"for`."
             )
-        inflow, client = self._inflow, client_of_task()
+        inflow, client = self.inflow, client_of_task()
         if client is not self._client:
             raise MisuseError(
                 f"the stream of {self.task_name} belongs to another task; iterate it "
@@ -511,20 +503,20 @@ class BlockingStream(StreamBase, Iterator[T]):
         self.close()
 
     def __del__(self) -> None:
-        inflow = self._inflow
+        inflow = self.inflow
         if not inflow.is_over and inflow.close():
             self._client.withdraw_soon(inflow.task_id)
 
     def close(self) -> None:
         """Stop the generator and drop the items that were not taken; idempotent."""
         self._is_through = True
-        self._inflow.cancel()
+        self.inflow.cancel()
 
     def cancel(self) -> bool:
         """Stop the generator; False if it had ended before."""
-        if self._inflow.is_over:
+        if self.inflow.is_over:
             return False
-        self._inflow.cancel()
+        self.inflow.cancel()
         return True
 
     def why(self) -> NoReturn:

@@ -21,7 +21,16 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    NoReturn,
+    Protocol,
+    TypeVar,
+    overload,
+)
 
 from aiogpu.api.calls import Putting, RestoredOwner
 from aiogpu.api.options import check_duration, check_seconds, whole_number
@@ -205,19 +214,6 @@ class Parted(Protocol[T]):
         """The lists of the ready and of the pending ones."""
 
 
-class Completions(Protocol[T]):
-    """What `as_completed` gives: an async iterator, in plain tasks a plain one."""
-
-    def __aiter__(self) -> AsyncIterator[Handle[T]]:
-        """Each handle, when it has ended."""
-
-    def __iter__(self) -> Iterator[Handle[T]]:
-        """Each handle, when it has ended."""
-
-    def __len__(self) -> int:
-        """Return how many handles there are in all, those that were given included."""
-
-
 @options_of("wait()")
 def wait(
     handles: Collection[Handle[T]],
@@ -276,10 +272,7 @@ def as_completed(handles: Collection[Handle[T]], /) -> Completions[T]:
         MisuseError: it was given something else, or handles of another loop or task.
         NoLoopError: this is neither code on an event loop nor a plain task.
     """
-    found = _checked("as_completed", handles)
-    if is_loop_running():
-        return CompletionsOnLoop(found)
-    return CompletionsHere(found)  # type: ignore[return-value]
+    return Completions(_checked("as_completed", handles))
 
 
 def _parted(handles: list[Any], count: int) -> Lists:
@@ -430,6 +423,8 @@ class _Look:
         for handle in list(self.pending):
             self._detach(handle)
 
+    leave_soon = leave
+
 
 def _wait_until_ended(
     look: _Look, handles: list[Any], count: int, deadline: float | None = None
@@ -455,51 +450,6 @@ def _wait_here(handles: list[Any], count: int, timeout: float | None) -> Lists:
     finally:
         look.leave()
     return _parted(handles, count)
-
-
-class _Counted:
-    """Has the length of what was given, and is true also if that is 0."""
-
-    _total: int
-
-    def __len__(self) -> int:
-        """Return how many handles there are in all, those that were given included."""
-        return self._total
-
-    def __bool__(self) -> bool:
-        return True
-
-
-class CompletionsHere(_Counted):
-    """The handles of plain code, each when it has ended."""
-
-    def __init__(self, handles: list[BlockingHandle[Any]]) -> None:
-        self._total = len(handles)
-        self._look = _Look(handles)
-
-    def __iter__(self) -> CompletionsHere:
-        return self
-
-    def __next__(self) -> BlockingHandle[Any]:
-        look = self._look
-        if not look.ended and (first := look.first()) is not None:
-            # It stands for all: its task waits for one of them, and that is all that
-            # the node must know.
-            _wait_until_ended(look, [first], 1)
-        if not look.ended:
-            raise StopIteration
-        return look.ended.popleft()  # type: ignore[no-any-return]
-
-    def __aiter__(self) -> CompletionsHere:
-        raise MisuseError(
-            "these handles were made in a plain function, where no event loop runs; "
-            "write `for handle in aiogpu.as_completed(handles)`."
-        )
-
-    def __del__(self) -> None:
-        # It is missing where the arguments were refused.
-        if hasattr(self, "_look"):
-            self._look.leave()
 
 
 # On an event loop.
@@ -583,48 +533,6 @@ async def _wait_for(
             handle.remove_done_callback(note)
 
 
-class CompletionsOnLoop(_Counted):
-    """The handles of a loop, each when it has ended."""
-
-    def __init__(self, handles: list[Handle[Any]]) -> None:
-        self._total = len(handles)
-        self._look = _LookOnLoop(handles)
-
-    def __repr__(self) -> str:
-        look = self._look
-        return f"<as_completed: {len(look.pending) + len(look.ended)} handles to come>"
-
-    def __aiter__(self) -> CompletionsOnLoop:
-        return self
-
-    async def __anext__(self) -> Handle[Any]:
-        look = self._look
-        if look.waiter is not None:
-            raise MisuseError(
-                "another asyncio task is waiting for the next handle of this "
-                "as_completed(); let one task iterate."
-            )
-        while not look.ended:
-            if not look.pending:
-                raise StopAsyncIteration
-            await look.news()
-        return look.ended.popleft()  # type: ignore[no-any-return]
-
-    def __iter__(self) -> NoReturn:
-        raise MisuseError(
-            "a plain loop would block the event loop that runs here; write `async for "
-            "handle in aiogpu.as_completed(handles)`."
-        )
-
-    def __del__(self) -> None:
-        look = getattr(self, "_look", None)
-        if look is not None and look.pending:
-            # Who drops the last reference may be any thread; a loop that is closed
-            # refuses.
-            with suppress(RuntimeError):
-                look.loop.call_soon_threadsafe(look.leave)
-
-
 class _LookOnLoop(_Look):
     """The same on an event loop.
 
@@ -656,6 +564,11 @@ class _LookOnLoop(_Look):
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
+    def leave_soon(self) -> None:
+        """Look no more, from whichever thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is told anything
+            self.loop.call_soon_threadsafe(self.leave)
+
     async def news(self) -> None:
         """Wait until another one has ended."""
         # The first stands for all: a task's node must know that it waits for one.
@@ -670,3 +583,71 @@ class _LookOnLoop(_Look):
             self.waiter = None
             if waits is not None:
                 waits.end_wait(first.task_id)
+
+
+class Completions(Generic[T]):
+    """What `as_completed` gives: an async iterator, in plain tasks a plain one.
+
+    It has the length of what was given, and is true also if that is 0.
+    """
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._total = len(handles)
+        self._look = _LookOnLoop(handles) if is_loop_running() else _Look(handles)
+
+    def __repr__(self) -> str:
+        look = self._look
+        return f"<as_completed: {len(look.pending) + len(look.ended)} handles to come>"
+
+    def __len__(self) -> int:
+        """Return how many handles there are in all, those that were given included."""
+        return self._total
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Handle[T]]:
+        if isinstance(self._look, _LookOnLoop):
+            raise MisuseError(
+                "a plain loop would block the event loop that runs here; write `async "
+                "for handle in aiogpu.as_completed(handles)`."
+            )
+        return self
+
+    def __next__(self) -> Handle[T]:
+        look = self._look
+        if not look.ended and (first := look.first()) is not None:
+            # It stands for all: its task waits for one of them, and that is all that
+            # the node must know.
+            _wait_until_ended(look, [first], 1)
+        if not look.ended:
+            raise StopIteration
+        return look.ended.popleft()  # type: ignore[no-any-return]
+
+    def __aiter__(self) -> AsyncIterator[Handle[T]]:
+        if not isinstance(self._look, _LookOnLoop):
+            raise MisuseError(
+                "these handles were made in a plain function, where no event loop "
+                "runs; write `for handle in aiogpu.as_completed(handles)`."
+            )
+        return self
+
+    async def __anext__(self) -> Handle[T]:
+        look = self._look
+        assert isinstance(look, _LookOnLoop), self
+        if look.waiter is not None:
+            raise MisuseError(
+                "another asyncio task is waiting for the next handle of this "
+                "as_completed(); let one task iterate."
+            )
+        while not look.ended:
+            if not look.pending:
+                raise StopAsyncIteration
+            await look.news()
+        return look.ended.popleft()  # type: ignore[no-any-return]
+
+    def __del__(self) -> None:
+        # It is missing where the arguments were refused.
+        look = getattr(self, "_look", None)
+        if look is not None and look.pending:
+            look.leave_soon()

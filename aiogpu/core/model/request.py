@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
 from aiogpu.core.model.units import (
@@ -88,7 +87,12 @@ class DeviceSelector:
             return False
         if self.least_capability > (device.compute_capability or (0, 0)):
             return False
-        return not self.name or fnmatchcase((device.name or "").lower(), self.name)
+        if not self.name:
+            return True
+        # Late: few requests name a type of device.
+        from fnmatch import fnmatchcase
+
+        return fnmatchcase((device.name or "").lower(), self.name)
 
     def __str__(self) -> str:
         terms = []

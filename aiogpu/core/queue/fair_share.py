@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import Final, Protocol
 
 from aiogpu.core.model.ids import OWN, ClientId
 from aiogpu.core.model.request import BundleRef, PlacementGroupSpec, Request
@@ -173,7 +173,7 @@ class LeaseUsage:
         self._clients = clients
         self.client = client
         self.portion = portion = clients.portion_of(request)
-        self._since = self.turn_since = clients.now
+        self._since = self.turn_since = clients.clock.now
         self._left = LONGEST
         self.cost = self._full_cost = 0.0 if is_endless else portion.cost
         self._cost_lent = 0.0 if is_endless else portion.cost_lent
@@ -183,7 +183,7 @@ class LeaseUsage:
 
     def charge(self) -> None:
         """Count what was had until now."""
-        now, client = self._clients.now, self.client
+        now, client = self._clients.clock.now, self.client
         seconds = min(now - self._since, self._left)
         client.tag += self.cost * seconds / client.weight
         self._since = now
@@ -280,16 +280,22 @@ class Client:
     is_behind: bool = False
 
 
+class Clock(Protocol):
+    """Knows when the latest event was."""
+
+    now: float
+
+
 class Clients:
     """All programs that have joined, and the node's own.
 
     Attributes:
-        now: when the latest event was.
+        clock: says when the latest event was.
         begun: the tag of who began a task last, or a later one.
     """
 
-    def __init__(self, ledger: Ledger, now: float) -> None:
-        self.now = now
+    def __init__(self, clock: Clock, ledger: Ledger) -> None:
+        self.clock = clock
         self.begun = 0.0
         self._ledger = ledger
         self._capacity = capacity_of(ledger)
@@ -456,9 +462,8 @@ class Clients:
         shares = (n / max(self._capacity[name], 1) for name, n in client.held.items())
         return max(shares, default=0.0)
 
-    def enter(self, record: TaskRecord, now: float, *, is_waiting: bool) -> None:
+    def enter(self, record: TaskRecord, *, is_waiting: bool) -> None:
         """A task was submitted; `is_waiting`: others of its program wait already."""
-        self.now = now
         client = self.of(record.client)
         client.unfinished += 1
         if not is_waiting:
@@ -479,7 +484,7 @@ class Clients:
 
     def note_wish(self, client: Client) -> None:
         """A program that did not wants a task run: from now on it is owed its part."""
-        client.since = self.now
+        client.since = self.clock.now
         client.tag = max(client.tag, self.begun)
 
     def begin(self, record: TaskRecord, lease: Lease) -> None:
@@ -490,7 +495,7 @@ class Clients:
 
     def note_turn(self, client: Client) -> None:
         """A program has had its turn."""
-        client.since = self.now
+        client.since = self.clock.now
         self.begun = max(self.begun, client.tag)
 
 

@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from aiogpu.core.model.request import DeviceSelector
 
 
+Share = tuple[int, int]
+"""Index of a device in its set, and the amount taken of it in parts."""
+
+
 class DeviceOccupancy:
-    """What is taken of each of some devices, by index.
+    """What is taken of each of some devices, by index; see `DeviceSet.shares`.
 
     Attributes:
         capacity: bytes of memory of each, 0 where unknown.
@@ -42,13 +46,19 @@ class DeviceOccupancy:
         named_mask: the devices on which there are some.
     """
 
-    def __init__(self, capacity: Sequence[int]) -> None:
+    def __init__(
+        self, capacity: Sequence[int], shares: Sequence[Share] | None = None
+    ) -> None:
         self.capacity = tuple(capacity)
-        self.free = [UNIT] * len(self.capacity)
+        self.free = [UNIT if shares is None else 0] * len(self.capacity)
         self.named = [0] * len(self.capacity)
         self.named_mask = 0
         # Parts of those who have named their bytes: these stand for no memory.
         self._apart = [0] * len(self.capacity)
+        for index, part in shares or ():
+            self.free[index] = part
+            # What a bundle of memory alone has not got stands for none of it.
+            self._apart[index] = 0 if part else UNIT
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceOccupancy) and (
@@ -121,7 +131,7 @@ class DeviceOccupancy:
             apart, named = self._apart[index], self.named[index]
             assert bool(named) == bool(self.named_mask >> index & 1), self.named_mask
             assert 0 <= apart <= UNIT - self.free[index], (index, apart)
-            assert bool(named) or not apart, (index, apart)
+            assert bool(named) or apart in (0, UNIT), (index, apart)
             assert 0 <= self.free_memory(index) <= capacity, (index, named)
 
 
@@ -184,9 +194,6 @@ class DeviceAvailability:
         assert self.aside.keys() == self._reasons.keys(), (self.aside, self._reasons)
 
 
-Share = tuple[int, int]
-"""Index of a device in its set, and the amount taken of it in parts."""
-
 Affinity = tuple[int, Sequence[int]]
 """Single devices as a mask, and sets of several as a mask each."""
 
@@ -203,6 +210,7 @@ class DeviceSet:
         kind: the name of the resource, "GPU".
         devices: the devices, by index.
         availability: which of them are not to be used.
+        shares: what there is of them, None for all; of a share of 0, memory alone.
         filling: what is taken of each; others only read it.
         free: the free parts of each device, by index; others only read it.
         free_mask: the devices of which no part is taken; others only read it.
@@ -215,14 +223,17 @@ class DeviceSet:
         kind: str,
         devices: Sequence[Device],
         availability: DeviceAvailability | None = None,
+        shares: Sequence[Share] | None = None,
     ) -> None:
         self.kind = kind
         self.availability = availability or DeviceAvailability()
         self.devices = tuple(devices)
+        self.shares = shares
         # What is asked of GPU memory says nothing of other kinds of devices.
         self._has_memory = kind == GPU
         self.filling = DeviceOccupancy(
-            [device.memory if self._has_memory else 0 for device in self.devices]
+            [device.memory if self._has_memory else 0 for device in self.devices],
+            shares,
         )
         self.free = self.filling.free
         self._bits = tuple(1 << index for index in range(len(self.devices)))
@@ -236,12 +247,15 @@ class DeviceSet:
         # CUDA enumerates one MIG instance to a process:
         # https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
         self._combinable = self._mask(device.parent is None for device in self.devices)
-        self.free_mask = sum(self._bits)
+        self.free_mask = self._mask(part == UNIT for part in self.free)
         self.unverified: set[int] = set()
         # The rest, unless nothing is free of it: masks by free amount, none of them
         # empty, and the amounts in order.
         self._at: dict[int, int] = {}
-        self._levels: list[int] = []
+        for bit, part in zip(self._bits, self.free, strict=True):
+            if 0 < part < UNIT:
+                self._at[part] = self._at.get(part, 0) | bit
+        self._levels = sorted(self._at)
 
     def __repr__(self) -> str:
         return f"<DeviceSet {self.kind}: {sum(self.free) / UNIT:g}/{len(self.free)}>"

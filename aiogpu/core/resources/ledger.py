@@ -274,15 +274,15 @@ class Ledger:
     def emptied(self) -> Ledger:
         """The same resources with nothing taken or set aside, to try something on."""
         sets = self.device_sets.values()
-        return Ledger(self.capacity, [DeviceSet(one.kind, one.devices) for one in sets])
+        empty = [DeviceSet(one.kind, one.devices, None, one.shares) for one in sets]
+        return Ledger(self.capacity, empty)
 
     def copy(self) -> Ledger:
         """The same with what is taken now, by leases that the copy does not know."""
         other = self.emptied()
         other.free = dict(self.free)
-        for id_, lease in self.leases.items():
-            if id_ not in other.leases:
-                other._move_devices(lease, 1)
+        for lease in self.leases.values():
+            other._move_devices(lease, 1)
         return other
 
     def suppose(self, lease: Lease, *, is_held: bool) -> None:
@@ -379,7 +379,7 @@ class Ledger:
         """Assert that capacity less all leases is what is free. Costs O(leases)."""
         free = dict(self.capacity)
         fillings = {
-            kind: DeviceOccupancy(devices.filling.capacity)
+            kind: DeviceOccupancy(devices.filling.capacity, devices.shares)
             for kind, devices in self.device_sets.items()
         }
         for lease in self.leases.values():
@@ -411,7 +411,6 @@ class BundleLedger(Ledger):
         index: of the bundle.
         bundle: what was asked for.
         masks: by kind, the devices of which it holds something.
-        outside: a lease of the rest of these, which is never given back.
     """
 
     def __init__(
@@ -425,59 +424,21 @@ class BundleLedger(Ledger):
         self.key = key
         self.index = index
         self.bundle = bundle
-        self._shares = shares
-        self._whole = whole
-        # Of a bundle of memory alone, what is not its has none of that memory.
-        is_bare = bundle.named_bytes and not dict(bundle.devices)[GPU]
-        self._apart = 1 if is_bare else 0
-        scalars, self.masks = dict(self.bundle.scalars), dict[str, int]()
+        scalars, self.masks = dict(bundle.scalars), dict[str, int]()
         sets = []
-        for (kind, _), held in zip(self.bundle.devices, shares, strict=True):
-            devices = whole.device_sets[kind].devices
+        for (kind, _), held in zip(bundle.devices, shares, strict=True):
+            of_node = whole.device_sets[kind]
+            devices: Sequence[Device] = of_node.devices
             if kind == GPU and bundle.named_bytes:
                 devices = _with_memory(devices, held[0], bundle.named_bytes)
-            sets.append(DeviceSet(kind, devices))
+            # It lacks the devices that the node lacks.
+            sets.append(DeviceSet(kind, devices, of_node.availability, held))
             self.masks[kind] = sum(1 << at for at, _ in held)
             for at, _ in held:
                 if name := devices[at].type:
                     scalars.setdefault(TYPE_PREFIX + name, UNIT)
         super().__init__(scalars, sets)
-        self._close_off()
         self._could_ever: dict[Request, bool] = {}
-
-    def _close_off(self) -> None:
-        """Have the rest of the devices taken, by a lease that is never given back."""
-        rest, amounts = [], []
-        for (kind, _), held in zip(self.bundle.devices, self._shares, strict=True):
-            devices, mine = self.device_sets[kind], dict(held)
-            others = tuple(
-                share
-                for at in range(len(devices.devices))
-                for share in _rest_of(at, mine.get(at))
-            )
-            devices.take(others, self._apart)
-            rest.append(others)
-            amounts.append((kind, sum(amount for _, amount in others)))
-        request = Request(devices=tuple(amounts), gpu_memory=self._apart)
-        self.outside = Lease(LeaseId(0), request, tuple(rest))
-        self.leases[self.outside.id] = self.outside
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no member holds anything of it."""
-        return len(self.leases) == 1
-
-    def open(self) -> BundleLedger:
-        """Take in members; from now on it lacks the devices that the node lacks."""
-        for kind, devices in self.device_sets.items():
-            devices.availability = self._whole.device_sets[kind].availability
-        return self
-
-    def emptied(self) -> BundleLedger:
-        """The same with nobody in it and nothing set aside."""
-        return BundleLedger(
-            self._whole, self.key, self.index, self.bundle, self._shares
-        )
 
     def take(
         self,
@@ -512,22 +473,13 @@ class BundleLedger(Ledger):
         return True
 
 
-def _rest_of(at: int, mine: int | None) -> tuple[Share, ...]:
-    """What is not a bundle's of a device of which it has so much; None for nothing."""
-    if mine == 0:
-        return (at, UNIT // 2), (at, UNIT - UNIT // 2)
-    return ((at, UNIT - (mine or 0)),) if mine != UNIT else ()
-
-
 def _with_memory(
     devices: Sequence[Device], held: Share, named: int
 ) -> tuple[Device, ...]:
     """A node's devices, of which one has the memory that a bundle names of it.
 
-    So much that the bundle's share stands for it; or two bytes more, where it has no
-    share: `_rest_of` takes these.
+    So much that the bundle's share stands for it; or all of it, where it has no share.
     """
     at, amount = held
-    memory = named * UNIT // amount if amount else named + 2
-    changed = replace(devices[at], memory=memory)
+    changed = replace(devices[at], memory=named * UNIT // (amount or UNIT))
     return (*devices[:at], changed, *devices[at + 1 :])

@@ -230,7 +230,7 @@ def take_group(
             index,
             placement_group.bundles[index],
             one.shares,
-        ).open()
+        )
         for index, one in enumerate(leases)
     )
     return lease
@@ -326,7 +326,7 @@ def room_for(ledger: Ledger, request: Request, are_lent: bool = False) -> int | 
     count = 0
     for part in parts:
         empty = part.emptied()
-        while count < COUNTED and (lease := Ledger.take(empty, request)):
+        while count < COUNTED and (lease := empty.take(request)):
             if are_lent:
                 empty.lend(lease)
             count += 1

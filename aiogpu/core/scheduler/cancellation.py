@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.effects import (
-    Effect,
-    Forget,
-    Interrupt,
-    Kill,
-    Reclaim,
-    Retire,
-)
+from aiogpu.core.effects import Forget, Interrupt, Kill, Reclaim, Retire
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
@@ -38,9 +31,7 @@ HAS_NOT_BEGUN: Final = (
 """No code of a task in these has run, or of its last try: it ends at once."""
 
 
-def withdraw(
-    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
-) -> None:
+def withdraw(node: SchedulerState, record: TaskRecord) -> None:
     """Stop a task in whichever state it is; its owner waits for nothing."""
     state = record.state
     if state is TaskState.STOPPING:
@@ -55,20 +46,20 @@ def withdraw(
         node.end(record)
         if state is TaskState.WAITING:
             node.ready.discard(record)
-        effects.append(Forget(record.id))
+        node.effects.append(Forget(record.id))
         return
     worker = record.worker
     assert worker is not None, record
     move_task(record, TaskState.STOPPING)
     if state is TaskState.QUEUED:
-        revoke(worker, effects)
+        revoke(node, worker)
     elif not record.spec.is_lease:
-        interrupt(node, record, now, effects)
+        interrupt(node, record)
         if worker.queue:
-            revoke(worker, effects)
+            revoke(node, worker)
     elif not record.spec.is_grouped:
         # It is `lease_returned` when nobody holds it any more.
-        effects.append(Reclaim(record.id, worker.id))
+        node.effects.append(Reclaim(record.id, worker.id))
 
 
 def unclaim(node: SchedulerState, record: TaskRecord) -> None:
@@ -81,57 +72,53 @@ def unclaim(node: SchedulerState, record: TaskRecord) -> None:
     node.workers.put_unclaimed(worker)
 
 
-def interrupt(
-    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
-) -> None:
+def interrupt(node: SchedulerState, record: TaskRecord) -> None:
     """Ask a task's worker to stop it, once more if need be."""
     assert record.worker is not None, record
     if record.stop is None:
-        record.stop = Stop(now + node.grace_of(record))
+        record.stop = Stop(node.now + node.grace_of(record))
     stop = record.stop
-    effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
+    node.effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
     stop.interrupts += 1
-    again = min(now + max(node.config.interrupt_every, MOMENT), stop.kill_at)
+    again = min(node.now + max(node.config.interrupt_every, MOMENT), stop.kill_at)
     node.timers.set(again, AlarmKind.STOP, record.id)
 
 
-def go_on_stopping(
-    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
-) -> None:
+def go_on_stopping(node: SchedulerState, record: TaskRecord) -> None:
     """A task that was asked to stop has not answered yet."""
     worker = record.worker
     assert record.stop is not None, record
     assert worker is not None, record
-    if now < record.stop.kill_at:
-        interrupt(node, record, now, effects)
+    if node.now < record.stop.kill_at:
+        interrupt(node, record)
     elif worker.queue:
         # Being taken back; what is queued shall not die with it.
-        again = now + node.config.long
+        again = node.now + node.config.long
         node.timers.set(again, AlarmKind.STOP, record.id)
     else:
-        kill_worker(worker, effects)
+        kill_worker(node, worker)
 
 
-def kill_worker(worker: WorkerRecord, effects: list[Effect]) -> None:
+def kill_worker(node: SchedulerState, worker: WorkerRecord) -> None:
     """Kill a worker; an answer may be under way, and what follows would die for it."""
     worker.is_last, worker.is_killed = not worker.queue, True
-    effects.append(Kill(worker.id))
+    node.effects.append(Kill(worker.id))
 
 
-def retire_idle(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+def retire_idle(node: SchedulerState) -> None:
     """Retire those that have been idle longest, if there are too many."""
     while node.workers.idle > node.most_idle:
         worker = node.workers.pop_idle(node.spares.kept)
-        retire(node, worker, now, effects)
+        retire(node, worker)
 
 
-def evict_idle_worker(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+def evict_idle_worker(node: SchedulerState) -> None:
     """Retire an idle worker for each task that lacks nothing but a worker."""
     limit = node.worker_limit
     while len(limit.leaving) < limit.refused and node.workers.idle:
         worker = node.workers.pop_idle(_none)
         limit.leaving.add(worker.id)
-        retire(node, worker, now, effects)
+        retire(node, worker)
 
 
 def _none(_: Environment) -> int:
@@ -139,45 +126,39 @@ def _none(_: Environment) -> int:
     return 0
 
 
-def retire_spares(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+def retire_spares(node: SchedulerState) -> None:
     """Retire the spares of environments that nobody has used for long."""
-    for environment in node.spares.unwanted(now):
-        retire_clean(node, environment, now, effects)
+    for environment in node.spares.unwanted(node.now):
+        retire_clean(node, environment)
     node.note_spares()
 
 
-def retire_clean(
-    node: SchedulerState, environment: Environment, now: float, effects: list[Effect]
-) -> None:
+def retire_clean(node: SchedulerState, environment: Environment) -> None:
     """Retire the workers that wait for their first task, those that start included."""
     for worker in node.workers.drop_unclaimed(environment):
         worker.is_stale = True
     for worker in node.workers.clean(environment):
         node.workers.leave_idle(worker)
-        retire(node, worker, now, effects)
+        retire(node, worker)
 
 
-def retire_bound(
-    node: SchedulerState, kind: str, index: int, now: float, effects: list[Effect]
-) -> None:
+def retire_bound(node: SchedulerState, kind: str, index: int) -> None:
     """Retire the workers that have a device open, those that are busy in their time."""
     for worker in node.workers.bound_to(kind, index):
         if worker.state is WorkerState.BUSY:
             worker.is_stale = True
         else:
             node.workers.leave_idle(worker)
-            retire(node, worker, now, effects)
+            retire(node, worker)
 
 
-def retire(
-    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
-) -> None:
+def retire(node: SchedulerState, worker: WorkerRecord) -> None:
     """Tell a worker without a task to end."""
-    let_end(node, worker, now)
-    effects.append(Retire(worker.id))
+    let_end(node, worker)
+    node.effects.append(Retire(worker.id))
 
 
-def let_end(node: SchedulerState, worker: WorkerRecord, now: float) -> None:
+def let_end(node: SchedulerState, worker: WorkerRecord) -> None:
     """A worker gets no more work, and a while to end."""
     move_worker(worker, WorkerState.ENDING)
-    node.timers.set(now + node.config.exit_grace, AlarmKind.END, worker.id)
+    node.timers.set(node.now + node.config.exit_grace, AlarmKind.END, worker.id)

@@ -42,9 +42,7 @@ def find_deadlocks(node: SchedulerState) -> list[tuple[TaskRecord, str]]:
 
 
 def _reduce(
-    node: SchedulerState,
-    blocked: dict[TaskId, TaskRecord],
-    failed: Container[TaskId],
+    node: SchedulerState, blocked: dict[TaskId, TaskRecord], failed: Container[TaskId]
 ) -> list[TaskRecord]:
     """Let all end that can; give the tasks that are waited for and do not fit."""
 

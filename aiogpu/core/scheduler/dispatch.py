@@ -17,7 +17,6 @@ from typing import Final
 from aiogpu.core.effects import (
     Ahead,
     Assign,
-    Effect,
     Fail,
     Failure,
     Forget,
@@ -44,28 +43,20 @@ from aiogpu.core.scheduler.revocation import watch
 from aiogpu.core.scheduler.state import Restarts, SchedulerState
 
 
-def grant(
-    node: SchedulerState,
-    record: TaskRecord,
-    lease: Lease,
-    now: float,
-    effects: list[Effect],
-) -> None:
+def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
     """Give a lease to the program or process group that asked for it."""
     holder = node.workers.stand_in()
     move_task(record, TaskState.RUNNING)
     record.worker, holder.task, holder.lease = holder, record, lease
     lease.holder = holder.id
-    holder.watched, holder.watched_since = record, now
+    holder.watched, holder.watched_since = record, node.now
     node.granted[holder.id] = holder
     if node.ready.by_shape:
-        node.expect_stalls(now)
-    effects.append(Granted(record.id, holder.id, lease))
+        node.expect_stalls()
+    node.effects.append(Granted(record.id, holder.id, lease))
 
 
-def return_lease(
-    node: SchedulerState, holder_id: WorkerId, settles: bool, effects: list[Effect]
-) -> None:
+def return_lease(node: SchedulerState, holder_id: WorkerId, settles: bool) -> None:
     """Those who held a lease have gone; its devices may have to be seen free."""
     holder = node.granted.get(holder_id)
     if holder is None or holder.task is None:
@@ -80,62 +71,50 @@ def return_lease(
         del node.granted[holder.id]
         node.ledger.give_back(lease)
     node.end(record)
-    effects.append(Forget(record.id))
+    node.effects.append(Forget(record.id))
 
 
-def end_leases(node: SchedulerState, effects: list[Effect]) -> None:
+def end_leases(node: SchedulerState) -> None:
     """The node closes, and its ledger with it; what its holders do goes on."""
     for holder in list(node.granted.values()):
         assert holder.task is not None, holder
         if holder.task.state is TaskState.RUNNING:
-            effects.append(Fail(holder.task.id, Failure.ABANDONED))
-        return_lease(node, holder.id, False, effects)
+            node.effects.append(Fail(holder.task.id, Failure.ABANDONED))
+        return_lease(node, holder.id, False)
 
 
 _QUEUED: Final = TaskState.QUEUED
 _RUNNING: Final = TaskState.RUNNING
 
 
-def start(
-    node: SchedulerState,
-    record: TaskRecord,
-    lease: Lease,
-    now: float,
-    effects: list[Effect],
-) -> None:
+def start(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
     """Find a worker for a task, an idle one that fits or a new one; grant a lease."""
     if node.clients is not None:
         node.clients.begin(record, lease)
     if record.spec.is_lease:
-        grant(node, record, lease, now, effects)
+        grant(node, record, lease)
     else:
-        _find_worker(node, record, lease, now, effects)
+        _find_worker(node, record, lease)
 
 
-def _find_worker(
-    node: SchedulerState,
-    record: TaskRecord,
-    lease: Lease,
-    now: float,
-    effects: list[Effect],
-) -> None:
+def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
     spec, workers = record.spec, node.workers
     environment = spec.shape.environment
-    if spec.max_calls and node.spares.want(environment, now):
+    if spec.max_calls and node.spares.want(environment, node.now):
         node.note_spares()
     if spec.max_calls != 1:
         worker = workers.take_bound(binding_of(spec, lease))
         if worker is not None:
-            effects.append(assign(node, record, worker, lease, now))
+            node.effects.append(assign(node, record, worker, lease))
             return
     worker = workers.take_clean(environment)
     if worker is not None:
-        effects.append(assign(node, record, worker, lease, now))
+        node.effects.append(assign(node, record, worker, lease))
     else:
         worker = workers.take_unclaimed(environment)
         if worker is None:
             worker = workers.create(environment)
-            effects.append(Spawn(worker.id, environment))
+            node.effects.append(Spawn(worker.id, environment))
             if node.outages and environment in node.outages:
                 node.outages[environment].worker = worker.id
         move_task(record, TaskState.STARTING)
@@ -144,13 +123,13 @@ def _find_worker(
     if node.spares.missing(environment, workers.spares(environment)):
         later = node.config.refill_after
         if not later:
-            refill_spares(node, effects)
+            refill_spares(node)
         elif node.spares.await_refill():
             # Not beside the task that has just begun: forking would slow it down.
-            node.timers.set(now + later, AlarmKind.REFILL, 0)
+            node.timers.set(node.now + later, AlarmKind.REFILL, 0)
 
 
-def refill_spares(node: SchedulerState, effects: list[Effect]) -> None:
+def refill_spares(node: SchedulerState) -> None:
     """Have clean workers forked until there are as many as are wanted."""
     node.spares.note_refill()
     if node.worker_limit.refused and node.ready.by_shape:
@@ -163,12 +142,10 @@ def refill_spares(node: SchedulerState, effects: list[Effect]) -> None:
         for _ in range(min(missing, node.worker_limit.now - len(node.workers))):
             spare = node.workers.create(environment)
             node.workers.put_unclaimed(spare)
-            effects.append(Spawn(spare.id, environment))
+            node.effects.append(Spawn(spare.id, environment))
 
 
-def welcome(
-    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
-) -> None:
+def welcome(node: SchedulerState, worker: WorkerRecord) -> None:
     """A forked worker has connected: it begins with its task, or waits for one."""
     node.spares.note_start(worker.environment, True)
     if node.worker_limit.failures:
@@ -176,19 +153,15 @@ def welcome(
     record, lease = worker.task, worker.lease
     if record is not None and lease is not None:
         record.starts_failed = 0
-        effects.append(assign(node, record, worker, lease, now))
+        node.effects.append(assign(node, record, worker, lease))
     elif worker.is_stale:
-        retire(node, worker, now, effects)
+        retire(node, worker)
     else:
         node.workers.put_idle(worker)
 
 
 def assign(
-    node: SchedulerState,
-    record: TaskRecord,
-    worker: WorkerRecord,
-    lease: Lease,
-    now: float,
+    node: SchedulerState, record: TaskRecord, worker: WorkerRecord, lease: Lease
 ) -> Assign:
     """Give a connected worker its only task."""
     spec = record.spec
@@ -199,37 +172,34 @@ def assign(
         calls = worker.calls.get(spec.function, 0) + 1
         worker.is_last = calls >= spec.max_calls
         if spec.is_endless:
-            node.restarts.setdefault(record.id, Restarts()).began = now
+            node.restarts.setdefault(record.id, Restarts()).began = node.now
     if spec.is_endless and node.ready.by_shape:
-        node.expect_stalls(now)
+        node.expect_stalls()
     move_task(record, _RUNNING)
     move_worker(worker, WorkerState.BUSY)
     record.worker, worker.task, worker.lease = worker, record, lease
     lease.holder = worker.id
     if worker.look_at is None:
-        watch(node, worker, node.config.unheard, now)
+        watch(node, worker, node.config.unheard)
     return Assign(record.id, worker.id, lease, is_first, worker.is_last)
 
 
-def release(
-    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
-) -> None:
-    """End the lease of a worker without a task; of one that ends, later."""
+def release(node: SchedulerState, worker: WorkerRecord) -> bool:
+    """End the lease of a worker without a task; False if it ends, and that later."""
     if worker.is_last or worker.is_killed:
-        let_end(node, worker, now)
-        return
+        let_end(node, worker)
+        return False
     if worker.is_stale:
-        retire(node, worker, now, effects)
-        return
+        retire(node, worker)
+        return False
     assert worker.lease is not None, worker
     node.ledger.give_back(worker.lease)
     worker.lease = None
     node.workers.put_idle(worker)
+    return True
 
 
-def take_turn(
-    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
-) -> None:
+def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
     """Begin with the next of those that the worker has been sent ahead.
 
     One that was cancelled there is decided about when its queue is `Revoked`; if it
@@ -240,24 +210,18 @@ def take_turn(
         record.state = _RUNNING
     elif not worker.is_revoking:
         # It was known to have begun before the answer of the one before it came.
-        interrupt(node, record, now, effects)
+        interrupt(node, record)
     is_taken_from = worker.is_revoking or worker.is_killed
     if len(worker.queue) <= worker.refill_at and not is_taken_from:
         bucket = node.ready.by_shape.get((record.client, record.spec.shape))
         if bucket is not None and may_follow(node, worker, bucket):
             ahead: list[TaskId] = []
-            refill(node, worker, bucket, now, ahead)
+            refill(node, worker, bucket, ahead)
             if ahead:
-                effects.append(Ahead(worker.id, ahead))
+                node.effects.append(Ahead(worker.id, ahead))
 
 
-def hand_over(
-    node: SchedulerState,
-    worker: WorkerRecord,
-    bucket: Bucket,
-    effects: list[Effect],
-    now: float,
-) -> bool:
+def hand_over(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bool:
     """Give the worker, with its lease, the next task of its shape; False if none may.
 
     Whatever its last task held is held on, so the ledger need not know.
@@ -273,11 +237,11 @@ def hand_over(
     record.state = _RUNNING
     record.worker, worker.task = worker, record
     ahead = [record.id]
-    effects.append(Ahead(worker.id, ahead))
+    node.effects.append(Ahead(worker.id, ahead))
     if bucket.size:
-        refill(node, worker, bucket, now, ahead)
+        refill(node, worker, bucket, ahead)
     if worker.look_at is None:
-        watch(node, worker, node.config.unheard, now)
+        watch(node, worker, node.config.unheard)
     return True
 
 
@@ -312,11 +276,7 @@ def _leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> No
 
 
 def refill(
-    node: SchedulerState,
-    worker: WorkerRecord,
-    bucket: Bucket,
-    now: float,
-    ahead: list[TaskId],
+    node: SchedulerState, worker: WorkerRecord, bucket: Bucket, ahead: list[TaskId]
 ) -> None:
     """Add tasks to be sent ahead, if they are short; each worker gets a fair part."""
     queue = worker.queue
@@ -341,6 +301,6 @@ def refill(
         queue.extend(taken)
     worker.refill_at = len(queue) // 2
     if queue:
-        soon = now + node.config.long
+        soon = node.now + node.config.long
         if worker.look_at is None or worker.look_at > soon:
-            watch(node, worker, node.config.long, now)
+            watch(node, worker, node.config.long)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.effects import Effect
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.request import Request
 from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, usage_of
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler.state import Reservation
 
 
-def place(
-    node: SchedulerState, now: float, effects: list[Effect]
-) -> Iterator[tuple[TaskRecord, Lease]]:
+def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
     """Take tasks from the queue, each with its lease, until nothing more fits.
 
     Where one lacks nothing but a worker, an idle one that fits nobody before it has
@@ -71,8 +68,8 @@ def place(
             round_.leave_out(one)
             if clients is not None and refused == node.worker_limit.refused:
                 round_.refuse(record)
-            evict_idle_worker(node, now, effects)
-            _reserve(node, group, now)
+            evict_idle_worker(node)
+            _reserve(node, group)
             continue
         if node.reservation is not None and node.reservation.record is record:
             node.reservation = None
@@ -88,16 +85,16 @@ def _is_first(queue: ReadyQueue, record: TaskRecord) -> bool:
     return first is not None and first[1] is record
 
 
-def note_stuck(node: SchedulerState, record: TaskRecord, now: float) -> None:
+def note_stuck(node: SchedulerState, record: TaskRecord) -> None:
     """A task does not fit: if it is the first of its group, count from now on."""
     group = node.ready.of_client[record.client][record.spec.shape.request]
     if group.stuck is not record:
         first = node.ready.first(group)
         if first is not None and first[1] is record:
             group.stuck = record
-            group.reserve_at = now + node.config.reserve_after
+            group.reserve_at = node.now + node.config.reserve_after
             if not group.is_warned:
-                node.expect_stalls(now)
+                node.expect_stalls()
 
 
 Turns = list[tuple[Precedence, int, Group]]
@@ -237,7 +234,7 @@ class PlacementRound:
                     return one
         assert self._clients is not None, self
         floor = min(one.then for one in candidates)
-        overdue = self._clients.now - LONGEST
+        overdue = self._node.now - LONGEST
         fair = (
             (one.client.tag, one.now, one.task, one)
             for one in candidates
@@ -247,7 +244,7 @@ class PlacementRound:
         return min(fair)[3]
 
 
-def _reserve(node: SchedulerState, group: Group, now: float) -> None:
+def _reserve(node: SchedulerState, group: Group) -> None:
     """Keep something for the first of a group, once it is its program's turn.
 
     What is kept already stays so, unless it is for one that goes after this one: of
@@ -257,13 +254,13 @@ def _reserve(node: SchedulerState, group: Group, now: float) -> None:
     first = queue.first(group)
     assert first is not None, group
     record = first[1]
-    note_stuck(node, record, now)
+    note_stuck(node, record)
     is_others = kept is not None and kept.record is not record
     if kept is not None and is_others and not _goes_before(record, kept.record):
         return
-    if now < group.reserve_at:
+    if node.now < group.reserve_at:
         return
-    if clients is not None and kept is None and now < group.reserve_at + LONGEST:
+    if clients is not None and kept is None and node.now < group.reserve_at + LONGEST:
         for worker in node.workers:
             usage = None if worker.lease is None else usage_of(worker.lease)
             if usage is not None:
@@ -273,17 +270,13 @@ def _reserve(node: SchedulerState, group: Group, now: float) -> None:
             return
     found = None
     if not (node.outages and node.has_outage(record)):
-        found = _keep_for(node, group, record, None if is_others else kept, now)
+        found = _keep_for(node, group, record, None if is_others else kept)
     if found is not None or not is_others:
         node.reservation = found
 
 
 def _keep_for(
-    node: SchedulerState,
-    group: Group,
-    record: TaskRecord,
-    before: Reservation | None,
-    now: float,
+    node: SchedulerState, group: Group, record: TaskRecord, before: Reservation | None
 ) -> Reservation | None:
     """Keep something for the first of a group; `before`: what has been until now.
 
@@ -293,11 +286,11 @@ def _keep_for(
     # Loaded late: most programs never wait long enough.
     from aiogpu.core.scheduler.reservation import STANDS, reserve, stands
 
-    if before is not None and stands(node, before, now):
+    if before is not None and stands(node, before):
         return before
-    reservation = reserve(node, record, now, before)
+    reservation = reserve(node, record, before)
     if reservation is None:
-        group.reserve_at = now + STANDS
+        group.reserve_at = node.now + STANDS
     elif before is not None:
         # Whoever was let past must not put off the moment that was promised.
         reservation.until = min(reservation.until, before.until)
@@ -357,7 +350,7 @@ def _is_fairest(
         has, would = clients.share_of(other, record.spec.shape.request)
         floor = min(floor, would)
         shares.append((other.tag, has, record.id, other.since))
-    overdue = clients.now - LONGEST
+    overdue = clients.clock.now - LONGEST
     if now >= floor:
         return False
     return not any(

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.effects import Effect, Fail, Failure, Forget
+from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
 from aiogpu.core.records import TaskRecord, TaskState
-from aiogpu.core.resources.placement_group import (
-    bundles_for,
-    why_infeasible,
-)
+from aiogpu.core.resources.placement_group import bundles_for, why_infeasible
 from aiogpu.core.scheduler.state import (
     PlacementGroup,
     SchedulerState,
@@ -33,7 +30,7 @@ GONE: Final = (TaskState.STOPPING, TaskState.ENDED)
 
 def enter(
     node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...] | None
-) -> list[Effect]:
+) -> None:
     """Take in a new group, or a member of one that may have to wait for its grant."""
     placement_group = record.spec.shape.request.placement_group
     assert placement_group is not None, record
@@ -41,9 +38,8 @@ def enter(
     if isinstance(placement_group, PlacementGroupSpec):
         if known is not None:
             return _refuse(node, record, Failure.MISFIT, TWICE)
-        node.placement_groups[placement_group.key] = PlacementGroup(
-            record, placement_group
-        )
+        known = PlacementGroup(record, placement_group)
+        node.placement_groups[placement_group.key] = known
     elif known is None or known.record.state in GONE:
         return _refuse(node, record, Failure.EVICTED, UNKNOWN)
     elif reason := _why_misfit(node, known, record):
@@ -53,18 +49,16 @@ def enter(
         if not known.is_open:
             known.pending[record.id] = needs
             needs = (*(needs or ()), known.record.id)
-    if needs is None:
-        node.ready.push(record)
-    else:
-        await_results(node, record, needs)
-    return []
+    if needs is not None:
+        return await_results(node, record, needs)
+    return node.ready.push(record)
 
 
 def _refuse(
     node: SchedulerState, record: TaskRecord, failure: Failure, reason: str
-) -> list[Effect]:
+) -> None:
     node.end(record)
-    return [Fail(record.id, failure, reason), Forget(record.id)]
+    node.effects += [Fail(record.id, failure, reason), Forget(record.id)]
 
 
 def _why_misfit(
@@ -79,22 +73,20 @@ def _why_misfit(
     return known.misfits[request]
 
 
-def advance_groups(node: SchedulerState, now: float, effects: list[Effect]) -> bool:
+def advance_groups(node: SchedulerState) -> bool:
     """Let members go on, or end with their group; whether any may be placed now."""
     has_changed = False
     for key, known in list(node.placement_groups.items()):
         state = known.record.state
         if state is TaskState.RUNNING and not known.is_open:
-            has_changed |= _open(node, known, now, effects)
+            has_changed |= _open(node, known)
         elif state in GONE:
-            _evict(node, known, now, effects)
-            has_changed |= _end(node, key, known, effects)
+            _evict(node, known)
+            has_changed |= _end(node, key, known)
     return has_changed
 
 
-def _open(
-    node: SchedulerState, known: PlacementGroup, now: float, effects: list[Effect]
-) -> bool:
+def _open(node: SchedulerState, known: PlacementGroup) -> bool:
     """It is granted: its members wait for their turn in its bundles."""
     known.is_open = True
     pending, known.pending = known.pending, {}
@@ -103,8 +95,8 @@ def _open(
         if record is None:
             continue
         if reason := _why_misfit(node, known, record):
-            effects.append(Fail(task, Failure.MISFIT, reason))
-            stop(node, record, now, effects)
+            node.effects.append(Fail(task, Failure.MISFIT, reason))
+            stop(node, record)
         elif needs is None:
             resolve(node, task)
         elif task in node.expecting:
@@ -112,26 +104,20 @@ def _open(
     return bool(pending)
 
 
-def _evict(
-    node: SchedulerState, known: PlacementGroup, now: float, effects: list[Effect]
-) -> None:
+def _evict(node: SchedulerState, known: PlacementGroup) -> None:
     """It is none any more: so are its members, and what these have started."""
     known.pending.clear()
     for record in known.living:
         if record.state not in GONE:
-            effects.append(Fail(record.id, Failure.EVICTED, REMOVED))
-            stop(node, record, now, effects)
+            node.effects.append(Fail(record.id, Failure.EVICTED, REMOVED))
+            stop(node, record)
 
 
-def _end(
-    node: SchedulerState, key: str, known: PlacementGroup, effects: list[Effect]
-) -> bool:
+def _end(node: SchedulerState, key: str, known: PlacementGroup) -> bool:
     """Give back what it holds once nobody is left in it; whether that has been done."""
     record = known.record
     if record.state is TaskState.STOPPING:
-        if not all(
-            part.is_idle for part in bundles_for(node.ledger, BundleRef(key, ""))
-        ):
+        if any(part.leases for part in bundles_for(node.ledger, BundleRef(key, ""))):
             return False
         holder, record.worker = record.worker, None
         assert holder is not None, record
@@ -139,6 +125,6 @@ def _end(
         del node.granted[holder.id]
         node.ledger.give_back(holder.lease)
         node.end(record)
-        effects.append(Forget(record.id))
+        node.effects.append(Forget(record.id))
     del node.placement_groups[key]
     return True

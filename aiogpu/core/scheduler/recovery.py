@@ -21,15 +21,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.effects import Effect, Fail, Failure, Forget, Settle
+from aiogpu.core.effects import Fail, Failure, Forget, Settle
 from aiogpu.core.model.config import STARTS_ALLOWED
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.model.request import (
-    DeviceSelector,
-    Request,
-    Shape,
-    TaskSpec,
-)
+from aiogpu.core.model.request import DeviceSelector, Request, Shape, TaskSpec
 from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
@@ -44,50 +39,44 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.deadlock import find_deadlocks
 from aiogpu.core.scheduler.revocation import count_begun, return_task
-from aiogpu.core.scheduler.state import (
-    Outage,
-    Restarts,
-    SchedulerState,
-)
+from aiogpu.core.scheduler.state import Outage, Restarts, SchedulerState
 from aiogpu.core.scheduler.task_tree import on_task_ended
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Environment
 
 
-def note_outage(
-    node: SchedulerState, environment: Environment, reason: str, now: float
-) -> None:
+def note_outage(node: SchedulerState, environment: Environment, reason: str) -> None:
     """A worker could not be started: start no other for a while."""
     outage = node.outages.get(environment)
     if outage is None:
-        outage = node.outages[environment] = Outage(reason, now)
+        outage = node.outages[environment] = Outage(reason, node.now)
     outage.reason = reason
     if outage.is_paused:
         return  # It was tried together with the one that has failed already.
     outage.failures += 1
     outage.is_paused = True
-    outage.retry_at = now + node.config.crowded_delay(outage.failures)
+    outage.retry_at = node.now + node.config.crowded_delay(outage.failures)
     node.timers.set(outage.retry_at, AlarmKind.OUTAGE, 0)
 
 
-def retry_outages(node: SchedulerState, now: float) -> None:
+def retry_outages(node: SchedulerState) -> None:
     """Allow one worker for each environment whose pause is over.
 
     One that no task waits for is forgotten: the next task tries at once.
     """
     for environment, outage in list(node.outages.items()):
-        if outage.is_paused and outage.retry_at <= now:
+        if outage.is_paused and outage.retry_at <= node.now:
             outage.is_paused = False
             buckets = node.ready.by_shape.values()
             if not any(each.shape.environment == environment for each in buckets):
                 del node.outages[environment]
 
 
-def note_death(node: SchedulerState, record: TaskRecord, now: float) -> bool:
+def note_death(node: SchedulerState, record: TaskRecord) -> bool:
     """Its worker has died; False if that has happened too often in a row."""
     restarts = node.restarts.setdefault(record.id, Restarts())
-    if now - restarts.began >= node.config.sound_after:
+    if node.now - restarts.began >= node.config.sound_after:
         restarts.in_a_row = 0
     restarts.in_a_row += 1
     return restarts.in_a_row <= node.config.restarts_in_a_row
@@ -101,7 +90,7 @@ def may_retry(record: TaskRecord) -> bool:
     return True
 
 
-def retry_later(node: SchedulerState, record: TaskRecord, now: float) -> None:
+def retry_later(node: SchedulerState, record: TaskRecord) -> None:
     """Have a task wait again, at once or after a while; it holds nothing any more."""
     failures = record.retries
     if record.spec.is_endless:
@@ -114,7 +103,7 @@ def retry_later(node: SchedulerState, record: TaskRecord, now: float) -> None:
         return
     if node.exclusive.is_wanted:
         node.exclusive.leave(record)
-    node.delay(record, now + delay, AlarmKind.RETRY)
+    node.delay(record, node.now + delay, AlarmKind.RETRY)
 
 
 def widened(spec: TaskSpec) -> TaskSpec | None:
@@ -192,8 +181,6 @@ def on_worker_gone(
     settles: bool,
     is_crowded: bool,
     outage: str,
-    now: float,
-    effects: list[Effect],
 ) -> None:
     """Take a worker whose processes have ended off the books."""
     inflight = [worker.task, *worker.queue] if worker.task else []
@@ -202,7 +189,7 @@ def on_worker_gone(
     if is_new and not inflight:
         node.spares.note_start(worker.environment, False)
     if is_new and (is_crowded or outage):
-        _stand_back(node, worker, is_crowded, outage, now)
+        _stand_back(node, worker, is_crowded, outage)
         return
     worker.task = None
     worker.queue.clear()
@@ -212,20 +199,18 @@ def on_worker_gone(
     else:
         _remove(node, worker)
     for record in reversed(inflight[max(begun, 1) :]):
-        return_task(node, record, effects)
+        return_task(node, record)
     for number, record in enumerate(inflight[: max(begun, 1)]):
         record.worker = None
         has_run = not is_new and number < begun
-        note = _try_again(node, record, has_run, now)
+        note = _try_again(node, record, has_run)
         if note is not None:
-            _lose(node, record, worker.id, effects, note)
+            _lose(node, record, worker.id, note)
         if record.kin is not None:
-            on_task_ended(node, record, now, effects)
+            on_task_ended(node, record)
 
 
-def _try_again(
-    node: SchedulerState, record: TaskRecord, has_run: bool, now: float
-) -> str | None:
+def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str | None:
     """Try a task again whose worker has gone, else what there is to say of its loss."""
     is_wanted, is_endless = (
         record.state is not TaskState.STOPPING,
@@ -243,7 +228,7 @@ def _try_again(
         # What used more than it had reserved would do so again, but alone.
         return None if may_go_on and try_exclusively(node, record) else ""
     may_restart = is_endless and is_wanted and record.retries_left != 0
-    if may_restart and not note_death(node, record, now):
+    if may_restart and not note_death(node, record):
         return GIVEN_UP
     if record.killed_for is Memory.HOST and record.is_alone:
         return ""  # it does not even fit alone
@@ -251,26 +236,22 @@ def _try_again(
         return ""
     if record.killed_for is Memory.HOST and not is_endless:
         record.killed_for = None
-        node.exclusive.await_turn(node, record, now)
+        node.exclusive.await_turn(node, record)
     else:
-        retry_later(node, record, now)
+        retry_later(node, record)
     return None
 
 
 def _stand_back(
-    node: SchedulerState,
-    worker: WorkerRecord,
-    is_crowded: bool,
-    outage: str,
-    now: float,
+    node: SchedulerState, worker: WorkerRecord, is_crowded: bool, outage: str
 ) -> None:
     """A worker could not be started: its task waits again, which is no failure."""
     record, worker.task = worker.task, None
     _remove(node, worker)
     if is_crowded:
-        node.note_crowded(outage, now)
+        node.note_crowded(outage)
     else:
-        note_outage(node, worker.environment, outage, now)
+        note_outage(node, worker.environment, outage)
     if record is not None:
         node.wait_again(record)
 
@@ -292,17 +273,13 @@ def _remove(node: SchedulerState, worker: WorkerRecord) -> Lease | None:
 
 
 def _lose(
-    node: SchedulerState,
-    record: TaskRecord,
-    worker: WorkerId,
-    effects: list[Effect],
-    note: str,
+    node: SchedulerState, record: TaskRecord, worker: WorkerId, note: str
 ) -> None:
     was_wanted = record.state is not TaskState.STOPPING
     node.end(record)
     if was_wanted:
-        effects.append(Fail(record.id, Failure.LOST, note, worker))
-    effects.append(Forget(record.id))
+        node.effects.append(Fail(record.id, Failure.LOST, note, worker))
+    node.effects.append(Forget(record.id))
 
 
 def returned_devices(
@@ -326,12 +303,7 @@ def settle_all(node: SchedulerState) -> None:
 
 
 def end_specially(
-    node: SchedulerState,
-    record: TaskRecord,
-    retry: bool,
-    ran_out: bool,
-    now: float,
-    effects: list[Effect],
+    node: SchedulerState, record: TaskRecord, retry: bool, ran_out: bool
 ) -> None:
     """End a task that is not of the commonest kind, or try it again."""
     was_wanted = record.state is not TaskState.STOPPING
@@ -339,9 +311,9 @@ def end_specially(
     if may_go_on and ran_out and try_exclusively(node, record):
         pass
     elif may_go_on and retry and may_retry(record):
-        retry_later(node, record, now)
+        retry_later(node, record)
     else:
         node.end(record)
-        effects.append(Settle(record.id) if was_wanted else Forget(record.id))
+        node.effects.append(Settle(record.id) if was_wanted else Forget(record.id))
     if record.kin is not None:
-        on_task_ended(node, record, now, effects)
+        on_task_ended(node, record)

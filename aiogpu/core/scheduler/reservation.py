@@ -41,24 +41,20 @@ class Hold:
 
 
 def reserve(
-    node: SchedulerState,
-    record: TaskRecord,
-    now: float,
-    before: Reservation | None = None,
+    node: SchedulerState, record: TaskRecord, before: Reservation | None = None
 ) -> Reservation | None:
     """Plan what to keep for a task; None if somebody holds it without end.
 
     Args:
         node: what there is, and who holds it.
         record: the task.
-        now: the time.
         before: what was kept for the task until now.
     """
     parts = [*_parts_for(node, record)]
     if before is not None and before.part in parts:
         # What has been kept there so far is not given up for another bundle.
         parts.insert(0, before.part)
-    plans = (_plan(node, record, part, now) for part in parts)
+    plans = (_plan(node, record, part) for part in parts)
     return next((plan for plan in plans if plan is not None), None)
 
 
@@ -87,7 +83,7 @@ def _parts_for(
 
 
 def _plan(
-    node: SchedulerState, record: TaskRecord, part: BundleLedger | None, now: float
+    node: SchedulerState, record: TaskRecord, part: BundleLedger | None
 ) -> Reservation | None:
     """Plan what to keep of a bundle, or of the node for None."""
     request, ledger = record.spec.shape.request, part or node.ledger
@@ -108,7 +104,7 @@ def _plan(
     kept = dict(request.scalars) if is_kept else {}
     turn, grace = precedence(record), node.config.cancel_grace
     return Reservation(
-        *(record, turn, barred, kept, until, now, grace, part), seen_of(node)
+        *(record, turn, barred, kept, until, node.now, grace, part), seen_of(node)
     )
 
 
@@ -171,11 +167,11 @@ def _order(ledger: Ledger, hold: Hold) -> tuple[float, int, int]:
     return hold.ends, *min(on, default=(0, 0))
 
 
-def stands(node: SchedulerState, plan: Reservation, now: float) -> bool:
+def stands(node: SchedulerState, plan: Reservation) -> bool:
     """Whether a plan is to be followed on: it is new, or nothing better can be had."""
-    if now < plan.planned_at + STANDS:
+    if node.now < plan.planned_at + STANDS:
         return True
-    return now < plan.planned_at + STANDS_LONGEST and plan.seen == seen_of(node)
+    return node.now < plan.planned_at + STANDS_LONGEST and plan.seen == seen_of(node)
 
 
 def seen_of(node: SchedulerState) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ and `Revoked` says how far it had come.
 
 from __future__ import annotations
 
-from aiogpu.core.effects import Effect, Forget, Kill, Revoke
+from aiogpu.core.effects import Forget, Kill, Revoke
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
@@ -20,22 +20,14 @@ from aiogpu.core.records import (
 from aiogpu.core.scheduler.state import SchedulerState
 
 
-def watch(
-    node: SchedulerState, worker: WorkerRecord, seconds: float, now: float
-) -> None:
+def watch(node: SchedulerState, worker: WorkerRecord, seconds: float) -> None:
     """Look at a busy worker so many seconds later."""
-    worker.look_at = now + seconds
-    worker.watched, worker.watched_since = worker.task, now
+    worker.look_at = node.now + seconds
+    worker.watched, worker.watched_since = worker.task, node.now
     node.timers.set(worker.look_at, AlarmKind.LOOK, worker.id)
 
 
-def look(
-    node: SchedulerState,
-    worker: WorkerRecord,
-    when: float,
-    now: float,
-    effects: list[Effect],
-) -> None:
+def look(node: SchedulerState, worker: WorkerRecord, when: float) -> None:
     """An alarm set by `watch` rings: see whether the worker has come further."""
     if worker.look_at != when:
         return  # it is looked at some other time
@@ -44,28 +36,23 @@ def look(
     if record is None or worker.state is not WorkerState.BUSY:
         return
     if record is not worker.watched:
-        watch(node, worker, config.long if worker.queue else config.unheard, now)
+        watch(node, worker, config.long if worker.queue else config.unheard)
         return
     if worker.queue:
         record.spec.pace.note_long()
-    revoke(worker, effects)
+    revoke(node, worker)
 
 
-def revoke(worker: WorkerRecord, effects: list[Effect]) -> None:
+def revoke(node: SchedulerState, worker: WorkerRecord) -> None:
     """Take back what the worker has not begun; it is known which when `Revoked`."""
     if not worker.is_revoking:
         worker.is_revoking = True
         worker.revocations += 1
-        effects.append(Revoke(worker.id, worker.revocations))
+        node.effects.append(Revoke(worker.id, worker.revocations))
 
 
 def on_revoked(
-    node: SchedulerState,
-    worker: WorkerRecord,
-    number: int,
-    began: TaskId | None,
-    now: float,
-    effects: list[Effect],
+    node: SchedulerState, worker: WorkerRecord, number: int, began: TaskId | None
 ) -> None:
     """Return what was not begun to the queue, each task to its old place."""
     if not worker.is_revoking or worker.revocations != number:
@@ -76,17 +63,17 @@ def on_revoked(
     begun = count_begun(inflight, began)
     for record in reversed(inflight[max(begun, 1) :]):
         worker.queue.pop()
-        return_task(node, record, effects)
+        return_task(node, record)
     worker.refill_at = 0
     if begun == 0:
-        _return_head(node, worker, now, effects)
+        _return_head(node, worker)
 
 
-def spoil(node: SchedulerState, worker: WorkerRecord, effects: list[Effect]) -> None:
+def spoil(node: SchedulerState, worker: WorkerRecord) -> None:
     """A worker ends by itself now, and runs nothing of what it was sent ahead."""
     worker.is_last = True
     while worker.queue:
-        return_task(node, worker.queue.pop(), effects)
+        return_task(node, worker.queue.pop())
 
 
 def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
@@ -97,34 +84,31 @@ def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
     return 0
 
 
-def return_task(
-    node: SchedulerState, record: TaskRecord, effects: list[Effect]
-) -> None:
+def return_task(node: SchedulerState, record: TaskRecord) -> None:
     """A task that was sent has not run, and will not: it waits again or has ended."""
     if record.state is TaskState.STOPPING:
         record.worker = None
         node.end(record)
-        effects.append(Forget(record.id))
+        node.effects.append(Forget(record.id))
     else:
         node.wait_again(record)
 
 
-def _return_head(
-    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
-) -> None:
+def _return_head(node: SchedulerState, worker: WorkerRecord) -> None:
     record = worker.task
     assert record is not None, worker
     worker.task = None
-    return_task(node, record, effects)
+    return_task(node, record)
     is_new = record is not worker.watched
-    is_heard = is_new or now - worker.watched_since < node.config.unheard
+    # Compared as the alarm was set: the difference may be a little less.
+    is_heard = is_new or node.now < worker.watched_since + node.config.unheard
     if is_heard and not worker.is_killed:
         leave_task(node, worker)
         return
     # It is stopped or hangs where no task is: others shall not wait for it too.
     worker.is_last = True
     move_worker(worker, WorkerState.ENDING)
-    effects.append(Kill(worker.id))
+    node.effects.append(Kill(worker.id))
 
 
 def leave_task(node: SchedulerState, worker: WorkerRecord) -> None:
@@ -137,20 +121,15 @@ def leave_task(node: SchedulerState, worker: WorkerRecord) -> None:
     node.workers.put_idle(worker)
 
 
-def on_skipped(
-    node: SchedulerState,
-    worker: WorkerRecord,
-    record: TaskRecord,
-    effects: list[Effect],
-) -> None:
+def on_skipped(node: SchedulerState, worker: WorkerRecord, record: TaskRecord) -> None:
     """A task whose turn had come was taken back in the same moment; it did not run."""
     if worker.task is not record:
         if record in worker.queue:
             worker.queue.remove(record)
-            return_task(node, record, effects)
+            return_task(node, record)
         return
     worker.task = None
-    return_task(node, record, effects)
+    return_task(node, record)
     if worker.queue:
         worker.task = worker.queue.popleft()
         if worker.task.state is TaskState.QUEUED:

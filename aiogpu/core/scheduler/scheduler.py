@@ -13,27 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
 from typing import Concatenate, Final, ParamSpec, Protocol
 
-from aiogpu.core.effects import (
-    NOTHING,
-    Effect,
-    Fail,
-    Failure,
-    Forget,
-    Kill,
-    Settle,
-)
+from aiogpu.core.effects import NOTHING, Effect, Fail, Failure, Forget, Kill, Settle
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.queue.fair_share import Clients, Limits
 from aiogpu.core.queue.ready import BucketKey
 from aiogpu.core.queue.timers import Alarm, AlarmKind
-from aiogpu.core.records import (
-    Memory,
-    TaskRecord,
-    TaskState,
-    WorkerRecord,
-    WorkerState,
-)
+from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import Cause, DeviceAvailability
 from aiogpu.core.scheduler.cancellation import (
     evict_idle_worker,
@@ -72,13 +58,7 @@ from aiogpu.core.scheduler.state import (
     await_results,
     resolve,
 )
-from aiogpu.core.scheduler.task_tree import (
-    adopt,
-    detach,
-    end_deadlocks,
-    on_waits,
-    stop,
-)
+from aiogpu.core.scheduler.task_tree import adopt, detach, end_deadlocks, on_waits, stop
 
 ABANDONED: Final = 500
 """Waiting tasks that are told of the node's end in one go."""
@@ -94,18 +74,16 @@ P = ParamSpec("P")
 
 
 def event(
-    step: Callable[Concatenate[Scheduler, float, list[Effect], P], None],
+    step: Callable[Concatenate[Scheduler, P], None],
 ) -> Callable[Concatenate[Scheduler, float, P], Sequence[Effect]]:
     """Make a method of one that appends effects: what waits is placed afterwards."""
 
     def method(
         self: Scheduler, now: float, /, *args: P.args, **kwargs: P.kwargs
     ) -> Sequence[Effect]:
-        effects: list[Effect] = []
-        if self.clients is not None:
-            self.clients.now = now
-        step(self, now, effects, *args, **kwargs)
-        return self._place(now, effects)
+        self.now, self.effects = now, []
+        step(self, *args, **kwargs)
+        return self._place()
 
     update_wrapper(method, step)
     return method
@@ -167,6 +145,7 @@ class Scheduler(SchedulerState):
         """
         if self.is_closing:
             return [Fail(task, Failure.ABANDONED), Forget(task)]
+        self.now, self.effects = now, []
         record = TaskRecord(task, spec, now, client)
         if parent is not None:
             starter = self.tasks.get(parent)
@@ -176,32 +155,32 @@ class Scheduler(SchedulerState):
         self.tasks[task] = record
         if self.clients is not None:
             is_waiting = record.client in self.ready.of_client
-            self.clients.enter(record, now, is_waiting=is_waiting)
+            self.clients.enter(record, is_waiting=is_waiting)
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
         if spec.is_grouped:
             from aiogpu.core.scheduler.placement_groups import enter
 
-            return self._place(now, enter(self, record, needs))
+            enter(self, record, needs)
+            return self._place()
         if needs is not None:
             await_results(self, record, needs)
             return NOTHING
-        effects: list[Effect] = []
         bucket = self.ready.by_shape.get((record.client, spec.shape))
         # Where others of its shape wait, it must wait as well; where they do not,
         # nobody who waits could use what it takes.
         if bucket is None and (lease := self.take(record)):
-            start(self, record, lease, now, effects)
-            return effects
+            start(self, record, lease)
+            return self.effects
         if bucket is None:
             self.ready.push(record)
-            note_stuck(self, record, now)
-            return self._place(now, effects) if self.holds_back else NOTHING
+            note_stuck(self, record)
+            return self._place() if self.holds_back else NOTHING
         bucket.push(record)
         # A lease needs no worker, for want of which the others may wait.
         if bucket.head() is not record or not (self.reservation or spec.is_lease):
             return NOTHING
-        return self._place(now, effects)
+        return self._place()
 
     def submit_many(
         self,
@@ -234,8 +213,8 @@ class Scheduler(SchedulerState):
             program = self.clients.of(client)
             if program.most or program.limits.max_waiting is not None:
                 return False
-            self.clients.now = now
             program.unfinished += count
+        self.now = now
         records = [
             TaskRecord(TaskId(task), spec, now, client)
             for task in range(first, first + count)
@@ -245,26 +224,24 @@ class Scheduler(SchedulerState):
         return True
 
     @event
-    def supply(self, now: float, effects: list[Effect], task: TaskId) -> None:
+    def supply(self, task: TaskId) -> None:
         """All arguments of a task are there that were not."""
         if resolve(self, task):
-            end_deadlocks(self, now, effects)
+            end_deadlocks(self)
 
     def cancel(self, now: float, task: TaskId) -> Sequence[Effect]:
         """Nobody wants a task's result any more."""
         record = self.tasks.get(task)
         if record is None:
             return NOTHING
-        effects: list[Effect] = []
-        if self.clients is not None:
-            self.clients.now = now
+        self.now, self.effects = now, []
         is_alone = record.state is TaskState.WAITING and record.kin is None
         if is_alone and not self.holds_back and not record.spec.is_grouped:
             # It held nothing, and nobody waited for it.
-            withdraw(self, record, now, effects)
-            return effects
-        stop(self, record, now, effects)
-        return self._place(now, effects)
+            withdraw(self, record)
+            return self.effects
+        stop(self, record)
+        return self._place()
 
     def finish(
         self,
@@ -290,10 +267,8 @@ class Scheduler(SchedulerState):
         record = None if known is None else known.task
         if known is None or record is None or record.id != task:
             return NOTHING
-        effects: list[Effect] = []
+        self.now, self.effects = now, []
         spec, state = record.spec, record.state
-        if self.clients is not None:
-            self.clients.now = now
         record.worker = known.task = None
         if took:
             spec.pace.note(took)
@@ -304,24 +279,23 @@ class Scheduler(SchedulerState):
             assert known.lease is not None, known
             if known.lease.is_lent:
                 self.ledger.resume(known.lease)
-            end_specially(self, record, retry, ran_out, now, effects)
+            end_specially(self, record, retry, ran_out)
         else:
             self.end(record)
-            effects.append(Settle(task))
+            self.effects.append(Settle(task))
         if spec.max_calls:
             known.calls[spec.function] = known.calls.get(spec.function, 0) + 1
-        self._go_on(known, (record.client, spec.shape), now, effects)
+        self._go_on(known, (record.client, spec.shape))
         if is_special:
             # It may wait again, and what it had started may have held something.
-            self._place(now, effects)
-        return effects
+            self._place()
+        return self.effects
 
     def finish_many(
         self,
         now: float,
         worker_id: WorkerId,
         ended: Iterable[tuple[TaskId, float]],
-        effects: list[Effect],
     ) -> list[TaskRecord]:
         """A worker has ended tasks, without a failure, that it was sent ahead in order.
 
@@ -329,19 +303,17 @@ class Scheduler(SchedulerState):
             now: the time.
             worker_id: the worker.
             ended: the tasks, and the seconds that each took.
-            effects: gets what is to be done besides.
 
         Returns:
             The first of them, which have ended: as if `Settle` were answered for each.
-            The rest is for `finish`.
+            The rest is for `finish`. What is to be done besides is in `effects`.
         """
+        self.now, self.effects = now, []
         settled: list[TaskRecord] = []
         kept = self.reservation
         worker = self.workers.get(worker_id)
         if worker is None or worker.is_killed or self.exclusive.is_wanted:
             return settled
-        if self.clients is not None:
-            self.clients.now = now
         queue = worker.queue
         for task, took in ended:
             record = worker.task
@@ -355,7 +327,7 @@ class Scheduler(SchedulerState):
             record.worker, record.state = None, _ENDED
             settled.append(record)
             if len(queue) - 1 <= worker.refill_at:
-                take_turn(self, worker, now, effects)
+                take_turn(self, worker)
             else:
                 worker.task = queue.popleft()
                 following.state = _RUNNING
@@ -365,45 +337,36 @@ class Scheduler(SchedulerState):
                 client = self.clients.of(settled[0].client)
                 client.unfinished -= len(settled)
                 self.clients.forget(client)
-            self._place_if_let_go(kept, now, effects)
+            self._place_if_let_go(kept)
         return settled
 
-    def _go_on(
-        self, worker: WorkerRecord, key: BucketKey, now: float, effects: list[Effect]
-    ) -> None:
+    def _go_on(self, worker: WorkerRecord, key: BucketKey) -> None:
         """Give a worker that has ended a task of this kind its next one, if any."""
         kept = self.reservation
         if worker.queue:
-            take_turn(self, worker, now, effects)
-            self._place_if_let_go(kept, now, effects)
+            take_turn(self, worker)
+            self._place_if_let_go(kept)
             return
         worker.is_revoking = False
         by_shape = self.ready.by_shape
         if by_shape and not self.is_closing:
             bucket = by_shape.get(key)
-            if bucket is not None and hand_over(self, worker, bucket, effects, now):
-                self._place_if_let_go(kept, now, effects)
+            if bucket is not None and hand_over(self, worker, bucket):
+                self._place_if_let_go(kept)
                 return
-        release(self, worker, now, effects)
-        idle, exclusive = self.workers.idle, self.exclusive
-        if by_shape or idle > self.most_idle or exclusive.is_wanted:
-            self._place(now, effects)
+        if release(self, worker):
+            idle, exclusive = self.workers.idle, self.exclusive
+            if by_shape or idle > self.most_idle or exclusive.is_wanted:
+                self._place()
 
-    def _place_if_let_go(
-        self, kept: Reservation | None, now: float, effects: list[Effect]
-    ) -> None:
+    def _place_if_let_go(self, kept: Reservation | None) -> None:
         """Place others if the task that something was kept for went on with a lease."""
         if kept is not None and self.reservation is not kept:
-            self._place(now, effects)
+            self._place()
 
     @event
     def wait_for(
-        self,
-        now: float,
-        effects: list[Effect],
-        task: TaskId,
-        children: tuple[TaskId, ...],
-        elsewhere: bool = False,
+        self, task: TaskId, children: tuple[TaskId, ...], elsewhere: bool = False
     ) -> None:
         """A task's code waits until these tasks have ended, all of them.
 
@@ -412,7 +375,7 @@ class Scheduler(SchedulerState):
         """
         record = self.tasks.get(task)
         if record is not None:
-            on_waits(self, record, children, elsewhere, now, effects)
+            on_waits(self, record, children, elsewhere)
 
     def detach(self, _now: float, task: TaskId) -> Sequence[Effect]:
         """A task does not end with its parent, whose result has a handle to it."""
@@ -420,7 +383,7 @@ class Scheduler(SchedulerState):
         return NOTHING
 
     @event
-    def release_cpus(self, _now: float, _: list[Effect], task: TaskId) -> None:
+    def release_cpus(self, task: TaskId) -> None:
         """A running task has its place, and needs no CPU from here on."""
         record = self.tasks.get(task)
         if record is None or record.state is not _RUNNING:
@@ -437,44 +400,31 @@ class Scheduler(SchedulerState):
         known = self.workers.get(worker)
         if known is None or known.state is not WorkerState.STARTING:
             return NOTHING
-        effects: list[Effect] = []
-        if self.clients is not None:
-            self.clients.now = now
+        self.now, self.effects = now, []
         had_outage = self.outages.pop(known.environment, None) is not None
-        welcome(self, known, now, effects)
-        if effects and not had_outage:
-            return effects
-        return self._place(now, effects)
+        welcome(self, known)
+        if self.effects and not had_outage:
+            return self.effects
+        return self._place()
 
     @event
-    def worker_spoilt(
-        self, _now: float, effects: list[Effect], worker: WorkerId
-    ) -> None:
+    def worker_spoilt(self, worker: WorkerId) -> None:
         """A worker is unfit for another task: it ends by itself after the one it runs.
 
         Told before that one is finished.
         """
         if known := self._busy(worker):
-            spoil(self, known, effects)
+            spoil(self, known)
 
     @event
-    def task_skipped(
-        self, _now: float, effects: list[Effect], task: TaskId, worker: WorkerId
-    ) -> None:
+    def task_skipped(self, task: TaskId, worker: WorkerId) -> None:
         """A worker had a task's turn, saw that it was taken back, and left it out."""
         known, record = self.workers.get(worker), self.tasks.get(task)
         if known is not None and record is not None:
-            on_skipped(self, known, record, effects)
+            on_skipped(self, known, record)
 
     @event
-    def revoked(
-        self,
-        now: float,
-        effects: list[Effect],
-        worker: WorkerId,
-        number: int,
-        began: TaskId | None,
-    ) -> None:
+    def revoked(self, worker: WorkerId, number: int, began: TaskId | None) -> None:
         """What a worker had been sent at this `Revoke`, and had not begun, is back.
 
         `began` is the last of its tasks that it has begun or is about to, None if none
@@ -483,18 +433,16 @@ class Scheduler(SchedulerState):
         known = self.workers.get(worker)
         if known is None:
             return
-        on_revoked(self, known, number, began, now, effects)
-        end_deadlocks(self, now, effects)
+        on_revoked(self, known, number, began)
+        end_deadlocks(self)
         record = known.task
         if record and record.state is TaskState.STOPPING and record.stop is None:
             # It was cancelled in the queue, and has begun all the same.
-            interrupt(self, record, now, effects)
+            interrupt(self, record)
 
     @event
     def worker_gone(
         self,
-        now: float,
-        effects: list[Effect],
         worker: WorkerId,
         began: TaskId | None = None,
         settles: bool = False,
@@ -504,8 +452,6 @@ class Scheduler(SchedulerState):
         """A worker's process and all that it started have ended.
 
         Args:
-            now: the time.
-            effects: gets what is to be done.
             worker: the worker.
             began: the last of its tasks that it had begun, None if none of those whose
                 answer has not come.
@@ -517,26 +463,21 @@ class Scheduler(SchedulerState):
         """
         known = self.workers.get(worker)
         if known is not None and known.state is not WorkerState.SETTLING:
-            end = (began, settles, is_crowded, outage)
-            on_worker_gone(self, known, *end, now, effects)
+            on_worker_gone(self, known, began, settles, is_crowded, outage)
 
     @event
-    def memory_short(
-        self, _now: float, effects: list[Effect], worker: WorkerId
-    ) -> None:
+    def memory_short(self, worker: WorkerId) -> None:
         """Memory runs out, and this worker is the first to go."""
         if (known := self._busy(worker)) and known.task:
             known.task.killed_for = Memory.HOST
-            kill_worker(known, effects)
+            kill_worker(self, known)
 
     @event
-    def memory_outgrown(
-        self, _now: float, effects: list[Effect], worker: WorkerId
-    ) -> None:
+    def memory_outgrown(self, worker: WorkerId) -> None:
         """A worker's task uses more device memory than was reserved for it: end it."""
         if (known := self._busy(worker)) and known.task:
             known.task.killed_for = Memory.DEVICE
-            kill_worker(known, effects)
+            kill_worker(self, known)
 
     def _busy(self, worker_id: WorkerId) -> WorkerRecord | None:
         worker = self.workers.get(worker_id)
@@ -546,47 +487,37 @@ class Scheduler(SchedulerState):
         self, now: float, environment: Environment
     ) -> Sequence[Effect]:
         """Clean workers of this environment were forked from what is old by now."""
-        effects: list[Effect] = []
-        retire_clean(self, environment, now, effects)
+        self.now, self.effects = now, []
+        retire_clean(self, environment)
         if self.is_closing:
-            return effects
+            return self.effects
         if environment:
             # Its zygote may have made way for another's, to which it would do the same.
             self.spares.forget(environment)
             self.note_spares()
-        refill_spares(self, effects)
-        return effects
+        refill_spares(self)
+        return self.effects
 
     # Devices and leases
 
     @event
-    def device_sick(
-        self, now: float, effects: list[Effect], kind: str, index: int, reason: str
-    ) -> None:
+    def device_sick(self, kind: str, index: int, reason: str) -> None:
         """A device is unfit for new tasks until it is well, and why."""
         self._availability(kind).note(index, Cause.SICK, reason)
         self._leave_unreserved(kind, index)
-        self._clear_off(effects)
-        retire_bound(self, kind, index, now, effects)
+        self._clear_off()
+        retire_bound(self, kind, index)
 
     @event
-    def device_well(
-        self, now: float, effects: list[Effect], kind: str, index: int
-    ) -> None:
+    def device_well(self, kind: str, index: int) -> None:
         """A device that was sick may be used again."""
         # What they have opened there may be from before a reset.
-        retire_bound(self, kind, index, now, effects)
+        retire_bound(self, kind, index)
         self._availability(kind).note(index, Cause.SICK, None)
 
     @event
     def device_foreign(
-        self,
-        _now: float,
-        effects: list[Effect],
-        kind: str,
-        index: int,
-        reason: str | None,
-        is_avoided: bool = False,
+        self, kind: str, index: int, reason: str | None, is_avoided: bool = False
     ) -> None:
         """Processes that are none of the node's are on a device.
 
@@ -598,12 +529,10 @@ class Scheduler(SchedulerState):
         devices.avoid(index, is_avoided=is_avoided)
         devices.note(index, Cause.FOREIGN, None if is_avoided else reason)
         self._leave_unreserved(kind, index)
-        self._clear_off(effects)
+        self._clear_off()
 
     @event
-    def devices_free(
-        self, _now: float, _: list[Effect], worker: WorkerId, is_verified: bool = True
-    ) -> None:
+    def devices_free(self, worker: WorkerId, is_verified: bool = True) -> None:
         """The devices of a worker that has gone, or of a lease's holder, are free.
 
         `is_verified`: that was seen; otherwise nobody here can see it.
@@ -615,35 +544,25 @@ class Scheduler(SchedulerState):
                 devices.unverified.add(index)
 
     @event
-    def devices_stuck(
-        self, _now: float, effects: list[Effect], worker: WorkerId, reason: str
-    ) -> None:
+    def devices_stuck(self, worker: WorkerId, reason: str) -> None:
         """The devices of a worker that has gone do not become free, and why."""
         for devices, index in returned_devices(self, worker):
             devices.availability.note(index, Cause.UNSETTLED, reason)
-        self._clear_off(effects)
+        self._clear_off()
 
     @event
-    def device_recovered(
-        self, _now: float, _: list[Effect], kind: str, index: int
-    ) -> None:
+    def device_recovered(self, kind: str, index: int) -> None:
         """A device that was set aside is free again."""
         self._availability(kind).note(index, Cause.UNSETTLED, None)
 
     @event
-    def lease_returned(
-        self,
-        _now: float,
-        effects: list[Effect],
-        holder: WorkerId,
-        settles: bool = False,
-    ) -> None:
+    def lease_returned(self, holder: WorkerId, settles: bool = False) -> None:
         """All processes have ended for which a lease was granted to this holder.
 
         `settles`: whether its devices are free is still to be seen; one of
         `devices_free` and `devices_stuck` follows, of that holder.
         """
-        return_lease(self, holder, settles, effects)
+        return_lease(self, holder, settles)
 
     def _availability(self, kind: str) -> DeviceAvailability:
         return self.ledger.device_sets[kind].availability
@@ -654,13 +573,13 @@ class Scheduler(SchedulerState):
         if kept is not None and kept.barred.get(kind, 0) >> index & 1:
             self.reservation = None
 
-    def _clear_off(self, effects: list[Effect]) -> None:
+    def _clear_off(self) -> None:
         """Take what has not begun off devices that are given to nobody."""
         for worker in self.workers:
             if worker.lease is None or not self.ledger.drains(worker.lease):
                 continue
             if worker.queue:
-                revoke(worker, effects)
+                revoke(self, worker)
             elif worker.state is WorkerState.STARTING and worker.task:
                 record = worker.task
                 unclaim(self, record)
@@ -670,19 +589,14 @@ class Scheduler(SchedulerState):
 
     @event
     def join(
-        self,
-        now: float,
-        _: list[Effect],
-        client: ClientId,
-        weight: float = 1.0,
-        limits: Limits | None = None,
+        self, client: ClientId, weight: float = 1.0, limits: Limits | None = None
     ) -> None:
         """Another program submits tasks too; told again, it has other terms.
 
         `weight`: how much it gets where one of weight 1 gets 1. From the first of these
         on the node is fair between programs; without any it knows of none.
         """
-        clients = self.clients or Clients(self.ledger, now)
+        clients = self.clients or Clients(self, self.ledger)
         clients.join(client, weight, limits or Limits())
         if self.clients is None:
             self._share(clients)
@@ -701,15 +615,13 @@ class Scheduler(SchedulerState):
         self.clients = clients
 
     @event
-    def leave(self, _now: float, _: list[Effect], client: ClientId) -> None:
+    def leave(self, client: ClientId) -> None:
         """A program submits nothing any more; what it has submitted goes on."""
         if self.clients is not None:
             self.clients.leave(client)
 
     @event
-    def set_behind(
-        self, _now: float, _: list[Effect], client: ClientId, is_behind: bool
-    ) -> None:
+    def set_behind(self, client: ClientId, is_behind: bool) -> None:
         """A program does not read what it is sent, or has caught up.
 
         While it does not, nothing more of it is started: its results would pile up.
@@ -720,56 +632,56 @@ class Scheduler(SchedulerState):
     # Time
 
     @event
-    def wake(self, now: float, effects: list[Effect]) -> None:
+    def wake(self) -> None:
         """The moment named by `deadline()` has come."""
-        for alarm in self.timers.due(now):
-            self._ring(alarm, now, effects)
+        for alarm in self.timers.due(self.now):
+            self._ring(alarm)
 
-    def _ring(self, alarm: Alarm, now: float, effects: list[Effect]) -> None:
+    def _ring(self, alarm: Alarm) -> None:
         """An alarm rings; it may have become needless."""
         match alarm.kind:
             case AlarmKind.CLOSE:
-                self._abandon_some(now, effects)
+                self._abandon_some()
             case AlarmKind.REFILL if not self.is_closing:
-                refill_spares(self, effects)
+                refill_spares(self)
             case AlarmKind.SPARES if not self.is_closing:
-                retire_spares(self, now, effects)
+                retire_spares(self)
             case AlarmKind.WORKER_LIMIT:
-                self.grow(now)
+                self.grow()
             case AlarmKind.OUTAGE:
-                retry_outages(self, now)
+                retry_outages(self)
             case AlarmKind.STALL:
                 from aiogpu.core.scheduler.shortage import look_for_stalls
 
-                look_for_stalls(self, now, effects)
+                look_for_stalls(self)
             case AlarmKind.END | AlarmKind.LOOK:
-                self._ring_for_worker(alarm, now, effects)
+                self._ring_for_worker(alarm)
             case _:
-                self._ring_for_task(alarm, now, effects)
+                self._ring_for_task(alarm)
 
-    def _ring_for_worker(self, alarm: Alarm, now: float, effects: list[Effect]) -> None:
+    def _ring_for_worker(self, alarm: Alarm) -> None:
         worker = self.workers.get(WorkerId(alarm.subject))
         if worker is None:
             return
         if alarm.kind is AlarmKind.LOOK:
-            look(self, worker, alarm.when, now, effects)
+            look(self, worker, alarm.when)
         elif worker.state is not WorkerState.SETTLING:
-            effects.append(Kill(worker.id))
+            self.effects.append(Kill(worker.id))
 
-    def _ring_for_task(self, alarm: Alarm, now: float, effects: list[Effect]) -> None:
+    def _ring_for_task(self, alarm: Alarm) -> None:
         record = self.tasks.get(TaskId(alarm.subject))
         if record is None:
             return
         if alarm.kind is AlarmKind.STOP:
-            go_on_stopping(self, record, now, effects)
+            go_on_stopping(self, record)
         elif alarm.kind is AlarmKind.ALONE:
             self.exclusive.give_up(self, record)
         elif alarm.kind is AlarmKind.RETRY:
             self.wait_again(record)
-            end_deadlocks(self, now, effects)
+            end_deadlocks(self)
         elif record.state is not TaskState.STOPPING:
-            effects.append(Fail(record.id, Failure.EXPIRED))
-            stop(self, record, now, effects)
+            self.effects.append(Fail(record.id, Failure.EXPIRED))
+            stop(self, record)
 
     # The end
 
@@ -778,38 +690,36 @@ class Scheduler(SchedulerState):
 
         `at_once`: nobody is given time to stop, not even those who have it already.
         """
-        effects: list[Effect] = []
-        if self.clients is not None:
-            self.clients.now = now
+        self.now, self.effects = now, []
         self.is_closing = True
         self.most_idle = 0
         self.reservation = None
         settle_all(self)
-        end_leases(self, effects)
+        end_leases(self)
         for worker in list(self.workers):
             for record in [worker.task, *worker.queue]:
                 if record is not None and record.state is not TaskState.STOPPING:
-                    effects.append(Fail(record.id, Failure.ABANDONED))
-                    stop(self, record, now, effects)
+                    self.effects.append(Fail(record.id, Failure.ABANDONED))
+                    stop(self, record)
             if worker.state is WorkerState.STARTING:
                 # It may never come: its zygote may be importing what does not end.
-                effects.append(Kill(worker.id))
+                self.effects.append(Kill(worker.id))
         for worker in self.workers if at_once else ():
             if worker.state is not WorkerState.STARTING:
-                kill_worker(worker, effects)
-        self._abandon_some(now, effects)
-        retire_idle(self, now, effects)
-        return effects
+                kill_worker(self, worker)
+        self._abandon_some()
+        retire_idle(self)
+        return self.effects
 
-    def _abandon_some(self, now: float, effects: list[Effect]) -> None:
+    def _abandon_some(self) -> None:
         """Tell some of those that wait, and more of them a moment later."""
         for _ in range(ABANDONED):
             record = self.ready.some() or self._not_queued()
             if record is None:
                 return
-            effects.append(Fail(record.id, Failure.ABANDONED))
-            stop(self, record, now, effects)
-        self.timers.set(now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
+            self.effects.append(Fail(record.id, Failure.ABANDONED))
+            stop(self, record)
+        self.timers.set(self.now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
 
     def _not_queued(self) -> TaskRecord | None:
         """Any task that is not in the queue yet, or not again; None without one."""
@@ -817,27 +727,27 @@ class Scheduler(SchedulerState):
             return self.tasks[id_]
         return next(iter(self.delayed.values()), None)
 
-    def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
+    def _place(self) -> list[Effect]:
         if self.exclusive.is_wanted and not self.is_closing:
             alone = self.exclusive.begin(self)
             if alone is not None:
-                start(self, *alone, now, effects)
-            evict_idle_worker(self, now, effects)
+                start(self, *alone)
+            evict_idle_worker(self)
         if self.ready.by_shape:
             if not self.is_closing:
-                for record, lease in place(self, now, effects):
-                    start(self, record, lease, now, effects)
+                for record, lease in place(self):
+                    start(self, record, lease)
         else:
             self.reservation = None
         if self.workers.idle > self.most_idle:
             # After placing, so that work comes first.
-            retire_idle(self, now, effects)
+            retire_idle(self)
         if self.placement_groups and not self.is_closing:
             from aiogpu.core.scheduler.placement_groups import advance_groups
 
-            if advance_groups(self, now, effects):
-                self._place(now, effects)
-        return effects
+            if advance_groups(self):
+                self._place()
+        return self.effects
 
     def check(self) -> None:
         """Assert what must hold between any two events. Costs O(everything)."""

@@ -9,9 +9,9 @@ resources are looked at. A group is warned of once, until it is empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from aiogpu.core.effects import Effect, Warn
+from aiogpu.core.effects import Warn
 from aiogpu.core.model.request import (
     BundleRef,
     PlacementGroupSpec,
@@ -28,20 +28,6 @@ from aiogpu.core.resources.placement_group import roomiest
 from aiogpu.core.resources.topology import indices
 from aiogpu.core.scheduler.reservation import is_held_for_good
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
-
-
-class Stock(Protocol):
-    """What is looked at to find what is short."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """What there is, and who holds it."""
-        ...
-
-    @property
-    def reservation(self) -> Reservation | None:
-        """What is kept for one of those that wait."""
-        ...
 
 
 class Lack(NamedTuple):
@@ -66,7 +52,7 @@ class Lack(NamedTuple):
     kind: str = ""
 
 
-def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
+def find_lacks(node: SchedulerState, record: TaskRecord) -> Iterator[Lack]:
     """The resources for which a waiting task waits; in its bundle, if it has one."""
     request, ledger = record.spec.shape.request, ledger_for(node, record)
     if isinstance(request.placement_group, BundleRef) and not isinstance(
@@ -94,7 +80,7 @@ def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
             yield _of_devices(devices, asked, request, barred, mask)
 
 
-def ledger_for(node: Stock, record: TaskRecord) -> Ledger:
+def ledger_for(node: SchedulerState, record: TaskRecord) -> Ledger:
     """Of what a task takes what it asks for: the node's, or its bundle's."""
     request = record.spec.shape.request
     if isinstance(request.placement_group, BundleRef):
@@ -136,7 +122,7 @@ def _of_devices(
     return Lack(name, wanted, all_free, kept, mask, bool(barred & mask), kind)
 
 
-def rival_of(node: Stock, record: TaskRecord) -> Reservation | None:
+def rival_of(node: SchedulerState, record: TaskRecord) -> Reservation | None:
     """The reservation that this task must leave alone, None without one."""
     reservation = node.reservation
     if reservation is None or reservation.lets_pass(record):
@@ -175,7 +161,7 @@ LOOKED_AT: Final = 32
 """Groups that are looked at together."""
 
 
-def look_for_stalls(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+def look_for_stalls(node: SchedulerState) -> None:
     """Warn the lines that wait for what is held without end; look again for others."""
     node.stalls_at = None
     names = _held_endlessly(node)
@@ -188,15 +174,15 @@ def look_for_stalls(node: SchedulerState, now: float, effects: list[Effect]) -> 
         if not group.is_warned and (is_bound or names & _asked(group.request))
     ]
     if not groups:
-        node.expect_stalls(now)
+        node.expect_stalls()
         return
     # Not always the same: each look costs as much as there are holders.
     turn = node.stall_turn % len(groups)
     chosen = (groups[turn:] + groups[:turn])[:LOOKED_AT]
     node.stall_turn = turn + len(chosen)
-    found = [_look_at(node, group, now, effects) for group in chosen]
+    found = [_look_at(node, group) for group in chosen]
     if len(chosen) < len(groups):
-        found.append(now + node.config.warn_after)
+        found.append(node.now + node.config.warn_after)
     if moments := [moment for moment in found if moment]:
         node.stalls_at = min(moments)
         node.timers.set(node.stalls_at, AlarmKind.STALL, 0)
@@ -216,24 +202,22 @@ def _asked(request: Request) -> set[str]:
     return {name for name, _ in (*request.scalars, *request.devices)}
 
 
-def _look_at(
-    node: SchedulerState, group: Group, now: float, effects: list[Effect]
-) -> float:
+def _look_at(node: SchedulerState, group: Group) -> float:
     """Warn a line if it is time; gives when to look at it again, 0 for never."""
     first = group.first()
     assert first is not None, group
     record, after = first[1], node.config.warn_after
-    if now < record.since + after:
+    if node.now < record.since + after:
         return record.since + after
     if node.clients is not None and node.clients.bars(record):
-        return now + after
+        return node.now + after
     lacks = list(find_lacks(node, record))
     if not is_held_endlessly(node, record, lacks):
-        return now + after
+        return node.now + after
     # Who has something for a moment only may give it back as soon.
     youngest = min(
         (
-            now - worker.watched_since
+            node.now - worker.watched_since
             for worker in node.holders
             if runs_endlessly(worker) and worker.watched is worker.task
             if worker.lease and any(_has(worker.lease, lack) for lack in lacks)
@@ -241,10 +225,10 @@ def _look_at(
         default=after,
     )
     # Compared as moments: what is left may be too little to make a later one.
-    if (moment := now + after - youngest) > now:
+    if (moment := node.now + after - youngest) > node.now:
         return moment
     group.is_warned = True
-    effects.append(Warn(record.id))
+    node.effects.append(Warn(record.id))
     return 0.0
 
 

@@ -16,14 +16,10 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.effects import Effect
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.model.request import (
-    ANY,
-    BundleRef,
-    PlacementGroupSpec,
-    Request,
-)
+from aiogpu.core.model.request import ANY, BundleRef, PlacementGroupSpec, Request
 from aiogpu.core.queue.ready import Precedence, ReadyQueue, precedence
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.queue.timers import AlarmKind, Timers
@@ -64,10 +60,10 @@ class ExclusiveRetries:
     def __repr__(self) -> str:
         return f"<Solitude for {self._current}, then {len(self._waiting)}>"
 
-    def await_turn(self, node: SchedulerState, record: TaskRecord, now: float) -> None:
+    def await_turn(self, node: SchedulerState, record: TaskRecord) -> None:
         """A task that holds nothing any more shall run alone."""
         record.is_alone = True
-        node.delay(record, now + node.config.alone_within, AlarmKind.ALONE)
+        node.delay(record, node.now + node.config.alone_within, AlarmKind.ALONE)
         self._waiting.append(record)
         self.is_wanted = True
 
@@ -267,6 +263,8 @@ class SchedulerState:
     """The ledger, the queue and the records of one node.
 
     Attributes:
+        now: when the latest event was, in seconds.
+        effects: what is to be done because of it.
         delayed: tasks that have failed and will wait again some time later.
         expecting: tasks whose arguments are not all there yet, and whose results
             those are, as far as they are tasks of this node.
@@ -287,6 +285,8 @@ class SchedulerState:
     """
 
     def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
+        self.now = 0.0
+        self.effects: list[Effect] = []
         self.ledger = ledger
         self.config = config or SchedulerConfig()
         self.ready: ReadyQueue = ReadyQueue()
@@ -351,10 +351,10 @@ class SchedulerState:
             self.worker_limit.refused += 1
         return None
 
-    def expect_stalls(self, now: float) -> None:
+    def expect_stalls(self) -> None:
         """Look in a while whether tasks wait for what is held without end."""
         if self.stalls_at is None:
-            self.stalls_at = now + self.config.warn_after
+            self.stalls_at = self.now + self.config.warn_after
             self.timers.set(self.stalls_at, AlarmKind.STALL, 0)
 
     def note_spares(self) -> None:
@@ -407,21 +407,21 @@ class SchedulerState:
             return True
         return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
 
-    def note_crowded(self, reason: str, now: float) -> None:
+    def note_crowded(self, reason: str) -> None:
         """There was no room for a worker: do with those that are there, for a while."""
-        if self.worker_limit.shrink(len(self.workers), reason, now):
-            self._grow_later(now)
+        if self.worker_limit.shrink(len(self.workers), reason, self.now):
+            self._grow_later()
 
-    def grow(self, now: float) -> None:
+    def grow(self) -> None:
         """Try whether there is room for a few more than lately."""
         starting = WorkerState.STARTING
         is_quiet = not any(worker.state is starting for worker in self.workers)
         if self.worker_limit.grow(is_quiet):
-            self._grow_later(now)
+            self._grow_later()
 
-    def _grow_later(self, now: float) -> None:
+    def _grow_later(self) -> None:
         limit = self.worker_limit
-        limit.retry_at = now + self.config.crowded_delay(limit.failures)
+        limit.retry_at = self.now + self.config.crowded_delay(limit.failures)
         self.timers.set(limit.retry_at, AlarmKind.WORKER_LIMIT, 0)
 
     def grace_of(self, record: TaskRecord) -> float:

@@ -7,14 +7,12 @@ keeps.
 
 from __future__ import annotations
 
-from aiogpu.core.effects import Effect, Fail, Failure, Forget
+from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import Kin, TaskRecord, TaskState, move_task, sort_key
 from aiogpu.core.scheduler.cancellation import withdraw
 from aiogpu.core.scheduler.revocation import revoke
-from aiogpu.core.scheduler.state import (
-    SchedulerState,
-)
+from aiogpu.core.scheduler.state import SchedulerState
 
 
 def adopt(parent: TaskRecord, child: TaskRecord) -> None:
@@ -38,17 +36,13 @@ def detach(child: TaskRecord | None) -> None:
         kin.parent = None
 
 
-def on_task_ended(
-    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
-) -> None:
+def on_task_ended(node: SchedulerState, record: TaskRecord) -> None:
     """A task has ended, or begins anew: nothing that it has started goes on."""
     _wait_for(record, {})
-    disown_children(node, record, now, effects)
+    disown_children(node, record)
 
 
-def disown_children(
-    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
-) -> None:
+def disown_children(node: SchedulerState, record: TaskRecord) -> None:
     """End what a task has started, with all that that has started."""
     kin = record.kin
     assert kin is not None, record
@@ -57,21 +51,19 @@ def disown_children(
         assert child.kin is not None, child
         child.kin.parent = None
         if child.state is not TaskState.STOPPING:
-            effects.append(Fail(child.id, Failure.DISOWNED))
-        stop(node, child, now, effects)
+            node.effects.append(Fail(child.id, Failure.DISOWNED))
+        stop(node, child)
 
 
-def stop(
-    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
-) -> None:
+def stop(node: SchedulerState, record: TaskRecord) -> None:
     """Stop a task and what it has started; its owner waits for nothing."""
-    withdraw(node, record, now, effects)
+    withdraw(node, record)
     if record.kin is None:
         return
     if record.state is TaskState.ENDED:
-        on_task_ended(node, record, now, effects)
+        on_task_ended(node, record)
     else:
-        disown_children(node, record, now, effects)
+        disown_children(node, record)
 
 
 def on_waits(
@@ -79,8 +71,6 @@ def on_waits(
     record: TaskRecord,
     children: tuple[TaskId, ...],
     elsewhere: bool,
-    now: float,
-    effects: list[Effect],
 ) -> None:
     """A task's code waits for others, or for none any more.
 
@@ -91,8 +81,13 @@ def on_waits(
         if not elsewhere:
             return
         record.kin = Kin(sort_key(record))
+    worker = record.worker
     if record.state not in (TaskState.RUNNING, TaskState.BLOCKED):
         return
+    assert worker is not None, record
+    assert worker.lease is not None, worker
+    if record.state is TaskState.RUNNING and worker.lease.is_lent:
+        return  # it has its place, and no CPU that it could lend
     found = [node.tasks.get(child) for child in children]
     awaited = {
         child.id: child
@@ -103,31 +98,28 @@ def on_waits(
     if not awaited and not elsewhere:
         node.go_on(record)
         return
-    worker = record.worker
-    assert worker is not None, record
-    assert worker.lease is not None, worker
     if record.state is TaskState.RUNNING:
         move_task(record, TaskState.BLOCKED)
         node.blocked[record.id] = record
         node.ledger.lend(worker.lease)
         if worker.queue:
-            revoke(worker, effects)
-    end_deadlocks(node, now, effects)
+            revoke(node, worker)
+    end_deadlocks(node)
 
 
-def end_deadlocks(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+def end_deadlocks(node: SchedulerState) -> None:
     """Fail the tasks for which others would wait for ever."""
     if not node.blocked:
         return
     from aiogpu.core.scheduler.deadlock import find_deadlocks
 
     for child, reason in find_deadlocks(node):
-        effects.append(Fail(child.id, Failure.DEADLOCKED, reason))
-        effects.append(Forget(child.id))
+        node.effects.append(Fail(child.id, Failure.DEADLOCKED, reason))
+        node.effects.append(Forget(child.id))
         node.end(child)
         node.ready.discard(child)
         if child.kin is not None:
-            on_task_ended(node, child, now, effects)
+            on_task_ended(node, child)
 
 
 def _wait_for(record: TaskRecord, awaited: dict[TaskId, TaskRecord]) -> None:

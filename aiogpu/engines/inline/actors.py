@@ -16,24 +16,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextvars import Context
-from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import iscoroutinefunction, signature
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 
 from aiogpu.client.current import method_called
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
-from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.records import TaskState, WorkerRecord
 from aiogpu.core.resources.placement_group import room_for
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.engines.inline.tasks import (
     Job,
     Outcome,
     Raising,
     acting_job,
-    hold_for,
     id_of_caller,
     running_job,
     supplied,
@@ -44,6 +41,7 @@ from aiogpu.runtime.actors.registry import FIRST_CALL, LEAVE_LIMIT, Register
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers.death import describe_loss
 from aiogpu.serialization.exceptions import LEFT, STOPPED, unpack_failure
+from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire.messages import ASYNC, THREADED, Demand, Failed, Invoke, Leave, Message
 from aiogpu.worker.chunk import method_of, plain_name
@@ -56,87 +54,144 @@ if TYPE_CHECKING:
     from aiogpu.runtime.workers.slots import LiveWorker
 
 
-@dataclass(slots=True, eq=False)
 class Creation(Job):
-    """See above.
+    """The task that an actor is to the scheduler: its constructor, then its life.
 
     Attributes:
-        resident: what is made; it keeps what the job holds.
+        actor: its calls and who waits for it.
+        resident: what is made; None before it is its turn.
     """
 
-    resident: Resident = field(kw_only=True)
+    def __init__(
+        self,
+        id_: TaskId,
+        call: Call,
+        runner: Runner,
+        actor: Actor,
+        residents: Residents,
+    ) -> None:
+        super().__init__(id_, call, runner, is_urgent=True)
+        self.actor = actor
+        self.resident: Resident | None = None
+        self._residents = residents
 
     @property
     def actor_id(self) -> int:
         """The number of the actor that it makes."""
         return self.id
 
-    def worker_id(self, depth: int) -> WorkerId:
-        """By which number its code and `status()` know where it runs."""
-        return self.resident.worker_id
+    def begin(self, worker: WorkerRecord) -> None:
+        """It is its turn, once more maybe."""
+        super().begin(worker)
+        self.started = set()
+        self.resident = self._residents.begin_life(self)
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """What makes the object and keeps it; raises what unpickling the class does."""
         cls, resident = executor.function(self.call.func), self.resident
+        assert resident is not None, self
 
         def make(*args: Any, **kwargs: Any) -> None:
             resident.object = cls(*args, **kwargs)
 
         return make
 
+    def goes_on(self, outcome: Outcome) -> bool:
+        """Whether it has made what goes on living."""
+        record, resident = self.record, self.resident
+        if type(outcome.answer) is Failed or record is None:
+            return False
+        if record.state is not TaskState.RUNNING:
+            return False
+        assert resident is not None, self
+        resident.on_made()
+        payload = self.call.payload
+        if type(payload) is Payload and not record.retries_left:
+            payload.let_go_of_actors()  # it is not called again
+        return True
+
     def tell(self, outcome: Outcome) -> None:
-        """Tell who waits for the actor that it was made, or why it never will be."""
-        self.call.receiver = None
+        """Tell who waits for the actor that it has ended, or was never made."""
         if type(outcome.answer) is Failed:
             error = unpack_failure(outcome.answer, self.name)
             outcome.show_frames(error)
-            self.resident.actor.break_down(outcome.answer, error)
-        else:
-            self.resident.on_made()
+            self.actor.break_down(outcome.answer, error)
+        elif self.actor.state is ActorState.LEAVING:
+            self.actor.receive(b"")
 
-    def fail_wait(self, reason: str) -> bool:
+    def interrupt(self) -> None:
+        """Have it end, with what its object has started."""
+        resident, scheduler = self.resident, self.runner.node.scheduler
+        if resident is None or resident.peer is None:
+            super().interrupt()
+        elif scheduler.is_closing:
+            resident.close_down(scheduler.config.cancel_grace)
+        else:
+            resident.kill()
+
+    def fail_wait(self, reason: str) -> None:
         """Tell who waits for calls; the program may still place the actor."""
         self.waiters = 0
-        self.resident.fail_waits(reason)
-        return False
+        self._residents.waits.fail(self.actor, reason)
 
-    def on_end(self) -> None:
-        """The constructor has ended, or never began."""
-        self.resident.on_creation_ended()
+    def end(self) -> None:
+        """Its constructor has failed, or nobody wants what it has made."""
+        if self.resident is not None:
+            self.resident.let_go()
+        super().end()
+
+    def on_forgotten(self) -> None:
+        """Nothing is left of it."""
+        if self.actor.state is ActorState.DEAD:
+            self.actor.note_gone()
+            self._residents.forget(self.actor)
 
 
-@dataclass(slots=True, eq=False)
 class Invocation(Job):
-    """See above.
+    """A call of an actor; the scheduler knows nothing of it.
 
     Attributes:
         resident: the actor's object.
         method: name of the method.
     """
 
-    resident: Resident = field(kw_only=True)
-    method: str = field(kw_only=True)
+    def __init__(
+        self, id_: TaskId, call: Call, runner: Runner, resident: Resident, method: str
+    ) -> None:
+        super().__init__(id_, call, runner)
+        self.resident = resident
+        self.method = method
+        self.worker = resident.creation.worker
+
+    @property
+    def task(self) -> TaskId:
+        """The number by which the scheduler knows its actor."""
+        return self.resident.creation.id
 
     @property
     def name(self) -> str:
         """How errors call it."""
-        return f"{self.record.spec.name}.{self.method}"
+        return f"{self.call.func.spec.name}.{self.method}"
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its code has stopped."""
+        return self.is_over
+
+    @property
+    def is_blocked(self) -> bool:
+        """False: it holds no CPU that others could have meanwhile."""
+        return any(child.waiters for child in self.children())
 
     @property
     def task_name(self) -> str:
         """What its code is told that it is called."""
-        return f"{self.record.spec.name}.{plain_name(self.method)}"
+        return f"{self.call.func.spec.name}.{plain_name(self.method)}"
 
     @property
     def actor_id(self) -> int:
         """The number of the actor whose method it is."""
         return self.resident.actor.id
-
-    @property
-    def at_work(self) -> WorkerRecord | None:
-        """What stands for the actor's process."""
-        record = self.resident.record
-        return record.worker if record is not None else None
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """The method; where it cannot be had, the call raises why."""
@@ -157,45 +212,51 @@ class Invocation(Job):
         self.call.receiver = None if asked is None else asked.receiver
         if asked is not None:
             asked.passed += 1
-        Job.pass_item(self, payload)  # slots have made this another class
+        super().pass_item(payload)
 
-    def on_end(self) -> None:
+    def stop(self) -> None:
+        """Stop it, if it awaits something, and leave it behind after a while."""
+        self.interrupt()
+        if self.main is not None and self.timer is None:
+            grace = self.runner.node.scheduler.config.cancel_grace
+            give_up = partial(self.runner.give_up, self)
+            self.timer = self.runner.loop.call_later(grace, give_up, context=Context())
+
+    def end(self) -> None:
         """Its code has stopped: the next call may run."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.outcome is not None:
+            self.tell(self.outcome)
+
+    def leave(self) -> None:
+        """Nothing of it lies on the stack any more."""
         self.resident.on_call_ended(self)
 
 
 class Resident:
-    """See above.
+    """The object of an actor, for one life; to the actor, its process.
 
     Attributes:
-        actor: its calls and who waits for it; it may outlive this life.
-        worker_id: stands for its process in `status()`.
-        restarts_left: how often it may be made anew; -1 without end.
-        peer: itself, to the actor; None before and after its life.
         creation: the job that makes it.
+        actor: its calls and who waits for it; it may outlive this life.
+        id: stands for its process in `status()`.
+        peer: itself, to the actor; None before and after its life.
         object: what its class has made; None before and after its life.
-        lease: what it holds.
-        record: what `status()` shows of it, None before its life.
         begun: number of the call that was begun last.
+        is_restarting: another life follows.
         is_over: whether nothing is left of it.
     """
 
-    def __init__(
-        self,
-        actor: Actor,
-        residents: Residents,
-        worker_id: WorkerId,
-        restarts_left: int,
-    ) -> None:
-        self.actor = actor
-        self.worker_id = worker_id
-        self.restarts_left = restarts_left
+    def __init__(self, creation: Creation, residents: Residents) -> None:
+        assert creation.worker is not None, creation
+        self.creation = creation
+        self.actor = creation.actor
+        self.id = creation.worker.id
         self.peer: Resident | None = None
-        self.creation: Creation
         self.object: Any = None
-        self.lease: Lease | None = None
-        self.record: TaskRecord | None = None
         self.begun = 0
+        self.is_restarting = False
         self.is_over = False
         self._residents = residents
         self._queue: deque[Invoke] = deque()
@@ -203,7 +264,7 @@ class Resident:
         self._is_ending = False
 
     def __repr__(self) -> str:
-        return f"<Resident {self.worker_id} of {self.actor!r}>"
+        return f"<Resident {self.id} of {self.actor!r}>"
 
     @property
     def is_busy_below(self) -> bool:
@@ -223,25 +284,14 @@ class Resident:
 
     def on_made(self) -> None:
         """Its constructor has returned."""
-        creation = self.creation
-        self.lease, creation.lease = creation.lease, None
-        self.record = replace(creation.record, state=TaskState.RUNNING)
-        self.record.worker = WorkerRecord(
-            self.worker_id, state=WorkerState.BUSY, task=self.record, lease=self.lease
-        )
         self.peer = self
         # An actor looks at the peer of its worker, and at nothing else of it.
         self.actor.worker = cast("LiveWorker", self)
+        terms = self.actor.func.actor
+        assert terms is not None, self
+        if not terms.keeps_cpus:
+            self.creation.runner.node.feed(Scheduler.release_cpus, self.creation.id)
         self.actor.on_created()
-
-    def on_creation_ended(self) -> None:
-        """Its constructor has ended, one way or the other."""
-        if self.lease is None and not self.is_over:
-            self._let_go()
-
-    def fail_waits(self, reason: str) -> None:
-        """Tell the code that waits for its calls now that the wait can never end."""
-        self._residents.waits.fail(self.actor, reason)
 
     # What its actor tells its process.
 
@@ -267,7 +317,8 @@ class Resident:
         """Nobody wants a call's answer any more: run it no more, or stop it."""
         running = self._running
         if running is not None and running.id == number:
-            running.runner.stop(running)
+            running.call.receiver = None
+            running.stop()
             return
         for message in self._queue:
             if message.call == number:
@@ -278,12 +329,8 @@ class Resident:
     def kill(self) -> None:
         """End at once, or as soon as its code has returned."""
         self._queue.clear()
-        if self.peer is None:
-            self.creation.runner.stop(self.creation)
-            return
-        running = self._running
-        if running is not None:
-            running.runner.stop(running)
+        if self._running is not None:
+            self._running.stop()
         self.end()
 
     def close_down(self, _grace: float) -> None:
@@ -310,20 +357,10 @@ class Resident:
         creation, func = self.creation, self.actor.func
         sent = self.actor.calls.get(message.call)
         receiver = sent.receiver if sent is not None else None
-        record = TaskRecord(TaskId(message.call), func.spec, creation.record.since)
-        return Invocation(
-            record,
-            Call(
-                func,
-                message.payload,
-                receiver,
-                limit=message.limit,
-                passed=message.skip,
-            ),
-            creation.runner,
-            resident=self,
-            method=message.method,
-        )
+        limit, passed = message.limit, message.skip
+        call = Call(func, message.payload, receiver, limit=limit, passed=passed)
+        id_ = TaskId(message.call)
+        return Invocation(id_, call, creation.runner, self, message.method)
 
     def answer(self, outcome: Outcome) -> None:
         """Tell the caller what has come of a call; it finds the frames of an error."""
@@ -331,12 +368,12 @@ class Resident:
             return  # the call is lost, or waits for the next life
         answer = outcome.answer
         call = self.actor.calls.get(answer.task)
-        if call is not None and call.receiver is not None:
-            hold_for(outcome.carried, call.receiver)
-            if type(answer) is Failed and answer.kind != LEFT:
-                error = unpack_failure(answer, f"{self.actor.name}.{call.method}")
-                outcome.show_frames(error)
-                call.receiver = Raising(call.receiver, error)
+        is_raised = type(answer) is Failed and answer.kind != LEFT
+        if is_raised and call is not None and call.receiver is not None:
+            assert isinstance(answer, Failed), outcome
+            error = unpack_failure(answer, f"{self.actor.name}.{call.method}")
+            outcome.show_frames(error)
+            call.receiver = Raising(call.receiver, error)
         self.actor.on_answer(answer)
 
     def _answer_dropped(self, number: int) -> None:
@@ -359,9 +396,11 @@ class Resident:
         """Let the object go, or do so as soon as no code of it runs."""
         self._is_ending = True
         if self._running is None and not self.is_over:
-            self._let_go()
+            self.let_go()
+            self._residents.on_gone(self)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Nothing of it goes on."""
         self.is_over, self.peer = True, None
         if self.creation.surroundings is not None:
             with self.surroundings().on():
@@ -372,11 +411,7 @@ class Resident:
                 self._residents.collect_soon()
         if self._is_current:
             self.actor.worker = None
-        if self.lease is not None:
-            lease, self.lease = self.lease, None
-            self._residents.give_back(lease)
-        self.creation.runner.disown(self.creation)
-        self._residents.on_gone(self)
+        self._residents.end_life(self)
 
 
 def _weak(thing: object) -> weakref.ref[object] | None:
@@ -395,14 +430,8 @@ _log: Final = logging.getLogger(__name__)
 class AsyncResident(Resident):
     """See above."""
 
-    def __init__(
-        self,
-        actor: Actor,
-        residents: Residents,
-        worker_id: WorkerId,
-        restarts_left: int,
-    ) -> None:
-        super().__init__(actor, residents, worker_id, restarts_left)
+    def __init__(self, creation: Creation, residents: Residents) -> None:
+        super().__init__(creation, residents)
         self._runner = residents.runner
         self._context = Context()
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -488,17 +517,12 @@ class AsyncResident(Resident):
 
     def kill(self) -> None:
         """Cancel all that runs, and end."""
-        if self._is_made:
-            self._end_within(self._runner.node.cancel_grace, is_orderly=False)
-        else:
-            super().kill()
+        grace = self._runner.node.scheduler.config.cancel_grace
+        self._end_within(grace, is_orderly=False)
 
     def close_down(self, grace: float) -> None:
         """End with the node, which waits for nobody beyond its grace."""
-        if self._is_made:
-            self._end_within(grace, is_orderly=True)
-        else:
-            super().kill()
+        self._end_within(grace, is_orderly=True)
 
     def hasten(self) -> None:
         """End now, and leave behind what takes its time."""
@@ -548,12 +572,13 @@ class AsyncResident(Resident):
         )
         self.hasten()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Nothing of it goes on."""
         if self._alarm is not None:
             self._alarm.cancel()
         if self._is_made:
             self._runner.offspring.end()
-        super()._let_go()
+        super().let_go()
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -582,16 +607,18 @@ class CallWaits:
     def begin(self, number: int) -> None:
         """The code that runs now waits for a call, which fails if it is in vain."""
         actor, job = self._actors.called_by(number), running_job.get()
-        resident = None if actor is None else self._actors.life(actor.id)
-        if actor is None or resident is None:
+        if actor is None:
             return
+        resident = self._actors.life(actor.id)
         if job is not None:
             self._waiting[number] = job
-            if resident.peer is None:
+            job.calls_awaited += 1
+            if resident is None:
                 # What does not fit may now be what can never begin.
-                resident.creation.waiters = 1
+                self._node.jobs[TaskId(actor.id)].waiters = 1
                 self._node.wake()
-        if resident.is_busy_below:
+            self._node.tell_waits(job)
+        if resident is not None and resident.is_busy_below:
             method = actor.calls[number].method
             self._fail(
                 actor,
@@ -603,11 +630,14 @@ class CallWaits:
 
     def end(self, number: int) -> None:
         """Nobody waits for a call any more."""
-        self._waiting.pop(number, None)
+        job = self._waiting.pop(number, None)
+        if job is not None:
+            job.calls_awaited -= 1
+            self._node.tell_waits(job)
 
     def are_by(self, job: Job) -> bool:
         """Return whether this job's code waits for a call."""
-        return job in self._waiting.values()
+        return job.calls_awaited > 0
 
     def fail(self, actor: Actor, reason: str) -> None:
         """Tell the code that waits for calls of an actor that it waits in vain."""
@@ -620,10 +650,6 @@ class CallWaits:
         self._actors.cancel(actor.id, number)
         if receiver is not None:
             receiver.fail(DeadlockError(why))
-
-
-FIRST_WORKER: Final = 1000
-"""Number of the first of them in `status()`: tasks never lie as deep as that."""
 
 
 class Residents(Register):
@@ -641,9 +667,6 @@ class Residents(Register):
         self._node = node
         self._living: dict[int, Resident] = {}
         self._with_calls: dict[Resident, None] = {}
-        self._new_worker = count(FIRST_WORKER).__next__
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
 
     def __repr__(self) -> str:
         return f"<Residents {len(self._living)}>"
@@ -651,11 +674,7 @@ class Residents(Register):
     @property
     def are_there(self) -> bool:
         """True if there is any that has not ended."""
-        return bool(self._living)
-
-    def living(self) -> list[Resident]:
-        """Those that have not ended, in the order in which they were wanted."""
-        return list(self._living.values())
+        return any(isinstance(job, Creation) for job in self._node.jobs.values())
 
     def life(self, actor: int) -> Resident | None:
         """That of an actor which has not ended."""
@@ -674,41 +693,50 @@ class Residents(Register):
             NodeError: it would need threads, or the node is being shut down.
         """
         _refuse_threads(func)
-        refusal = self._node.refusal(Call(func, payload, None), None)
         if get_if_exists and key is not None and (found := self.find(key)):
             return found
         self.check_name(key)
         actor = Actor(func, self, key)
-        self.name(actor)
+
+        def make(task: TaskId, call: Call) -> Creation:
+            actor.id = task
+            self.add(actor, 0)
+            self.name(actor)
+            return Creation(task, call, self.runner, actor, self)
+
         if func.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
-        self._make(actor, payload, func.spec.max_retries)
-        if refusal is not None:
-            actor.fail(refusal)
-            self._living[actor.id].kill()
+        self._node.submit(func, payload, actor, self.runner, make)
         return actor
 
-    def _make(self, actor: Actor, payload: bytes, restarts_left: int) -> None:
-        node, func = self._node, actor.func
-        record = node.new_record(func)
-        if actor.id:
-            record.id = TaskId(actor.id)
-        actor.id, actor.is_killed = record.id, False
-        kind = AsyncResident if func.actor and func.actor.mode == ASYNC else Resident
-        worker = WorkerId(self._new_worker())
-        resident = kind(actor, self, worker, restarts_left)
-        resident.creation = Creation(
-            record,
-            Call(func, payload, actor),
-            self.runner,
-            is_urgent=True,
-            resident=resident,
-        )
-        self.add(actor, 0)
-        self._living[actor.id] = resident
-        self._is_empty.clear()
-        self.runner.add(resident.creation)
-        node.wake()
+    def begin_life(self, creation: Creation) -> Resident:
+        """An actor's constructor begins."""
+        actor, terms = creation.actor, creation.call.func.actor
+        actor.is_killed = False
+        is_async = terms is not None and terms.mode == ASYNC
+        kind = AsyncResident if is_async else Resident
+        resident = self._living[actor.id] = kind(creation, self)
+        return resident
+
+    def end_life(self, resident: Resident) -> None:
+        """Nothing of an actor's object goes on; another life may follow."""
+        del self._living[resident.actor.id]
+        self._with_calls.pop(resident, None)
+        self._node.disown(resident.creation)
+
+    def on_gone(self, resident: Resident) -> None:
+        """An actor that was made has ended."""
+        feed, task = self._node.feed, resident.creation.id
+        worker, creation = WorkerId(resident.id), resident.creation
+        creation.is_over = True
+        creation.resident = None
+        if resident.is_restarting:
+            feed(Scheduler.worker_gone, worker, task)
+            resident.actor.look_if_idle()
+        else:
+            feed(Scheduler.finish, task, worker)
+            feed(Scheduler.worker_gone, worker)
+        self._node.wake()
 
     def known(self, actor: int) -> Actor:
         """An actor that lives, or to which somebody has a handle.
@@ -726,7 +754,7 @@ class Residents(Register):
         func = self.known(actor).func
         assert func.actor is not None, func
         request = func.spec.shape.request
-        room = room_for(self._node.ledger, request, not func.actor.keeps_cpus)
+        room = room_for(self._node.scheduler.ledger, request, not func.actor.keeps_cpus)
         return room, str(request)
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
@@ -783,54 +811,31 @@ class Residents(Register):
         """The living actor that has this call before it."""
         if number < FIRST_CALL:
             return None
-        residents = self._living.values()
-        actors = (one.actor for one in residents if number in one.actor.calls)
-        return next(actors, None)
+        return next((one for one in self.all() if number in one.calls), None)
 
     # Their ends.
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End an actor at once, or have it made anew if it may be."""
         found, resident = self._actors.get(actor), self._living.get(actor)
-        if found is None or resident is None or found.state is ActorState.DEAD:
+        if found is None or found.state is ActorState.DEAD:
             return
         if no_restart:
             found.die(ActorDiedError(f"{found.name} was killed.", found.name))
-            resident.kill()
-        elif resident.peer is not None and found.state is ActorState.ALIVE:
+            self._node.cancel(found.id)
+        elif resident is not None and found.state is ActorState.ALIVE:
             self._restart(found, resident)
 
     def _restart(self, actor: Actor, resident: Resident) -> None:
         lost = actor.lose(resident.begun)
         actor.is_killed = True
-        if not resident.restarts_left:
+        record = resident.creation.record
+        if record is None or not record.retries_left:
             actor.fail(ActorDiedError(f"{actor.name} was killed.", actor.name))
-        is_restarting = actor.state is not ActorState.DEAD
+        resident.is_restarting = actor.state is not ActorState.DEAD
         for receiver in lost:
-            receiver.fail(describe_loss(actor.name, None, is_restarting))
+            receiver.fail(describe_loss(actor.name, None, resident.is_restarting))
         resident.kill()
-
-    def on_gone(self, resident: Resident) -> None:
-        """Nothing is left of an actor's life; another one may follow."""
-        actor = resident.actor
-        del self._living[actor.id]
-        self._with_calls.pop(resident, None)
-        if actor.state is ActorState.LEAVING:
-            actor.receive(b"")
-        if actor.state is ActorState.DEAD:
-            actor.note_gone()
-            self.forget(actor)
-        else:
-            left, payload = resident.restarts_left, resident.creation.call.payload
-            self._make(actor, payload, left - (left > 0))
-            actor.look_if_idle()
-        if not self._living:
-            self._is_empty.set()
-
-    def give_back(self, lease: Lease) -> None:
-        """An actor holds no longer what it held."""
-        self._node.ledger.give_back(lease)
-        self._node.wake()
 
     def collect_soon(self) -> None:
         """Have what refers to itself let go, so that its `__del__` is called."""
@@ -856,7 +861,7 @@ class Residents(Register):
         if actor.state is ActorState.PENDING:
             # It waits to be made, for nobody.
             actor.die(died(actor.name, actor.why_idle))
-            self._living[actor.id].kill()
+            self._node.cancel(actor.id)
         else:
             actor.leave(actor.why_idle)
 
@@ -865,25 +870,10 @@ class Residents(Register):
         self.free_name(actor)
         self.forget(actor)
 
-    def close_down(self) -> None:
-        """End all in an orderly way; nobody gets an answer any more."""
-        for resident in self.living():
-            actor = resident.actor
-            actor.fail(
-                NodeClosedError(
-                    f"the node was shut down before {actor.name} had ended."
-                )
-            )
-            resident.close_down(self._node.cancel_grace)
-
     def hasten(self) -> None:
         """Leave those behind that would take their time."""
-        for resident in self.living():
+        for resident in list(self._living.values()):
             resident.hasten()
-
-    async def closed(self) -> None:
-        """Wait until nothing is left of any."""
-        await self._is_empty.wait()
 
 
 def _refuse_threads(func: FunctionSpec) -> None:

@@ -11,145 +11,36 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+import time
 from dataclasses import replace
 from importlib import import_module
-from itertools import count, islice
+from itertools import count
 from typing import Final
 
 from aiogpu.client.current import error_inside_task
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
-from aiogpu.core.model.ids import OWN, TaskId, WorkerId
-from aiogpu.core.records import TaskState, WorkerRecord, WorkerState
+from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.actors import Residents
 from aiogpu.engines.inline.tasks import (
     Executor,
     InlineNode,
-    Job,
     Runner,
     acting_job,
     running_job,
 )
 from aiogpu.errors import NodeClosedError, PreloadError
-from aiogpu.observe.snapshot import LISTED, picture
-from aiogpu.observe.status import Holdings, NodeStatus, Queue, ShapeStatus, shape_status
-from aiogpu.observe.why import Why, awaited_gang, find_shortages, tell_lacks
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.status import NodeStatus
+from aiogpu.observe.why import Why, why
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.callers.leases import LeaseReceiver
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.objects.segments import ObjectMemory
 from aiogpu.runtime.objects.store import Store
 from aiogpu.serialization.references import PickledValue
-
-
-def picture_inline(node: InlineNode, now: float) -> NodeStatus:
-    """Picture the node: all that run and all actors have workers, this process each.
-
-    One worker is there also when nothing runs.
-    """
-    turns, leases = node.turns, node.leases
-    workers = node.workers or [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
-    queue = Queue(
-        count=sum(len(jobs) for jobs in turns.by_shape.values()) + len(leases.waiting),
-        first=[
-            *(
-                (job.record, _reason(node, job, before))
-                for before, job in enumerate(islice(turns, LISTED))
-            ),
-            *((record, tell_lacks(node, record)) for record in leases.waiting),
-        ],
-        shapes=[
-            _shape(jobs, node, now) for jobs in islice(turns.by_shape.values(), LISTED)
-        ],
-        shape_count=len(turns.by_shape),
-        placements=leases.placements_seen(),
-    )
-    pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
-    seen = picture(node.ledger, workers, queue, pids, now, granted=leases.granted)
-
-    def place_of(actor: Actor) -> tuple[int, int] | None:
-        life = node.actors.life(actor.id)
-        if life is None or actor.worker is None:
-            return None
-        return life.worker_id, os.getpid()
-
-    actors = node.actors.listed(place_of, lambda _: OWN)
-    return replace(seen, actors=actors)
-
-
-def _reason(node: InlineNode, job: Job, before: int) -> str:
-    if placement := awaited_gang(node, job.record):
-        return f"waits for {placement}, its placement"
-    lacks = tell_lacks(node, job.record) if _may_lack(node, job) else ""
-    return lacks or f"waits for its turn: {before} before it"
-
-
-def _may_lack(node: InlineNode, job: Job) -> bool:
-    """Return whether it waits for what others hold; others wait for those that run."""
-    return job.is_urgent or not node.turns.running
-
-
-def _shape(jobs: Mapping[TaskId, Job], node: InlineNode, now: float) -> ShapeStatus:
-    first = next(iter(jobs.values()))
-    reason = _reason(node, first, node.turns.position(first))
-    return shape_status(first.record, len(jobs), now - first.record.since, reason)
-
-
-def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
-    """Say what a task waits for, or that it runs; None if it has ended."""
-    leased = node.leases.why(TaskId(task), _holdings(node, now))
-    if leased is not None:
-        return leased
-    turns, job = node.turns, node.jobs.get(TaskId(task))
-    actor = node.actors.life(task)
-    record = job.record if job else actor.record if actor else None
-    if record is None:
-        return None
-    waits = job is not None and record.state is TaskState.WAITING
-    if job is not None and waits and _may_lack(node, job):
-        why = _why_lacking(node, job, now)
-        if why.reasons or why.placement:
-            return why
-    return Why(
-        name=record.spec.name,
-        task=task,
-        state=record.state.value,
-        seconds=now - record.since,
-        request=record.spec.shape.request.as_numbers(),
-        position=turns.position(job) + 1 if waits and job else None,
-        of=sum(len(jobs) for jobs in turns.by_shape.values()) if waits else 0,
-        worker=record.worker.id if record.worker else None,
-        pid=0 if waits else os.getpid(),
-    )
-
-
-def _holdings(node: InlineNode, now: float) -> Holdings:
-    workers, leases = node.workers, node.leases
-    pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
-    return Holdings([*workers, *leases.granted.values()], pids, now)
-
-
-def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
-    """Say what of the resources that it asks for others hold."""
-    record = job.record
-    alike = list(node.turns.by_shape[record.spec.shape])
-    return Why(
-        name=job.name,
-        task=job.id,
-        state=record.state.value,
-        seconds=now - record.since,
-        request=record.spec.shape.request.as_numbers(),
-        where=str(record.spec.shape.request.where or ""),
-        position=alike.index(job.id) + 1,
-        of=len(alike),
-        reasons=tuple(find_shortages(node, record, _holdings(node, now))),
-        is_held_endlessly=not node.turns.running,
-        placement=awaited_gang(node, record),
-    )
-
 
 _numbers: Final = count(1)
 
@@ -192,12 +83,12 @@ class InlineEngine:
                 ) from error
         ledger, vendors = await take_inventory(options)
         node = InlineNode(
+            self._loop,
             ledger,
             Assignment(vendors, ledger, os.environ),
             Executor(is_silent=not options.log_to_driver),
             options.cancel_grace,
             self.pack,
-            self._loop.time,
         )
         self._runner = Runner(self._loop, node)
         node.actors = self._actors = Residents(node, self._runner)
@@ -242,7 +133,7 @@ class InlineEngine:
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""
-        return self._node.leases.take(func, receiver)
+        return self._open_runner.submit(func, b"", receiver)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
@@ -271,21 +162,38 @@ class InlineEngine:
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""
-        return self._asked("aiogpu.cluster_resources()").ledger.totals()
+        return self._asked("aiogpu.cluster_resources()").scheduler.ledger.totals()
 
     async def available(self) -> dict[str, float]:
         """Return what is free of each."""
-        return self._asked("aiogpu.available_resources()").ledger.available()
+        return self._asked("aiogpu.available_resources()").scheduler.ledger.available()
 
     async def status(self) -> NodeStatus:
         """Who holds what, what waits; each running task counts as a worker."""
         node = self._asked("aiogpu.status()")
-        return picture_inline(node, node.clock())
+        seen = snapshot(node.scheduler, self._pids(node), time.monotonic())
+
+        def place_of(actor: Actor) -> tuple[int, int] | None:
+            life = self.actors.life(actor.id)
+            return None if life is None else (life.id, os.getpid())
+
+        return replace(
+            seen,
+            actors=self.actors.listed(place_of, lambda _: OWN),
+            failures=node.results.failures.at(time.monotonic()),
+        )
+
+    def _pids(self, node: InlineNode) -> dict[int, int]:
+        workers = {int(worker.id): os.getpid() for worker in node.scheduler.workers}
+        return workers | node.leases.pids
 
     async def why(self, task: int) -> Why | None:
         """Return why a task waits; see `Engine.why`."""
         node = self._asked("handle.why()")
-        return why_inline(node, task, node.clock())
+        record = node.scheduler.tasks.get(TaskId(task))
+        if record is None:
+            return None
+        return why(node.scheduler, record, self._pids(node), time.monotonic())
 
     async def why_task(self, number: int) -> Why | None:
         """The same; see `Engine.why_task`."""
@@ -294,19 +202,19 @@ class InlineEngine:
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
         if self._runner is not None:
-            await self._runner.close()
+            await self._node.close()
         if self._store is not None:
             self._store.close()
 
     def hasten(self) -> None:
         """Give nobody time to stop; see `Engine.hasten`."""
         if self._runner is not None:
-            self._runner.hasten()
+            self._node.hasten()
 
     def abandon(self) -> None:
         """The same in haste."""
         if self._runner is not None:
-            self._node.turns.abandon()
+            self._node.stack.abandon()
 
     def disown(self) -> None:
         """This process is a fork of the program, and has all of it once more."""

@@ -1,11 +1,13 @@
 """Tasks in the calling process: who is next, how their code runs, what they hold.
 
-Nothing runs where a job is added or cancelled, but in callbacks of the loop. A job
-whose parent waits for it lies on top of it, with its surroundings and its lease. All
-runners of a node share its turns, and one loop runs inside a callback of the other, so
-that only the innermost is at work. Plain code that waits runs a loop meanwhile
-(`TaskHost`): its children are carried on that as the program's tasks are on the
-program's. So they pause when it goes on before they end.
+The node's scheduler decides, as it does for workers. It is told that a worker has
+started when it is a task's turn: one task runs at a time, and on top of it what it has
+started, while it waits. Nothing runs where a job is added or cancelled, but in
+callbacks of the loop. A job whose parent waits for it lies on top of it, with its
+surroundings and its lease. All runners of a node share its stack, and one loop runs
+inside a callback of the other, so that only the innermost is at work. Plain code that
+waits runs a loop meanwhile (`TaskHost`): its children are carried on that as the
+program's tasks are on the program's. So they pause when it goes on before they end.
 
 Values pass through pickles as on their way to a worker and back, the function too: what
 it closes over is a copy, and so are the globals that it uses if it is defined in
@@ -20,18 +22,25 @@ import logging
 import os
 import threading
 import time
-import weakref
-from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import pairwise
+from math import inf
 from types import CoroutineType, coroutine
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    NamedTuple,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+)
 from weakref import WeakSet
 
 from aiogpu.client.current import (
@@ -40,47 +49,36 @@ from aiogpu.client.current import (
     error_inside_task,
     has_exited,
     host_of_task,
-    take_kept,
 )
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Host, Receiver
+from aiogpu.core import effects
+from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.model.request import BundleRef, Shape
 from aiogpu.core.model.units import CPU
-from aiogpu.core.records import (
-    TaskRecord,
-    TaskState,
-    WorkerRecord,
-    WorkerState,
-    move_task,
-)
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
-from aiogpu.core.resources.placement_group import (
-    bundles_for,
-    take_grouped,
-    why_infeasible,
-)
-from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
-from aiogpu.core.scheduler.recovery import may_retry
+from aiogpu.core.scheduler.scheduler import Scheduler, Step
 from aiogpu.engines.admission import check_arguments, check_func
 from aiogpu.engines.inline.surroundings import CtrlC, Surroundings, silence
 from aiogpu.errors import (
+    ActorDiedError,
     AiogpuError,
     MisuseError,
     NodeClosedError,
     NodeError,
     SerializationError,
 )
-from aiogpu.observe.status import PlacementStatus, placement_status
-from aiogpu.observe.why import Why, find_shortages, tell_lacks
 from aiogpu.runtime.actors.registry import FIRST_CALL
-from aiogpu.runtime.callers.caller import Carrying
-from aiogpu.runtime.callers.leases import LeaseReceiver, misfit, removed
+from aiogpu.runtime.callers.leases import Leases
 from aiogpu.runtime.devices.binding import Assignment
-from aiogpu.runtime.devices.memory_shortage import told_instead
+from aiogpu.runtime.devices.memory_guard import told_instead
 from aiogpu.runtime.objects.store import filled
-from aiogpu.runtime.objects.values import is_complete, unfinished_in
+from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import Call, pass_on
+from aiogpu.runtime.results import Results
+from aiogpu.runtime.workers.death import Death
 from aiogpu.serialization.exceptions import (
     LEFT,
     RAISED,
@@ -98,35 +96,17 @@ from aiogpu.serialization.serializer import (
     load_function,
     split_results,
 )
-from aiogpu.wire.messages import ASYNC, LEASE_MARK, Done, Failed
+from aiogpu.wire.messages import ASYNC, Done, Failed
 from aiogpu.worker.gpu import has_run_out, peak_memory
+from aiogpu.worker.private_hooks import set_running_loop
 from aiogpu.worker.streams import StreamSender, UnsendableError, send_all_async
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import TaskSpec
-    from aiogpu.observe.status import ActorStatus, Holdings
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.objects.values import Value
 
-
-class HostedActor(Protocol):
-    """The object of an actor in this process; see `engines.inline.actors`."""
-
-    @property
-    def worker_id(self) -> WorkerId:
-        """Stands for its process in `status()`."""
-        ...
-
-    @property
-    def actor(self) -> Actor:
-        """Its calls and who waits for it."""
-
-    @property
-    def record(self) -> TaskRecord | None:
-        """What `status()` shows of it, None before its life."""
-
-    def kill(self) -> None:
-        """End at once, or as soon as its code has returned."""
+P = ParamSpec("P")
 
 
 class CallWaiters(Protocol):
@@ -159,21 +139,6 @@ class HostedActors(Protocol):
     def are_there(self) -> bool:
         """True if there is any that has not ended."""
 
-    def listed(
-        self,
-        place_of: Callable[[Actor], tuple[int, int] | None],
-        client_of: Callable[[int], int],
-    ) -> tuple[ActorStatus, ...]:
-        """All of them, as `status()` shows them."""
-        ...
-
-    def life(self, actor: int, /) -> HostedActor | None:
-        """That of an actor which has not ended."""
-        ...
-
-    def living(self) -> Sequence[HostedActor]:
-        """Those that have not ended, in the order in which they were wanted."""
-
     def known(self, actor: int, /) -> Actor:
         """An actor that lives, or to which somebody has a handle."""
 
@@ -186,14 +151,8 @@ class HostedActors(Protocol):
     def demand_call(self, number: int, limit: int, /) -> None:
         """Let a call that is a stream yield so many items in all."""
 
-    def close_down(self) -> None:
-        """End with the node."""
-
     def hasten(self) -> None:
         """End now, and leave behind what takes its time."""
-
-    async def closed(self) -> None:
-        """Wait until all of them have ended."""
 
 
 OWN_FRAMES: Final = "/aiogpu/engines/inline/"
@@ -207,22 +166,13 @@ class Outcome(NamedTuple):
         answer: the pickled result or error.
         error: the exception itself, with its frames, None for a result.
         is_ctrl_c: whether it is the user at the keyboard who ended it.
-        carried: keeps the actors alive whose handles are in the result.
         original: the error as it was raised, where `answer` tells more of it.
     """
 
     answer: Done | Failed
     error: BaseException | None = None
     is_ctrl_c: bool = False
-    carried: list[object] | None = None
     original: Failed | None = None
-
-    @classmethod
-    def failed(
-        cls, task: int, kind: str, error: BaseException, is_ctrl_c: bool
-    ) -> Outcome:
-        """The outcome of an attempt that raised; see `pack_failure`."""
-        return cls(pack_failure(task, kind, error, OWN_FRAMES), error, is_ctrl_c)
 
     def show_frames(self, revived: Exception) -> None:
         """Give the exception that the task's owner sees the frames of this one.
@@ -233,14 +183,6 @@ class Outcome(NamedTuple):
         while trace is not None and OWN_FRAMES in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next
         BaseException.with_traceback(revived, trace)
-
-
-def hold_for(carried: list[object] | None, receiver: Receiver | None) -> None:
-    """Keep what is carried alive for as long as who gets the result."""
-    while isinstance(receiver, Carrying):
-        receiver = receiver.receiver
-    if carried and receiver is not None:
-        weakref.finalize(receiver, carried.clear).atexit = False
 
 
 class Raising:
@@ -282,83 +224,88 @@ def id_of_caller() -> int:
     return 0 if job is None else job.id
 
 
-@dataclass(slots=True, eq=False)
 class Job:
     """A task, what it holds, and what it has started.
 
     Attributes:
-        record: its state, as `status()` shows it.
+        id: the task's number.
         call: its function and arguments, and who waits for it.
         runner: carries it on its loop.
-        due: the loop's time at which its `timeout` passes, None without one.
         parent: the task that has started it, None for one of the program's.
-        brood: the tasks that it has started and that have not ended.
-        children: those that wait for their turn on top of it; some are no brood of
-            its own, but what a task that has ended was not to take with it.
+        above: on top of which it may run; None for nobody's.
         waiters: how many wait for it.
-        lease: what it holds while it runs.
+        calls_awaited: how many calls of actors its own code waits for.
+        worker: stands for the process that runs it; None while it waits.
         surroundings: what it finds around it while it runs.
         main: runs its coroutine; None for a plain function.
         started: the asyncio tasks that its code has started.
-        timer: rings when its time is up, or its patience with a cancel.
+        timer: rings when the patience with a call that was cancelled is over.
         aside: what has begun on top of it and pauses, while its own code goes on.
+        needed: others' tasks for which its plain code waits, which run on top of it.
         is_urgent: whether it runs on top of whatever runs, since an actor needs it.
+        is_over: its code has stopped; others may lie on top of it yet.
         flow: the way out for its items, if it is a generator that has begun.
-        error: the last answer as an exception, if it was needed before it is told.
+        outcome: what has come of it, to be told.
+        error: that as an exception, if it was needed before it is told.
         worn: put on whenever its code runs, where other code runs in between.
     """
 
-    record: TaskRecord
-    call: Call
-    runner: Runner
-    due: float | None = None
-    parent: Job | None = None
-    brood: dict[TaskId, Job] = field(default_factory=dict)
-    children: deque[Job] = field(default_factory=deque)
-    waiters: int = 0
-    lease: Lease | None = None
-    surroundings: Surroundings | None = None
-    main: asyncio.Task[Outcome] | None = None
-    started: set[asyncio.Task[object]] = field(default_factory=set)
-    timer: asyncio.Handle | None = None
-    aside: list[Job] = field(default_factory=list)
-    is_urgent: bool = False
-    worn: Surroundings | None = None
-    flow: StreamSender | None = None
-    error: Exception | None = None
+    def __init__(
+        self,
+        id_: TaskId,
+        call: Call,
+        runner: Runner,
+        parent: Job | None = None,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
+        self.id = id_
+        self.call = call
+        self.runner = runner
+        self.parent = self.above = parent
+        self.is_urgent = is_urgent
+        self.waiters = self.calls_awaited = 0
+        self.worker: WorkerRecord | None = None
+        self.surroundings: Surroundings | None = None
+        self.main: asyncio.Task[Outcome] | None = None
+        self.started: set[asyncio.Task[object]] = set()
+        self.timer: asyncio.Handle | None = None
+        self.aside: list[Job] = []
+        self.needed: list[Job] = []
+        self.is_over = False
+        self.flow: StreamSender | None = None
+        self.outcome: Outcome | None = None
+        self.error: Exception | None = None
+        self.worn: Surroundings | None = None
 
     def __repr__(self) -> str:
-        return f"<Job {self.id} {self.name} {self.record.state.value}>"
+        return f"<Job {self.id} {self.name}>"
 
     @property
-    def id(self) -> TaskId:
-        """The task's number."""
-        return self.record.id
+    def task(self) -> TaskId:
+        """The number by which the scheduler knows it."""
+        return self.id
+
+    @property
+    def record(self) -> TaskRecord | None:
+        """What the scheduler knows of it; None once it has ended."""
+        return self.runner.node.scheduler.tasks.get(self.task)
 
     @property
     def name(self) -> str:
         """The task's name."""
-        return self.record.spec.name
-
-    @property
-    def at_work(self) -> WorkerRecord | None:
-        """What stands for the worker that runs its code, None while it waits."""
-        return self.record.worker
+        return self.call.func.spec.name
 
     @property
     def is_waiting(self) -> bool:
-        """True if none of its code has run."""
-        return self.record.state is TaskState.WAITING
-
-    @property
-    def is_overdue(self) -> bool:
-        """True if its time is up."""
-        return self.due is not None and self.runner.loop.time() >= self.due
+        """True if it waits for its turn, or for what it asks for."""
+        record = self.record
+        return record is not None and record.state is TaskState.WAITING
 
     @property
     def has_ended(self) -> bool:
-        """True if its code has stopped, or never ran."""
-        return self.record.state is TaskState.ENDED
+        """True if its code has stopped, or never will run."""
+        return self.is_over or self.record is None
 
     @property
     def is_about_to_end(self) -> bool:
@@ -368,16 +315,21 @@ class Job:
     @property
     def is_blocked(self) -> bool:
         """True if its code waits for a task that it has started."""
-        return any(child.waiters for child in self.brood.values())
+        record = self.record
+        return record is not None and record.state is TaskState.BLOCKED
 
     @property
     def actor_id(self) -> int | None:
         """The number of the actor whose code it runs; None for a task."""
         return None
 
-    def worker_id(self, depth: int) -> WorkerId:
-        """By which number its code and `status()` know where it runs."""
-        return WorkerId(depth)
+    def children(self) -> list[Job]:
+        """What it has started and that ends with it."""
+        record = self.record
+        kin = None if record is None else record.kin
+        jobs = self.runner.node.jobs
+        found = [jobs[child] for child in kin.children] if kin is not None else []
+        return [child for child in found if child.parent is self]
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """Return what is called; raises whatever unpickling it raises."""
@@ -386,7 +338,6 @@ class Job:
     def tell(self, outcome: Outcome) -> None:
         """Tell who waits what has come of it."""
         call, answer = self.call, outcome.answer
-        hold_for(outcome.carried, call.receiver)
         if type(answer) is Done and call.receiver is not None:
             call.receiver.receive(answer.payload)
         elif type(answer) is Failed:
@@ -397,18 +348,16 @@ class Job:
     def let_go(self, result: bytes) -> None:
         """Children to which the result has handles go on without their parent."""
         for task in unfinished_in(result):
-            child = self.brood.pop(TaskId(task), None)
-            if child is not None:
-                child.parent = None
+            self.runner.node.feed(Scheduler.detach, TaskId(task))
 
     def is_retried(self, outcome: Outcome) -> bool:
-        """Return whether it is to be tried again after an attempt that ended so."""
+        """Return whether its options name what an attempt has raised."""
         answer, original = outcome.answer, outcome.original
         self.error = None
         if type(answer) is not Failed or outcome.is_ctrl_c:
             return False
         is_named = original is not None and self._names(original)
-        return (self._names(answer) or is_named) and may_retry(self.record)
+        return self._names(answer) or is_named
 
     def _names(self, failed: Failed) -> bool:
         """Return whether its options name what was raised; that is kept, to be told."""
@@ -426,18 +375,52 @@ class Job:
         """Give an item to who waits."""
         call = self.call
         call.passed += 1
-        if call.receiver is not None:
-            hold_for(take_kept(), call.receiver)
         pass_on(call.receiver, (payload,))
         self.runner.note_item()
 
-    def fail_wait(self, reason: str) -> bool:
-        """Tell who waits that the wait can never end; whether the job is over by it."""
-        self.call.tell_deadlock(reason)
-        return True
+    def begin(self, worker: WorkerRecord) -> None:
+        """It is its turn, once more maybe."""
+        self.worker, self.is_over, self.outcome = worker, False, None
+        self.main = self.flow = self.worn = None
 
-    def on_end(self) -> None:
-        """Its code has stopped, or never ran."""
+    def goes_on(self, _outcome: Outcome) -> bool:
+        """Whether it holds on to what it has, though its code has returned."""
+        return False
+
+    def interrupt(self) -> None:
+        """Stop its code, if that awaits something."""
+        if self.main is not None and not self.runner.loop.is_closed():
+            self.main.cancel()
+
+    def stop(self) -> None:
+        """Stop it in whichever state it is; nobody wants its result."""
+        self.runner.node.feed(Scheduler.cancel, self.id)
+
+    def fail_wait(self, reason: str) -> None:
+        """Tell who waits that the wait can never end."""
+        self.call.tell_deadlock(reason)
+        self.stop()
+
+    def end(self) -> None:
+        """Its code has stopped: tell the scheduler."""
+        outcome, worker = self.outcome, self.worker
+        assert worker is not None, self
+        retry = outcome is not None and self.is_retried(outcome)
+        ran_out = outcome is not None and outcome.original is not None
+        feed = self.runner.node.feed
+        feed(Scheduler.finish, self.id, worker.id, retry, ran_out=ran_out)
+
+    def leave(self) -> None:
+        """Nothing of it lies on the stack any more: what it held is free."""
+        worker, self.worker = self.worker, None
+        assert worker is not None, self
+        node = self.runner.node
+        if self.is_urgent and self.id in node.jobs:
+            node.urgent.add(self.id)  # it is tried again
+        node.feed(Scheduler.worker_gone, worker.id)
+
+    def on_forgotten(self) -> None:
+        """The scheduler has told of its end."""
 
     def fresh_context(self, host: Host) -> Context:
         """An empty context, as a worker's is, but for whose it is."""
@@ -445,28 +428,6 @@ class Job:
         context.run(running_job.set, self)
         context.run(host_of_task.set, host)
         return context
-
-    def stop_timer(self) -> None:
-        """Have nothing rung for it any more."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
-class Expected(Enum):
-    """When the arguments of a job come."""
-
-    NOW = "now"
-    LATER = "later"
-    NEVER = "never"
-
-
-def expect(job: Job) -> None:
-    """Have a job looked at again when its arguments come."""
-    payload = job.call.payload
-    if type(payload) is Payload and not is_complete(payload):
-        for value in dict.fromkeys(payload.needs):
-            value.watch(lambda _: job.runner.wake())
 
 
 def needed_by(job: Job) -> tuple[Value, ...]:
@@ -477,20 +438,6 @@ def needed_by(job: Job) -> tuple[Value, ...]:
     return tuple(value for value in dict.fromkeys(payload.needs) if value.is_pending)
 
 
-def expected(job: Job) -> Expected:
-    """When the arguments of a job come; if never, who waits for it is told why."""
-    payload = job.call.payload
-    if type(payload) is not Payload or is_complete(payload):
-        return Expected.NOW
-    for value in payload.needs:
-        if value.has_failed:
-            receiver, job.call.receiver = job.call.receiver, None
-            if receiver is not None:
-                value.tell(receiver)
-            return Expected.NEVER
-    return Expected.LATER
-
-
 def supplied(payload: bytes) -> bytes:
     """The payload of a call that begins, with the values that it needs."""
     return filled(payload) if type(payload) is Payload else payload
@@ -498,126 +445,40 @@ def supplied(payload: bytes) -> bytes:
 
 def with_shortage(job: Job, outcome: Outcome) -> Outcome:
     """The outcome, told otherwise if its error is that of a task with devices."""
-    worker, failed = job.at_work, outcome.answer
+    worker, failed = job.worker, outcome.answer
     is_ours = worker is not None and worker.lease is not None and worker.lease.shares
     error = None if outcome.is_ctrl_c else outcome.error
     if worker is None or not is_ours or error is None or not has_run_out(error):
         return outcome
-    node = job.runner.node
+    node = job.runner.node.scheduler
     told = told_instead(job.name, worker, node, failed, peak_memory())  # type: ignore[arg-type]
     return outcome._replace(answer=told, original=failed)  # type: ignore[arg-type]
 
 
-COUNTED: Final = 4096
-"""Jobs that are counted one by one for a position."""
-
-
-class Turns:
-    """The jobs that run and those that wait, in order of submission.
-
-    More than one runs only where each of them is a child of the one before, which
-    gives way to it. A child whose parent has ended is the program's.
+class Stack:
+    """The jobs whose code runs, each on top of the one that waits for it.
 
     Attributes:
         running: the jobs that have begun, the last one in its turn.
-        by_shape: the jobs that have not, in order of submission.
-        urgent: those of them that run on top of whatever runs, since it may wait for
-            them: makings of actors, and what the methods of actors start.
     """
 
     def __init__(self) -> None:
         self.running: list[Job] = []
-        self.by_shape: dict[Shape, dict[TaskId, Job]] = {}
-        self.urgent: deque[Job] = deque()
-        self._waiting: deque[Job] = deque()
 
     def __repr__(self) -> str:
-        return f"<Turns {self.running!r}>"
+        return f"<Stack {self.running!r}>"
 
     def parent(self) -> Job | None:
         """The running job whose code asks, None if it is the program's."""
         job = running_job.get()
-        if job is None or job.has_ended or job not in self.running:
-            return None
-        return job
-
-    def add(self, job: Job) -> None:
-        """Let a job wait."""
-        if job.is_urgent:
-            self.urgent.append(job)
-        else:
-            (job.parent.children if job.parent else self._waiting).append(job)
-        self.by_shape.setdefault(job.record.spec.shape, {})[job.id] = job
-
-    def leave(self, job: Job) -> None:
-        """Note that a job waits no longer; nothing if it has left before."""
-        shape = job.record.spec.shape
-        jobs = self.by_shape.get(shape)
-        if jobs is not None:
-            jobs.pop(job.id, None)
-            if not jobs:
-                del self.by_shape[shape]
-
-    def waiting(self) -> Iterator[Job]:
-        """The jobs of which one may begin now, in their order; some have ended."""
-        if self.running and self.running[-1].is_about_to_end:
-            return iter(())  # it is told of in a moment, and its children no more its
-        for waiting in (self.urgent, self._queue()):
-            while waiting and not waiting[0].is_waiting:
-                waiting.popleft()
-        return chain(self.urgent, self._queue())
-
-    def begin(self, job: Job) -> None:
-        """A job that waited has its turn."""
-        (self.urgent if job.is_urgent else self._queue()).remove(job)
-        self.leave(job)
-        self.running.append(job)
-
-    def __iter__(self) -> Iterator[Job]:
-        """Those that wait, in the order of their turn."""
-        children = (job.children for job in reversed(self.running))
-        for line in (self.urgent, *children, self._waiting):
-            for job in line:
-                if job.is_waiting:
-                    yield job
-
-    def position(self, job: Job) -> int:
-        """Return how many go before a job; those that left may count, far behind."""
-        before = 0
-        for other in islice(self, COUNTED):
-            if other is job:
-                return before
-            before += 1
-        return max(before, bisect_left(self._waiting, job.id, key=lambda one: one.id))
+        return None if job is None or job.is_over or job not in self.running else job
 
     def pop_ended(self) -> list[Job]:
-        """Remove the jobs that have ended and have nothing running above them."""
+        """Remove the jobs that are over and have nothing running above them."""
         popped: list[Job] = []
-        while self.running and self.running[-1].has_ended:
-            job = self.running.pop()
-            popped.append(job)
-            self.let_go(job)
+        while self.running and self.running[-1].is_over:
+            popped.append(self.running.pop())
         return popped
-
-    def let_go(self, job: Job) -> None:
-        """Give what waits on top of a job, and is not its own, to what is below."""
-        orphans = [child for child in job.children if child.is_waiting]
-        job.children.clear()
-        running = self.running
-        below = running[: running.index(job)] if job in running else running
-        if below:
-            below[-1].children.extend(orphans)
-        elif orphans:
-            merged = sorted([*self._waiting, *orphans], key=lambda job: job.id)
-            self._waiting = deque(merged)
-
-    def bring_up(self, job: Job, above: Job) -> None:
-        """Have a job that waits run on top of another, whose code waits for it."""
-        for line in (self._waiting, *(below.children for below in self.running)):
-            if line is not above.children and job in line:
-                line.remove(job)
-                above.children.append(job)
-                return
 
     def set_aside(self, job: Job) -> None:
         """Have what runs above a job pause: the job's own code goes on."""
@@ -643,23 +504,20 @@ class Turns:
             job.surroundings.take_off()
         self.running.clear()
 
-    def _queue(self) -> deque[Job]:
-        return self.running[-1].children if self.running else self._waiting
-
 
 class Beside:
-    """See above.
+    """The generators that have begun, and lie on top of nothing between two items.
 
     Attributes:
         flows: the ways out for their items, by the task's or call's number; also of
-            generators of actors, which have no turns.
-        jobs: those that have left their turn, in that order.
+            generators of actors, which are on no stack.
+        jobs: those that have left the stack, in that order.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, stack: Stack) -> None:
         self.flows: dict[int, StreamSender] = {}
         self.jobs: dict[int, Job] = {}
-        self._turns = turns
+        self._stack = stack
 
     def __repr__(self) -> str:
         return f"<Beside {list(self.jobs.values())!r}>"
@@ -673,19 +531,11 @@ class Beside:
                 runs then, as what methods of actors start.
         """
         assert job.surroundings is not None, job
-        self._turns.running.remove(job)
+        self._stack.running.remove(job)
         job.surroundings.take_off()
         job.worn = job.surroundings.again()
         context.run(acting_job.set, job)
         self.jobs[job.id] = job
-
-    def bring_back(self, job: Job) -> None:
-        """If a job has entered, have it lie on top again: it is tried once more."""
-        if self.leave(job):
-            assert job.surroundings is not None, job
-            self._turns.running.append(job)
-            job.surroundings.put_on()
-            job.worn = None
 
     def leave(self, job: Job) -> bool:
         """An attempt at a job has ended; False if it had not entered."""
@@ -721,7 +571,6 @@ class InlineFlow(StreamSender):
             if isinstance(payload, PickledValue):
                 payload = self._job.runner.node.pack(payload)
         except SerializationError as error:
-            take_kept()  # it will never be sent
             raise self.unsendable(error) from error
         self._job.pass_item(payload)
 
@@ -757,14 +606,14 @@ class PlainItems:
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """The block runs the generator's code, on top of whatever runs."""
-        running = self._job.runner.node.turns.running
+        running = self._job.runner.node.stack.running
         loop = asyncio._get_running_loop()
         running.append(self._job)
-        asyncio._set_running_loop(None)
+        set_running_loop(None)
         try:
             yield
         finally:
-            asyncio._set_running_loop(loop)
+            set_running_loop(loop)
             running.remove(self._job)
 
 
@@ -815,7 +664,7 @@ class Offspring:
         self, loop: asyncio.AbstractEventLoop, coroutine: AnyCoroutine, **options: Any
     ) -> asyncio.Future[Any]:
         job, begun = running_job.get(), None
-        if job is not None and job.record.state is TaskState.ENDED:
+        if job is not None and job.has_ended:
             job = None
         if job is None:
             job = acting_job.get()
@@ -866,14 +715,14 @@ class Executor:
         Gives the coroutine where that is what the function gives; `finish` it.
         """
         loop = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)
+        set_running_loop(None)
         try:
             try:
                 return self._call(job, host)
             finally:
                 host.close()
         finally:
-            asyncio._set_running_loop(loop)
+            set_running_loop(loop)
 
     def _call(self, job: Job, host: TaskHost | None = None) -> Outcome | BegunCoroutine:
         kind = UNREADABLE
@@ -918,13 +767,11 @@ class Executor:
             await end_started(job)
 
     def _failed(self, job: Job, kind: str, error: BaseException) -> Outcome:
-        take_kept()  # the result that they were in will never be sent
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
-        outcome = Outcome.failed(job.id, kind, error, self.is_ctrl_c(error))
-        if kind != LEFT:
-            outcome = with_shortage(job, outcome)
-        return outcome._replace(carried=take_kept())
+        answer = pack_failure(job.id, kind, error, OWN_FRAMES, job.runner.node.pack)
+        outcome = Outcome(answer, error, self.is_ctrl_c(error))
+        return outcome if kind == LEFT else with_shortage(job, outcome)
 
     def is_ctrl_c(self, error: BaseException) -> bool:
         """Whether the code that has run last was ended by the user at the keyboard."""
@@ -995,11 +842,11 @@ def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
         has_handles(payload) and job.call.func.is_coroutine
     ):
         return load_arguments(payload)
-    asyncio._set_running_loop(job.runner.loop)
+    set_running_loop(job.runner.loop)
     try:
         return load_arguments(payload)
     finally:
-        asyncio._set_running_loop(None)
+        set_running_loop(None)
 
 
 def _packed(job: Job, value: object) -> Outcome:
@@ -1007,7 +854,7 @@ def _packed(job: Job, value: object) -> Outcome:
     if isinstance(result, PickledValue):
         result = job.runner.node.pack(result)
         job.let_go(result)
-    return Outcome(Done(job.id, result), carried=take_kept())
+    return Outcome(Done(job.id, result))
 
 
 class TaskHost:
@@ -1130,6 +977,8 @@ class TaskHost:
         for job in self._awaited:
             job.waiters = 1
             self._bring_up(job)
+        if self._awaited:
+            self._node.tell_waits(self._job)
 
     def _bring_up(self, job: Job) -> None:
         """Have a job run now, and before it what it needs, whoever has started them.
@@ -1142,8 +991,9 @@ class TaskHost:
         while stack:
             one, has_its_needs = stack.pop()
             if has_its_needs:
-                self._node.turns.bring_up(one, self._job)
-            elif one.is_waiting and one.id not in seen:
+                if one.above is not self._job:
+                    self._job.needed.append(one)
+            elif one.worker is None and one.id not in seen:
                 seen.add(one.id)
                 stack.append((one, True))
                 needs = (jobs.get(TaskId(value.task)) for value in needed_by(one))
@@ -1151,33 +1001,35 @@ class TaskHost:
 
     def end_wait(self, waiter: object) -> None:
         """Nobody of the task's plain code waits any more."""
-        for job in self._awaited:
+        awaited, self._awaited = self._awaited, []
+        for job in awaited:
             job.waiters = 0
         for call in self._awaited_calls:
             self._node.end_wait(call)
-        self._awaited, self._awaited_calls = [], []
+        self._awaited_calls, self._job.needed = [], []
+        if awaited:
+            self._node.tell_waits(self._job)
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
         """Run the children until something is done; False if time is up before."""
-        turns = self._node.turns
+        stack = self._node.stack
         self._end_strays()
-        turns.resume(self._job)
+        stack.resume(self._job)
         try:
             return self._at_home().run_until(is_done, deadline)
         finally:
-            turns.set_aside(self._job)
+            stack.set_aside(self._job)
 
     def close(self) -> None:
         """End what plain code has started: its function has returned."""
-        job, turns = self._job, self._node.turns
-        job.runner.disown(job)
-        turns.let_go(job)
+        job, stack = self._job, self._node.stack
+        self._node.disown(job)
         try:
             self._end_strays()
-            turns.resume(job)
-            while (last := turns.running[-1]) is not job:
+            stack.resume(job)
+            while (last := stack.running[-1]) is not job:
                 last.runner.see_off(last)
             self._end_streams()
         finally:
@@ -1187,9 +1039,9 @@ class TaskHost:
 
     def _end_strays(self) -> None:
         """End what was left unfinished by a loop of the user's that has stopped."""
-        while (last := self._node.turns.running[-1]) is not self._job:
+        while (last := self._node.stack.running[-1]) is not self._job:
             last.call.tell_disowned()
-            last.runner.stop(last)
+            last.stop()
             last.runner.see_off(last)
 
     def _end_streams(self) -> None:
@@ -1197,7 +1049,7 @@ class TaskHost:
         for stream in list(self._node.beside.jobs.values()):
             if self._home is not None and stream.runner is self._home:
                 stream.call.tell_disowned()
-                self._home.stop(stream)
+                stream.stop()
                 self._home.see_off(stream)
 
     def _at_home(self) -> Runner:
@@ -1234,315 +1086,370 @@ def _close_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-class InlinePlacements:
-    """Those that are held or asked for, and those that end.
+class InlineScheduler(Scheduler):
+    """A scheduler of which one task at a time gets a worker.
 
-    Attributes:
-        names: of all of them, by key.
+    Args:
+        ledger: what there is.
+        config: its numbers.
+        may_begin: whether it may be a task's turn.
     """
 
-    def __init__(self, node: InlineNode) -> None:
-        self._node = node
-        self.names: dict[str, str] = {}
-        self._ending: dict[str, Lease] = {}
+    def __init__(
+        self,
+        ledger: Ledger,
+        config: SchedulerConfig,
+        may_begin: Callable[[TaskRecord], bool],
+    ) -> None:
+        super().__init__(ledger, config)
+        self._may_begin = may_begin
 
-    def __repr__(self) -> str:
-        return f"<InlinePlacements {list(self.names.values())}>"
-
-    def refusal(self, spec: TaskSpec) -> AiogpuError | None:
-        """Why nobody with this spec is taken; None if he is in none, or may be."""
-        placement_group = spec.shape.request.placement_group
-        if not isinstance(placement_group, BundleRef):
-            return None
-        if placement_group.key not in self.names:
-            return removed(placement_group.name, spec.name, UNKNOWN)
-        reason = why_infeasible(self._node.ledger, spec.shape.request)
-        return None if reason is None else misfit(spec, reason)
-
-    def open(self, key: str) -> None:
-        """It is granted: who can never run in it is told."""
-        for job in self._jobs_in(key):
-            refusal = self.refusal(job.record.spec)
-            if refusal is not None and job.record.state is TaskState.WAITING:
-                _end(job, refusal)
-                job.runner.stop(job)
-
-    def remove(self, key: str, lease: Lease | None) -> None:
-        """End those who are in it; what it holds is free when they have stopped."""
-        name = self.names.pop(key)
-        if lease is not None:
-            self._ending[key] = lease
-        for resident in self._residents_in(key):
-            actor = resident.actor
-            actor.fail(removed(name, actor.name, REMOVED))
-            resident.kill()
-        for job in self._jobs_in(key):
-            _end(job, removed(name, job.name, REMOVED))
-            job.runner.stop(job)
-
-    def look(self) -> None:
-        """Give back what nobody is in any more."""
-        ledger = self._node.ledger
-        for key, lease in list(self._ending.items()):
-            if all(part.is_idle for part in bundles_for(ledger, BundleRef(key, ""))):
-                del self._ending[key]
-                ledger.give_back(lease)
-
-    def members_of(self, record: TaskRecord) -> int:
-        """Return how many tasks and actors were given one that have not ended."""
-        placement_group = record.spec.shape.request.placement_group
-        assert placement_group is not None, record
-        actors = {one.actor.id for one in self._residents_in(placement_group.key)}
-        return len({*actors, *(job.id for job in self._jobs_in(placement_group.key))})
-
-    def _jobs_in(self, key: str) -> list[Job]:
-        return [job for job in self._node.jobs.values() if _is_in(key, job.record.spec)]
-
-    def _residents_in(self, key: str) -> list[HostedActor]:
-        living = self._node.actors.living()
-        return [one for one in living if _is_in(key, one.actor.func.spec)]
+    def has_worker(self, record: TaskRecord, _lease: Lease) -> bool:
+        """Whether a task that could have its lease may begin now."""
+        return record.spec.is_lease or self._may_begin(record)
 
 
-def _is_in(key: str, spec: TaskSpec) -> bool:
-    placement_group = spec.shape.request.placement_group
-    return isinstance(placement_group, BundleRef) and placement_group.key == key
-
-
-def _end(job: Job, error: AiogpuError) -> None:
-    job.call.tell(error)
-    job.waiters = 0
-
-
-FIRST_HOLDER = 1 << 24
-"""Ids of those who hold leases begin here; what stands for workers is below."""
-
-
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """Who has asked for a lease."""
-
-    record: TaskRecord
-    receiver: LeaseReceiver
-
-
-class InlineLeases:
-    """All leases of one node, and who waits for one.
-
-    Attributes:
-        placements: those of them that are placements.
-    """
+class InlineResults(Results):
+    """Tells the receivers of tasks what came of them, with the frames of errors."""
 
     def __init__(self, node: InlineNode) -> None:
+        super().__init__(node.scheduler, node.calls)
+        self.deaths = defaultdict(lambda: Death(0, 0, ()))
         self._node = node
-        self._tenants: dict[int, Tenant] = {}
-        self.placements = InlinePlacements(node)
 
-    def __repr__(self) -> str:
-        return f"<InlineLeases {len(self.granted)} held>"
+    def settle(self, effect: effects.Settle) -> None:
+        """Its code has ended: tell what came of it."""
+        job = self._node.forget(effect.task)
+        del self._calls[effect.task]
+        outcome = job.outcome
+        if outcome is None:
+            job.call.tell_closed()  # a Ctrl-C has found this package's own code
+        else:
+            failed = outcome.answer
+            if type(failed) is Failed:
+                self.note(job.id, job.call, failed.type_name, failed.message)
+            job.tell(outcome)
+        job.on_forgotten()
 
-    @property
-    def granted(self) -> dict[WorkerId, WorkerRecord]:
-        """Who stands for the holders, by id."""
-        records = (tenant.record.worker for tenant in self._tenants.values())
-        return {holder.id: holder for holder in records if holder is not None}
+    def forget(self, effect: effects.Forget) -> None:
+        """Nobody waits for it."""
+        super().forget(effect)
+        if effect.task in self._node.jobs:
+            self._node.forget(effect.task).on_forgotten()
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """The holders' processes, by id."""
-        return {
-            tenant.record.worker.id: tenant.receiver.pid
-            for tenant in self._tenants.values()
-            if tenant.record.worker is not None
-        }
-
-    @property
-    def waiting(self) -> list[TaskRecord]:
-        """Those that are not granted yet, in the order of their turn."""
-        records = [tenant.record for tenant in self._tenants.values()]
-        return [record for record in records if record.worker is None]
-
-    def placements_seen(self) -> tuple[PlacementStatus, ...]:
-        """Those of them that are placements, as people are told of them."""
-        ledger = self._node.ledger
-        records = [tenant.record for tenant in self._tenants.values()]
-        return tuple(
-            placement_status(
-                *(record, ledger, self.placements.members_of(record), self.pids),
-                "" if record.worker else tell_lacks(self._node, record),
-            )
-            for record in records
-            if record.spec.is_grouped
-        )
-
-    def take(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a lease; see `Engine.take_lease`."""
-        node = self._node
-        if node.is_closing:
-            raise NodeClosedError("this node is being shut down.")
-        check_func(func, node.ledger)
-        record = node.new_record(func)
-        if (placement_group := func.spec.shape.request.placement_group) is not None:
-            self.placements.names[placement_group.key] = placement_group.name
-        self._tenants[record.id] = Tenant(record, receiver)
-        self.look()
-        return record.id
-
-    def look(self) -> None:
-        """Grant what there is enough for."""
-        self.placements.look()
-        for task, tenant in list(self._tenants.items()):
-            record = tenant.record
-            if record.worker is None and task in self._tenants:
-                lease = take_grouped(self._node.ledger, record.spec.shape.request)
-                if lease is not None:
-                    self._grant(tenant, lease)
-
-    def _grant(self, tenant: Tenant, lease: Lease) -> None:
-        record = tenant.record
-        holder = WorkerId(FIRST_HOLDER + record.id)
-        record.worker = WorkerRecord(
-            holder, state=WorkerState.BUSY, task=record, lease=lease
-        )
-        move_task(record, TaskState.RUNNING)
-        if lease.parts:
-            tenant.receiver.receive(b"")
-            self.placements.open(lease.parts[0].key)
-            self._node.wake()
-            return
-        # msgpack comes with it, which a node in this process does not need otherwise.
-        from aiogpu.wire.codec import pack
-
-        bind = self._node.assignment.bind(lease, {})
-        mark = f"inline-{tenant.receiver.pid}.{record.id}"
-        environ = {**bind.environ, LEASE_MARK: mark}
-        granted = bind._replace(environ=environ, cpus=())
-        tenant.receiver.receive(pack(granted))
-
-    def give_back(self, task: int) -> bool:
-        """Give a lease up, or back; False if it is none."""
-        tenant = self._tenants.pop(task, None)
-        if tenant is None:
-            return False
-        holder = tenant.record.worker
-        lease = None if holder is None else holder.lease
-        placement_group = tenant.record.spec.shape.request.placement_group
-        if placement_group is not None:
-            self.placements.remove(placement_group.key, lease)
-        elif lease is not None:
-            self._node.ledger.give_back(lease)
-        self.look()
-        self._node.wake()
-        return True
-
-    def close_down(self) -> None:
-        """The node ends, and all of them with it."""
-        tenants, self._tenants = self._tenants, {}
-        for tenant in tenants.values():
-            name = tenant.record.spec.name
-            error = NodeClosedError(f"the node was shut down before {name} had ended.")
-            tenant.receiver.fail(error)
-
-    def why(self, task: TaskId, holdings: Holdings) -> Why | None:
-        """Say what a lease waits for, or that it is held; None if it is none."""
-        tenant = self._tenants.get(task)
-        if tenant is None:
-            return None
-        record = tenant.record
-        waits, waiting = record.worker is None, self.waiting
-        return Why(
-            name=record.spec.name,
-            task=task,
-            state=record.state.value,
-            seconds=holdings.now - record.since,
-            request=record.spec.shape.request.as_numbers(),
-            where=str(record.spec.shape.request.where or ""),
-            position=waiting.index(record) + 1 if waits else None,
-            of=len(waiting) if waits else 0,
-            reasons=tuple(find_shortages(self._node, record, holdings))
-            if waits
-            else (),
-            pid=0 if waits else tenant.receiver.pid,
-            is_lease=True,
-        )
+    def cause_of(
+        self, task: int, name: str, worker: int, death: Death
+    ) -> ActorDiedError:
+        """The error of what was left behind, or of an actor that was killed."""
+        del task, worker, death
+        return ActorDiedError(f"{name} was killed.", name)
 
 
-@dataclass(slots=True, eq=False)
 class InlineNode:
     """One node, and all the event loops on which tasks of it run.
 
     Attributes:
-        ledger: what there is, and which job holds it.
+        scheduler: decides.
         assignment: the variables that go with a lease.
         executor: runs the jobs' code.
-        cancel_grace: seconds after which a cancelled coroutine is left behind, unless
-            it has its own.
-        clock: the time by the program's loop; other loops may keep their own.
-        jobs: all that have not ended, by id.
-        turns: which of them run, and who is next.
+        pack: makes payloads of large values.
+        calls: what is kept of each task that has not ended, by id.
+        jobs: the same tasks as jobs; leases are none.
+        stack: those that run.
         runners: all that carry its jobs.
         actors: set by who makes it.
-        is_closing: whether nothing more is taken.
         beside: the generators that have begun.
+        results: tells what has come of tasks.
         leases: what is held by no task.
-        reservation: nothing is kept for anybody.
+        urgent: tasks that wait and that an actor needs, or that are one.
+        starting: workers that are wanted, each for a task whose turn is next.
+        assigned: tasks whose code is to begin.
+        has_closed: set once nothing of it is left.
     """
 
-    ledger: Ledger
-    assignment: Assignment
-    executor: Executor
-    cancel_grace: float
-    pack: Callable[[PickledValue], bytes]
-    clock: Callable[[], float]
-    jobs: dict[TaskId, Job] = field(default_factory=dict)
-    turns: Turns = field(default_factory=Turns)
-    runners: WeakSet[Runner] = field(default_factory=WeakSet)
-    actors: HostedActors = field(init=False)
-    is_closing: bool = False
-    beside: Beside = field(init=False)
-    leases: InlineLeases = field(init=False)
-    reservation: None = None
-    _last_task: int = 0
-    # Left on functions that were found feasible.
-    _mark: object = field(default_factory=object)
-
-    def __post_init__(self) -> None:
-        self.beside = Beside(self.turns)
-        self.leases = InlineLeases(self)
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ledger: Ledger,
+        assignment: Assignment,
+        executor: Executor,
+        cancel_grace: float,
+        pack: Callable[[PickledValue], bytes],
+    ) -> None:
+        config = SchedulerConfig(
+            cancel_grace=cancel_grace,
+            interrupt_every=inf,
+            idle_workers=0,
+            reserve_after=inf,
+            retry_after=0.0,
+        )
+        self.scheduler = InlineScheduler(ledger, config, self._may_begin)
+        self.assignment = assignment
+        self.executor = executor
+        self.pack = pack
+        self.calls: ShardedDict[Call] = ShardedDict()
+        self.jobs: dict[TaskId, Job] = {}
+        self.stack = Stack()
+        self.runners: WeakSet[Runner] = WeakSet()
+        self.actors: HostedActors
+        self.beside = Beside(self.stack)
+        self.results = InlineResults(self)
+        self.leases = Leases(loop, self.calls, assignment, None, self.feed)
+        self.urgent: set[TaskId] = set()
+        self.starting: deque[WorkerId] = deque()
+        self.assigned: deque[Job] = deque()
+        self.has_closed = asyncio.Event()
+        self._last_task = 0
+        self._specs: dict[int, tuple[TaskSpec, TaskSpec]] = {}
+        self._mark = object()  # left on functions that were found feasible
+        self._is_busy = False
+        self._events: deque[tuple[Step, Any, Any]] = deque()
+        self._armed_at: float | None = None
 
     def __repr__(self) -> str:
-        return f"<InlineNode {len(self.jobs)} jobs, {self.turns!r}>"
+        return f"<InlineNode {len(self.jobs)} jobs, {self.stack!r}>"
 
-    @property
-    def workers(self) -> list[WorkerRecord]:
-        """What stands for workers: one for each that runs, and for each actor."""
-        running = dict.fromkeys([*self.turns.running, *self.beside.jobs.values()])
-        records = [job.record for job in running]
-        records += [one.record for one in self.actors.living() if one.record]
-        return [record.worker for record in records if record.worker]
+    # What the scheduler is told, and wants done.
 
-    def new_record(self, func: FunctionSpec) -> TaskRecord:
-        """A record for one more task, with the next number."""
+    def feed(
+        self,
+        step: Callable[Concatenate[Scheduler, float, P], Sequence[effects.Effect]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Tell the scheduler what happened, and do what it says; see `Driver.feed`."""
+        self._events.append((step, args, kwargs))
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._events:
+                self._take(*self._events.popleft())
+        finally:
+            self._is_busy = False
+        self._rearm()
+        if self.scheduler.is_closed:
+            self.has_closed.set()
+
+    def _take(self, step: Step, args: Any, kwargs: Any) -> None:
+        scheduler, now = self.scheduler, time.monotonic()
+        due = scheduler.timers.earliest
+        with self._cpus_beneath():
+            if due is not None and due <= now and step is not Scheduler.wake:
+                # A plain function has kept the loop from ringing.
+                self._carry_out(scheduler.wake(now))
+            self._carry_out(step(scheduler, now, *args, **kwargs))
+
+    @contextmanager
+    def _cpus_beneath(self) -> Iterator[None]:
+        """What is urgent may have the CPUs of what it lies on: that waits meanwhile."""
+        beneath: list[tuple[dict[str, int], int]] = []
+        if self.urgent:
+            for job in self.stack.running:
+                lease = None if job.worker is None else job.worker.lease
+                if lease is not None and not lease.is_lent and job.id == job.task:
+                    free = (lease.home or self.scheduler.ledger).free
+                    beneath.append((free, dict(lease.request.scalars).get(CPU, 0)))
+        for free, cpus in beneath:
+            free[CPU] += cpus
+        yield
+        for free, cpus in beneath:
+            free[CPU] -= cpus
+
+    def _carry_out(self, wanted: Sequence[effects.Effect]) -> None:
+        for effect in wanted:
+            match effect:
+                case effects.Spawn(worker):
+                    self.starting.append(worker)
+                    self.wake()
+                case effects.Assign(task):
+                    self.assigned.append(self.jobs[task])
+                    self.wake()
+                case effects.Interrupt(task):
+                    self.jobs[task].interrupt()
+                case effects.Revoke(worker, number):
+                    record = self.scheduler.workers.get(worker)
+                    began = record.task.id if record and record.task else None
+                    self.feed(Scheduler.revoked, worker, number, began)
+                case effects.Retire(worker):
+                    self.feed(Scheduler.worker_gone, worker)
+                case effects.Kill(worker):
+                    self._kill(worker)
+                case effects.Settle():
+                    self.results.settle(effect)
+                case effects.Fail():
+                    self.results.fail(effect)
+                case effects.Forget():
+                    self.results.forget(effect)
+                case effects.Warn():
+                    self.results.warn(effect)
+                case effects.Granted():
+                    self.leases.grant(effect)
+                case effects.Reclaim():
+                    self.leases.reclaim(effect)
+
+    def _kill(self, worker_id: WorkerId) -> None:
+        """A task has not ended in its time: leave it behind, if it is a coroutine."""
+        worker = self.scheduler.workers.get(worker_id)
+        record = None if worker is None else worker.task
+        if worker_id in self.starting:
+            self.starting.remove(worker_id)
+        elif record is not None:
+            self.jobs[record.id].runner.give_up(self.jobs[record.id])
+            return
+        self.feed(Scheduler.worker_gone, worker_id)
+
+    def _rearm(self) -> None:
+        earliest = self.scheduler.timers.earliest
+        if earliest != self._armed_at:
+            self._armed_at = earliest
+            for runner in list(self.runners):
+                runner.set_alarm(earliest)
+
+    def ring(self) -> None:
+        """Some time is up."""
+        self._armed_at = None
+        self.feed(Scheduler.wake)
+
+    def forget(self, task: TaskId) -> Job:
+        """A task has ended; gives its job."""
+        self.urgent.discard(task)
+        return self.jobs.pop(task)
+
+    def wake(self) -> None:
+        """Have whoever is at work look for what can begin now."""
+        for runner in list(self.runners):
+            runner.wake()
+
+    # Whose turn it is.
+
+    def _may_begin(self, record: TaskRecord) -> bool:
+        """Whether a task may run now, on top of what runs."""
+        job = self.jobs[record.id]
+        if job.is_urgent:
+            return True
+        if any(map(self._is_due, self.scheduler.workers)):
+            return False
+        if not self.stack.running:
+            return True
+        top = self.stack.running[-1]
+        if top.is_about_to_end:
+            return False  # it is told of in a moment, and its children no more its
+        above = job.above
+        while above is not None and above.is_over:
+            above = above.above  # it goes on without the one that has started it
+        if above is top:
+            return True
+        return any(one.worker is None and not one.has_ended for one in top.needed)
+
+    def _is_due(self, worker: WorkerRecord) -> bool:
+        """Whether a worker is for a task that has its turn and has not begun."""
+        job = None if worker.task is None else self.jobs.get(worker.task.id)
+        return job is not None and job.worker is None and not job.is_urgent
+
+    def submit(
+        self,
+        func: FunctionSpec,
+        payload: bytes,
+        receiver: Receiver | None,
+        runner: Runner,
+        make: Callable[[TaskId, Call], Job] | None = None,
+    ) -> int:
+        """Let a task, a lease or an actor wait for its turn; gives its number.
+
+        Args:
+            func: what is called.
+            payload: the arguments.
+            receiver: who waits.
+            runner: carries it.
+            make: makes the job of an actor; None for any other.
+
+        Raises:
+            SerializationError: its arguments are too large to be sent.
+            NodeClosedError: the node is being shut down.
+            InfeasibleError: it could never run; a parent learns it from the handle.
+        """
+        parent = maker = None
+        if make is None and not func.spec.is_lease:
+            parent = self.stack.parent()
+            maker = None if parent is not None else acting_job.get()
+        refusal = self._refusal(func, payload, parent or maker)
         self._last_task += 1
-        spec, now = func.spec, self.clock()
-        return TaskRecord(TaskId(self._last_task), spec, now)
+        task, call = TaskId(self._last_task), Call(func, payload, receiver)
+        if refusal is not None:
+            call.tell(refusal)
+            return task
+        self.calls[task] = call
+        above = parent or maker
+        if make is not None:
+            self.jobs[task] = make(task, call)
+        elif not func.spec.is_lease:
+            is_urgent = maker is not None
+            self.jobs[task] = Job(task, call, runner, above, is_urgent=is_urgent)
+        if maker is not None or make is not None:
+            self.urgent.add(task)
+        needs: tuple[TaskId, ...] | None = None
+        if type(payload) is Payload and not is_complete(payload):
+            values = dict.fromkeys(payload.needs)
+            needs = tuple(TaskId(v.task) for v in values if v.is_pending and v.task)
+        starter = None if above is None else above.task
+        self.feed(Scheduler.submit, task, self._spec_of(func), starter, needs)
+        if needs is not None:
+            assert isinstance(payload, Payload), payload
+            await_arguments(payload, partial(self._on_arguments, task))
+        return task
 
-    def grace_of(self, job: Job) -> float:
-        """Seconds after which this job, if cancelled, is left behind."""
-        spec = job.record.spec
-        if spec.cancel_grace is None or spec.is_endless:
-            return self.cancel_grace
-        return spec.cancel_grace
+    def _spec_of(self, func: FunctionSpec) -> TaskSpec:
+        """What is asked for: a worker for each task, which goes after its turn."""
+        known = self._specs.get(func.id)
+        if known is None or known[0] is not func.spec:
+            alone = replace(func.spec, max_calls=1, priority=0)
+            known = self._specs[func.id] = func.spec, alone
+        return known[1]
 
-    def surroundings(self, job: Job, lease: Lease, worker: WorkerId) -> Surroundings:
+    def _refusal(
+        self, func: FunctionSpec, payload: bytes, parent: Job | None
+    ) -> AiogpuError | None:
+        """Return why a call is not to be served, None if it is."""
+        if self.scheduler.is_closing:
+            raise NodeClosedError("this node is being shut down.")
+        check_arguments(func, payload)
+        if func.checked_by is not self._mark:
+            try:
+                check_func(func, self.scheduler.ledger)
+            except AiogpuError as error:
+                if parent is None:
+                    raise
+                return error
+            if not func.spec.is_grouped:
+                func.checked_by = self._mark
+        return None
+
+    def _on_arguments(self, task: TaskId, failed: Value | None) -> None:
+        """All arguments of a task are there, or this one never will be."""
+        if failed is None:
+            self.feed(Scheduler.supply, task)
+            return
+        call = self.calls.get(task)
+        if call is not None and call.receiver is not None:
+            receiver, call.receiver = call.receiver, None
+            failed.tell(receiver)
+            self.feed(Scheduler.cancel, task)
+
+    def surroundings(self, job: Job, worker: WorkerRecord) -> Surroundings:
         """Return what a job that has begun finds around it."""
-        func = job.call.func
+        func, lease = job.call.func, worker.lease
+        assert lease is not None, worker
+        if lease.request is not func.spec.shape.request:
+            func = job.call.func = func.holding(lease.request)
         bind = self.assignment.bind(lease, func.environ)
         return Surroundings(
             bind.environ,
             {
                 "actor": job.actor_id,
                 "node": f"inline-{os.getpid()}",
-                "worker": worker,
+                "worker": worker.id,
                 "task": job.id,
                 "name": job.name,
                 "resources": func.resources,
@@ -1550,55 +1457,15 @@ class InlineNode:
             },
         )
 
-    def wake(self) -> None:
-        """Have whoever is at work look for what can begin now."""
-        for runner in list(self.runners):
-            runner.wake()
+    # Who waits for what.
 
-    def refusal(self, call: Call, parent: Job | None) -> AiogpuError | None:
-        """Return why a call is not to be served, None if it is.
-
-        Raises:
-            SerializationError: its arguments are too large to be sent.
-            NodeClosedError: the node is being shut down.
-            InfeasibleError: it could never run; a parent learns it from the handle.
-        """
-        if self.is_closing:
-            raise NodeClosedError("this node is being shut down.")
-        check_arguments(call.func, call.payload)
-        if call.func.spec.is_grouped:
-            return self.leases.placements.refusal(call.func.spec)
-        if call.func.checked_by is not self._mark:
-            try:
-                check_func(call.func, self.ledger)
-            except AiogpuError as error:
-                if parent is None:
-                    raise
-                return error
-            call.func.checked_by = self._mark
-        return None
-
-    def cancel(self, task: int) -> None:
-        """Stop a task or a call; its receiver is told nothing any more."""
-        if task >= FIRST_CALL:
-            self.actors.cancel_call(task)
-            return
-        if self.leases.give_back(task):
-            return
-        job = self.jobs.get(TaskId(task))
-        if job is not None:
-            job.call.receiver = None
-            job.waiters = 0
-            job.runner.stop(job)
-
-    def demand(self, task: int, limit: int) -> None:
-        """Let a task or a call that is a stream yield so many items in all."""
-        job = self.jobs.get(TaskId(task))
-        if task >= FIRST_CALL:
-            self.actors.demand_call(task, limit)
-        elif job is not None:
-            job.call.limit = limit
-            self.beside.rise(task, limit)
+    def tell_waits(self, job: Job) -> None:
+        """A task's code waits for others than before."""
+        if job.id != job.task or job.record is None:
+            return  # a method of an actor, which holds no CPU
+        awaited = tuple(child.id for child in job.children() if child.waiters)
+        is_elsewhere = bool(job.calls_awaited or job.needed)
+        self.feed(Scheduler.wait_for, job.id, awaited, is_elsewhere)
 
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task or a call now."""
@@ -1609,8 +1476,7 @@ class InlineNode:
         if job is not None:
             job.waiters += 1
             if job.parent is not None:
-                # What does not fit may now be what can never begin.
-                job.runner.wake()
+                self.tell_waits(job.parent)
 
     def end_wait(self, task: int) -> None:
         """It waits no longer, although the task has not ended."""
@@ -1620,6 +1486,8 @@ class InlineNode:
         job = self.jobs.get(TaskId(task))
         if job is not None:
             job.waiters -= 1
+            if job.parent is not None:
+                self.tell_waits(job.parent)
 
     def settle(self, task: int) -> None:
         """A task has ended; nobody waits for it any more."""
@@ -1630,79 +1498,90 @@ class InlineNode:
         if job is not None:
             job.waiters = 0
 
-    def lend(self, job: Job) -> bool:
-        """Take what a job asks for; False if there is not enough."""
-        if job.record.spec.is_endless:
-            job.lease = self._lend_for_life(job)
-            return job.lease is not None
-        request = job.record.spec.shape.request
-        if self.turns.running or (job.parent and job.parent.id in self.beside.jobs):
-            # Its ancestors wait meanwhile: the CPUs that they hold are its own.
-            scalars = tuple(part for part in request.scalars if part[0] != CPU)
-            request = replace(request, scalars=scalars)
-        job.lease = take_grouped(self.ledger, request)
-        return job.lease is not None
+    def hopeless(self, runner: Runner) -> Job | None:
+        """The job whose wait can never end, as plain code has the thread and waits.
 
-    def _lend_for_life(self, job: Job) -> Lease | None:
-        """What an actor holds; CPUs only until it is made, unless it asks for some."""
-        terms, ledger = job.call.func.actor, self.ledger
-        assert terms is not None, job
-        beneath = [one.lease for one in self.turns.running if one.lease is not None]
-        lent = [lease for lease in beneath if not lease.is_lent]
-        # Their code does not run while this one does.
-        for lease in lent:
-            ledger.lend(lease)
-        taken = take_grouped(ledger, job.record.spec.shape.request)
-        for lease in lent:
-            ledger.resume(lease)
-        if taken is not None and not terms.keeps_cpus:
-            ledger.lend(taken)
-        return taken
-
-    def hopeless(self, waiting: list[Job], runner: Runner) -> Job | None:
-        """The job whose wait can never end, as all that hold something wait too.
+        Deadlocks over what tasks hold are the scheduler's to find. But while plain code
+        waits the program can end no actor, and these can do nothing either.
 
         Args:
-            waiting: those that do not fit.
             runner: who looks. While the program's loop runs, the program may end
                 actors, and so may these themselves.
         """
-        if self.actors.are_there and runner is self.actors.runner:
+        if runner is self.actors.runner or self.starting or self.assigned:
             return None
-        if self.leases.granted:
-            return None  # the program may give them back
-        if self.beside.jobs:
+        if self.leases.pids or self.beside.jobs:
             return None  # a generator may end, if its items are taken
-        awaited = [job for job in waiting if job.waiters]
-        if not awaited or not all(map(self._is_blocked, self.turns.running)):
+        records = (job.record for job in self.jobs.values() if job.waiters)
+        awaited = [
+            record
+            for record in records
+            if record is not None and record.state is TaskState.WAITING
+            if not self.scheduler.fits(record)
+        ]
+        if not awaited or not all(map(self._is_blocked, self.stack.running)):
             return None
         # The one that was started last has the least to lose.
-        return awaited[-1]
+        return self.jobs[awaited[-1].id]
 
     def _is_blocked(self, job: Job) -> bool:
         return job.is_blocked or self.actors.waits.are_by(job)
 
     def why_hopeless(self, job: Job) -> str:
         """The chain from the first that waits to the one that cannot run."""
-        chain = [*self.turns.running, job]
+        chain = [*self.stack.running, job]
         told = "; ".join(
-            f"{one.name} holds {one.record.spec.shape.request} and waits for {two.name}"
+            f"{one.name} holds {one.call.func.spec.shape.request} and waits for "
+            f"{two.name}"
             for one, two in pairwise(chain)
         )
-        wanted = job.record.spec.shape.request
+        wanted = job.call.func.spec.shape.request
         others = ", and actors the rest" if self.actors.are_there else ""
         return (
             f"{job.name} asks for {wanted}, and those that wait hold it{others}: {told}"
         )
 
-    def close_down(self) -> None:
-        """Take nothing more, and stop all that there is."""
-        self.is_closing = True
-        self.actors.close_down()
-        self.leases.close_down()
+    # What the program, or a task, wants.
+
+    def cancel(self, task: int) -> None:
+        """Stop a task or a call; its receiver is told nothing any more."""
+        if task >= FIRST_CALL:
+            self.actors.cancel_call(task)
+            return
+        call = self.calls.get(TaskId(task))
+        if call is not None:
+            call.receiver = None
+            self.settle(task)
+            self.feed(Scheduler.cancel, TaskId(task))
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let a task or a call that is a stream yield so many items in all."""
+        call = self.calls.get(TaskId(task))
+        if task >= FIRST_CALL:
+            self.actors.demand_call(task, limit)
+        elif call is not None:
+            call.limit = limit
+            self.beside.rise(task, limit)
+
+    def disown(self, job: Job) -> None:
+        """Stop what a job has started, but for what is to outlive it."""
+        for child in job.children():
+            child.call.tell_disowned()
+            child.stop()
+
+    async def close(self) -> None:
+        """Stop all that there is, and wait until nothing of it is left."""
+        if not self.scheduler.is_closing:
+            self.feed(Scheduler.close)
+        self.leases.close()
+        await self.has_closed.wait()
+
+    def hasten(self) -> None:
+        """Stop all jobs, and leave those behind that would take their time."""
+        self.feed(Scheduler.close)
+        self.actors.hasten()
         for job in list(self.jobs.values()):
-            job.call.tell_closed()
-            job.runner.stop(job)
+            job.runner.leave_behind(job)
 
 
 class Runner:
@@ -1718,49 +1597,35 @@ class Runner:
     def __init__(self, loop: asyncio.AbstractEventLoop, node: InlineNode) -> None:
         self.node = node
         self.loop = loop
-        self._turns = node.turns
         self.offspring = Offspring(loop, node.executor)
         self._is_woken = False
         self._is_run = False
-        self._is_quiet = asyncio.Event()
-        self._is_quiet.set()
+        self._alarm: asyncio.Handle | None = None
         # What the loop is to call must not inherit the context of a task.
         self._context = Context()
         node.runners.add(self)
+        self.set_alarm(node.scheduler.timers.earliest)
 
     def __repr__(self) -> str:
         return f"<Runner on {self.loop!r} of {self.node!r}>"
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
-        node = self.node
-        call, parent = Call(func, payload, receiver), self._turns.parent()
-        maker = None if parent is not None else acting_job.get()
-        refusal = node.refusal(call, parent or maker)
-        record = node.new_record(func)
-        if refusal is not None:
-            call.tell(refusal)
-        elif parent is not None and parent.record.state is not TaskState.RUNNING:
-            call.tell_disowned()
-        else:
-            above = parent or maker
-            self.add(Job(record, call, self, parent=above, is_urgent=bool(maker)))
-        return record.id
+        return self.node.submit(func, payload, receiver, self)
 
-    def add(self, job: Job) -> None:
-        """Let a job wait for its turn."""
-        timeout = job.record.spec.timeout
-        if timeout is not None:
-            job.due = self.loop.time() + timeout
-            job.timer = self.loop.call_at(
-                job.due, self._expire, job, context=self._context
-            )
-        self.node.jobs[job.id] = job
-        if job.parent is not None:
-            job.parent.brood[job.id] = job
-        self._turns.add(job)
-        expect(job)
-        self.wake()
+    def set_alarm(self, moment: float | None) -> None:
+        """Have the node woken then."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if moment is not None and not self.loop.is_closed():
+            # Loops keep clocks of their own.
+            left = max(moment - time.monotonic(), 0.0)
+            self._alarm = self.loop.call_later(left, self._ring, context=self._context)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self.node.ring()
 
     def wake(self) -> None:
         """Have the next job begun soon; never here, where somebody else runs."""
@@ -1769,78 +1634,57 @@ class Runner:
             self.loop.call_soon(self._advance, context=self._context)
 
     def _advance(self) -> None:
+        # Who is told meanwhile that something may begin tells nothing new.
+        node, job = self.node, None
+        call = node.actors.next_call()
+        if call is None:
+            if not node.starting and not node.assigned:
+                node.feed(Scheduler.wake)
+            if node.starting and not node.assigned:
+                node.feed(Scheduler.worker_started, node.starting.popleft())
+            job = node.assigned.popleft() if node.assigned else None
         self._is_woken = False
-        self.node.leases.look()
-        if (call := self.node.actors.next_call()) is not None:
+        if call is not None:
             self.wake()  # there may be more, or a job
             self._play(call)
-            return
-        too_large: list[Job] = []
-        for job in self._turns.waiting():
-            if job.is_waiting and self._look(job, too_large):
-                return
-        hopeless = self.node.hopeless(too_large, self)
-        if hopeless is not None:
-            if hopeless.fail_wait(self.node.why_hopeless(hopeless)):
-                self._end(hopeless)
-            elif self._is_run:
-                self.loop.stop()
-
-    def _look(self, job: Job, too_large: list[Job]) -> bool:
-        """Begin a job, or end it; False if it has to wait on."""
-        if job.is_overdue:
-            # A plain function before it has kept the loop from ringing.
-            self._expire(job)
-            return True
-        arguments = expected(job)
-        if arguments is Expected.NEVER:
-            self._end(job)
-        elif arguments is Expected.NOW and self.node.lend(job):
+        elif job is not None:
+            if node.starting or node.assigned:
+                self.wake()
             self._begin(job)
-        else:
-            too_large += [job] if arguments is Expected.NOW else []
-            return False
-        return True
+        elif (hopeless := node.hopeless(self)) is not None:
+            hopeless.fail_wait(node.why_hopeless(hopeless))
+            self.note_item()
 
     def _play(self, call: Job) -> None:
         """Run a call of an actor at once, on top of whatever runs."""
         call.runner = self
-        self.node.jobs[call.id] = call
-        self._turns.running.append(call)
-        self._enter(call)
+        self.node.stack.running.append(call)
+        self._attempt(call)
 
     def _begin(self, job: Job) -> None:
-        lease = job.lease
-        assert lease is not None, job
+        record = job.record
+        if record is None or record.worker is None:
+            return  # it was left behind before it began
+        if record.state is TaskState.STOPPING:
+            worker = record.worker.id
+            self.node.feed(Scheduler.finish, job.id, worker)
+            self.node.feed(Scheduler.worker_gone, worker)
+            return
+        self.node.urgent.discard(job.id)
         job.runner = self
-        self._turns.begin(job)
-        level = job.worker_id(len(self._turns.running))
-        job.record.worker = WorkerRecord(
-            level, state=WorkerState.BUSY, task=job.record, lease=lease
-        )
-        job.surroundings = self.node.surroundings(job, lease, level)
-        self._enter(job)
-
-    def _enter(self, job: Job) -> None:
-        assert job.surroundings is not None, job
-        self._is_quiet.clear()
-        move_task(job.record, TaskState.RUNNING)
-        job.surroundings.put_on()
+        job.begin(record.worker)
+        job.surroundings = self.node.surroundings(job, record.worker)
+        self.node.stack.running.append(job)
         self._attempt(job)
 
     def _attempt(self, job: Job) -> None:
-        if job.record.state is not TaskState.RUNNING:
-            self._end(job)  # it was cancelled between two attempts
-            return
         assert job.surroundings is not None, job
-        self.node.beside.bring_back(job)
-        job.surroundings.renew()
+        job.surroundings.put_on()
         try:
             self._run(job)
         except BaseException:
-            if job.main is None and job.id in self.node.jobs:
+            if job.main is None and not job.is_over:
                 # A Ctrl-C has found this package's own code; the program ends.
-                job.call.tell_closed()
                 self._end(job)
             raise
 
@@ -1860,6 +1704,9 @@ class Runner:
         )
         ended = partial(self._on_ended, job, outcome)
         job.main.add_done_callback(ended, context=self._context)
+        record = job.record
+        if record is not None and record.state is TaskState.STOPPING:
+            job.main.cancel()  # its plain part was cancelled
 
     def note_item(self) -> None:
         """A job has given an item: plain code may wait for it."""
@@ -1873,9 +1720,9 @@ class Runner:
         main: asyncio.Task[Outcome],
     ) -> None:
         self.offspring.end()
+        if job.main is not main:
+            return  # it was left behind, and is maybe tried again
         job.main = None
-        if job.record.state is TaskState.ENDED:
-            return  # it was given up
         if main.cancelled():
             begun.close()  # maybe it never began
             self._end(job)
@@ -1883,89 +1730,57 @@ class Runner:
             self._finish(job, main.result())
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
-        self.disown(job)
-        if job.record.state is TaskState.RUNNING:
-            if job.is_overdue:
-                job.call.tell_timeout()
-            elif job.is_retried(outcome):
-                self.loop.call_soon(self._attempt, job, context=self._context)
-                return
-            else:
-                job.tell(outcome)
-        self._end(job)
+        job.outcome = outcome
+        if not job.goes_on(outcome):
+            self._end(job)
+        else:
+            self._leave_stack(job)
         if outcome.is_ctrl_c and outcome.error is not None:
             raise outcome.error
 
-    def _expire(self, job: Job) -> None:
-        if job.record.state is not TaskState.STOPPING:
-            job.call.tell_timeout()
-            self.stop(job)
-
-    def stop(self, job: Job) -> None:
-        """Stop a job in whichever state it is; nobody wants its result."""
+    def give_up(self, job: Job) -> None:
+        """Leave a coroutine behind that was cancelled and goes on."""
+        if job.main is None or job.is_over:
+            return  # plain code ends when it ends
         record = job.record
-        if record.state is TaskState.WAITING:
-            self._end(job)
-        elif record.state is TaskState.RUNNING:
-            move_task(record, TaskState.STOPPING)
-            job.stop_timer()
-            if job.main is not None and not self.loop.is_closed():
-                job.main.cancel()
-                job.timer = self.loop.call_later(
-                    self.node.grace_of(job),
-                    self._give_up,
-                    job,
-                    context=self._context,
-                )
-            self.disown(job)
-
-    def disown(self, job: Job) -> None:
-        """Stop what a job has started, but for what is to outlive it."""
-        brood = list(job.brood.values())
-        job.brood.clear()
-        for child in brood:
-            child.parent = None
-            if not child.record.spec.is_detached:
-                if child.record.state is not TaskState.STOPPING:
-                    child.call.tell_disowned()
-                child.runner.stop(child)
-
-    def _give_up(self, job: Job) -> None:
+        grace = 0.0 if record is None else self.node.scheduler.grace_of(record)
         _log.warning(
             "! %s was cancelled %g s ago and runs on. In a worker it would be killed; "
             "here it is left behind, and its code may run beside other tasks'.",
             job.name,
-            self.node.grace_of(job),
+            grace,
         )
-        self._leave_behind(job)
+        self.leave_behind(job)
 
-    def _leave_behind(self, job: Job) -> None:
-        if job.main is not None:
-            job.main.cancel()
-        self._end(job)
+    def leave_behind(self, job: Job) -> None:
+        """Go on as if a coroutine had ended."""
+        main, job.main = job.main, None
+        if main is not None:
+            main.cancel()
+            self._end(job)
 
     def _end(self, job: Job) -> None:
-        """Its code has stopped, or never ran: let the next one have its turn."""
-        move_task(job.record, TaskState.ENDED)
-        job.stop_timer()
-        self._turns.leave(job)
-        del self.node.jobs[job.id]
-        if job.parent is not None:
-            job.parent.brood.pop(job.id, None)
-        self.disown(job)
-        for ended in self._turns.pop_ended():
+        """Its code has stopped: let the next one have its turn."""
+        job.is_over = True
+        job.end()
+        self._leave_stack(job)
+
+    def _leave_stack(self, job: Job) -> None:
+        node = self.node
+        popped = node.stack.pop_ended() if job.is_over else [job]
+        if not job.is_over:
+            node.stack.running.remove(job)
+        for ended in popped:
             assert ended.surroundings is not None, ended
             ended.surroundings.take_off()
-            if ended.lease is not None:
-                self.node.ledger.give_back(ended.lease)
-        if self.node.beside.leave(job) and job.lease is not None:
-            self.node.ledger.give_back(job.lease)
-        job.on_end()
-        if not self._turns.running and not self.node.beside.jobs:
-            self._is_quiet.set()
-        for runner in list(self.node.runners):
+        if node.beside.leave(job):
+            popped.append(job)
+        for ended in popped:
+            if ended.is_over:
+                ended.leave()
+        for runner in list(node.runners):
             runner.note_item()  # its plain code may wait for this one
-        self.wake()
+        node.wake()
 
     def run_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
@@ -2011,16 +1826,3 @@ class Runner:
         finally:
             if timer is not None:
                 timer.cancel()
-
-    def hasten(self) -> None:
-        """Stop all jobs, and leave those behind that would take their time."""
-        self.node.close_down()
-        self.node.actors.hasten()
-        for job in list(self.node.jobs.values()):
-            self._leave_behind(job)
-
-    async def close(self) -> None:
-        """Stop all jobs, and wait for those that take their time."""
-        self.node.close_down()
-        await self._is_quiet.wait()
-        await self.node.actors.closed()

@@ -1,444 +1,802 @@
-"""Joining a cluster, starting one, leaving it; and whether its head is still there.
+"""The one module that imports Ray: its calls, and this process's connection to it.
 
-Ray tries for long to reach a cluster, so it is asked first whether one answers there:
-Ray's servers speak HTTP/2, and whoever listens sends the first frame of it. Ray waits
-for a head that has gone, its calls without end; and after a minute it ends the program.
-So the head is looked for (`Pulse`), and a cluster that has lost it is left in time.
+A lost cluster never answers, and Ray waits for the answer. So calls that may block run
+in daemon threads, which do not keep the interpreter from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from shutil import rmtree
-from typing import Any, Final, TypeVar
+from threading import Thread
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import ray
+from ray import exceptions
+from ray.experimental import internal_kv
+from ray.util import get_placement_group, placement_group
+from ray.util import scheduling_strategies as strategies
+
+from aiogpu.accelerators.types import AWS_NEURON_CORE
+from aiogpu.core.model.units import TYPE_PREFIX
 from aiogpu.engines.base import CLIENT, NodeOptions, no_client
-from aiogpu.engines.ray import ray_api as ray
-from aiogpu.engines.ray.ray_api import OneThread, begun, unless_left
-from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
+from aiogpu.errors import (
+    DeviceError,
+    NodeDiedError,
+    NodeError,
+    NodeStartError,
+    OptionError,
+)
 
-REACHABLE: Final = 10.0
-"""Seconds in which a server must say something."""
+__all__ = ["exceptions"]
+T = TypeVar("T")
+Ref = Any
+"""A `ray.ObjectRef`."""
+Handle = Any
+"""A `ray.actor.ActorHandle`."""
+
+NAMESPACE: Final = "aiogpu"
+"""Ray's namespace for actors that were named without one, and for stored bytes."""
+NEURON_CORES: Final = "neuron_cores"
+"""Ray's name, and aiogpu's, for the cores of AWS Neuron."""
+OLDEST: Final = (2, 52)
+"""The oldest release that calls an actor's `close` when its last handle goes."""
+ANSWER_LIMIT: Final = 15.0
+"""Seconds in which a living cluster answers a question."""
 
 
+# Calls in threads
+
+
+def start_call(call: Callable[[], T]) -> Future[T]:
+    """Run a call in a daemon thread of its own; its future cannot be cancelled."""
+    result: Future[T] = _running_future()
+    run = partial(_run, call, result)
+    Thread(target=run, name="aiogpu-ray-call", daemon=True).start()
+    return result
+
+
+async def ask(call: Callable[[], T], seconds: float = ANSWER_LIMIT) -> T:
+    """Run a call in a thread while the event loop goes on.
+
+    Raises:
+        NodeDiedError: it failed, or gave nothing within `seconds`.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await asyncio.wrap_future(start_call(call))
+    except TimeoutError as error:
+        raise NodeDiedError(
+            f"the Ray cluster does not answer within {seconds:g} s."
+        ) from error
+    except Exception as error:
+        raise NodeDiedError(
+            f"the Ray cluster gives no answer: {type(error).__name__}: {error}"
+        ) from error
+
+
+class SerialThread:
+    """A daemon thread that runs calls one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run_calls, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run a call after the earlier ones; its future cannot be cancelled."""
+        result: Future[T] = _running_future()
+        self._calls.put(partial(_run, call, result))
+        return result
+
+    def end(self) -> None:
+        """End the thread after the calls that it has."""
+        self._calls.put(None)
+
+    def _run_calls(self) -> None:
+        while (run := self._calls.get()) is not None:
+            run()
+
+
+def _running_future() -> Future[Any]:
+    # A future that counts as running is not cancelled with whoever awaits it.
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
+    return result
+
+
+def _run(call: Callable[[], T], result: Future[T]) -> None:
+    try:
+        found = call()
+    except BaseException as error:  # noqa: BLE001 - whoever asks is told
+        result.set_exception(error)
+    else:
+        result.set_result(found)
+
+
+# Tasks, actors and objects
+
+
+def remote(target: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Make a remote function or an actor class of Ray's."""
+    return ray.remote(**options)(target) if options else ray.remote(target)
+
+
+put: Final = ray.put
+"""Put a value into the object store; return its `Ref`."""
+
+
+def get(ref: Ref, seconds: float | None = None) -> Any:
+    """Return an object; wait in this thread until it is on this machine.
+
+    Raises:
+        exceptions.GetTimeoutError: it took longer than `seconds`.
+    """
+    return ray.get(ref, timeout=seconds)
+
+
+def add_done_callback(ref: Ref, callback: Callable[[Any], object]) -> None:
+    """Call `callback` in one of Ray's threads with the object, or its exception."""
+    ref.future().add_done_callback(partial(_report, callback))
+
+
+def _report(callback: Callable[[Any], object], future: Any) -> None:
+    error = future.exception()
+    callback(future.result() if error is None else error)
+
+
+def wait(refs: Sequence[Ref], seconds: float) -> bool:
+    """Wait in this thread until one of the objects exists; return False on timeout.
+
+    A task that waits this way gives its CPUs back meanwhile.
+    """
+    ready, _ = ray.wait(list(refs), timeout=seconds, fetch_local=False)
+    return bool(ready)
+
+
+def cancel(ref: Ref, *, force: bool = False) -> None:
+    """Stop the task that makes an object, and all tasks that it has started.
+
+    `force` kills its process. Calls of actors cannot be stopped by force.
+    """
+    ray.cancel(ref, force=force, recursive=True)
+
+
+def kill(handle: Handle, *, may_restart: bool) -> None:
+    """End an actor's process at once."""
+    ray.kill(handle, no_restart=not may_restart)
+
+
+exit_actor: Final = ray.actor.exit_actor
+"""End the actor that this process is."""
+
+
+def actor_id(handle: Handle) -> str:
+    """Return the id of an actor, in hexadecimal."""
+    return str(handle._actor_id.hex())
+
+
+def find_actor(name: str, namespace: str) -> Handle | None:
+    """Return the living actor of that name."""
+    try:
+        return ray.get_actor(name, namespace=namespace or NAMESPACE)
+    except ValueError:
+        return None
+
+
+def on_node(node: str) -> Any:
+    """Return the scheduling strategy that places a task on a node."""
+    return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def create_placement_group(
+    bundles: list[dict[str, float]], strategy: str, name: str
+) -> Any:
+    """Ask for a placement group; `.ready()` is an object that comes with it."""
+    return placement_group(bundles, strategy=strategy, name=name)
+
+
+def find_placement_group(name: str) -> Any | None:
+    """Return the placement group of that name."""
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
+remove_placement_group: Final = ray.util.remove_placement_group
+"""Give its bundles back; Ray ends what runs in them."""
+
+
+def in_bundle(group: Any, bundle: int) -> Any:
+    """Return the strategy that places a task in a bundle of a group; -1 is any."""
+    return strategies.PlacementGroupSchedulingStrategy(
+        group,
+        placement_group_bundle_index=bundle,
+        placement_group_capture_child_tasks=False,
+    )
+
+
+def store_bytes(key: str, value: bytes) -> None:
+    """Keep bytes for all programs on the cluster, until it ends."""
+    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE)
+
+
+def load_bytes(key: str) -> bytes | None:
+    """Return the bytes that were kept under a key."""
+    return internal_kv._internal_kv_get(key, namespace=NAMESPACE)  # type: ignore[no-any-return]
+
+
+# This process, as Ray knows it
+
+
+def process_ids() -> tuple[str, str, str]:
+    """Return the ids of this process's node and worker, and of its actor or ""."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_worker_id(), context.get_actor_id() or ""
+
+
+def task_id() -> str:
+    """Return the id of the task that runs in this process, in hexadecimal."""
+    return str(ray.get_runtime_context().get_task_id() or "0")
+
+
+def accelerators() -> dict[str, tuple[int | str, ...]]:
+    """Return the devices that the running task may use, by kind."""
+    found: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+    return {
+        kind: tuple(int(one) if one.isdecimal() else one for one in ids)
+        for kind, ids in found.items()
+        if ids
+    }
+
+
+# Nodes and resources
+
+
+class ClusterNode(NamedTuple):
+    """A living node.
+
+    Attributes:
+        id: in hexadecimal.
+        host: its machine's name.
+        total: its resources by name.
+        free: what is free of each; None if Ray was not asked.
+        labels: its labels.
+    """
+
+    id: str
+    host: str
+    total: Mapping[str, float]
+    free: Mapping[str, float] | None
+    labels: Mapping[str, str]
+
+
+Demands = Sequence[tuple[Mapping[str, float], int]]
+"""What tasks and actors of all programs wait for, and how many wait for the same."""
+
+
+def nodes() -> list[ClusterNode]:
+    """Return the living nodes."""
+    return [
+        ClusterNode(
+            str(node["NodeID"]),
+            str(node["NodeManagerHostname"]),
+            dict(node["Resources"]),
+            None,
+            dict(node.get("Labels", {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def nodes_and_demands() -> tuple[Sequence[ClusterNode], Demands]:
+    """Return the nodes with what is free, and what waits; needs no dashboard."""
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    return parse_status(get_cluster_status(head_address(), ANSWER_LIMIT), nodes())
+
+
+def parse_status(
+    status: Any, nodes: Sequence[ClusterNode]
+) -> tuple[Sequence[ClusterNode], Demands]:
+    """Read a `ClusterStatus` of Ray's, which lags about a second."""
+    free = {
+        node.node_id: node.available_resources()
+        for node in (*status.active_nodes, *status.idle_nodes)
+    }
+    demands = [
+        (dict(shape.bundle), shape.count)
+        for demand in status.resource_demands.ray_task_actor_demand
+        for shape in demand.bundles_by_count
+    ]
+    known = [node._replace(free=free[node.id]) for node in nodes if node.id in free]
+    return known, demands
+
+
+def has_autoscaler() -> bool:
+    """Return whether something starts nodes as they are needed."""
+    get_value = internal_kv._internal_kv_get
+    if get_value(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
+        return True
+    return names_node_types(get_value(b"__autoscaling_status"))
+
+
+def names_node_types(status: bytes | None) -> bool:
+    """Return whether an autoscaler's report names types of nodes that may come.
+
+    A cluster without an autoscaler has such a report too. It mirrors the nodes: each
+    has a type of its own.
+    """
+    report = json.loads(status or b"{}").get("autoscaler_report") or {}
+    types = report.get("node_type_mapping") or {}
+    return any(name != f"node_{node}" for node, name in types.items())
+
+
+total_resources: Final = ray.cluster_resources
+"""Return all resources of the cluster by name."""
+free_resources: Final = ray.available_resources
+"""Return what is free of each resource; Ray leaves out those with nothing free."""
+
+
+# Starting and joining a cluster
+
+AUTH_MODE: Final = "RAY_AUTH_MODE"
+AUTH_TOKEN: Final = "RAY_AUTH_TOKEN"
+PRIVATE: Final = "AIOGPU_PRIVATE_CLUSTER"
+"""Marks the processes of a cluster that was started for one program."""
+_token: Final = secrets.token_hex(32)
+"""For clusters that this process starts, unless the user has a token."""
+NOT_FOUND: Final = "Could not find any running Ray instance"
+"""Ray's message if no address was named and no cluster runs."""
 CLUSTER_PORT: Final = 6379
-"""Where a cluster's own server listens unless told otherwise."""
-
-
+"""The default port of a cluster's head."""
 HEADER: Final = 9
-"""Bytes of a frame's header; the fourth is its kind."""
-
-
+"""Bytes of the header of an HTTP/2 frame; the fourth is the frame's kind."""
 SETTINGS: Final = 4
 """The kind of a server's first frame."""
-
-
 GREETING: Final = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, SETTINGS)) + bytes(5)
 )
-"""What a client begins with."""
+"""How a client begins."""
 
 
-TOKENS: Final = (
-    "the cluster has tokens, and this program sends none of them. Start it with "
-    "RAY_AUTH_MODE=token in its environment, and the cluster's token in "
-    "RAY_AUTH_TOKEN, or in ~/.ray/auth_token."
-)
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    # A program's own signal handlers stay as they are, on purpose.
+    return "SIGTERM handler is not set" not in record.getMessage()
 
 
-def place_of(address: str) -> tuple[str, int]:
-    """The host and port that an address names.
+logging.getLogger("ray._private.worker").addFilter(_is_worth_logging)
+
+
+def is_connected() -> bool:
+    """Return whether this process is in a cluster, whoever has connected it."""
+    return bool(ray.is_initialized())
+
+
+def is_client() -> bool:
+    """Return whether this process uses Ray Client, `ray.init("ray://...")`."""
+    from ray.util.client import ray as client
+
+    return bool(client.is_connected())
+
+
+def head_address() -> str:
+    """Return where the cluster's head listens, "host:port"."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def start(options: Mapping[str, Any]) -> str:
+    """Start a cluster of one node for this program, which takes some seconds.
+
+    Returns the directory of its files.
 
     Raises:
-        NodeError: it names none.
+        DeviceError: more GPUs are asked for than this process may use.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if visible is None else [one for one in visible.split(",") if one]
+    num_gpus = options.get("num_gpus") or 0
+    if names is not None and num_gpus > len(names):
+        raise DeviceError(
+            f"num_gpus={num_gpus:g}, but CUDA_VISIBLE_DEVICES={visible!r} names "
+            f"{len(names)}: ask for fewer, or unset the variable."
+        )
+    resources = dict(options.get("resources") or {})
+    if NEURON_CORES in resources:  # whose type Ray does not find out
+        resources.setdefault(TYPE_PREFIX + AWS_NEURON_CORE, 1.0)
+    with _private_environment():
+        context = ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            logging_level="warning",
+            **{**options, "resources": resources},
+        )
+    return str(context.address_info["session_dir"])
+
+
+@contextmanager
+def _private_environment() -> Iterator[None]:
+    """Set the mark and the token that only the servers of a new cluster need.
+
+    Without a token Ray writes one to `~/.ray/auth_token`. All clusters of the user
+    would demand it from then on, those of the user's own `ray start` as well. Servers
+    and workers get this token by their environment. Ray keeps the first token that a
+    process has used, so all clusters of this process share one.
+    """
+    names = (AUTH_MODE, AUTH_TOKEN, PRIVATE)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ[PRIVATE] = "1"
+    has_token = (
+        before[AUTH_TOKEN]
+        or os.environ.get("RAY_AUTH_TOKEN_PATH")
+        or (Path.home() / ".ray" / "auth_token").exists()
+    )
+    if not has_token and (before[AUTH_MODE] or "token").lower() == "token":
+        os.environ[AUTH_TOKEN] = _token
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)  # Ray has set the mode by itself
+            if value is not None:
+                os.environ[name] = value
+
+
+def _runs_private_clusters_only() -> bool:
+    """Return whether clusters run on this machine, each started for one program."""
+    environments = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            command = (process / "cmdline").read_bytes().partition(b"\0")[0]
+            if command.endswith(b"/raylet"):
+                environments.append((process / "environ").read_bytes())
+    mark = f"{PRIVATE}=1".encode()
+    return bool(environments) and all(mark in e.split(b"\0") for e in environments)
+
+
+def join(address: str | None, *, shows_output: bool) -> bool:
+    """Join a running cluster; return False if none was named and none runs.
+
+    A cluster that was started for one program is not joined unless it is named: it
+    may have a token of its own, and ends with its program.
+
+    Args:
+        address: "host:port", or None for a cluster on this machine.
+        shows_output: whether the output of tasks is shown.
+
+    Raises:
+        ConnectionError: the cluster does not answer, or refuses.
+    """
+    if address is None and _runs_private_clusters_only():
+        return False
+    try:
+        ray.init(
+            address=address or "auto",
+            namespace=NAMESPACE,
+            logging_level="warning",
+            log_to_driver=shows_output,
+        )
+    except ConnectionError as error:
+        if address is None and NOT_FOUND in str(error):
+            return False
+        raise
+    return True
+
+
+leave: Final = ray.shutdown
+"""Leave the cluster; one that was started for this program ends."""
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split an address.
+
+    Raises:
+        NodeError: it names no host and port.
     """
     parts = urlsplit(f"//{address}")
+    with suppress(ValueError):
+        if parts.hostname and parts.port:
+            return parts.hostname, parts.port
+    raise NodeError(
+        f"RAY_ADDRESS={address!r} names no host and port; write host:{CLUSTER_PORT}, "
+        f"as `ray start --head` has printed it."
+    )
+
+
+async def connection_error(address: str, seconds: float) -> str | None:
+    """Return what keeps Ray's server from being at an address; None if it is there.
+
+    Ray itself would try for long, and end the program after a minute without a head.
+    Its servers speak HTTP/2, and whoever listens sends the first frame of that.
+    """
+    problem = "no answer"
     try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port:
-        raise NodeError(
-            f"RAY_ADDRESS={address!r} names no host and port; write "
-            f"host:{CLUSTER_PORT}, as `ray start --head` has printed it."
-        )
-    return host, port
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection(*host_and_port(address))
+            problem = "it accepts connections and says nothing"
+            try:
+                if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                    return None  # only Ray can speak to a server with certificates
+                writer.write(GREETING)
+                said = b""
+                while len(said) < HEADER and (more := await reader.read(HEADER)):
+                    said += more
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+    except TimeoutError:
+        return f"{problem} within {seconds:g} s"
+    except OSError as error:
+        return str(error) or type(error).__name__
+    if len(said) >= HEADER and said[3] == SETTINGS:
+        return None
+    if not said:
+        return "it closes the connection at once"
+    return f"what listens there is not Ray, and says {said[:HEADER]!r}"
 
 
 async def check_reachable(address: str) -> None:
-    """Make sure that a cluster answers there, in a bounded time.
+    """Check that a cluster answers at an address.
 
     Raises:
         NodeError: says what is there instead.
     """
-    host, port = place_of(address)
-    said = await answers(host, port, REACHABLE)
-    if said is not None:
+    host, port = host_and_port(address)
+    error = await connection_error(address, REACH_LIMIT)
+    if error is not None:
         raise NodeError(
             f"init(address='ray') with RAY_ADDRESS={address!r}: no Ray cluster answers "
-            f"at {host}:{port}: {said}. Is its head started, by `ray start --head "
+            f"at {host}:{port}: {error}. Is its head started, by `ray start --head "
             f"--port={port}`? One that has just been started takes some seconds to "
             f"listen."
         )
 
 
-def _is_encrypted() -> bool:
-    """Whether Ray was told to use certificates; only it can speak to the server."""
-    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+# The connection of this process
 
-
-async def answers(host: str, port: int, seconds: float) -> str | None:
-    """Return what keeps a server of Ray's from being there; None if one is."""
-    doing = "no answer"
-    try:
-        async with asyncio.timeout(seconds):
-            reader, writer = await asyncio.open_connection(host, port)
-            doing = "it accepts connections and says nothing"
-            try:
-                return None if _is_encrypted() else await _greeted(reader, writer)
-            finally:
-                await _closed(writer)
-    except TimeoutError:
-        return f"{doing} within {seconds:g} s"
-    except OSError as error:
-        return str(error) or type(error).__name__
-
-
-async def _greeted(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> str | None:
-    writer.write(GREETING)
-    said = b""
-    while len(said) < HEADER and (more := await reader.read(HEADER - len(said))):
-        said += more
-    if len(said) == HEADER and said[3] == SETTINGS:
-        return None
-    if not said:
-        return "it closes the connection at once"
-    return f"what listens there is not Ray, and says {said!r}"
-
-
-async def _closed(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-
-
-BEAT: Final = 2.0
-"""Seconds between two looks."""
-
-
-LOST_AFTER: Final = 30.0
-"""Seconds without a head after which it is given up; one that restarts is back then.
-
-Ray's own limit is 60 s, and to leave such a cluster takes up to 20 s.
-"""
-
-
-class Pulse:
-    """See above, for one event loop.
-
-    Attributes:
-        is_missed: whether it did not answer when it was looked for last.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        on_lost: Callable[[], object],
-        on_beat: Callable[[], Awaitable[object]],
-    ) -> None:
-        self._host = host
-        self._port = port
-        self._on_lost = on_lost
-        self._on_beat = on_beat
-        self._task: asyncio.Task[None] | None = None
-        self.is_missed = False
-
-    def __repr__(self) -> str:
-        return f"<Pulse of {self._host}:{self._port}>"
-
-    def begin(self) -> None:
-        """Look for it from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._watch())
-
-    def end(self) -> None:
-        """Look no more."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        seen = loop.time()
-        while loop.time() - seen < LOST_AFTER:
-            said = await answers(self._host, self._port, LOST_AFTER / 3)
-            self.is_missed = said is not None
-            if not self.is_missed:
-                seen = loop.time()
-                await self._on_beat()
-            await asyncio.sleep(BEAT)
-        self._task = None
-        self._on_lost()
-
-
-T = TypeVar("T")
-
-
-JOINING: Final = 120.0
-"""Seconds in which a cluster that answers was joined: five, or fifty if it is busy."""
-
-
-LEAVING: Final = 60.0
-"""Seconds in which a cluster that was lost is left; Ray itself takes up to 20."""
-
-
-LOGS: Final = "logs"
-"""What is kept of the files of a cluster that was started here."""
-
-
-NODE_OPTIONS: Final = ("num_cpus", "num_gpus", "resources", "object_memory")
-"""What a cluster that is started here may be told."""
-
-
-OF_PROGRAMS: Final = frozenset({"log_to_driver", "cancel_grace"})
-"""What a program may say that joins a cluster."""
+REACH_LIMIT: Final = 10.0
+"""Seconds in which a head answers."""
+JOIN_LIMIT: Final = 120.0
+"""Seconds for joining a cluster that answers; it takes 5, or 50 if it is busy."""
+LEAVE_LIMIT: Final = 60.0
+"""Seconds for leaving a lost cluster; Ray itself takes up to 20."""
+PORT_HINT: Final = (
+    f" Is it the port of the cluster itself, {CLUSTER_PORT} unless `ray start --port` "
+    f"has said otherwise?"
+)
+TOKEN_HINT: Final = (
+    " By what Ray says, the cluster has tokens, and this program sends none of them. "
+    "Start it with RAY_AUTH_MODE=token in its environment, and the cluster's token in "
+    "RAY_AUTH_TOKEN, or in ~/.ray/auth_token."
+)
+START_OPTIONS: Final = ("num_cpus", "num_gpus", "resources", "object_memory")
+"""Options of `init` for a cluster that is started by it."""
+JOIN_OPTIONS: Final = ("log_to_driver", "cancel_grace")
+"""Options of `init` for a program that joins a cluster."""
 
 
 @dataclass(slots=True)
-class _Tie:
-    """This process's tie to Ray.
+class _Process:
+    """What this process's event loops share: its one connection to Ray.
 
     Attributes:
         users: how many engines use it.
-        is_ours: whether it was made here; who has made it himself ends it himself.
-        told: what it was told at its start; empty where it runs without us.
-        session: the directory of the files of one that was started here.
-        thread: where it was made.
-        pid: of the process whose it is.
-        leaving: ends when one is left that was lost or came too late; None if none is.
+        is_ours: whether aiogpu has made it, and so ends it.
+        options: those of the cluster that it has started; empty if it has joined one.
+        session: the directory of the files of that cluster.
+        thread: where it was made. Ray's servers end with the thread that has started
+            them, so it is kept.
+        pid: of this process; a fork has another one.
+        leaving: done when a cluster was left that was lost or joined too late.
     """
 
     users: int = 0
     is_ours: bool = False
-    told: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     session: str = ""
-    thread: OneThread | None = None
+    thread: SerialThread | None = None
     pid: int = 0
     leaving: Future[None] | None = None
 
 
-_tie: Final = _Tie()
+_process: Final = _Process()
 
 
-class Membership:
-    """See above, for one engine."""
+class RayConnection:
+    """One engine's use of the process's connection to Ray."""
 
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
-        self._is_in = False
+        self._is_open = False
+        self._start_options = _start_options(options)
         named = os.environ.get("RAY_ADDRESS", "")
-        is_joining = ":" in named and not _for_start(options)
-        self._named = named if is_joining else None
+        self._address = named if ":" in named and not self._start_options else None
 
     def __repr__(self) -> str:
-        return f"<Membership of {self._named or 'a local cluster'}>"
+        return f"<RayConnection to {self._address or 'a local cluster'}>"
 
-    async def enter(self) -> None:
+    async def open(self) -> None:
         """Join the cluster, or start one.
 
         Raises:
             NodeError: it does not answer, or Ray is too old.
             OptionError: Ray has no such option, or the cluster is one of Ray Client.
         """
-        ray.check_release()
+        _check_release()
         self._check_options()
-        if self._named is not None and self._named.startswith(CLIENT):
-            raise OptionError(no_client(f"RAY_ADDRESS={self._named!r}"))
-        await _left()
-        if ray.is_connected():
-            if ray.is_client():
-                raise OptionError(no_client("ray.init('ray://...') in this program"))
-            self._check_same()
-            if not _tie.users:
-                _tie.is_ours, _tie.told = False, {}
+        if self._address is not None and self._address.startswith(CLIENT):
+            raise OptionError(no_client(f"RAY_ADDRESS={self._address!r}"))
+        await _left_lost_cluster()
+        if is_connected():
+            self._check_existing()
         else:
-            await self._begin()
-        _tie.users += 1
-        _tie.pid = os.getpid()
-        self._is_in = True
+            await self._connect()
+        _process.users += 1
+        _process.pid = os.getpid()
+        self._is_open = True
 
     def _check_options(self) -> None:
-        """Raise `OptionError` for what Ray is not told, or not any more."""
         options, defaults = self._options._asdict(), NodeOptions()._asdict()
-        given = [name for name in options if options[name] != defaults[name]]
-        for name in given:
-            if name in OF_PROGRAMS or name in NODE_OPTIONS:
-                continue
-            raise OptionError(
-                f"init(address='ray', {name}=...): a Ray cluster knows nothing of it; "
-                f"leave it out (docs/engines.md says what each engine can do)."
-            )
+        for name, value in options.items():
+            if value != defaults[name] and name not in START_OPTIONS + JOIN_OPTIONS:
+                raise OptionError(
+                    f"init(address='ray', {name}=...): a Ray cluster knows nothing of "
+                    f"it; leave it out (docs/engines.md says what each engine can do)."
+                )
 
-    def _check_same(self) -> None:
-        """Raise `NodeError` where the tie that there is will not do."""
-        if _tie.users and _tie.pid != os.getpid():
+    def _check_existing(self) -> None:
+        """Check that the connection which this process has will do."""
+        if is_client():
+            raise OptionError(no_client("ray.init('ray://...') in this program"))
+        if _process.users and _process.pid != os.getpid():
             raise NodeError(
                 "init(address='ray'): this process is a fork of one that is in a Ray "
                 "cluster, and Ray works in that one only. Start a new interpreter for "
                 "it, as multiprocessing's 'spawn' does."
             )
-        told = _for_start(self._options)
-        if told and told != _tie.told:
+        if self._start_options and self._start_options != _process.options:
             raise NodeError(
-                f"init(address='ray', {next(iter(told))}=...): this process is in a "
-                f"Ray cluster already, which has what it has. Leave it out, or shut "
-                f"the other one down first."
+                f"init(address='ray', {next(iter(self._start_options))}=...): this "
+                f"process is in a Ray cluster already, which has what it has. Leave it "
+                f"out, or shut the other one down first."
             )
+        if not _process.users:
+            _process.is_ours, _process.options = False, {}
 
-    async def _begin(self) -> None:
-        if self._named is not None:
-            await check_reachable(self._named)
-        _tie.thread = OneThread("aiogpu-ray")
-        joining = _tie.thread.submit(self._connect)
-        limit = None if self._named is None else JOINING
+    async def _connect(self) -> None:
+        if self._address is not None:
+            await check_reachable(self._address)
+        _process.thread = SerialThread("aiogpu-ray")
+        joining = _process.thread.submit(self._connect_in_thread)
         try:
-            async with asyncio.timeout(limit):
-                await asyncio.wrap_future(unless_left(joining))
+            async with asyncio.timeout(None if self._address is None else JOIN_LIMIT):
+                await asyncio.wrap_future(joining)
         except BaseException as error:
             await self._undo(joining)
             _end_thread()
             if not isinstance(error, TimeoutError):
                 raise
             raise NodeError(
-                f"init(address='ray'): what answers at {self._named} was not joined "
-                f"within {JOINING:g} s.{self._hint()} A "
-                f"head's logs may say why; by default they are in "
-                f"/tmp/ray/session_latest/logs."
+                f"init(address='ray'): what answers at {self._address} was not joined "
+                f"within {JOIN_LIMIT:g} s.{PORT_HINT} A head's logs may say why; by "
+                f"default they are in /tmp/ray/session_latest/logs."
             ) from error
-        _tie.is_ours = True
+        _process.is_ours = True
 
     async def _undo(self, joining: Future[None]) -> None:
-        """Leave what nobody waits for any more, as soon as it is joined or started."""
-        if not joining.done() and self._named is None:
-            # What Ray starts it starts to the end: a half of it would be left behind.
-            await asyncio.wait([asyncio.wrap_future(unless_left(joining))])
+        """Leave a cluster as soon as it is joined or started."""
+        if not joining.done() and self._address is None:
+            # Half a start would be left behind, so Ray starts it to the end.
+            await asyncio.wait([asyncio.wrap_future(joining)])
         if not joining.done() or joining.exception() is None:
-            _tie.leaving = begun(partial(_leave_when_joined, joining))
-            if self._named is None:
-                await asyncio.wait([asyncio.wrap_future(unless_left(_tie.leaving))])
+            _process.leaving = start_call(partial(_leave_when_joined, joining))
+            if self._address is None:
+                await asyncio.wait([asyncio.wrap_future(_process.leaving)])
 
-    def _hint(self, error: BaseException | None = None) -> str:
-        """What may be wrong with the address that was named, and what Ray says."""
-        if self._named is None:
-            return ""
-        if "AuthenticationError" in str(error and error.__cause__):
-            return f" By what Ray says, {TOKENS}"
-        return (
-            f" Is it the port of the cluster itself, {CLUSTER_PORT} unless `ray start "
-            f"--port` has said otherwise?"
-        )
-
-    def _connect(self) -> None:
-        """In the thread that is kept."""
-        shows = self._options.log_to_driver
-        told = _for_start(self._options)
+    def _connect_in_thread(self) -> None:
+        shows_output, options = self._options.log_to_driver, self._start_options
         try:
-            if self._named is not None:
-                ray.join(self._named, shows_output=shows)
-            elif told or not ray.join(None, shows_output=shows):
-                _tie.session = ray.start({**told, "log_to_driver": shows})
+            if self._address is not None:
+                join(self._address, shows_output=shows_output)
+            elif options or not join(None, shows_output=shows_output):
+                _process.session = start({**options, "log_to_driver": shows_output})
         except DeviceError:
             raise
-        except (OSError, RuntimeError, ValueError, ray.RayError) as error:
-            where = "on this machine" if self._named is None else f"at {self._named}"
+        except (OSError, RuntimeError, ValueError, exceptions.RayError) as error:
+            where = f"at {self._address}" if self._address else "on this machine"
+            hint = PORT_HINT if self._address else ""
+            if self._address and "AuthenticationError" in str(error.__cause__):
+                hint = TOKEN_HINT
             raise NodeStartError(
                 f"init(address='ray'): no cluster could be joined or started {where}: "
-                f"{type(error).__name__}: {error}."
-                f"{self._hint(error)}"
+                f"{type(error).__name__}: {error}.{hint}"
             ) from error
-        _tie.told = told
-
-    def place(self) -> tuple[str, int]:
-        """The host and port of the cluster's head."""
-        return place_of(ray.head())
+        _process.options = options
 
     def lose(self) -> None:
-        """The cluster has gone: leave it, for which nobody need wait."""
-        if self._is_in:
-            self._is_in = False
-            _tie.users -= 1
-            if not _tie.users and _tie.is_ours:
-                _tie.is_ours = False
-                _tie.leaving = begun(_leave)
-                _end_thread()
+        """Leave a cluster that has gone; nobody waits for that."""
+        if self._release():
+            _process.leaving = start_call(_leave)
+            _end_thread()
 
-    async def leave(self) -> None:
-        """Use it no more; the last one leaves the cluster, if aiogpu had entered it."""
-        if not self._is_in:
-            return
-        self._is_in = False
-        _tie.users -= 1
-        if not _tie.users and _tie.is_ours:
-            _tie.is_ours = False
+    async def close(self) -> None:
+        """Leave the cluster if this is its last user and aiogpu has connected it."""
+        if self._release():
+            assert _process.thread is not None
+            leaving = asyncio.wrap_future(_process.thread.submit(_leave))
             try:
-                await _in_thread(_leave)
+                await asyncio.shield(leaving)
+            except asyncio.CancelledError:
+                # Half a shutdown would be left behind, so Ray does it to the end.
+                await asyncio.wait([leaving])
+                raise
             finally:
                 _end_thread()
 
-    def abandon(self) -> None:
-        """The interpreter ends."""
-        if self._is_in and _tie.is_ours and _tie.pid == os.getpid():
-            self._is_in = _tie.is_ours = False
+    def _release(self) -> bool:
+        """Use the connection no more; return whether it is to be ended."""
+        if not self._is_open:
+            return False
+        self._is_open = False
+        _process.users -= 1
+        if _process.users or not _process.is_ours:
+            return False
+        _process.is_ours = False
+        return True
+
+    def close_now(self) -> None:
+        """Leave the cluster as the interpreter ends, whoever else uses it."""
+        if self._is_open and _process.is_ours and _process.pid == os.getpid():
+            self._is_open = _process.is_ours = False
             _leave()
             _end_thread()
 
-    def disown(self) -> None:
-        """This process is a fork."""
-        self._is_in = False
+    def after_fork(self) -> None:
+        """Forget the connection in a fork, which does not have it."""
+        self._is_open = False
 
 
-def _leave() -> None:
-    ray.leave()
-    session, _tie.session = _tie.session, ""
-    # Ray leaves the names of its sockets behind, and of its ports; its logs it leaves
-    # on purpose.
-    for entry in Path(session).iterdir() if session else ():
-        if entry.is_dir() and not entry.is_symlink():
-            if entry.name != LOGS:
-                rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
+def _check_release() -> None:
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if found < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise NodeError(
+            f"Ray {ray.__version__} is installed, and aiogpu needs {oldest} or newer: "
+            f"pip install -U 'aiogpu[ray]'."
+        )
 
 
-def _leave_when_joined(joining: Future[None]) -> None:
-    if joining.exception() is None:
-        _leave()
-
-
-def _for_start(options: NodeOptions) -> dict[str, Any]:
-    """Return what Ray is told of a node that it starts."""
-    told: dict[str, Any] = {}
+def _start_options(options: NodeOptions) -> dict[str, Any]:
+    """Return `ray.init`'s options for a cluster that is to be started."""
+    found: dict[str, Any] = {}
     if options.num_cpus is not None:
-        told["num_cpus"] = _whole("num_cpus", options.num_cpus)
+        found["num_cpus"] = _whole("num_cpus", options.num_cpus)
     if options.num_gpus is not None:
-        told["num_gpus"] = options.num_gpus
+        found["num_gpus"] = options.num_gpus
     if options.resources:
-        told["resources"] = {
+        found["resources"] = {
             name: _whole(f"resources[{name!r}]", value)
             for name, value in options.resources.items()
         }
     if options.object_memory is not None:
-        told["object_store_memory"] = options.object_memory
-    return told
+        found["object_store_memory"] = options.object_memory
+    return found
 
 
 def _whole(option: str, value: float) -> int:
@@ -450,34 +808,38 @@ def _whole(option: str, value: float) -> int:
     return int(value)
 
 
-async def _left() -> None:
-    """Wait until a cluster that was lost is left: this process can be in one only."""
-    leaving = _tie.leaving
-    if leaving is None:
+def _leave() -> None:
+    leave()
+    session, _process.session = _process.session, ""
+    # Ray leaves its sockets and port files behind. Logs are kept on purpose.
+    for entry in Path(session).iterdir() if session else ():
+        if not entry.is_dir() or entry.is_symlink():
+            entry.unlink(missing_ok=True)
+        elif entry.name != "logs":
+            rmtree(entry, ignore_errors=True)
+
+
+def _leave_when_joined(joining: Future[None]) -> None:
+    if joining.exception() is None:
+        _leave()
+
+
+async def _left_lost_cluster() -> None:
+    """Wait until a lost cluster was left: a process can be in one only."""
+    if _process.leaving is None:
         return
     try:
-        async with asyncio.timeout(LEAVING):
-            await asyncio.wrap_future(leaving)
+        async with asyncio.timeout(LEAVE_LIMIT):
+            await asyncio.wrap_future(_process.leaving)
     except TimeoutError as error:
         raise NodeError(
             f"init(address='ray'): Ray has not left the cluster that was lost before, "
-            f"in {LEAVING:g} s; start the program anew."
+            f"in {LEAVE_LIMIT:g} s; start the program anew."
         ) from error
-    _tie.leaving = None
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    assert _tie.thread is not None
-    doing = asyncio.wrap_future(_tie.thread.submit(call))
-    try:
-        return await asyncio.shield(doing)
-    except asyncio.CancelledError:
-        # What Ray has begun it ends: a half of it would be left behind.
-        await asyncio.wait([doing])
-        raise
+    _process.leaving = None
 
 
 def _end_thread() -> None:
-    thread, _tie.thread = _tie.thread, None
+    thread, _process.thread = _process.thread, None
     if thread is not None:
         thread.end()

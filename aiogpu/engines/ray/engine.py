@@ -1,6 +1,6 @@
-"""A Ray cluster as an engine: Ray places, moves and heals; the API stays as it is.
+"""A Ray cluster as an engine: Ray places tasks, moves values, and heals.
 
-What is asked goes to Ray at once, and its ends come back by `Calls`. What Ray does not
+What is asked goes to Ray at once, and the ends come back by `Calls`. What Ray does not
 do by itself is done here: a handle that nobody awaits any more is cancelled on the
 cluster, a timeout counts from `.remote()`, and what can never run is refused.
 """
@@ -8,533 +8,269 @@ cluster, a timeout counts from `.remote()`, and what can never run is refused.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.client.current import error_inside_task
+from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.ray import ray_api as ray
-from aiogpu.engines.ray.cluster import BEAT, LOST_AFTER, Membership, Pulse
-from aiogpu.engines.ray.errors import packed
-from aiogpu.engines.ray.options import RemoteCode, Work, check_possible, options_of_task
-from aiogpu.engines.ray.placement_groups import Placements
-from aiogpu.engines.ray.status import Overview, Questions
-from aiogpu.engines.ray.tasks import Calls, Inflow, Live
-from aiogpu.engines.ray.values import (
-    IN_STORE,
-    Shared,
-    kept_in,
-    known,
-    outlive,
-    packed_here,
-    shared_of,
-    stored,
-)
-from aiogpu.errors import (
-    InfeasibleError,
-    MisuseError,
-    NodeClosedError,
-    NodeDiedError,
-    TaskCancelledError,
-)
+from aiogpu.engines.ray import cluster, status
+from aiogpu.engines.ray.actors import RayActors
+from aiogpu.engines.ray.cluster import RayConnection, connection_error
+from aiogpu.engines.ray.errors import actor_death, pack_error
+from aiogpu.engines.ray.options import check_possible, task_options
+from aiogpu.engines.ray.placement_groups import PlacementGroups
+from aiogpu.engines.ray.status import InfeasibleCalls, Overview
+from aiogpu.engines.ray.task_worker import RemoteCode, make_runner
+from aiogpu.engines.ray.tasks import Calls, PendingCall, RayValues, Stream
+from aiogpu.engines.ray.values import forget_after_fork, pack_copy
+from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
+from aiogpu.runtime.callers.leases import removed
 from aiogpu.runtime.pending_tasks import Call
-from aiogpu.serialization.exceptions import RAISED, pack_own_error
-from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.exceptions import RAISED
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
-    from aiogpu.core.model.request import Request
-    from aiogpu.engines.ray.actors import ClusterActors
+    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.wire.messages import Failed
+    from aiogpu.serialization.references import PickledValue
+
+LOOK_INTERVAL: Final = 2.0
+"""Seconds between two looks at the cluster's head and its nodes."""
+LOST_AFTER: Final = 30.0
+"""Seconds without a head after which the cluster is given up; a head that restarts is
+back by then. Ray ends the program after 60 s, and leaving takes up to 20 s."""
+FUNCTIONS: Final = 1024
+"""Remote functions that are kept; beyond, Ray is told of the oldest anew."""
 
 
-SITES: Final = 1024
-"""Functions that are kept ready; beyond, Ray is told of the oldest anew."""
-
-
-class Functions:
-    """See above, for one engine."""
-
-    def __init__(
-        self, placements: Placements, overview: Overview, code: RemoteCode
-    ) -> None:
-        self._code = code
-        self._placements = placements
-        self._overview = overview
-        self._sent: dict[int, Any] = {}
-
-    def __repr__(self) -> str:
-        return f"<Functions {len(self._sent)}>"
-
-    def of(self, func: FunctionSpec) -> Any:
-        """Return what Ray knows a function by."""
-        found = self._sent.get(func.id)
-        if found is None:
-            work = Work(func, self._overview.kinds())
-            run = (self._code.streamer if func.window else self._code.runner)(work)
-            if len(self._sent) >= SITES:
-                del self._sent[next(iter(self._sent))]
-            request = func.spec.shape.request
-            options = self._placements.placed(options_of_task(func), request)
-            found = self._sent[func.id] = ray.function(run, options)
-        return found
-
-
-GIVE_UP_AFTER: Final = 300.0
-"""Seconds without a node that fits, after which waiting calls fail."""
-
-
-_log: Final = logging.getLogger(__name__)
-
-
-class InfeasibleCalls:
-    """The calls of one engine that no node fits any more, and since when."""
-
-    def __init__(self, engine: RayEngine) -> None:
-        self._engine = engine
-        self._since: dict[int, float] = {}
-
-    def __repr__(self) -> str:
-        return f"<InfeasibleCalls {len(self._since)}>"
-
-    def check(self, *, has_lost: bool) -> None:
-        """Warn of calls that no node fits any more; fail those that waited too long.
-
-        Args:
-            has_lost: whether a node has left since the last check.
-        """
-        if not has_lost and not self._since:
-            return
-        engine = self._engine
-        now, overview = engine.loop.time(), engine.overview
-        fitting: dict[Request, bool] = {}
-        since: dict[int, float] = {}
-        warned: set[tuple[str, Request]] = set()
-        for number, live in list(engine.calls.live.items()):
-            request = live.request
-            if request is None:
-                continue
-            if request not in fitting:
-                fitting[request] = overview.fits(request)
-            if fitting[request]:
-                continue
-            since[number] = self._since.get(number, now)
-            if number not in self._since and (live.name, request) not in warned:
-                warned.add((live.name, request))
-                self._warn(live.name, request)
-        self._since = since
-        if not overview.grows:
-            for number in [one for one in since if now - since[one] >= GIVE_UP_AFTER]:
-                self._fail(number)
-
-    def _warn(self, name: str, request: Request) -> None:
-        overview = self._engine.overview
-        then = f"It fails after {GIVE_UP_AFTER:g} s unless such a node joins."
-        if overview.grows:
-            then = "It waits for the cluster's autoscaler to start one."
-        _log.warning(
-            "%s asks for %s, and the last node of the Ray cluster that could give it "
-            "has left: %s. %s",
-            *(name, request, overview.lacking(request), then),
-        )
-
-    def _fail(self, number: int) -> None:
-        engine = self._engine
-        del self._since[number]
-        live = engine.calls.live.get(number)
-        if live is None or live.request is None:
-            return
-        error = InfeasibleError(
-            f"{live.name} asks for {live.request}, and no node of this Ray cluster "
-            f"could give it for {GIVE_UP_AFTER:g} s, since the last one that could has "
-            f"left: {engine.overview.lacking(live.request)}. Ask for less, or add a "
-            f"node."
-        )
-        if live.actor:
-            engine.actors.give_up(live.actor, error)
-            return
-        receiver = live.receiver
-        engine.cancel(number)
-        if receiver is not None:
-            receiver.fail(error)
-        engine.remote_values.forsake(live, error)
-
-
-class ClusterValues:
-    """See above."""
-
-    def __init__(self, engine: RayEngine) -> None:
-        self._engine = engine
-
-    def __repr__(self) -> str:
-        return f"<ClusterValues of {self._engine!r}>"
-
-    @property
-    def remote_values(self) -> ClusterValues:
-        """Whose way to values this is."""
-        return self
-
-    @property
-    def loans(self) -> ClusterValues:
-        """What was lent to this process."""
-        return self
-
-    @property
-    def shares(self) -> ClusterValues:
-        """What it gives to others."""
-        return self
-
-    @property
-    def link(self) -> ClusterValues:
-        """The way to values."""
-        return self
-
-    @property
-    def loop(self) -> AbstractEventLoop:
-        """The event loop."""
-        return self._engine.loop
-
-    def loan(self, identity: int) -> Shared:
-        """The value to which a handle is being unpickled."""
-        return known(identity)
-
-    def share(self, handle: Any) -> Shared:
-        """Return what others refer to who are given a handle."""
-        calls = self._engine.calls
-        shared = shared_of(handle, calls.ref_of)
-        self._note(handle, shared)
-        if shared.is_promised:
-            # It waits itself for what it was given.
-            def settle() -> None:
-                shared.take_over(shared_of(handle, calls.ref_of))
-
-            calls.when_sent(handle.child, settle)
-        return shared
-
-    def promise(self) -> Shared:
-        """The same before its task is started."""
-        return Shared()
-
-    def keep(self, shared: Shared, handle: Any) -> None:
-        """The task of what was promised is started."""
-        known_by_now = self.share(handle)
-        self._note(handle, shared)
-        known_by_now.when_known(lambda: shared.take_over(known_by_now))
-
-    def _note(self, handle: Any, shared: Shared) -> None:
-        """Have it forsaken with its call."""
-        live = self._engine.calls.live.get(handle.child)
-        if live is not None:
-            live.shares.append(shared)
-
-    def fail(self, shared: Shared, error: BaseException) -> None:
-        """The task of what was promised is never started."""
-        shared.fail(error)
-
-    def drop(self, child: int, shared: Shared) -> None:
-        """One of several results is cancelled: who needs it is told.
-
-        Calls of other processes that were sent it already are given it.
-        """
-        error = TaskCancelledError("one of several results was cancelled.")
-        shared.forsake(error)
-        live = self._engine.calls.live.get(child)
-        if live is not None:
-            self.forsake(live, error, shared.part)
-
-    def forsake(self, live: Live, error: Exception, part: int = -1) -> None:
-        """A call's results will not be wanted any more, or one of them.
-
-        What was sent to Ray and needs them is told at once, and stopped: Ray would
-        tell it in other words, or not at all.
-        """
-        failed = pack_own_error(error)
-        forsaken = [(live, part)]
-        while forsaken:
-            one, part = forsaken.pop()
-            for shared in one.shares:
-                if part in (-1, shared.part):
-                    shared.forsake(error)
-            for number, needed in one.needed_by:
-                dependent = self._engine.calls.live.get(number)
-                if dependent is None or part not in (-1, needed):
-                    continue
-                forsaken.append((dependent, -1))
-                receiver = dependent.receiver
-                self._engine.cancel(number)
-                if receiver is not None:
-                    receiver.reject(failed)
-
-    def put(self, payload: bytes) -> Shared:
-        """Have a value kept."""
-        shared = Shared()
-        shared.take(payload)
-        return shared
-
-    def fetch(self, value: int, receiver: Any) -> int:
-        """Ask for a value; gives the question's number."""
-        shared, calls = known(value), self._engine.calls
-        live = Live("a value", receiver, self.loop.time())
-        number = calls.begin(live)
-        fetch = partial(self._fetch, shared, number)
-        if shared.failed is None and shared.payload is None and shared.ref is not None:
-            fetch()
-        else:
-            # Not at once: whoever asks notes the number first.
-            calls.post(lambda: shared.when_known(fetch))
-        return number
-
-    def _fetch(self, shared: Shared, number: int) -> None:
-        calls = self._engine.calls
-        live = calls.live.get(number)
-        if live is None:
-            return
-        failed, payload = shared.failed, shared.payload
-        if failed is not None:
-            calls.end(number, lambda receiver: receiver.reject(failed))
-        elif payload is not None:
-            calls.end(number, lambda receiver: receiver.receive(payload))
-        else:
-            live.is_borrowed = True
-            calls.watch(number, (shared.as_ref(),))
-
-    def discard(self, value: int) -> None:
-        """Nobody wants a value any more: stop whoever makes it."""
-        shared = known(value)
-        if shared.ref is not None:
-            self._engine.calls.cancelling.cancel(shared.ref)
-
-    def cancel(self, task: int) -> None:
-        """Nobody wants an answer any more."""
-        self._engine.cancel(task)
-
-    async def why(self, name: str, task: int) -> Why:
-        """Say why a task waits."""
-        from aiogpu.observe.why import Why
-
-        return await self._engine.why(task) or Why(name, task, "ended")
-
-    def begin_wait(self, task: int) -> None:
-        """Some code waits for a task: the loop itself tells Ray so, when it is idle."""
-
-    def end_wait(self, task: int) -> None:
-        """It waits no longer."""
-
-    def settle(self, task: int) -> None:
-        """A task has ended."""
-
-    def pack(self, outgoing: PickledValue) -> bytes:
-        """Make the payload of what this process sends; see `Engine.pack`.
-
-        What is large goes into Ray's store at once, so that it is what it was now.
-        """
-        payload = packed_here(outgoing)
-        kept = kept_in(payload)
-        assert kept is not None, payload
-        is_late = any(one.is_promised for one in kept.references)
-        if outgoing.is_large and self._engine.is_open and not is_late:
-            kept.ref = ray.keep(stored(payload))
-            contents = payload.contents._replace(
-                stream=b"", buffers=(), segment=IN_STORE
-            )
-            payload.contents = contents
-        elif outgoing.buffers:
-            copied = tuple(map(bytes, outgoing.buffers))
-            payload.contents = payload.contents._replace(buffers=copied)
-        return payload
-
-
-class RayEngine(Questions):
-    """See above.
+class RayEngine:
+    """The engine of a program on a Ray cluster, or of a task's code in it.
 
     Attributes:
         calls: what runs.
-        grace: seconds in which what is cancelled may end.
-        overview: what there is on the cluster.
-        placements: its placement groups, as placements.
+        overview: the nodes of the cluster.
+        actors: its actors.
+        lost: why the cluster is taken for lost; None while it is not.
     """
 
     waits = None
     home = ""
 
-    def __init__(
-        self,
-        options: NodeOptions,
-        loop: asyncio.AbstractEventLoop,
-        code: RemoteCode,
-    ) -> None:
-        self.code = code
+    def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self.calls = Calls(loop)
-        self._remote_values = ClusterValues(self)
-        self._membership = Membership(options)
-        self.grace = options.cancel_grace
-        self._mark = object()
-        super().__init__(Overview(self.calls), loop)
-        self.placements = Placements(self)
-        self._functions = Functions(self.placements, self.overview, code)
-        self._actors: ClusterActors | None = None
-        self._is_hasty = False
-        self._infeasible = InfeasibleCalls(self)
+        self.remote_values = RayValues(self.calls)
+        self.overview = Overview()
+        self.lost: str | None = None
+        self._loop = loop
+        self._connection = RayConnection(options)
+        self._grace = options.cancel_grace
+        self._groups = PlacementGroups(self.calls, self.overview, self._evict)
+        self._infeasible = InfeasibleCalls(self.calls, self.overview)
+        self.actors = RayActors(
+            self.calls,
+            self._groups,
+            self.overview,
+            self._check_open,
+            self._admit,
+            RayEngine.inside,
+        )
+        self._functions: dict[int, Any] = {}
+        self._is_open = self._is_inside = self._is_hasty = False
+        self._is_head_missed = False
+        self._watch_task: asyncio.Task[None] | None = None
+        self._mark = object()  # left on functions that were checked
 
     @classmethod
-    def inside(cls, loop: asyncio.AbstractEventLoop, code: RemoteCode) -> RayEngine:
-        """The engine of a task's own code, in a process that Ray has started."""
-        engine = cls(NodeOptions(), loop, code)
-        engine.is_open = engine.is_inside = True
+    def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
+        """Make the engine of a task's code, in a process that Ray has started."""
+        engine = cls(NodeOptions(), loop)
+        engine._is_open = engine._is_inside = True
         return engine
 
     def __repr__(self) -> str:
-        return f"<RayEngine {self._membership!r} {self.calls!r}>"
-
-    @property
-    def remote_values(self) -> ClusterValues:
-        """Who knows values that are not here; see `Engine.remote_values`."""
-        return self._remote_values
-
-    @property
-    def actors(self) -> ClusterActors:
-        """The cluster's actors; see `Engine.actors`."""
-        if self._actors is None:
-            from aiogpu.engines.ray.actors import ClusterActors
-
-            self._actors = ClusterActors(self)
-        return self._actors
-
-    @property
-    def has_actors(self) -> bool:
-        """True if anybody has asked for its actors."""
-        return self._actors is not None
+        return f"<RayEngine {self._connection!r} {self.calls!r}>"
 
     @property
     def has_gone(self) -> bool:
         """True if the cluster has gone; see `Engine.has_gone`."""
         return self.lost is not None
 
-    @property
-    def mark(self) -> object:
-        """Left on functions that were checked."""
-        return self._mark
+    # Opening and watching
 
     async def open(self) -> None:
         """Join the cluster, or start one."""
-        await self._membership.enter()
+        await self._connection.open()
         try:
-            await self.overview.open()
+            await self.overview.look()
         except BaseException:
-            await self._membership.leave()
+            await self._connection.close()
             raise
-        self.pulse = Pulse(*self._membership.place(), self._lose, self._look)
-        self.pulse.begin()
-        self.is_open = True
+        self._watch_task = self._loop.create_task(self._watch(cluster.head_address()))
+        self._is_open = True
+
+    async def _watch(self, head: str) -> None:
+        """Look at the head and the nodes, and leave a cluster that has lost its head.
+
+        Ray's own calls wait for a head that has gone, without end; and after a minute
+        Ray ends the program.
+        """
+        seen = self._loop.time()
+        while self._loop.time() - seen < LOST_AFTER:
+            error = await connection_error(head, LOST_AFTER / 3)
+            self._is_head_missed = error is not None
+            if not self._is_head_missed:
+                seen = self._loop.time()
+                await self._look()
+            await asyncio.sleep(LOOK_INTERVAL)
+        self._watch_task = None
+        self._lose()
+
+    async def _look(self) -> None:
+        try:
+            has_lost = await self.overview.look(LOOK_INTERVAL)
+        except NodeDiedError:
+            return  # the next look at the head tells whether it has gone
+        if has_lost:
+            self._mark = object()
+        for number, error in self._infeasible.check(has_lost=has_lost):
+            call = self.calls.live.get(number)
+            if call is None:
+                continue
+            if call.actor:
+                self.actors.known(call.actor).evict(error)
+                continue
+            self.calls.cancel(number, error)
+            self.calls.revoke(call, error)
+
+    def _lose(self) -> None:
+        """Fail all calls: nothing of them will ever end."""
+        self._is_open = False
+        self._mark = object()
+        self.lost = message = (
+            f"the head of the Ray cluster has not answered for {LOST_AFTER:g} s, and "
+            f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
+        )
+        error = NodeDiedError(message)
+        self.actors.lose(pack_error(RAISED, error).failed)
+        for number in list(self.calls.live):
+            self.calls.end(number, NodeDiedError(message))
+        self.calls.ending.clear()
+        self._groups.fail(error)
+        self._connection.lose()
+
+    def _check_open(self) -> None:
+        """Raise what has become of the cluster, if it is not there any more.
+
+        Raises:
+            NodeDiedError: it has gone.
+            NodeClosedError: it was left.
+        """
+        if self.lost is not None:
+            raise NodeDiedError(self.lost)
+        if not self._is_open:
+            raise NodeClosedError("this program has shut down its tie to the cluster.")
+
+    # Tasks
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload; see `Engine.pack`."""
-        return self._remote_values.pack(outgoing)
+        """Make a payload; see `Engine.pack`.
+
+        What is large goes into Ray's store at once, so that it is what it was now.
+        """
+        return pack_copy(outgoing, may_store=self._is_open)
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
-        if func.checked_by is not self._mark:
-            self.admit(func)
-        name, request = func.spec.name, func.spec.shape.request
-        live = Live(name, receiver, self.loop.time(), request=request)
-        grace = func.spec.cancel_grace
-        live.grace = self.grace if grace is None else grace
-        number = self.calls.begin(live)
-        if func.spec.is_grouped and (error := self.placements.refusal(func)):
-            self.calls.fail(number, error)
+        self._admit(func)
+        spec, calls = func.spec, self.calls
+        request = spec.shape.request
+        call = PendingCall(
+            *(spec.name, receiver, self._loop.time()),
+            request=request,
+            group=request.placement_group,
+            grace=self._grace if spec.cancel_grace is None else spec.cancel_grace,
+        )
+        number = calls.begin(call)
+        if spec.is_grouped and (error := self._groups.refusal(func)):
+            calls.end(number, error)
             return number
-        self._time(number, live, func, payload)
-        if type(payload) is bytes and not func.window:
-            self.calls.watch(number, (self._functions.of(func).remote(payload),))
-        else:
-            self.send(number, payload, partial(self._send, number, func))
+        if spec.timeout is not None:
+            on_late = partial(self._on_late, number, Call(func, payload, receiver))
+            calls.call_later(number, spec.timeout, on_late)
+        calls.when_ready(number, payload, partial(self._send, number, func))
         return number
 
-    def admit(self, func: FunctionSpec) -> None:
-        """Check what is the same for all calls of a function.
+    def _admit(self, func: FunctionSpec) -> None:
+        """Check what is the same for all calls of a function, once.
 
         Raises:
             OptionError: it asks for what Ray cannot do.
             InfeasibleError: the cluster can never give what it asks for.
-            NodeClosedError: the cluster was left.
+            NodeError: the cluster is not there any more.
         """
-        self.check_open()
+        if func.checked_by is self._mark:
+            return
+        self._check_open()
         check_possible(func)
-        self.overview.check_feasible(func)
+        self.overview.check_request(func.spec.name, func.spec.shape.request)
         func.checked_by = self._mark
 
-    def send(
-        self, number: int, payload: bytes, send: Callable[[tuple[Any, ...]], None]
-    ) -> None:
-        """Send a call as soon as all that it refers to is known to Ray.
-
-        Args:
-            number: of the call.
-            payload: its arguments.
-            send: is given what Ray is to be given.
-        """
-        kept = kept_in(payload)
-        needs: tuple[Any, ...] = () if kept is None else payload.needs  # type: ignore[attr-defined]
-        shared = needs if kept is None else (*needs, *kept.references)
-        for one in shared:
-            if one.is_promised:
-                one.when_known(partial(self.send, number, payload, send))
-                return
-        for one in needs:
-            if one.failed is not None:
-                self.refuse(number, one.failed)
-                return
-        self.calls.note_needs(number, needs)
-        send(self.given(payload))
-
-    def given(self, payload: bytes) -> tuple[Any, ...]:
-        """A payload as the arguments that Ray is given."""
-        kept = kept_in(payload)
-        if kept is None:
-            return (payload,)
-        head = stored(payload) if kept.ref is None else kept.ref
-        contents = payload.contents  # type: ignore[attr-defined]
-        values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
-        return head, contents.places, contents.returns, *values
-
-    def refuse(self, number: int, failed: Failed) -> None:
-        """A call is not sent: its receiver is told why."""
-        self.calls.end(number, lambda receiver: receiver.reject(failed))
+    def _function(self, func: FunctionSpec) -> Any:
+        """Return what Ray knows a function by."""
+        found = self._functions.get(func.id)
+        if found is None:
+            code = RemoteCode(func, RayEngine.inside)
+            run = make_runner(code, is_stream=bool(func.window))
+            if len(self._functions) >= FUNCTIONS:
+                del self._functions[next(iter(self._functions))]
+            request = func.spec.shape.request
+            options = self._groups.add_strategy(task_options(func), request)
+            found = self._functions[func.id] = cluster.remote(run, options)
+        return found
 
     def _send(self, number: int, func: FunctionSpec, given: tuple[Any, ...]) -> None:
-        live = self.calls.live.get(number)
-        if live is None:
+        if number not in self.calls.live:
             return
-        sent = self._functions.of(func)
+        function = self._function(func)
         if func.window:
-            Inflow(self.calls, number, live, sent.remote(*given), func.window).begin()
+            Stream(self.calls, number, function.remote(*given), func.window)
         elif len(given) > 2 and given[2] > 1:
-            refs = sent.options(num_returns=given[2]).remote(*given)
+            refs = function.options(num_returns=given[2]).remote(*given)
             self.calls.watch(number, refs)
         else:
-            self.calls.watch(number, (sent.remote(*given),))
+            self.calls.watch(number, (function.remote(*given),))
 
-    def _time(
-        self, number: int, live: Live, func: FunctionSpec, payload: bytes
-    ) -> None:
-        spec = func.spec
-        if spec.timeout is not None:
-            late = partial(self._on_late, number, Call(func, payload, live.receiver))
-            self.calls.ring(number, spec.timeout, late)
-
-    def _on_late(self, number: int, call: Call) -> None:
-        live = self.calls.live[number]
+    def _on_late(self, number: int, late: Call) -> None:
+        call = self.calls.live[number]
         self.cancel(number)
-        self._remote_values.forsake(live, call.tell_timeout())
+        self.calls.revoke(call, late.tell_timeout())
+
+    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; return the call's number."""
+        return self.actors.known(actor).call(method, payload, receiver)
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let a stream yield so many items in all; see `Engine.demand`."""
+        self.calls.demand(task, limit)
+
+    def cancel(self, task: int) -> None:
+        """Stop a task; see `Engine.cancel`."""
+        if not self.calls.cancel(task):
+            self._groups.remove(task)
+
+    def end_children(self) -> None:
+        """Stop the tasks that an ended task has left; calls of actors go on."""
+        for number, call in list(self.calls.live.items()):
+            (self.calls.forget if call.actor and call.refs else self.cancel)(number)
+
+    # Placement groups
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a placement; see `Engine.take_lease`.
+        """Ask for a placement group; see `Engine.take_lease`.
 
         Raises:
             MisuseError: it is a lease, which a Ray cluster cannot give.
@@ -545,95 +281,79 @@ class RayEngine(Questions):
                 "which a Ray cluster cannot do. Use a node, or have a task start the "
                 "process."
             )
-        self.check_open()
-        return self.placements.take(func, receiver)
+        self._check_open()
+        return self._groups.create(func, receiver)
 
-    def demand(self, task: int, limit: int) -> None:
-        """Let a stream yield so many items in all; see `Engine.demand`."""
-        live = self.calls.live.get(task)
-        if live is not None and isinstance(live.stop, Inflow):
-            live.stop.rise(limit)
+    def _evict(self, group: PlacementGroupSpec) -> None:
+        """Tell all that run in a group that it is being removed, and stop them."""
+        self.actors.evict(group)
+        for number, call in list(self.calls.live.items()):
+            if call.group is None or call.group.key != group.key:
+                continue
+            error: Exception = removed(group.name, call.name, REMOVED)
+            if call.actor:
+                error = actor_death(call.name, error)
+            self.calls.cancel(number, error)
 
-    def cancel(self, task: int) -> None:
-        """Stop a task; see `Engine.cancel`."""
-        live = self.calls.let_go(task)
-        if live is None:
-            self.placements.release(task)
-        elif live.is_borrowed or live.goes_on:
-            self.calls.ending.pop(task, None)
-        elif live.stop is not None:
-            stop, live.stop = live.stop, None
-            stop()
-        elif live.refs:
-            self.calls.cancelling.cancel(live.refs[0])
-            self.calls.ring(task, live.grace, partial(self._insist, task))
+    # Questions
 
-    def _insist(self, task: int) -> None:
-        """It has not stopped in the time that it was given."""
-        live = self.calls.ending.get(task)
-        if live is not None and live.refs and not live.actor:
-            self.calls.cancelling.cancel(live.refs[0], at_once=True)
+    async def total(self) -> dict[str, float]:
+        """Return all resources by name."""
+        self._check_asked("aiogpu.cluster_resources()")
+        await self.overview.look()
+        return await status.total_resources()
+
+    async def available(self) -> dict[str, float]:
+        """Return what is free of each."""
+        self._check_asked("aiogpu.available_resources()")
+        return await status.free_resources()
+
+    async def status(self) -> NodeStatus:
+        """Return what the cluster has, and what this program has running."""
+        self._check_asked("aiogpu.status()")
+        return await status.status(self.calls)
 
     async def why(self, task: int) -> Why | None:
-        """Return why a task waits; see `Engine.why`."""
-        number = self.calls.of_actor(task)
-        return await self.placements.why(number) or await super().why(number)
+        """Return what is known of a call, an actor or a group; see `Engine.why`."""
+        self._check_asked("handle.why()")
+        of_actor = (n for n, call in self.calls.live.items() if call.actor == task)
+        number = next(of_actor, task)
+        return self._groups.why(number) or self.calls.why(number)
 
-    def end_children(self) -> None:
-        """The task has ended whose calls these are; all but those of actors end."""
-        for number, live in list(self.calls.live.items()):
-            (self.calls.forget if live.actor and live.refs else self.cancel)(number)
+    async def why_task(self, number: int) -> Why | None:
+        """Return the same for a number of `status()`; see `Engine.why_task`."""
+        return await self.why(number)
+
+    def _check_asked(self, what: str) -> None:
+        if self._is_inside:
+            raise error_inside_task(what)
+        self._check_open()
+        if self._is_head_missed:
+            # A question without an answer would have Ray end this program.
+            raise NodeDiedError("the head of the Ray cluster does not answer now.")
+
+    # Closing
 
     async def close(self) -> None:
         """Stop what this program has running, and leave the cluster."""
-        if self.pulse is not None:
-            self.pulse.end()
-        if self.is_open:
-            self.is_open = False
-            if self._actors is not None:
-                self._actors.close()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+        if self._is_open:
+            self._is_open = False
+            self.actors.close()
             shut = NodeClosedError("the node of this placement was shut down.")
-            self.placements.fail(shut)
-            for number, live in list(self.calls.live.items()):
-                receiver = live.receiver
-                self.cancel(number)
-                if receiver is not None:
-                    error = f"the node was shut down before {live.name} had ended."
-                    receiver.fail(NodeClosedError(error))
+            self._groups.fail(shut)
+            for number, call in list(self.calls.live.items()):
+                message = f"the node was shut down before {call.name} had ended."
+                self.calls.cancel(number, NodeClosedError(message))
             await self._stopped()
-            self.placements.close()
-        await self._membership.leave()
-
-    async def _look(self) -> None:
-        """Look at the nodes: what has left may have been the last one that fits."""
-        try:
-            has_lost = await self.overview.look(BEAT)
-        except NodeDiedError:
-            return  # the next look at the head tells whether it has gone
-        if has_lost:
-            self._mark = object()
-        self._infeasible.check(has_lost=has_lost)
-
-    def _lose(self) -> None:
-        """The cluster has gone: nothing of it will ever end."""
-        self.is_open = False
-        self._mark = object()
-        self.lost = said = (
-            f"the head of the Ray cluster has not answered for {LOST_AFTER:g} s, and "
-            f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
-        )
-        if self._actors is not None:
-            self._actors.lose(packed(RAISED, NodeDiedError(said)).failed)
-        for number in list(self.calls.live):
-            self.calls.fail(number, NodeDiedError(said))
-        self.calls.ending.clear()
-        self.placements.fail(NodeDiedError(said))
-        self._membership.lose()
+            self._groups.close()
+        await self._connection.close()
 
     async def _stopped(self) -> None:
-        """Until all that was stopped has ended, within the time that it is given."""
-        until = self.loop.time() + (0 if self._is_hasty else self.grace + 1)
-        gone = self.loop.create_future()
+        """Wait until what was stopped has ended, or its grace has passed."""
+        until = self._loop.time() + (0 if self._is_hasty else self._grace + 1)
+        gone = self._loop.create_future()
 
         def look() -> None:
             if not gone.done() and not self.calls.ending:
@@ -653,14 +373,14 @@ class RayEngine(Questions):
         """Give nobody time to stop; see `Engine.hasten`."""
         self._is_hasty = True
         for task in list(self.calls.ending):
-            self._insist(task)
+            self.calls.kill(task)
 
     def abandon(self) -> None:
-        """The same in haste, where no loop runs any more."""
-        self._membership.abandon()
+        """Leave the cluster where no loop runs any more; see `Engine.abandon`."""
+        self._connection.close_now()
 
     def disown(self) -> None:
-        """This process is a fork of the program: Ray's threads did not come along."""
-        self.is_open = False
-        outlive()
-        self._membership.disown()
+        """Forget the cluster in a fork, which has none of Ray's threads."""
+        self._is_open = False
+        forget_after_fork()
+        self._connection.after_fork()

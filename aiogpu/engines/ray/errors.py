@@ -1,7 +1,7 @@
-"""How failures travel through Ray, and what its own mean to whoever waits.
+"""How failures travel through Ray, and what Ray's own errors mean to users.
 
-A task's exception travels as ours do everywhere, as a pickle where it can and as text
-always; Ray carries it as the cause of its own.
+A task's exception travels as on other engines, as a pickle if possible and always as
+text. Ray carries it as the cause of an exception of its own.
 """
 
 from __future__ import annotations
@@ -9,35 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu import errors
 from aiogpu.core.scheduler.placement_groups import REMOVED
-from aiogpu.engines.ray import ray_api as ray
-from aiogpu.errors import (
-    ActorDiedError,
-    InfeasibleError,
-    InternalError,
-    NodeDiedError,
-    NodeError,
-    ObjectMemoryError,
-    OutOfMemoryError,
-    PlacementRemovedError,
-    TaskCancelledError,
-    WorkerDiedError,
-)
+from aiogpu.engines.ray.cluster import exceptions
 from aiogpu.runtime.actors.actor import died
 from aiogpu.runtime.callers.leases import removed
-from aiogpu.serialization.exceptions import STOPPED, pack_failure, pack_own_error
+from aiogpu.serialization.exceptions import STOPPED, pack_failure
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
 
-
 OWN_FRAMES: Final = "/aiogpu/engines/"
 """Marks frames that a user's traceback leaves out."""
 
 
-class TaskFailure(Exception):  # noqa: N818 - it carries an error, and is none of its own
-    """A task's failure on its way; `failed` tells it."""
+_CANCELLED: Final = "was cancelled."
+
+
+class TaskFailure(Exception):  # noqa: N818 - it carries an error and is none itself
+    """A task's failure as Ray carries it; `failed` describes it."""
 
     def __init__(self, *fields: Any) -> None:
         super().__init__(*fields)
@@ -48,115 +39,119 @@ class TaskFailure(Exception):  # noqa: N818 - it carries an error, and is none o
 
 
 class RetriedFailure(TaskFailure):
-    """One after which the task's options want it tried again."""
+    """A failure after which Ray runs the task again."""
 
 
-def packed(kind: str, error: BaseException, *, is_retried: bool = False) -> TaskFailure:
-    """An exception of the user's code as it travels."""
+def pack_error(
+    kind: str, error: BaseException, *, is_retried: bool = False
+) -> TaskFailure:
+    """Return the failure for an exception of user code.
+
+    `kind` says where it was raised, see `serialization.exceptions`.
+    """
+    if isinstance(error, TaskFailure):
+        return error
     failed = pack_failure(0, kind, error, OWN_FRAMES)
     return (RetriedFailure if is_retried else TaskFailure)(*failed)
 
 
-def failed_as(name: str, error: BaseException) -> Failed:
-    """An exception that has come from Ray as a failure of the user's code is told."""
-    cause = getattr(error, "cause", None)
-    if not isinstance(cause, TaskFailure):
-        return pack_own_error(explained(name, error))
-    if cause.failed.kind == STOPPED:
-        return pack_own_error(TaskCancelledError(cause.failed.message))
-    return cause.failed
+def cancelled(name: str) -> TaskFailure:
+    """Return the failure of a task that was cancelled."""
+    return TaskFailure(0, STOPPED, "", f"{name} {_CANCELLED}", "", None)
 
 
-def tell(
-    receiver: Any,
+def window_of(receiver: Any) -> int:
+    """Return how far a stream may be ahead of its consumer; 0 if it is no stream."""
+    # A receiver that carries a context along has another one inside.
+    window = getattr(getattr(receiver, "receiver", receiver), "window", None)
+    return 0 if window is None else int(window.size)
+
+
+def actor_death(name: str, error: Exception) -> errors.ActorDiedError:
+    """Return the error of an actor that has ended because of another error."""
+    death = died(name, str(error))
+    death.__cause__ = error
+    return death
+
+
+def outcome_of(
     name: str,
     error: BaseException,
-    within: PlacementGroupSpec | BundleRef | None = None,
-) -> None:
-    """Tell who waits what an exception that has come from Ray means.
+    group: PlacementGroupSpec | BundleRef | None = None,
+    receiver: Any = None,
+) -> Failed | Exception:
+    """Return what an exception that came from Ray means.
 
-    `within` is the placement in which it was to run.
-    """
-    cause = getattr(error, "cause", None)
-    failure = cause if isinstance(cause, TaskFailure) else error
-    if not isinstance(failure, TaskFailure):
-        receiver.fail(explained(name, error, within))
-    elif failure.failed.kind != STOPPED:
-        receiver.reject(failure.failed)
-    elif failure.failed.message == stopped(name) and not _is_stream(receiver):
-        receiver.reject(failure.failed)  # somebody has done so who was given it
-    else:
-        receiver.fail(TaskCancelledError(failure.failed.message))
-
-
-def _is_stream(receiver: Any) -> bool:
-    # What is carried along has a receiver of its own around it.
-    return hasattr(getattr(receiver, "receiver", receiver), "window")
-
-
-def stopped(name: str) -> str:
-    """Return what is said of a task that was cancelled."""
-    return f"{name} was cancelled."
-
-
-def died_of(name: str, error: Exception) -> ActorDiedError:
-    """The error of an actor that has ended since this has happened."""
-    told = died(name, str(error))
-    told.__cause__ = error
-    return told
-
-
-def explained(
-    name: str,
-    error: BaseException,
-    within: PlacementGroupSpec | BundleRef | None = None,
-) -> Exception:
-    """An error of ours for one of Ray's, which is its cause.
+    That is a failure of user code, or an error of aiogpu, of which Ray's is the cause.
 
     Args:
         name: of the task.
         error: what Ray has raised.
-        within: the placement in which it was to run; None for none.
+        group: the placement group in which the task was to run; None for none.
+        receiver: of the call; None for none.
     """
-    said = str(error).strip() or type(error).__name__
-    if within is not None and isinstance(error, ray.GroupRemoved):
-        gone = removed(within.name, name, REMOVED)
-        is_of_actor = isinstance(error, ray.ActorGroupRemoved)
-        return died_of(name, gone) if is_of_actor else gone
-    for kind, ours, what in _MEANINGS:
-        if isinstance(error, kind):
-            found = ours(f"{name} {what}: {said}")
-            break
+    cause = getattr(error, "cause", None)
+    failure = cause if isinstance(cause, TaskFailure) else error
+    if not isinstance(failure, TaskFailure):
+        return _explain(name, error, group)
+    failed = failure.failed
+    if failed.kind != STOPPED:
+        return failed
+    if failed.message == f"{name} {_CANCELLED}" and not window_of(receiver):
+        return failed  # another holder of the handle cancelled it
+    return errors.TaskCancelledError(failed.message)
+
+
+def _explain(
+    name: str, error: BaseException, group: PlacementGroupSpec | BundleRef | None
+) -> Exception:
+    message = str(error).strip() or type(error).__name__
+    kinds = [one for one in type(error).__mro__ if one.__module__ == "ray.exceptions"]
+    meanings = (_MEANINGS[one.__name__] for one in kinds if one.__name__ in _MEANINGS)
+    meaning = next(meanings, None)
+    if group is not None and meaning is _REMOVED:
+        gone = removed(group.name, name, REMOVED)
+        is_of_actor = isinstance(error, exceptions.ActorPlacementGroupRemoved)
+        return actor_death(name, gone) if is_of_actor else gone
+    if meaning is None:
+        said = f"{name}: {type(error).__name__} came from Ray: {message}"
+        found: Exception = errors.InternalError(said)
     else:
-        found = InternalError(f"{name}: {type(error).__name__} came from Ray: {said}")
+        own_type, what = meaning
+        found = own_type(f"{name} {what}: {message}")
     found.__cause__ = error
     return found
 
 
-def _died(message: str) -> ActorDiedError:
+def _actor_died(message: str) -> errors.ActorDiedError:
     name = message.partition(" is dead")[0]
     if "exit_actor() is called" in message or "INTENDED_USER_EXIT" in message:
-        # Ray ends it in the same words at the end of an `async with`.
+        # Ray says the same at the end of an `async with`.
         why = "its block has ended, or a call ended it by exit_actor()."
-        return ActorDiedError(f"{name} is dead: {why}", name)
+        return errors.ActorDiedError(f"{name} is dead: {why}", name)
     if "killed by `ray.kill`" in message:
-        return ActorDiedError(f"{name} was killed.", name)
-    # Ray says this of a call that was lost where another process takes over.
+        return errors.ActorDiedError(f"{name} was killed.", name)
+    # Ray says this of a call that was lost while another process takes over.
     is_restarting = "is temporarily unavailable" in message
-    return ActorDiedError(message, name, is_restarting)
+    return errors.ActorDiedError(message, name, is_restarting)
 
 
-_MEANINGS: Final[tuple[tuple[Any, Callable[[str], Exception], str], ...]] = (
-    (ray.GroupRemoved, PlacementRemovedError, "ended, as its placement was removed"),
-    (ray.Cancelled, TaskCancelledError, "was cancelled on the cluster"),
-    (ray.OutOfMemory, OutOfMemoryError, "was ended, since its node's memory ran out"),
-    (ray.ActorGone, _died, "is dead, as Ray says"),
-    (ray.NodeGone, WorkerDiedError, "ran on a node of the cluster that has gone"),
-    (ray.Crashed, WorkerDiedError, "died with its worker on the cluster"),
-    (ray.StoreFull, ObjectMemoryError, "found Ray's object store full"),
-    (ray.ObjectLost, NodeDiedError, "needs a value that went with its process"),
-    (ray.Unschedulable, InfeasibleError, "can never run on this cluster"),
-    (ray.SetupFailed, NodeError, "has no worker: Ray could not set one up"),
-    (ray.RayError, NodeError, "has failed, as Ray says"),
-)
-"""What Ray's exceptions are here, and what they say of a task; first come first."""
+_Meaning = tuple[Callable[[str], Exception], str]
+_REMOVED: Final[_Meaning] = errors.PlacementRemovedError, "ended with its placement"
+_NEVER: Final[_Meaning] = errors.InfeasibleError, "can never run on this cluster"
+_MEANINGS: Final[dict[str, _Meaning]] = {
+    "TaskPlacementGroupRemoved": _REMOVED,
+    "ActorPlacementGroupRemoved": _REMOVED,
+    "TaskCancelledError": (errors.TaskCancelledError, "was cancelled on the cluster"),
+    "OutOfMemoryError": (errors.OutOfMemoryError, "ran out of its node's memory"),
+    "RayActorError": (_actor_died, "is dead, as Ray says"),
+    "NodeDiedError": (errors.WorkerDiedError, "ran on a node that has gone"),
+    "WorkerCrashedError": (errors.WorkerDiedError, "died with its worker"),
+    "ObjectStoreFullError": (errors.ObjectMemoryError, "found Ray's store full"),
+    "ObjectLostError": (errors.NodeDiedError, "needs a value that is lost"),
+    "TaskUnschedulableError": _NEVER,
+    "ActorUnschedulableError": _NEVER,
+    "RuntimeEnvSetupError": (errors.NodeError, "has no worker: Ray cannot set it up"),
+    "RayError": (errors.NodeError, "has failed, as Ray says"),
+}
+"""The error of aiogpu for each of Ray's, and what it says of a task."""

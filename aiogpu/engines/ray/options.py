@@ -1,59 +1,33 @@
-"""What a function asks for, as Ray is asked for it; and what Ray cannot do is refused.
+"""The options of tasks and actors as Ray's; what Ray cannot do is refused.
 
-Quantities are exact here, parts of 1/10 000; Ray truncates a float to such parts, so
-that 0.57 would be 0.5699. What it is given is the float that it truncates rightly.
+Quantities are exact in aiogpu, in parts of 1/10 000. Ray truncates a float to such
+parts, so that 0.57 would be 0.5699. It is given the float that it truncates rightly.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
 from aiogpu.core.model.units import CPU, GPU, MEMORY, UNIT
+from aiogpu.engines.ray.cluster import NAMESPACE
 from aiogpu.engines.ray.errors import RetriedFailure
-from aiogpu.engines.ray.ray_api import NAMESPACE
-from aiogpu.engines.ray.tasks import ahead_at_ray
+from aiogpu.engines.ray.values import Terms
 from aiogpu.errors import OptionError
-from aiogpu.serialization.serializer import (
-    load_function,
-)
-from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Define
-from aiogpu.worker.invoke import RetryRules
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import ActorTerms, FunctionSpec
     from aiogpu.core.model.request import Bundle, Request, TaskSpec
-    from aiogpu.engines.ray.values import Terms
-
-
-kinds_here: Final[list[str]] = []
-"""The kinds of devices that the cluster has whose task this process is."""
-
-
-_adopted: Final[set[tuple[str, ...]]] = set()
-
-
-_retrying: Final = RetryRules()
-
-
-Place = tuple[str, int]
-"""The node and the process of an actor."""
-
 
 RAY_NOSET: Final = "RAY_EXPERIMENTAL_NOSET_"
-"""Ray's own switch, before a variable's name; see `accelerators.listing.NOSET`."""
-
-
-WAITING: Final = 10_000
-"""Calls of an actor with coroutines that wait in it for a place in their group."""
-
-
-CALLS: Final = "aiogpu calls"
-"""To Ray, the group of those methods of a threaded actor that name none."""
+"""Ray's own switch, before a variable's name; see `listed_devices.NOSET`."""
+WAITING_CALLS: Final = 10_000
+"""Calls of an actor with coroutines that wait in its process for a place."""
+METHODS_GROUP: Final = "aiogpu calls"
+"""Ray's group for those methods of a threaded actor that name none."""
 
 
 def check_possible(func: FunctionSpec) -> None:
@@ -78,28 +52,49 @@ def check_possible(func: FunctionSpec) -> None:
     }
     for option, is_asked in asked.items():
         if is_asked:
-            raise OptionError(
-                f"{spec.name} asks for {option}, which a Ray cluster cannot do; leave "
-                f"it out, or run on a node of aiogpu's own (docs/engines.md)."
-            )
+            _refuse(spec, option)
 
 
 def check_priority(spec: TaskSpec) -> None:
-    """Refuse to have something go first.
-
-    Raises:
-        OptionError: says what to do.
-    """
+    """Refuse a priority by an `OptionError`."""
     if spec.priority:
-        raise OptionError(
-            f"{spec.name} asks for priority, which a Ray cluster cannot do; leave it "
-            f"out, or run on a node of aiogpu's own (docs/engines.md)."
-        )
+        _refuse(spec, "priority")
+
+
+def _refuse(spec: TaskSpec, option: str) -> None:
+    raise OptionError(
+        f"{spec.name} asks for {option}, which a Ray cluster cannot do; leave it out, "
+        f"or run on a node of aiogpu's own (docs/engines.md)."
+    )
+
+
+def amounts(request: Request | None) -> dict[str, int]:
+    """Return what is asked for, in parts, without what is 0."""
+    asked = () if request is None else (*request.scalars, *request.devices)
+    return {name: parts for name, parts in asked if parts}
+
+
+def as_float(parts: int) -> float:
+    """Return the float which Ray, multiplying and truncating, reads as `parts`."""
+    whole = parts / UNIT
+    if parts % UNIT == 0 or int(whole * UNIT) == parts:
+        return whole
+    # Half a part more is never a part, and hides what a product falls short of.
+    return (parts + 0.5) / UNIT
+
+
+def bundle_of(bundle: Bundle) -> dict[str, float]:
+    """Return a bundle of a placement group, as Ray names what it holds."""
+    return {
+        name: parts // UNIT if name == MEMORY else as_float(parts)
+        for name, parts in (*bundle.scalars, *bundle.devices)
+    }
 
 
 def resources_of(request: Request) -> dict[str, Any]:
-    """Return what is asked for, as Ray's options name it."""
-    options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
+    """Return what is asked for as Ray's options."""
+    options: dict[str, Any] = {"num_cpus": 0}
+    resources: dict[str, float] = {}
     for name, parts in (*request.scalars, *request.devices):
         if name == CPU:
             options["num_cpus"] = as_float(parts)
@@ -108,32 +103,12 @@ def resources_of(request: Request) -> dict[str, Any]:
         elif name == MEMORY:
             options["memory"] = parts // UNIT
         else:
-            options["resources"][name] = as_float(parts)
-    if not options["resources"]:
-        del options["resources"]
-    return options
+            resources[name] = as_float(parts)
+    return {**options, "resources": resources} if resources else options
 
 
-def bundle_of(bundle: Bundle) -> dict[str, float]:
-    """A bundle of a placement, as Ray names what it holds."""
-    amounts = (*bundle.scalars, *bundle.devices)
-    return {
-        name: parts // UNIT if name == MEMORY else as_float(parts)
-        for name, parts in amounts
-    }
-
-
-def as_float(parts: int) -> float:
-    """The float that Ray, multiplying and truncating, takes for so many parts."""
-    whole = parts / UNIT
-    if parts % UNIT == 0:
-        return whole
-    # Half a part more is never a part, and hides what a product falls short of.
-    return whole if int(whole * UNIT) == parts else (parts + 0.5) / UNIT
-
-
-def options_of_task(func: FunctionSpec) -> dict[str, Any]:
-    """All that Ray is told once of a function."""
+def task_options(func: FunctionSpec) -> dict[str, Any]:
+    """Return Ray's options for a function."""
     spec = func.spec
     options = resources_of(spec.shape.request)
     options |= {
@@ -143,35 +118,47 @@ def options_of_task(func: FunctionSpec) -> dict[str, Any]:
     }
     if func.retried:
         options["retry_exceptions"] = [RetriedFailure]
-    environ = environ_of(func)
-    if environ:
-        options["runtime_env"] = {"env_vars": environ}
     if func.window:
-        options["num_returns"] = "streaming"
-        options["_generator_backpressure_num_objects"] = ahead_at_ray(func.window)
-    return options
+        options |= stream_options(func.window)
+    return options | _runtime_env(func)
 
 
-def environ_of(func: FunctionSpec) -> dict[str, str]:
-    """The variables of `runtime_env`, and what they mean in Ray's terms.
+def stream_options(window: int) -> dict[str, Any]:
+    """Return Ray's options for a generator that may be ahead by `window` items.
+
+    Half of them wait in the consumer's process, see `Stream`.
+    """
+    return {
+        "num_returns": "streaming",
+        "_generator_backpressure_num_objects": max(window - step_of(window), 1),
+    }
+
+
+def step_of(window: int) -> int:
+    """Return after how many items a consumer says that it has taken them."""
+    return (window + 1) // 2
+
+
+def _runtime_env(func: FunctionSpec) -> dict[str, Any]:
+    """Return the option that sets a task's variables.
 
     Ray sets the variables of devices by itself, unless its own switch is on.
     """
     switches = {n: v for n, v in os.environ.items() if n.startswith(NOSET)}
-    environ = {**switches, **func.environ}
-    for variable in [name.removeprefix(NOSET) for name in environ]:
-        if is_left_alone(variable, environ):
-            environ[RAY_NOSET + variable] = "1"
-    return environ
+    variables = {**switches, **func.environ}
+    for variable in [name.removeprefix(NOSET) for name in variables]:
+        if is_left_alone(variable, variables):
+            variables[RAY_NOSET + variable] = "1"
+    return {"runtime_env": {"env_vars": variables}} if variables else {}
 
 
 def terms_of(terms: ActorTerms) -> Terms:
-    """Return what others need to know who are given a handle."""
+    """Return what others need to know who are given a handle of an actor."""
     return terms.mode, dict(terms.limits), dict(terms.groups)
 
 
-def request_of_actor(func: FunctionSpec) -> Request:
-    """Return what must be free for an actor to be placed, as Ray is told."""
+def actor_request(func: FunctionSpec) -> Request:
+    """Return what must be free for an actor to be placed."""
     request, terms = func.spec.shape.request, func.actor
     assert terms is not None, func
     others = tuple(one for one in request.scalars if one[0] != CPU)
@@ -181,16 +168,16 @@ def request_of_actor(func: FunctionSpec) -> Request:
     return replace(request, scalars=others)
 
 
-def options_of_actor(func: FunctionSpec, key: tuple[str, str] | None) -> dict[str, Any]:
-    """All that Ray is told of an actor, but for where it is placed.
+def actor_options(func: FunctionSpec, key: tuple[str, str] | None) -> dict[str, Any]:
+    """Return Ray's options for an actor.
 
     Args:
         func: its class.
-        key: its namespace and name, None without.
+        key: its namespace and name; None without.
     """
     spec, terms = func.spec, func.actor
     assert terms is not None, func
-    options = resources_of(request_of_actor(func))
+    options = resources_of(actor_request(func))
     if not terms.keeps_cpus and options["num_cpus"]:
         # Ray takes one CPU then to place it, and none while it runs.
         del options["num_cpus"]
@@ -198,118 +185,18 @@ def options_of_actor(func: FunctionSpec, key: tuple[str, str] | None) -> dict[st
         "max_restarts": spec.max_retries,
         "max_task_retries": terms.max_task_retries,
     }
-    groups = {name: limit for name, limit in terms.limits.items() if name}
     if terms.mode == THREADED:
-        # Ray keeps no order of what runs at once in its own default group.
-        options["concurrency_groups"] = {CALLS: terms.limits[DEFAULT_GROUP], **groups}
+        # In Ray's own default group, calls that run at once have no order.
+        groups = {name: limit for name, limit in terms.limits.items() if name}
+        limit = terms.limits[DEFAULT_GROUP]
+        options["concurrency_groups"] = {METHODS_GROUP: limit, **groups}
     elif terms.mode == ASYNC:
-        # The host keeps them in order, and their groups apart on one loop.
-        options["max_concurrency"] = sum(terms.limits.values()) + WAITING
+        # The actor's process keeps the limits of its groups, on one loop.
+        options["max_concurrency"] = sum(terms.limits.values()) + WAITING_CALLS
     if key is not None:
         options["name"] = key[1]
         options["namespace"] = key[0] or NAMESPACE
     if spec.is_detached:
         options["lifetime"] = "detached"
         options.setdefault("namespace", NAMESPACE)
-    environ = environ_of(func)
-    if environ:
-        options["runtime_env"] = {"env_vars": environ}
-    return options
-
-
-def search_path() -> tuple[str, ...]:
-    """Where this program finds its modules, for workers that have these places too."""
-    return tuple(os.path.abspath(place) for place in sys.path)
-
-
-def adopt(places: tuple[str, ...]) -> None:
-    """Find modules where the program does, after where this process does."""
-    if places in _adopted:
-        return
-    _adopted.add(places)
-    there = [one for one in places if one not in sys.path and os.path.exists(one)]
-    sys.path.extend(there)
-
-
-class Work:
-    """A function with what its calls have in common, as it comes to a worker.
-
-    Attributes:
-        name: of the task.
-        resources: what it holds.
-        retried: after which exceptions it is tried again; see `wire.retried`.
-        kinds: the kinds of devices that the cluster has.
-    """
-
-    def __init__(self, func: FunctionSpec, kinds: tuple[str, ...]) -> None:
-        self.name = func.spec.name
-        self.resources = dict(func.resources)
-        self.retried = func.retried
-        self.kinds = kinds
-        self._places = search_path()
-        self._payload = func.function.payload
-        self._loaded: Callable[..., Any] | None = None
-
-    def __repr__(self) -> str:
-        return f"<Work {self.name}>"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loaded": None}
-
-    def load(self) -> Callable[..., Any]:
-        """The function; raises whatever unpickling it raises."""
-        if self._loaded is None:
-            adopt(self._places)
-            self._loaded = load_function(self._payload)
-        return self._loaded
-
-    def wants_retry(self, error: BaseException) -> bool:
-        """Return whether the options want it tried again after that."""
-        if not self.retried:
-            return False
-        asked = Define(0, 0, self.name, {}, b"", self.retried)
-        return _retrying.wants(asked, error)
-
-
-class Blueprint:
-    """A class with its options, as it comes to the process of an actor.
-
-    Attributes:
-        name: how errors call the actor.
-        resources: what it holds.
-        limits: by concurrency group, how many coroutines run at once.
-        groups: by method, its group, where it is not the default one.
-        kinds: the kinds of devices that the cluster has.
-    """
-
-    def __init__(self, func: FunctionSpec, kinds: tuple[str, ...]) -> None:
-        assert func.actor is not None, func
-        self.name = func.spec.name
-        self.resources = dict(func.resources)
-        self.limits = dict(func.actor.limits)
-        self.groups = dict(func.actor.groups)
-        self.kinds = kinds
-        self._payload = func.function.payload
-        self._places = search_path()
-
-    def __repr__(self) -> str:
-        return f"<Blueprint {self.name}>"
-
-    def load(self) -> Any:
-        """The class; raises whatever unpickling it raises."""
-        adopt(self._places)
-        return load_function(self._payload)
-
-
-class RemoteCode(NamedTuple):
-    """What Ray is given to run in its processes, which comes from above the engine.
-
-    Attributes:
-        runner, streamer: make of `Work` the function of a task, or of a generator.
-        plain_actor, async_actor: the classes that host an actor's object.
-    """
-
-    runner: Callable[[Work], Callable[..., Any]]
-    streamer: Callable[[Work], Callable[..., Any]]
-    plain_actor: type
-    async_actor: type
+    return options | _runtime_env(func)

@@ -1,243 +1,312 @@
 """The calls of one event loop that run on the cluster, and how their ends come back.
 
-Ray tells of each object's coming in a thread of its own. What has come by the time
-that the loop looks is delivered together, so that many ends wake it once. Ray holds a
-generator as soon as so many items wait as the stream allows. So items are taken out of
-Ray only as the consumer takes them here (`Inflow`).
+Ray reports each object in a thread of its own. What has come by the time that the loop
+looks is delivered together, so that many ends wake the loop once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from aiogpu.engines.ray import ray_api as ray
-from aiogpu.engines.ray.cancellation import Cancelling
-from aiogpu.engines.ray.errors import tell
-from aiogpu.engines.ray.values import arrived, failure_in
+from aiogpu.engines.ray import cluster, values
+from aiogpu.engines.ray.cluster import Ref
+from aiogpu.engines.ray.errors import outcome_of
+from aiogpu.engines.ray.options import step_of
+from aiogpu.errors import TaskCancelledError
+from aiogpu.observe.why import Why
+from aiogpu.runtime.pending_tasks import settle
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import Contents, Payload
+from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import ItemReceiver, Receiver
-    from aiogpu.core.model.request import Request
-    from aiogpu.engines.ray.ray_api import Ref
-    from aiogpu.engines.ray.values import Shared
-    from aiogpu.wire.messages import Failed
+    from aiogpu.core.model.request import BundleRef, PlacementGroupSpec, Request
+
+_log: Final = logging.getLogger(__name__)
+
+
+# Cancelling
+
+ATTEMPTS: Final = 100
+"""Questions to Ray until one is answered in Ray's own thread."""
+LOST_AFTER: Final = 1.0
+"""Seconds after which cancels that were handed to Ray's thread are taken for lost."""
+
+
+class Canceller:
+    """Cancels tasks where it does no harm, while no event loop waits for it.
+
+    Ray 2.60 ends this process in two cases, both seen with Ray alone:
+
+    - A task is cancelled between its reply and its completion (a failed check
+      "it != submissible_tasks_.end()"). Ray's core takes in replies in a thread of its
+      own, and lets go of its lock in between. Whoever cancels many short tasks soon
+      meets that moment; a cancel in that very thread never does.
+    - A task is cancelled that was sent a moment ago, and whose arguments are still to
+      come. Ray does in turn what it was sent and what it is asked. So the answer to a
+      question says that all that was sent before was taken up, and it comes in Ray's
+      own thread.
+
+    So cancels are done in Ray's thread, on the answer to a question.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: list[partial[None]] = []
+        self._lost_at = 0.0
+        self._marker: Ref | None = None
+
+    def cancel(self, ref: Ref, *, force: bool = False) -> None:
+        """Have a task cancelled soon, from any thread; see `cluster.cancel`."""
+        request = partial(cluster.cancel, ref, force=force)
+        with self._lock:
+            self._requests.append(request)
+        self._post(time.monotonic())
+
+    def _post(self, now: float) -> None:
+        """Hand all requests to Ray's thread together, unless some are on their way."""
+        with self._lock:
+            if now < self._lost_at or not self._requests:
+                return
+            requests, self._requests = self._requests, []
+            self._lost_at = now + LOST_AFTER
+        run = partial(self._run, requests)
+        for _ in range(ATTEMPTS):
+            if self._run_in_rays_thread(run):
+                return
+        run()
+
+    def _run_in_rays_thread(self, run: Callable[[], object]) -> bool:
+        """Run on the answer to a question.
+
+        Returns False if the answer came at once, in this thread, and nothing was run.
+        """
+        if self._marker is None:
+            self._marker = cluster.put(b"")
+        here, asking = threading.get_ident(), [True]
+        was_here = False
+
+        def on_answer(_: object) -> None:
+            nonlocal was_here
+            if asking and threading.get_ident() == here:
+                was_here = True
+            else:
+                run()
+
+        cluster.add_done_callback(self._marker, on_answer)
+        asking.clear()
+        return not was_here
+
+    def _run(self, requests: list[partial[None]]) -> None:
+        for request in requests:
+            if not cluster.is_connected():
+                return  # the question would have Ray start a cluster
+            try:
+                request()
+            except Exception:  # noqa: BLE001 - the others must not be lost with it
+                _log.exception("! a cancel was not heard")
+        with self._lock:
+            self._lost_at = 0.0
+        # Ray need not have taken up what was sent since.
+        self._post(time.monotonic())
+
+
+# Calls
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """A task, a method call or a question that has not ended.
+
+    Attributes:
+        name: of what is called.
+        receiver: is told of the end; None once nobody wants to know.
+        since: the loop's time at which it was made.
+        actor: number of the actor whose method it calls; 0 for a task.
+        request: what it asks for; None if it holds nothing of its own.
+        group: the placement group in which it, or its actor, runs.
+        grace: seconds from its cancel to the end of its process, for a task.
+        goes_on: whether it cannot be stopped, though nobody wants its answer.
+        result: delivered in place of what comes; None for the objects themselves.
+        explain: returns what is known of an error of Ray's beyond its words.
+        stop: ends it, if cancelling its first object is not the way.
+        refs: the objects that it makes; empty until it is sent.
+        generator: Ray's generator while a stream waits for its next item.
+        found: what has come, by the index of its object.
+        timer: ends its timeout or its grace.
+        on_sent: called when it was sent, or has ended unsent.
+        shares: its results, as known to those who were given its handles.
+        dependents: numbers of sent calls that need its results, and which part.
+    """
+
+    name: str
+    receiver: Receiver | None
+    since: float
+    actor: int = 0
+    request: Request | None = None
+    group: PlacementGroupSpec | BundleRef | None = None
+    grace: float = 0.0
+    goes_on: bool = False
+    result: bytes | None = None
+    explain: Callable[[BaseException], Failed | None] | None = None
+    stop: Callable[[], object] | None = None
+    refs: Sequence[Ref] = ()
+    generator: Any = None
+    found: dict[int, Any] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+    on_sent: list[Callable[[], object]] = field(default_factory=list)
+    shares: list[values.SharedValue] = field(default_factory=list)
+    dependents: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def is_sent(self) -> bool:
+        """True once Ray has it."""
+        return bool(self.refs) or self.stop is not None
+
+    def note_sent(self) -> None:
+        """Tell those who wait that it was sent, or never will be."""
+        callbacks, self.on_sent = self.on_sent, []
+        for callback in callbacks:
+            callback()
+
+    def outcome_of(self, error: BaseException) -> Failed | Exception:
+        """Return what an exception that came from Ray means."""
+        known = None if self.explain is None else self.explain(error)
+        return known or outcome_of(self.name, error, self.group, self.receiver)
+
+    def stop_timer(self) -> None:
+        """Forget its timeout or grace."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def deliver(self) -> None:
+        """Tell its receiver of what has come."""
+        receiver = self.receiver
+        if receiver is None:
+            return
+        found = [self.found[index] for index in range(len(self.refs))]
+        for one in found:
+            bad = self.outcome_of(one) if isinstance(one, BaseException) else one
+            if isinstance(bad, Failed | Exception):
+                settle(receiver, bad)
+                return
+        if self.result is not None:
+            receiver.receive(self.result)
+            return
+        parts = tuple(map(values.from_stored, found, self.refs))
+        if len(parts) == 1:
+            receiver.receive(parts[0])
+        else:
+            receiver.receive(Payload.of(Contents(parts=parts), encoded=b""))
 
 
 _numbers: Final = count(1)
 
 
-class Live:
-    """One call that has not ended.
-
-    Attributes:
-        name: of what is called.
-        request: what it asks for; None where it holds nothing of its own.
-        refs: the objects that it makes; empty while it waits to be sent.
-        waitables: what Ray can wait for in its stead, if it makes no objects yet.
-        receiver: who is told of its end; None once nobody wants to know.
-        actor: the number of the actor whose method it calls; 0 if it is a task.
-        is_borrowed: whether what it waits for is made by somebody else.
-        goes_on: whether it cannot be stopped, though nobody wants its answer.
-        timer: rings when its time is up.
-        stop: ends it where no object is enough to do so; None if one is.
-        since: the loop's time at which it was made.
-        on_sent: told when it was sent, or has ended without.
-        on_end: called when it has ended that was stopped; None for nobody.
-        told_as: what its receiver is told in place of what comes; None for that.
-        within: the placement in which it runs, or its actor lives; None for none.
-        knows: asked what is known of an error of Ray's beyond its words; may be None.
-        shares: its results, as others know them who were given its handles.
-        needed_by: calls that were sent and need results of it, and which of these.
-        grace: seconds from its cancel to the end of its process, of a task.
-    """
-
-    __slots__ = (
-        "actor",
-        "came",
-        "goes_on",
-        "grace",
-        "is_borrowed",
-        "knows",
-        "name",
-        "needed_by",
-        "on_end",
-        "on_sent",
-        "receiver",
-        "refs",
-        "request",
-        "shares",
-        "since",
-        "stop",
-        "timer",
-        "told_as",
-        "waitables",
-        "within",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        receiver: Receiver,
-        since: float,
-        *,
-        actor: int = 0,
-        request: Request | None = None,
-    ) -> None:
-        self.name = name
-        self.request = request
-        self.within = None if request is None else request.placement_group
-        self.on_end: Callable[[], object] | None = None
-        self.receiver: Receiver | None = receiver
-        self.refs: Sequence[Ref] = ()
-        self.actor = actor
-        self.is_borrowed = self.goes_on = False
-        self.grace = 0.0
-        self.waitables: Sequence[Any] = ()
-        self.timer: asyncio.TimerHandle | None = None
-        self.stop: Callable[[], object] | None = None
-        self.since = since
-        self.came: dict[int, Any] = {}
-        self.on_sent: list[Callable[[], object]] = []
-        self.told_as: bytes | None = None
-        self.knows: Callable[[BaseException], Failed | None] | None = None
-        self.shares: list[Shared] = []
-        self.needed_by: list[tuple[int, int]] = []
-
-    def __repr__(self) -> str:
-        return f"<Live {self.name}>"
-
-    def tell_sent(self) -> None:
-        """It was sent, or never will be."""
-        told, self.on_sent = self.on_sent, []
-        for tell_one in told:
-            tell_one()
-
-    def tell_error(self, receiver: Receiver, error: BaseException) -> None:
-        """Tell its receiver of an exception that has come from Ray."""
-        known = None if self.knows is None else self.knows(error)
-        if known is None:
-            tell(receiver, self.name, error, self.within)
-        else:
-            receiver.reject(known)
-
-    def rest(self) -> None:
-        """Have nothing rung for it any more."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
 class Calls:
-    """See above.
+    """The calls of one event loop.
 
     Attributes:
-        live: the calls whose end somebody waits for, by number.
-        ending: those that were stopped and have not ended yet.
-        on_delivered: told when something was delivered; None for nobody.
-        on_posted: told, in any thread, that the loop has something to deliver; None
-            for nobody.
-        is_posted: whether it has.
-        cancelling: how Ray is told to cancel them.
-        loop: that loop.
+        live: those whose end somebody waits for, by number.
+        ending: those that were stopped and have not ended.
+        on_delivered: called when something was delivered; None for nobody.
+        on_posted: called in any thread when there is something to deliver.
+        is_posted: whether there is.
+        loop: the event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.cancelling = Cancelling()
-        self.live: dict[int, Live] = {}
-        self.ending: dict[int, Live] = {}
+        self.live: dict[int, PendingCall] = {}
+        self.ending: dict[int, PendingCall] = {}
         self.on_delivered: Callable[[], object] | None = None
         self.on_posted: Callable[[], object] | None = None
         self.is_posted = False
         self.loop = loop
+        self.canceller = Canceller()
         self._arrived: deque[tuple[int, int, Any]] = deque()
 
     def __repr__(self) -> str:
         return f"<Calls {len(self.live)} live, {len(self.ending)} ending>"
 
-    def begin(self, live: Live) -> int:
-        """Note a call; gives its number."""
+    # Sending
+
+    def begin(self, call: PendingCall) -> int:
+        """Note a call; return its number."""
         number = next(_numbers)
-        self.live[number] = live
+        self.live[number] = call
         return number
 
-    def of_actor(self, actor: int) -> int:
-        """The number of the first call of an actor; its own if there is none."""
-        found = (number for number, one in self.live.items() if one.actor == actor)
-        return next(found, actor)
+    def when_ready(
+        self, number: int, payload: bytes, send: Callable[..., object]
+    ) -> None:
+        """Send a call as soon as Ray knows all values that it refers to.
+
+        Args:
+            number: of the call.
+            payload: its arguments.
+            send: is given the arguments for Ray, in one tuple.
+        """
+        source = values.source_of(payload)
+        needs: tuple[Any, ...] = () if source is None else payload.needs  # type: ignore[attr-defined]
+        awaited = needs if source is None else (*needs, *source.references)
+        for value in awaited:
+            if value.is_pending:
+                value.add_callback(partial(self.when_ready, number, payload, send))
+                return
+        for value in needs:
+            if value.failed is not None:
+                self.end(number, value.failed)
+                return
+            maker = self.live.get(value.task)
+            if maker is not None:
+                maker.dependents.append((number, value.part))
+        send(values.to_arguments(payload))
 
     def watch(self, number: int, refs: Sequence[Ref]) -> None:
-        """It was sent, and makes these objects; told when all have come."""
-        live = self.live[number]
-        live.refs = refs
-        live.tell_sent()
+        """Note that a call was sent and makes these objects; wait for all of them."""
+        call = self.live[number]
+        call.refs = refs
+        call.note_sent()
         for index, ref in enumerate(refs):
-            ray.when_done(ref, partial(self._arrive, number, index))
+            cluster.add_done_callback(ref, partial(self._arrive, number, index))
 
-    def wait(self, refs: Sequence[Ref], seconds: float) -> bool:
-        """Wait in this thread until one of them is there; see `ray.wait`."""
-        return ray.wait(refs, seconds)
+    def when_sent(self, number: int, callback: Callable[[], object]) -> None:
+        """Call back when a call was sent, or has ended unsent; now, if it has."""
+        call = self.live.get(number)
+        if call is None or call.refs:
+            callback()
+        else:
+            call.on_sent.append(callback)
 
     def ref_of(self, number: int, part: int) -> Ref | None:
-        """The object of a call that runs, or of one of its results."""
-        live = self.live.get(number)
-        if live is None or not live.refs:
-            return None
-        return live.refs[max(part, 0)]
+        """Return the object of a running call, or of one of its results."""
+        call = self.live.get(number)
+        return call.refs[max(part, 0)] if call is not None and call.refs else None
 
-    def note_needs(self, number: int, needs: Sequence[Shared]) -> None:
-        """A call is sent, and needs these: it is told if one of them is forsaken."""
-        for one in needs:
-            live = self.live.get(one.task)
-            if live is not None:
-                live.needed_by.append((number, one.part))
-
-    def when_sent(self, number: int, call: Callable[[], object]) -> None:
-        """Call when a call was sent, or has ended without; now, if that is so."""
-        live = self.live.get(number)
-        if live is None or live.refs:
-            call()
-        else:
-            live.on_sent.append(call)
+    # Delivering
 
     def _arrive(self, number: int, index: int, found: Any) -> None:
-        """In a thread of Ray's."""
+        """Take what has come of an object, in one of Ray's threads."""
         if number not in self.live:
-            found = None  # the loop of a worker may not turn for long
+            found = None  # the loop of a worker may not run for long
         self._arrived.append((number, index, found))
         self._post()
 
-    def post(self, call: Callable[[], object]) -> None:
-        """Have something done on the loop, from whichever thread."""
-        self._arrived.append((0, 0, call))
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Run something on the loop, from any thread."""
+        self._arrived.append((0, 0, callback))
         self._post()
-
-    def ring(self, number: int, after: float, call: Callable[[], object]) -> None:
-        """Have something done for a call in so many seconds, unless it ends before.
-
-        Code of another thread than the loop's may ask, in an actor that has several.
-        """
-        when = self.loop.time() + after
-
-        def set_timer() -> None:
-            live = self.live.get(number) or self.ending.get(number)
-            if live is not None:
-                live.timer = self.loop.call_at(when, call)
-
-        if asyncio._get_running_loop() is self.loop:
-            set_timer()
-        else:
-            self.post(set_timer)
-
-    def tell_delivered(self) -> None:
-        """Something has come that was waited for."""
-        if self.on_delivered is not None:
-            self.on_delivered()
 
     def _post(self) -> None:
         if not self.is_posted:
@@ -262,169 +331,330 @@ class Calls:
                 self._take(number, index, found)
             else:
                 found()
-        self.tell_delivered()
+        self.note_delivered()
 
     def _take(self, number: int, index: int, found: Any) -> None:
-        live = self.live.get(number) or self.ending.get(number)
-        if live is None:
+        call = self.live.get(number) or self.ending.get(number)
+        if call is None:
             return
-        live.came[index] = found
-        if len(live.came) == len(live.refs):
+        call.found[index] = found
+        if len(call.found) == len(call.refs):
             self.live.pop(number, None)
             self.ending.pop(number, None)
-            live.rest()
-            _settle(live)
-            if live.on_end is not None:
-                live.on_end()
+            call.stop_timer()
+            call.deliver()
 
-    def end(self, number: int, tell: Callable[[Receiver], object]) -> None:
-        """A call has ended without having been sent; its receiver is told so."""
-        live = self.live.pop(number, None)
-        if live is not None:
-            live.rest()
-            if live.receiver is not None:
-                tell(live.receiver)
-            live.tell_sent()
-            self.tell_delivered()
+    def note_delivered(self) -> None:
+        """Tell who waits that something was delivered."""
+        if self.on_delivered is not None:
+            self.on_delivered()
 
-    def fail(self, number: int, error: Exception) -> None:
-        """The same, with an error."""
-        self.end(number, lambda receiver: receiver.fail(error))
+    def demand(self, number: int, limit: int) -> None:
+        """Let a stream yield so many items in all."""
+        call = self.live.get(number)
+        if call is not None and isinstance(call.stop, Stream):
+            call.stop.raise_limit(limit)
 
-    def let_go(self, number: int) -> Live | None:
-        """Nobody wants to know of a call any more; gives it if it has not ended."""
-        live = self.live.pop(number, None)
-        if live is None:
-            return None
-        live.rest()
-        live.receiver = live.knows = None
-        live.tell_sent()
-        if live.refs or live.stop is not None:
-            self.ending[number] = live
-        return live
+    # Ending
+
+    def end(self, number: int, outcome: bytes | Failed | Exception) -> None:
+        """End a call by telling its receiver."""
+        call = self.live.pop(number, None)
+        if call is not None:
+            call.stop_timer()
+            if call.receiver is not None:
+                settle(call.receiver, outcome)
+            call.note_sent()
+            self.note_delivered()
+
+    def call_later(
+        self, number: int, seconds: float, callback: Callable[[], object]
+    ) -> None:
+        """Run something in so many seconds, unless the call ends before.
+
+        In an actor with threads, other threads than the loop's ask for it too.
+        """
+        when = self.loop.time() + seconds
+
+        def set_timer() -> None:
+            call = self.live.get(number) or self.ending.get(number)
+            if call is not None:
+                call.timer = self.loop.call_at(when, callback)
+
+        if asyncio._get_running_loop() is self.loop:
+            set_timer()
+        else:
+            self.call_soon(set_timer)
+
+    def cancel(self, number: int, outcome: Failed | Exception | None = None) -> bool:
+        """Stop a call; return False if it has ended.
+
+        A task whose grace has passed is killed. The receiver is told `outcome` if there
+        is one, and nothing else any more.
+        """
+        call = self.live.get(number)
+        if call is None:
+            return False
+        receiver = call.receiver
+        self.forget(number)
+        if not call.goes_on:
+            if call.is_sent:
+                self.ending[number] = call
+            if call.stop is not None:
+                stop, call.stop = call.stop, None
+                stop()
+            elif call.refs:
+                self.canceller.cancel(call.refs[0])
+                self.call_later(number, call.grace, partial(self.kill, number))
+        if outcome is not None and receiver is not None:
+            settle(receiver, outcome)
+        return True
 
     def forget(self, number: int) -> None:
-        """The same of a call that goes on, and of which no end need be heard."""
-        self.let_go(number)
-        self.ending.pop(number, None)
+        """Let a call go on, of whose end nobody need hear."""
+        call = self.live.pop(number, None)
+        if call is not None:
+            call.stop_timer()
+            call.receiver = call.explain = None
+            call.note_sent()
+
+    def kill(self, number: int) -> None:
+        """Kill the process of a task that was cancelled and has not stopped."""
+        call = self.ending.get(number)
+        if call is not None and call.refs and not call.actor:
+            self.canceller.cancel(call.refs[0], force=True)
+
+    def revoke(self, call: PendingCall, error: Exception, part: int = -1) -> None:
+        """Give up the results of a call, or one of them.
+
+        Calls that were sent to Ray and need them are stopped, and their receivers told
+        at once: Ray would tell them in other words, or not at all.
+        """
+        failed = pack_own_error(error)
+        revoked = [(call, part)]
+        while revoked:
+            one, part = revoked.pop()
+            for value in one.shares:
+                if part in (-1, value.part):
+                    value.revoke(error)
+            for number, needed in one.dependents:
+                dependent = self.live.get(number)
+                if dependent is None or part not in (-1, needed):
+                    continue
+                revoked.append((dependent, -1))
+                self.cancel(number, failed)
+
+    def why(self, number: int) -> Why | None:
+        """Return what is known of a call: Ray does not tell whether it runs."""
+        call = self.live.get(number)
+        if call is None:
+            return None
+        request = {} if call.request is None else call.request.as_numbers()
+        seconds = self.loop.time() - call.since
+        if call.is_sent:
+            is_held = isinstance(call.stop, Stream) and call.stop.is_held
+            notes = (HELD,) if is_held else ()
+            return Why(call.name, number, "sent", seconds, request, notes=notes)
+        unsent = ("calls that are still to be sent",)
+        return Why(
+            call.name, number, "expecting", seconds, request, children=unsent, count=1
+        )
 
 
-def _settle(live: Live) -> None:
-    receiver = live.receiver
-    if receiver is None:
-        return  # nobody wants to know
-    found = [live.came[index] for index in range(len(live.refs))]
-    for one in found:
-        if isinstance(one, BaseException):
-            live.tell_error(receiver, one)
-            return
-        failed = failure_in(one)
-        if failed is not None:
-            receiver.reject(failed)
-            return
-    if live.told_as is not None:
-        receiver.receive(live.told_as)
-        return
-    parts = tuple(map(arrived, found, live.refs))
-    if len(parts) == 1:
-        receiver.receive(parts[0])
-    else:
-        receiver.receive(Payload.of(Contents(parts=parts), encoded=b""))
+# Streams
+
+HELD: Final = "it runs, and waits for its consumer to take items"
+"""What `why` says of a stream that has yielded as many items as it may."""
 
 
-class Inflow:
-    """See above: calling it stops the generator."""
+class Stream:
+    """The items of a generator that runs on the cluster, on their way to the consumer.
+
+    Ray holds the generator as soon as `window` items wait. So items are taken out of
+    Ray only as the consumer takes them here. Calling the stream stops the generator.
+    """
 
     def __init__(
-        self, calls: Calls, number: int, live: Live, items: Any, window: int
+        self,
+        calls: Calls,
+        number: int,
+        generator: Any,
+        window: int,
+        stop: Callable[[Any], object] | None = None,
     ) -> None:
+        """Take items as they come.
+
+        Args:
+            calls: of this loop.
+            number: of the call.
+            generator: Ray's.
+            window: how many items may wait.
+            stop: ends the generator, given an object of it; None to have Ray do so.
+        """
         self._calls = calls
         self._number = number
-        self._live = live
-        self._items = items
+        self._call = calls.live[number]
+        self._generator = generator
+        self._window = self._limit = window
         self._taken = 0
-        self._window = window
-        self._stop: Callable[[Any], object] | None = None
-        self._limit = window
-        self._more = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"<Inflow {self._live.name}, {self._taken} of {self._limit}>"
+        self._stop = stop
+        self._limit_changed = asyncio.Event()
+        self._call.stop, self._call.generator = self, generator
+        self._call.note_sent()
+        self._task: asyncio.Task[None] = calls.loop.create_task(self._take_items())
 
     @property
     def is_held(self) -> bool:
-        """True if its consumer has to take items before more are taken out of Ray."""
+        """True if the consumer has to take items before more are taken out of Ray."""
         return self._taken >= self._limit - self._window + step_of(self._window)
 
-    def begin(self, stop: Callable[[Any], object] | None = None) -> None:
-        """Take items as they come; `stop` ends the generator, where Ray is not to."""
-        self._stop = stop
-        self._live.stop, self._live.waitables = self, (self._items,)
-        self._live.tell_sent()
-        self._task = self._calls.loop.create_task(self._take())
-
-    def rise(self, limit: int) -> None:
-        """The consumer has taken items: so many may come in all."""
+    def raise_limit(self, limit: int) -> None:
+        """Take up to `limit` items in all: the consumer has taken some."""
         self._limit = max(self._limit, limit)
-        self._more.set()
+        self._limit_changed.set()
 
     def __call__(self) -> None:
-        """Stop the generator; nobody wants its items any more."""
+        """Stop the generator, whose items nobody wants."""
         if self._stop is None:
-            cancel = self._calls.cancelling.cancel
-            cancel(self._items)
-            kill = partial(cancel, self._items, at_once=True)
-            self._calls.loop.call_later(self._live.grace, kill)
+            cancel = self._calls.canceller.cancel
+            cancel(self._generator)
+            # Ray kills no actor for that.
+            again = partial(cancel, self._generator, force=not self._call.actor)
+            self._calls.loop.call_later(self._call.grace, again)
         else:
-            # Ray holds no generator of which nobody takes the items any more.
-            self._stop(self._items.completed())
-        self._items, self._live.waitables = None, ()
+            # Ray does not hold a generator of which nobody takes the items.
+            self._stop(self._generator.completed())
+        self._generator = self._call.generator = None
         self._calls.ending.pop(self._number, None)
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
 
-    async def _take(self) -> None:
+    async def _take_items(self) -> None:
         try:
-            async for ref in self._items:
+            async for ref in self._generator:
                 found = await ref
-                self._pass(found, ref)
+                self._deliver(found, ref)
                 del ref, found
-                await self._allowed()
+                while self.is_held:
+                    self._call.generator = None
+                    self._limit_changed.clear()
+                    await self._limit_changed.wait()
+                self._call.generator = self._generator
         except asyncio.CancelledError:
-            if self._live.receiver is None:
+            if self._call.receiver is None:
                 return
             raise
         except Exception as error:  # noqa: BLE001 - whatever ends a stream is told
-            caught = error
-            self._calls.end(
-                self._number, lambda receiver: self._live.tell_error(receiver, caught)
-            )
+            self._calls.end(self._number, self._call.outcome_of(error))
             return
-        self._calls.end(self._number, lambda receiver: receiver.receive(b""))
+        self._calls.end(self._number, b"")
 
-    async def _allowed(self) -> None:
-        """Wait until the consumer may take one more before it says that it has."""
-        while self.is_held:
-            self._live.waitables = ()
-            self._more.clear()
-            await self._more.wait()
-        self._live.waitables = (self._items,)
-
-    def _pass(self, found: Any, ref: Any) -> None:
-        receiver = self._live.receiver
+    def _deliver(self, found: Any, ref: Ref) -> None:
+        receiver = self._call.receiver
         if receiver is not None:
             self._taken += 1
-            items = (arrived(found, ref),)
+            items = (values.from_stored(found, ref),)
             cast("ItemReceiver", receiver).receive_items(items)
-            self._calls.tell_delivered()
+            self._calls.note_delivered()
 
 
-def step_of(window: int) -> int:
-    """After how many items a consumer says that it has taken them; see `MapWindow`."""
-    return (window + 1) // 2
+# Values
 
 
-def ahead_at_ray(window: int) -> int:
-    """Return how many items may wait in Ray, beside those that wait here."""
-    return max(window - step_of(window), 1)
+class RayValues:
+    """The values that one event loop shares with other processes.
+
+    It is the whole of a `ValueStore`: what was lent to this process, what it gives to
+    others, and the way to values that are not here.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self.loans = self.shares = self.link = self
+        self._calls = calls
+
+    def loan(self, identity: int) -> values.SharedValue:
+        """Return the value of a handle that is being unpickled."""
+        return values.find_value(identity)
+
+    def share(self, handle: Any) -> values.SharedValue:
+        """Return what others refer to who are given a handle."""
+        calls = self._calls
+        value = values.share_handle(handle, calls.ref_of)
+        self._note(handle, value)
+        if value.is_pending:
+
+            def settle() -> None:
+                value.copy_from(values.share_handle(handle, calls.ref_of))
+
+            calls.when_sent(handle.task_id, settle)
+        return value
+
+    def promise(self) -> values.SharedValue:
+        """Return the value of a task that is not submitted yet."""
+        return values.SharedValue()
+
+    def keep(self, promised: values.SharedValue, handle: Any) -> None:
+        """Note that the task of a promised value was submitted."""
+        value = self.share(handle)
+        self._note(handle, promised)
+        value.add_callback(lambda: promised.copy_from(value))
+
+    def _note(self, handle: Any, value: values.SharedValue) -> None:
+        """Have a value revoked with its call."""
+        call = self._calls.live.get(handle.task_id)
+        if call is not None:
+            call.shares.append(value)
+
+    def fail(self, promised: values.SharedValue, error: BaseException) -> None:
+        """Note that the task of a promised value is never submitted."""
+        promised.fail(error)
+
+    def drop(self, child: int, value: values.SharedValue) -> None:
+        """Cancel one of several results; the others may still come.
+
+        Calls of other processes that were sent it already get it.
+        """
+        error = TaskCancelledError("one of several results was cancelled.")
+        value.revoke(error)
+        call = self._calls.live.get(child)
+        if call is not None:
+            self._calls.revoke(call, error, value.part)
+
+    def put(self, payload: bytes) -> values.SharedValue:
+        """Keep a value."""
+        value = values.SharedValue()
+        value.set_payload(payload)
+        return value
+
+    def fetch(self, identity: int, receiver: Any) -> int:
+        """Ask for a value; return the question's number."""
+        value, calls = values.find_value(identity), self._calls
+        call = PendingCall("a value", receiver, calls.loop.time(), goes_on=True)
+        number = calls.begin(call)
+
+        def fetch() -> None:
+            outcome = value.payload if value.failed is None else value.failed
+            if outcome is not None:
+                calls.end(number, outcome)
+            elif number in calls.live:
+                calls.watch(number, (value.as_ref(),))
+
+        if value.failed is None and value.payload is None and value.ref is not None:
+            fetch()
+        else:
+            # Not at once: whoever asks notes the number first.
+            calls.call_soon(lambda: value.add_callback(fetch))
+        return number
+
+    def discard(self, identity: int) -> None:
+        """Stop the task whose value nobody wants."""
+        value = values.find_value(identity)
+        if value.ref is not None:
+            self._calls.canceller.cancel(value.ref)
+
+    def cancel(self, number: int) -> None:
+        """Forget a question."""
+        self._calls.cancel(number)
+
+    async def why(self, name: str, number: int) -> Why:
+        """Return what is known of a call."""
+        return self._calls.why(number) or Why(name, number, "ended")

@@ -1,22 +1,23 @@
-"""Payloads and values as Ray keeps and carries them.
+"""Values as Ray keeps and carries them, and as this process knows them.
 
-A plain payload is bytes to Ray as well. What is more, a pickle with buffers beside it
-or handles in it, goes as one object whose buffers Ray leaves in its shared memory, and
-whose handles it sees, so that it counts who holds what. A `Shared` is a value that
-handles in several processes stand for.
+A plain payload is bytes to Ray as well. A pickle with buffers or handles goes as one
+`StoredValue`: Ray leaves its buffers in shared memory, and sees its handles, so that it
+counts who holds what.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
-from aiogpu.engines.ray import ray_api as ray
-from aiogpu.engines.ray.errors import OWN_FRAMES
+from aiogpu.engines.ray import cluster
+from aiogpu.engines.ray.cluster import Handle, Ref
+from aiogpu.engines.ray.errors import OWN_FRAMES, TaskFailure
 from aiogpu.errors import ProtocolError, TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import MARK, Contents, Payload
@@ -24,343 +25,255 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
-    from aiogpu.engines.ray.ray_api import Handle, Ref
-
+    from aiogpu.client.function_spec import FunctionSpec
 
 Terms = tuple[str, Mapping[str, int], Mapping[str, str]]
 """How the calls of an actor are run: `mode`, `limits`, `groups` of `ActorTerms`."""
-
-
-Passed = tuple[int, "Handle", Terms]
-"""An actor of which a handle goes along: its id, Ray's handle, and how it is called."""
-
-
 IN_STORE: Final = 1
 """In place of a segment's id: the pickle and its buffers are in Ray's store."""
 
+# What Ray carries
 
-class Stored:
-    """See above.
+
+@dataclass(slots=True, eq=False)
+class StoredValue:
+    """A pickle in Ray's store, with its buffers and all that it refers to.
 
     Attributes:
         stream: the pickle.
-        buffers: what was left out of it.
-        references: the values to which it holds handles, by their ids.
-        actors: the same for actors, with what it takes to call them.
+        buffers: what was left out of the pickle.
+        references: id and object of each value to which it holds handles.
+        actors: Ray's handle and the terms of each actor to which it holds handles.
     """
 
-    __slots__ = ("actors", "buffers", "references", "stream")
-
-    def __init__(
-        self,
-        stream: bytes,
-        buffers: Sequence[Any] = (),
-        references: tuple[tuple[int, Ref], ...] = (),
-        actors: tuple[Passed, ...] = (),
-    ) -> None:
-        self.stream = stream
-        self.buffers = buffers
-        self.references = references
-        self.actors = actors
+    stream: bytes
+    buffers: Sequence[Any] = ()
+    references: tuple[tuple[int, Ref], ...] = ()
+    actors: tuple[tuple[Handle, Terms], ...] = ()
 
     def __repr__(self) -> str:
-        return f"<Stored {len(self.stream)} bytes, {len(self.buffers)} buffers>"
+        return f"<StoredValue {len(self.stream)} bytes, {len(self.buffers)} buffers>"
 
-    def __reduce__(self) -> tuple[type[Stored], tuple[object, ...]]:
-        apart = [PickleBuffer(buffer) for buffer in self.buffers]
-        return Stored, (self.stream, apart, self.references, self.actors)
-
-
-class Broken:
-    """Stands in the store for a value that will never be there.
-
-    Attributes:
-        fields: why, as a `Failed` says it.
-    """
-
-    __slots__ = ("fields",)
-
-    def __init__(self, fields: tuple[Any, ...]) -> None:
-        self.fields = fields
-
-    def __reduce__(self) -> tuple[type[Broken], tuple[object, ...]]:
-        return Broken, (self.fields,)
+    def __reduce__(self) -> tuple[type[StoredValue], tuple[object, ...]]:
+        outside = [PickleBuffer(buffer) for buffer in self.buffers]
+        return StoredValue, (self.stream, outside, self.references, self.actors)
 
 
-class Carried:
-    """An actor to which a pickle holds a handle: Ray's goes along, as a holder too.
-
-    Attributes:
-        id: of the actor.
-        handle: Ray's own.
-        terms: how it is called.
-    """
-
-    __slots__ = ("handle", "id", "terms")
-
-    def __init__(self, identity: int, handle: Handle, terms: Terms) -> None:
-        self.id = identity
-        self.handle = handle
-        self.terms = terms
-
-    def __repr__(self) -> str:
-        return f"<Carried {self.id}>"
-
-
-class Kept:
-    """What a payload of this process is to Ray; the payload's `source`.
-
-    Attributes:
-        ref: of the same in Ray's store, None if it is not there.
-        references: the values to which the pickle holds handles.
-        actors: those to which it does.
-    """
-
-    __slots__ = ("actors", "ref", "references")
-
-    def __init__(
-        self,
-        ref: Ref | None,
-        references: tuple[Shared, ...],
-        actors: tuple[Carried, ...],
-    ) -> None:
-        self.ref = ref
-        self.references = references
-        self.actors = actors
-
-    def __repr__(self) -> str:
-        return f"<Kept {self.ref}>"
-
-    def views(self, _contents: Contents) -> list[memoryview]:
-        """The pickle and its buffers, out of the store; see `Source`."""
-        found: Stored = ray.fetched(self.ref)
-        return [memoryview(found.stream), *(memoryview(one) for one in found.buffers)]
-
-
-def made(
-    contents: Contents,
-    references: Sequence[Shared | Carried] = (),
-    needs: tuple[Shared, ...] = (),
-    ref: Ref | None = None,
-) -> Payload:
-    """A payload of this process that is more than a pickle.
-
-    Args:
-        contents: what it says.
-        references: what the handles in the pickle stand for.
-        needs: the values that are arguments.
-        ref: of the same in Ray's store.
-    """
-    actors = tuple(one for one in references if isinstance(one, Carried))
-    values = tuple(one for one in references if not isinstance(one, Carried))
-    kept = Kept(ref, values, actors)
-    return Payload.of(contents, (*references,), kept, needs, MARK)
-
-
-def kept_in(payload: bytes | None) -> Kept | None:
-    """Return what a payload is to Ray; None if it is a pickle, which says it all."""
-    source = payload.source if type(payload) is Payload else None
-    return source if isinstance(source, Kept) else None
-
-
-def stored(payload: bytes) -> Any:
-    """A payload that is not in Ray's store, as Ray gets it: without its arguments."""
-    kept = kept_in(payload)
-    if kept is None:
-        return payload
-    contents = payload.contents  # type: ignore[attr-defined]
-    references = tuple((one.id, one.as_ref()) for one in kept.references)
-    actors = tuple((one.id, one.handle, one.terms) for one in kept.actors)
-    return Stored(contents.stream, contents.buffers, references, actors)
-
+# What this process knows
 
 _ids: Final = count(secrets.randbits(40) << 22 | 1)
+"""Drawn so that no two processes give the same id."""
+_values: Final[WeakValueDictionary[int, SharedValue]] = WeakValueDictionary()
+known_actors: Final[WeakValueDictionary[int, ActorReference]] = WeakValueDictionary()
+"""The actors that this process knows, by their ids."""
+_kept_by_forks: Final[list[Any]] = []
 
 
-_known: Final[WeakValueDictionary[int, Shared]] = WeakValueDictionary()
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class ActorReference:
+    """An actor as this process knows it.
+
+    It goes along with a pickled handle, and Ray's keeps the actor alive.
+
+    Attributes:
+        id: its number, the same in all processes.
+        handle: Ray's.
+        terms: how its calls are run.
+        func: its class; None as long as no loop of this process has a handle.
+    """
+
+    id: int
+    handle: Handle
+    terms: Terms
+    func: FunctionSpec | None = None
 
 
-class Shared:
-    """See above.
+def number_of(handle: Handle) -> int:
+    """Return the number of an actor, the same in all processes."""
+    return int(cluster.actor_id(handle)[:15], 16)
+
+
+def refer_to(handle: Handle, terms: Terms) -> ActorReference:
+    """Return what this process knows of an actor; of several handles one is kept."""
+    number = number_of(handle)
+    return known_actors.setdefault(number, ActorReference(number, handle, terms))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SharedValue:
+    """A value to which handles refer, in one process.
+
+    It is an object in Ray's store, a small payload that is here, or the reason why
+    there is none. Until its task is sent, it is pending.
 
     Attributes:
         id: by which others ask for it.
-        ref: its object, None if it has none.
-        payload: it is here.
+        ref: its object; None if it has none.
+        payload: the payload, if it is here.
         failed: why there is none.
-        task: number of the call of this process that makes it, 0 for others' values.
-        part: which of several results of that it is; -1 for all of it.
+        task: number of the call of this process that makes it; 0 for others' values.
+        part: which of several results of that call it is; -1 for all of it.
     """
 
-    __slots__ = (
-        *("__weakref__", "_watchers", "failed", "id", "part", "payload", "ref"),
-        "task",
-    )
+    id: int = field(default_factory=lambda: next(_ids))
+    ref: Ref | None = None
+    payload: bytes | None = None
+    failed: Failed | None = None
+    task: int = 0
+    part: int = -1
+    _callbacks: list[Callable[[], object]] = field(default_factory=list)
 
-    def __init__(self, identity: int = 0) -> None:
-        self.id = identity or next(_ids)
-        self.ref: Ref | None = None
-        self.payload: bytes | None = None
-        self.failed: Failed | None = None
-        self.task, self.part = 0, -1
-        self._watchers: list[Callable[[], object]] = []
-        _known[self.id] = self
+    def __post_init__(self) -> None:
+        _values[self.id] = self
 
     def __repr__(self) -> str:
-        return f"<Shared {self.id}>"
+        return f"<SharedValue {self.id}>"
 
     @property
-    def is_promised(self) -> bool:
-        """True if its task is still to be started."""
+    def is_pending(self) -> bool:
+        """True until its task is sent or has failed."""
         return self.ref is None and self.payload is None and self.failed is None
 
-    def when_known(self, call: Callable[[], object]) -> None:
-        """Call when it is promised no more; now, if it is not."""
-        if self.is_promised:
-            self._watchers.append(call)
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Call when it is pending no more; now, if it is not."""
+        if self.is_pending:
+            self._callbacks.append(callback)
         else:
-            call()
+            callback()
 
-    def keep(self, ref: Ref) -> None:
-        """It is that object, there or still to come."""
+    def set_ref(self, ref: Ref) -> None:
+        """Note its object, which may still be made."""
         self.ref = ref
         self._settle()
 
-    def take(self, payload: bytes) -> None:
-        """It is here."""
+    def set_payload(self, payload: bytes) -> None:
+        """Note its payload."""
         self.payload = payload
-        kept = kept_in(payload)
-        if kept is not None:
-            self.ref = kept.ref
+        source = source_of(payload)
+        if source is not None:
+            self.ref = source.ref
         self._settle()
 
-    def take_over(self, other: Shared) -> None:
-        """It is what the other one is."""
+    def copy_from(self, other: SharedValue) -> None:
+        """Become what the other one is."""
         self.ref, self.payload, self.failed = other.ref, other.payload, other.failed
         self.task, self.part = other.task, other.part
         self._settle()
 
     def fail(self, error: BaseException) -> None:
-        """It will never be there."""
+        """Note that it will never be there."""
         self.failed = pack_failure(0, RAISED, error, OWN_FRAMES)
         self._settle()
 
-    def forsake(self, error: BaseException) -> None:
-        """Whoever is given it from here on is told that, though Ray may still make it.
-
-        Not if it has come.
-        """
+    def revoke(self, error: BaseException) -> None:
+        """Give the error to whoever asks from now on, unless the value has come."""
         if self.payload is None:
             self.ref = None
             self.fail(error)
 
     def _settle(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for call in watchers:
-            call()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def as_argument(self) -> Any:
-        """What Ray is given where it is an argument: it brings the value itself."""
+        """Return what Ray is given for it; Ray brings the value of an object itself."""
         if self.ref is not None:
             return self.ref
         if self.failed is not None:
-            return Broken(tuple(self.failed))
+            return self.failed
         assert self.payload is not None, self
-        return stored(self.payload)
+        return to_stored(self.payload)
 
     def as_ref(self) -> Ref:
-        """Its object; it is put into the store if it has none."""
+        """Return its object; put it into the store if it has none."""
         if self.ref is None:
-            self.ref = ray.keep(self.as_argument())
+            self.ref = cluster.put(self.as_argument())
         return self.ref
 
 
-def shared_of(handle: Any, ref_of: Callable[[int, int], Ref | None]) -> Shared:
+def find_value(identity: int) -> SharedValue:
+    """Return the value of that id.
+
+    Raises:
+        ProtocolError: this process does not know it.
+    """
+    value = _values.get(identity)
+    if value is None:
+        raise ProtocolError(f"nobody in this process has the value {identity}")
+    return value
+
+
+def share_handle(handle: Any, ref_of: Callable[[int, int], Ref | None]) -> SharedValue:
     """Return what others refer to who are given a handle.
 
     Args:
-        handle: of a task that was started.
-        ref_of: gives the object of a task that runs, and of which of its results.
+        handle: of a task that was submitted.
+        ref_of: returns the object of a task, by its number and the part of its result.
     """
-    shared = Shared()
-    shared.task, shared.part = handle.child, handle.part
+    value = SharedValue()
+    value.task, value.part = handle.task_id, handle.part
     if handle.raw is not None:
-        shared.take(handle.raw)
+        value.set_payload(handle.raw)
     elif handle.cancelled():
-        shared.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
+        value.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
     elif handle.error is not None:
-        shared.fail(handle.error)
+        value.fail(handle.error)
     else:
-        ref = ref_of(handle.child, handle.part)
+        ref = ref_of(handle.task_id, handle.part)
         if ref is not None:
-            shared.keep(ref)
-    return shared
+            value.set_ref(ref)
+    return value
 
 
-def known(identity: int) -> Shared:
-    """The value of that id, while it is known to this process.
+def forget_after_fork() -> None:
+    """Keep Ray's handles in a fork: Ray must not hear that they are released there."""
+    _kept_by_forks.extend(known_actors.values())
 
-    Raises:
-        ProtocolError: nobody here has it.
+
+# Payloads
+
+
+@dataclass(slots=True, eq=False)
+class PayloadSource:
+    """What a payload of this process is to Ray.
+
+    Attributes:
+        ref: its object in Ray's store; None if it is not there.
+        references: the values to which the pickle holds handles.
+        actors: the actors to which it does.
     """
-    shared = _known.get(identity)
-    if shared is None:
-        raise ProtocolError(f"nobody in this process has the value {identity}")
-    return shared
+
+    ref: Ref | None
+    references: tuple[SharedValue, ...]
+    actors: tuple[ActorReference, ...]
+
+    def views(self, _contents: Contents) -> list[memoryview]:
+        """Return the pickle and its buffers from the store; see `Source`."""
+        found: StoredValue = cluster.get(self.ref)
+        return [memoryview(found.stream), *(memoryview(one) for one in found.buffers)]
 
 
-def arrived(found: Any, ref: Ref | None = None) -> bytes:
-    """A payload of this process for what has come from Ray, not `Broken`.
-
-    Args:
-        found: what has come.
-        ref: of the object that it was, for whoever passes it on.
-    """
-    if not isinstance(found, Stored):
-        return found  # type: ignore[no-any-return]
-    references = tuple(_arrived(*one) for one in found.references)
-    contents = Contents(found.stream, buffers=tuple(found.buffers))
-    actors = tuple(meet(*one) for one in found.actors)
-    return made(contents, (*references, *actors), ref=ref)
+def source_of(payload: bytes | None) -> PayloadSource | None:
+    """Return what a payload is to Ray; None if it is a pickle and nothing else."""
+    source = payload.source if type(payload) is Payload else None
+    return source if isinstance(source, PayloadSource) else None
 
 
-def _arrived(identity: int, ref: Ref) -> Shared:
-    shared = _known.get(identity)
-    if shared is None:
-        shared = Shared(identity)
-        shared.keep(ref)
-    return shared
+def _payload_of(
+    contents: Contents,
+    references: Sequence[SharedValue | ActorReference] = (),
+    needs: tuple[SharedValue, ...] = (),
+    ref: Ref | None = None,
+) -> Payload:
+    actors = tuple(one for one in references if isinstance(one, ActorReference))
+    values = tuple(one for one in references if not isinstance(one, ActorReference))
+    source = PayloadSource(ref, values, actors)
+    return Payload.of(contents, (*references,), source, needs, MARK)
 
 
-def meet(identity: int, handle: Handle, terms: Terms) -> Carried:
-    """A handle of Ray's has come to this process, before one of ours is unpickled."""
-    handle = met.setdefault(identity, handle)
-    return Carried(identity, handle, terms_met.setdefault(handle, terms))
-
-
-def outlive() -> None:
-    """This process is a fork: what it lets go of here, Ray must not hear of."""
-    _kept_by_forks.extend(met.values())
-
-
-met: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
-"""Ray's handles of actors that have come to this process, by the actors' ids."""
-
-
-terms_met: Final[WeakKeyDictionary[Any, Terms]] = WeakKeyDictionary()
-"""How these are called, as far as their handles have brought it along."""
-
-
-_kept_by_forks: Final[list[Any]] = []
-
-
-def failure_in(found: Any) -> Failed | None:
-    """Return why there is no value, if that is what has come."""
-    return Failed(*found.fields) if isinstance(found, Broken) else None
-
-
-def packed_here(outgoing: PickledValue) -> Payload:
-    """A payload that refers to the sender's own buffers: it is to be sent at once."""
+def pack(outgoing: PickledValue) -> Payload:
+    """Make a payload that refers to the sender's buffers; it must be sent at once."""
     references: tuple[Any, ...] = tuple(outgoing.references)
     contents = Contents(
         outgoing.stream,
@@ -369,4 +282,89 @@ def packed_here(outgoing: PickledValue) -> Payload:
         returns=outgoing.returns,
     )
     needs: tuple[Any, ...] = tuple(one.share() for one in outgoing.handles)
-    return made(contents, references, needs)
+    return _payload_of(contents, references, needs)
+
+
+def pack_copy(outgoing: PickledValue, *, may_store: bool) -> Payload:
+    """Make a payload of what its arguments are now, to be sent later.
+
+    Args:
+        outgoing: what is to be sent.
+        may_store: whether a large one may be put into Ray's store.
+    """
+    payload = pack(outgoing)
+    source = source_of(payload)
+    assert source is not None, payload
+    is_pending = any(one.is_pending for one in source.references)
+    if outgoing.is_large and may_store and not is_pending:
+        source.ref = cluster.put(to_stored(payload))
+        payload.contents = payload.contents._replace(
+            stream=b"", buffers=(), segment=IN_STORE
+        )
+    elif outgoing.buffers:
+        copied = tuple(map(bytes, outgoing.buffers))
+        payload.contents = payload.contents._replace(buffers=copied)
+    return payload
+
+
+def to_stored(payload: bytes) -> Any:
+    """Return what Ray is given for a payload, without its arguments."""
+    source = source_of(payload)
+    if source is None:
+        return payload
+    contents = payload.contents  # type: ignore[attr-defined]
+    references = tuple((one.id, one.as_ref()) for one in source.references)
+    actors = tuple((one.handle, one.terms) for one in source.actors)
+    return StoredValue(contents.stream, contents.buffers, references, actors)
+
+
+def to_arguments(payload: bytes) -> tuple[Any, ...]:
+    """Return a payload as the arguments of a call of Ray's; see `from_arguments`."""
+    source = source_of(payload)
+    if source is None:
+        return (payload,)
+    head = to_stored(payload) if source.ref is None else source.ref
+    contents = payload.contents  # type: ignore[attr-defined]
+    values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
+    return head, contents.places, contents.returns, *values
+
+
+def from_stored(found: Any, ref: Ref | None = None) -> bytes:
+    """Return the payload for what has come from Ray and is no `Failed`.
+
+    Args:
+        found: what has come.
+        ref: its object, for whoever passes it on.
+    """
+    if not isinstance(found, StoredValue):
+        return found  # type: ignore[no-any-return]
+    references: list[SharedValue | ActorReference] = []
+    for identity, ref_of_value in found.references:
+        value = _values.get(identity)
+        if value is None:
+            value = SharedValue(identity)
+            value.set_ref(ref_of_value)
+        references.append(value)
+    references += [refer_to(*actor) for actor in found.actors]
+    contents = Contents(found.stream, buffers=tuple(found.buffers))
+    return _payload_of(contents, references, ref=ref)
+
+
+def from_arguments(
+    head: Any, places: Sequence[int | str] = (), returns: int = 0, *values: Any
+) -> bytes:
+    """Put the payload together again that `to_arguments` has taken apart.
+
+    Raises:
+        TaskFailure: one of the arguments will never be there.
+    """
+    for value in values:
+        if isinstance(value, Failed):
+            raise TaskFailure(*value)
+    if not isinstance(head, StoredValue) and not values and not returns:
+        return head  # type: ignore[no-any-return]
+    payload = from_stored(head if isinstance(head, StoredValue) else StoredValue(head))
+    assert isinstance(payload, Payload), head
+    payload.contents = payload.contents._replace(places=tuple(places), returns=returns)
+    payload.parts = tuple(from_stored(value) for value in values)
+    return payload

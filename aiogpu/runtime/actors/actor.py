@@ -20,31 +20,16 @@ from typing import Final, Protocol
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.mailbox import CallId, Mailbox
-from aiogpu.errors import (
-    ActorDiedError,
-    ActorNameError,
-    NodeClosedError,
-)
+from aiogpu.errors import ActorDiedError, ActorNameError, NodeClosedError
+from aiogpu.runtime.objects.segments import ActorHold, ActorRegister
 from aiogpu.runtime.objects.store import Borrower
 from aiogpu.runtime.objects.values import Value, await_arguments, is_complete
-from aiogpu.runtime.pending_tasks import (
-    EACH,
-    Delay,
-    internal_error,
-    tell_safely,
-)
+from aiogpu.runtime.pending_tasks import EACH, Delay, internal_error, settle
 from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD
-from aiogpu.wire.messages import (
-    DEFAULT_GROUP,
-    SERIAL,
-    Demand,
-    Done,
-    Failed,
-    Invoke,
-    Leave,
-)
+from aiogpu.wire import messages as wire
 
 
 class ActorState(Enum):
@@ -80,12 +65,12 @@ class ActorCall:
     passed: int = 0
     known_as: CallId = 0
 
-    def order(self, number: CallId, worker: Borrower) -> Invoke:
+    def order(self, number: CallId, worker: Borrower) -> wire.Invoke:
         """The message for the process, which is lent what the payload refers to."""
         payload = self.payload
         if type(payload) is not bytes:
             payload = worker.borrow(payload)
-        return Invoke(number, self.method, payload, self.limit, self.passed)
+        return wire.Invoke(number, self.method, payload, self.limit, self.passed)
 
 
 class ActorEnd:
@@ -94,7 +79,7 @@ class ActorEnd:
     The failure holds the user's exception, which only the receiver unpickles.
     """
 
-    def __init__(self, why: Exception | Failed) -> None:
+    def __init__(self, why: Exception | wire.Failed) -> None:
         self._why = why
 
     def tell(self, receiver: Receiver) -> None:
@@ -127,7 +112,7 @@ def name_taken(name: str) -> ActorNameError:
     )
 
 
-def not_made(name: str, failed: Failed) -> Failed:
+def not_made(name: str, failed: wire.Failed) -> wire.Failed:
     """Return what is told of an actor whose constructor has failed so."""
     return failed._replace(task=0, kind=f"{DIED}:{failed.kind}:{name}")
 
@@ -142,8 +127,8 @@ def _again(end: Exception) -> Exception:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A call in such a queue.
+class WaitingCall:
+    """A call whose turn has not come.
 
     Attributes:
         number: the number by which the caller knows the call.
@@ -156,7 +141,7 @@ class Held:
     failed: Value | None = None
 
 
-class Lines:
+class OrderedCallQueue:
     """The calls of one actor that wait for arguments, in a queue for each caller.
 
     Attributes:
@@ -164,12 +149,9 @@ class Lines:
     """
 
     def __init__(self, actor: Actor) -> None:
-        self.callers: dict[int, deque[Held]] = {}
+        self.callers: dict[int, deque[WaitingCall]] = {}
         self._actor = actor
         self._later: dict[CallId, CallId] = {}
-
-    def __repr__(self) -> str:
-        return f"<Lines of {len(self.callers)} callers>"
 
     def number_of(self, known_as: CallId) -> CallId:
         """The number of a call now, by that under which its caller knows it."""
@@ -184,47 +166,38 @@ class Lines:
         return caller in self.callers or not is_complete(payload)
 
     def join(self, caller: int, number: CallId, payload: bytes) -> None:
-        """Have a call wait in its caller's line."""
-        held = Held(number)
-        self.callers.setdefault(caller, deque()).append(held)
+        """Have a call wait behind those that its caller made before."""
+        waiting = WaitingCall(number)
+        self.callers.setdefault(caller, deque()).append(waiting)
         if type(payload) is Payload:
-            held.is_due = False
-            await_arguments(payload, partial(self._note, caller, held))
+            waiting.is_due = False
+            await_arguments(payload, partial(self._note, caller, waiting))
         else:
             self._go_on(caller)
 
-    def _note(self, caller: int, held: Held, failed: Value | None) -> None:
-        held.is_due, held.failed = True, failed
+    def _note(self, caller: int, waiting: WaitingCall, failed: Value | None) -> None:
+        waiting.is_due, waiting.failed = True, failed
         self._go_on(caller)
 
     def _go_on(self, caller: int) -> None:
-        line = self.callers.get(caller)
-        while line and line[0].is_due:
-            held = line.popleft()
-            if held.failed is not None:
-                self._refuse(held.number, held.failed)
-            else:
-                self._post(held.number)
-        if line is not None and not line:
+        """Send the calls whose turn has come; one with a failed argument never runs."""
+        queue, actor = self.callers.get(caller), self._actor
+        while queue and queue[0].is_due:
+            waiting = queue.popleft()
+            call = actor.calls.pop(waiting.number, None)
+            if call is None:
+                continue  # it was cancelled, or the actor has died
+            if waiting.failed is None:
+                # Its place is behind the calls that were sent meanwhile.
+                call.known_as = waiting.number
+                later = self._later[waiting.number] = actor.owner.new_number()
+                actor.calls[later] = call
+                actor.post(later, call.mailbox)
+            elif call.receiver is not None:
+                waiting.failed.tell(call.receiver)
+                actor.look_if_idle()
+        if queue is not None and not queue:
             self.callers.pop(caller, None)
-
-    def _post(self, number: CallId) -> None:
-        """A call is on its way; its place is behind those that were sent."""
-        calls = self._actor.calls
-        call = calls.pop(number, None)
-        if call is None:
-            return  # it was cancelled, or the actor has died
-        call.known_as = number
-        later = self._later[number] = self._actor.owner.new_number()
-        calls[later] = call
-        self._actor.post(later, call.mailbox)
-
-    def _refuse(self, number: CallId, value: Value) -> None:
-        """An argument of a call has failed; so it never runs."""
-        call = self._actor.calls.pop(number, None)
-        if call is not None and call.receiver is not None:
-            value.tell(call.receiver)
-            self._actor.look_if_idle()
 
 
 _log: Final = logging.getLogger(__name__)
@@ -237,7 +210,7 @@ AHEAD: Final = 256
 NO_HANDLE: Final = "nobody had a handle to it any more."
 
 
-class ActorOwner(Protocol):
+class ActorOwner(ActorRegister, Protocol):
     """Has actors, and is told what becomes of them."""
 
     @property
@@ -281,7 +254,7 @@ class Actor:
         is_killed: `kill` has ended this process, and the actor restarts.
         calls: calls that were not answered, by number.
         mailboxes: the queue of each concurrency group.
-        lines: calls that wait for their arguments.
+        waiting: calls that wait for their arguments.
         owner: the register that this actor is in.
     """
 
@@ -303,14 +276,14 @@ class Actor:
         self.is_gone = False
         self.calls: dict[CallId, ActorCall] = {}
         terms = func.actor
-        self.is_serial = terms.mode == SERIAL
+        self.is_serial = terms.mode == wire.SERIAL
         self.mailboxes = {
             group: Mailbox(AHEAD if self.is_serial else limit, self.is_serial)
             for group, limit in terms.limits.items()
         }
         self.owner = owner
         self._unwanted = 0
-        self.lines = Lines(self)
+        self.waiting = OrderedCallQueue(self)
         self._terms = terms
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
@@ -325,8 +298,13 @@ class Actor:
         """How logs and errors call it."""
         return self.func.spec.name
 
-    def pass_on(self) -> None:
-        """A handle to it is being pickled: its id says enough; see `ActorPort`."""
+    def holder(self) -> ActorHold:
+        """What counts as a handle to it; see `ActorPort.holder`."""
+        return ActorHold(self.id, self.owner)
+
+    def pass_on(self, hold: object) -> None:
+        """A handle to it is being pickled; see `ActorPort.pass_on`."""
+        add_actor(self.id, hold)
 
     def call(
         self,
@@ -345,18 +323,18 @@ class Actor:
         terms = self._terms
         groups = terms.groups
         mailbox = self.mailboxes[
-            groups.get(method, DEFAULT_GROUP) if groups else DEFAULT_GROUP
+            groups.get(method, wire.DEFAULT_GROUP) if groups else wire.DEFAULT_GROUP
         ]
         number = self.owner.new_number()
         limit = terms.windows.get(method, 0) if terms.windows else 0
         self.calls[number] = ActorCall(
             method, payload, receiver, terms.max_task_retries, mailbox, limit
         )
-        if self.lines.callers or type(payload) is not bytes:
+        if self.waiting.callers or type(payload) is not bytes:
             if caller is None:
                 caller = self.owner.caller_here()
-            if self.lines.holds_back(caller, payload):
-                self.lines.join(caller, number, payload)
+            if self.waiting.holds_back(caller, payload):
+                self.waiting.join(caller, number, payload)
                 return number
         self.post(number, mailbox)
         return number
@@ -376,13 +354,13 @@ class Actor:
 
     def demand(self, number: CallId, limit: int) -> None:
         """A call that is a stream may yield so many items in all."""
-        number = self.lines.number_of(number)
+        number = self.waiting.number_of(number)
         call = self.calls.get(number)
         if call is None or not call.limit:
             return
         call.limit = limit
         if number in call.mailbox.sent and self.worker and self.worker.peer:
-            self.worker.peer.post(Demand(number, limit))
+            self.worker.peer.post(wire.Demand(number, limit))
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
@@ -431,28 +409,28 @@ class Actor:
             self._send(mailbox.open())
         self.look_if_idle()
 
-    def on_answer(self, answer: Done | Failed) -> None:
+    def on_answer(self, answer: wire.Done | wire.Failed) -> None:
         """A call was answered."""
         call = self.calls.pop(answer.task, None)
         if call is None:
             return
         if call.known_as:
-            self.lines.forget(call.known_as)
+            self.waiting.forget(call.known_as)
         mailbox, receiver = call.mailbox, call.receiver
         mailbox.sent.pop(answer.task, None)
         if receiver is None:
             self._unwanted -= 1
         if mailbox.waiting and len(mailbox.sent) <= mailbox.low:
             self._send(mailbox.take())
-        if type(answer) is Done:
+        if type(answer) is wire.Done:
             if receiver is not None:
                 receiver.receive(answer.payload)
-        elif type(answer) is Failed:
+        elif type(answer) is wire.Failed:
             self._reject(receiver, answer)
         if not self.holders or self.is_ending:
             self.look_if_idle()
 
-    def _reject(self, receiver: Receiver | None, failed: Failed) -> None:
+    def _reject(self, receiver: Receiver | None, failed: wire.Failed) -> None:
         if failed.kind == LEFT:
             self.leave("it was ended by exit_actor().")
         if receiver is None:
@@ -482,11 +460,11 @@ class Actor:
         """A call could not be sent, for no fault of its process; so it never runs."""
         call = self.calls.pop(number)
         call.mailbox.sent.pop(number, None)
-        self.lines.forget(call.known_as)
+        self.waiting.forget(call.known_as)
         _log.error("! failed to send %s.%s", self.name, call.method, exc_info=error)
         if call.receiver is not None:
             told = internal_error(f"sent a call of {self.name}.{call.method}", error)
-            tell_safely(call.receiver, told)
+            settle(call.receiver, told)
         self.look_if_idle()
 
     def cancel(self, number: CallId) -> bool:
@@ -528,7 +506,7 @@ class Actor:
             return
         self.state, self._why_left = ActorState.LEAVING, why
         if self.worker is not None and self.worker.peer is not None:
-            self.worker.peer.send(Leave())
+            self.worker.peer.send(wire.Leave())
         self.owner.on_leaving(self)
 
     def lose(self, begun: CallId) -> list[Receiver]:
@@ -564,11 +542,11 @@ class Actor:
         """It has ended in an orderly way."""
         self.die(died(self.name, self._why_left))
 
-    def reject(self, failed: Failed) -> None:
+    def reject(self, failed: wire.Failed) -> None:
         """Its constructor has failed."""
         self.die(not_made(self.name, failed))
 
-    def break_down(self, failed: Failed, cause: Exception) -> None:
+    def break_down(self, failed: wire.Failed, cause: Exception) -> None:
         """Its constructor has failed with this exception, in this process."""
         error = died(
             self.name, f"its constructor raised {failed.type_name}: {failed.message}"
@@ -588,7 +566,7 @@ class Actor:
             error = told
         self.die(error)
 
-    def die(self, why: Exception | Failed) -> None:
+    def die(self, why: Exception | wire.Failed) -> None:
         """Tell all who wait, and whoever comes later."""
         if self._end is not None:
             return

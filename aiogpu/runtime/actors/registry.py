@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
     from aiogpu.observe.status import ActorStatus
     from aiogpu.runtime.actors.actor import ActorCall
-    from aiogpu.runtime.devices.memory_shortage import Shortages
+    from aiogpu.runtime.devices.memory_guard import Shortages
 
 
 FIRST_CALL: Final = 1 << 40
@@ -70,6 +70,9 @@ class TaskPort(Protocol):
 
     def on_answer(self, worker: int, answer: Done | Failed) -> None:
         """A worker has ended a task."""
+
+    def on_created(self, task: TaskId) -> None:
+        """The constructor of an actor has returned."""
 
 
 class Register:
@@ -231,7 +234,8 @@ class Actors(Register):
 
     Attributes:
         workers: those that are actors, by id.
-        holding: workers and clients that have handles.
+        begun: gives the number of the last call that a serial actor's process, by its
+            worker's id, has begun.
         check: refuses a class and arguments that this node can never serve.
     """
 
@@ -247,7 +251,6 @@ class Actors(Register):
     ) -> None:
         super().__init__(loop)
         self.check = check
-        self.holding: dict[int, Caller] = {}
         self.workers: dict[int, LiveWorker] = {}
         self._scheduler = scheduler
         self._tasks = tasks
@@ -255,7 +258,7 @@ class Actors(Register):
         self._shortages = shortages
         self._pool = pool
         self._commands = pool.commands
-        pool.hearing.on_acting = self._on_message
+        self.begun: Final = pool.commands.begun
 
     def create(
         self,
@@ -299,27 +302,6 @@ class Actors(Register):
         """See `ActorsPort.tell_room`."""
         receiver.receive(dump_whole(self.room(actor)))
 
-    def hold_for(self, caller: Caller, actor: int) -> None:
-        """One more handle is with a caller, if somebody has held one until now."""
-        if self.hold(actor):
-            self.note_hold(caller, actor)
-
-    def note_hold(self, caller: Caller, actor: int) -> None:
-        """A handle that counts already is with this caller."""
-        caller.holds[actor] = caller.holds.get(actor, 0) + 1
-        self.holding[caller.id] = caller
-
-    def release_all(self, caller: Caller) -> None:
-        """A caller has gone, and with it all its handles."""
-        holds, caller.holds = caller.holds, {}
-        for actor, times in holds.items():
-            for _ in range(times):
-                self.release(actor)
-
-    def begun(self, worker: int) -> int:
-        """Number of the last call that a serial actor's process has begun."""
-        return self._commands.begun(worker)
-
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""
         actors = (worker.actor for worker in self.workers.values())
@@ -333,7 +315,7 @@ class Actors(Register):
             return
         sent = found.worker
         worker = None if sent is None else self.workers.get(sent.id)
-        number = found.lines.number_of(number)
+        number = found.waiting.number_of(number)
         if found.cancel(number) and worker is not None and worker.peer is not None:
             found.drops += 1
             self._commands.drop(worker, number, found.drops)
@@ -356,7 +338,7 @@ class Actors(Register):
         """
         if actor.worker is not worker or number not in actor.calls:
             return
-        has_begun = self._commands.begun(worker.id) == number
+        has_begun = self.begun(worker.id) == number
         if has_begun:
             self._commands.interrupt(worker.id, number, attempt=1, is_coroutine=False)
         if has_begun or is_first:
@@ -371,7 +353,7 @@ class Actors(Register):
             return 0
         if attempt == 0:
             self._commands.call_off(worker)
-        begun = self._commands.begun(worker_id)
+        begun = self.begun(worker_id)
         return begun if begun >= FIRST_CALL else 0
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
@@ -417,10 +399,8 @@ class Actors(Register):
         terms = call.func.actor
         assert terms is not None, call
         if not terms.keeps_cpus:
-            # Later, not now: the core is told of events one at a time.
-            self._loop.call_soon(
-                self._tasks.feed, Scheduler.release_cpus, TaskId(actor.id)
-            )
+            # Once the effect that this is a part of is carried out.
+            self._tasks.feed(Scheduler.release_cpus, task)
         return Create(
             actor.id,
             call.func.id,
@@ -431,18 +411,16 @@ class Actors(Register):
             dict(terms.groups),
         )
 
-    def on_gone(self, worker_id: int, death: Death) -> Callable[[], None]:
+    def on_gone(self, worker_id: int, death: Death) -> Callable[[], None] | None:
         """A process has ended; the core is told of it next.
 
         Returns:
-            What is to be done when the core has said whether another one follows.
+            What is to be done when the core has said whether another one follows; None
+            if the worker was no actor's.
         """
-        holder = self.holding.pop(worker_id, None)
-        if holder is not None:
-            self._loop.call_soon(self.release_all, holder)
         worker = self.workers.pop(worker_id, None)
         if worker is None or worker.actor is None:
-            return _nothing
+            return None
         actor = worker.actor
         was_leaving, was_killed = actor.state is ActorState.LEAVING, actor.is_killed
         lost = actor.lose(death.begun)
@@ -463,7 +441,7 @@ class Actors(Register):
 
         return tell
 
-    def _on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
+    def on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
         """What an actor's process says."""
         worker = self.workers.get(worker_id)
         actor = worker.actor if worker is not None else None
@@ -471,6 +449,7 @@ class Actors(Register):
             return
         if type(message) is Created:
             actor.on_created()
+            self._tasks.on_created(TaskId(actor.id))
             return
         is_own = message.task == actor.id
         if type(message) is Failed:
@@ -546,10 +525,6 @@ class Actors(Register):
         if actor.worker is None:
             actor.note_gone()
         self.forget(actor)
-
-
-def _nothing() -> None:
-    """The worker was no actor's."""
 
 
 class Edge(NamedTuple):
@@ -665,7 +640,7 @@ class WaitGraph:
         actor = self._actors.get(public)
         if actor is None:
             return None, 0, None
-        number = actor.lines.number_of(number)
+        number = actor.waiting.number_of(number)
         return actor, number, actor.calls.get(number)
 
     def _told(self, edge: Edge) -> str:

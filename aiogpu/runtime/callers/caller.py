@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.client.current import take_kept
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.errors import (
@@ -21,28 +20,10 @@ from aiogpu.errors import (
     WorkerDiedError,
 )
 from aiogpu.runtime.objects.store import Borrower
-from aiogpu.runtime.pending_tasks import pass_on
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import result_part
+from aiogpu.wire import messages as wire
 from aiogpu.wire.codec import LARGE
-from aiogpu.wire.messages import (
-    NUMBER_BITS,
-    Ask,
-    ChildDone,
-    ChildFailed,
-    ChildItems,
-    Failed,
-    Fetch,
-    Find,
-    Inquire,
-    Make,
-    Message,
-    Put,
-    PutFailed,
-    Share,
-    Submit,
-    TakeLease,
-)
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
@@ -65,15 +46,13 @@ class Caller(Borrower):
         waits_elsewhere: those of them that are no tasks of its own and have not come:
             calls of actors, and values.
         bound: for which of these its main thread waits; see `wire.messages.Wait`.
-        holds: how often it counts as a holder of an actor, by the actor's id.
-        carried: actors to which what it says next holds handles.
         fetched: values that it has asked for and that have not come.
         actor: what it is, None for what is no actor.
     """
 
     client: ClientId = field(default=OWN, kw_only=True)
     program: str = field(default="", kw_only=True)
-    declared: dict[int, FunctionSpec | Failed] = field(
+    declared: dict[int, FunctionSpec | wire.Failed] = field(
         default_factory=dict, kw_only=True
     )
     children: dict[int, int] = field(default_factory=dict, kw_only=True)
@@ -81,8 +60,6 @@ class Caller(Borrower):
     waits_for: tuple[int, ...] = field(default=(), kw_only=True)
     waits_elsewhere: set[int] = field(default_factory=set, kw_only=True)
     bound: tuple[int, ...] = field(default=(), kw_only=True)
-    holds: dict[int, int] = field(default_factory=dict, kw_only=True)
-    carried: tuple[int, ...] = field(default=(), kw_only=True)
     fetched: dict[int, Value] = field(default_factory=dict, kw_only=True)
     actor: Actor | None = field(default=None, kw_only=True)
 
@@ -136,27 +113,29 @@ class Child:
         if caller.fetched:
             caller.fetched.pop(number, None)
         if caller.peer is not None:
-            caller.peer.post(ChildDone(number, payload))
+            caller.peer.post(wire.ChildDone(number, payload))
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Pass on items of its stream."""
         if self.caller.peer is not None:
             lent = tuple(map(self.caller.borrow, payloads))
-            self.caller.peer.post(ChildItems(self.number, lent))
+            self.caller.peer.post(wire.ChildItems(self.number, lent))
 
-    def reject(self, failed: Failed) -> None:
+    def reject(self, failed: wire.Failed) -> None:
         """Pass on what the child's worker said of its failure."""
         for value, _ in self.values or ():
             value.reject(failed)
         if self.number in self.caller.bound:
             self.caller.bound = ()  # the failure ends the wait
-        self._send(ChildFailed(self.number, *failed.why))
+        if failed.payload is not None:
+            failed = failed._replace(payload=self.caller.borrow(failed.payload))
+        self._send(wire.ChildFailed(self.number, *failed.why))
 
     def fail(self, error: Exception) -> None:
         """Pass on an error of aiogpu's own."""
         self.reject(pack_own_error(error))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         caller = self.caller
         caller.children.pop(self.number, None)
         if caller.fetched:
@@ -182,7 +161,7 @@ def pass_on_all(
             return False
         if child.values is not None or len(payload) >= LARGE:
             return False
-        answers.append(ChildDone(child.number, payload))
+        answers.append(wire.ChildDone(child.number, payload))
     for number, _ in answers:
         caller.children.pop(number, None)
     if caller.peer is not None:
@@ -190,91 +169,26 @@ def pass_on_all(
     return True
 
 
-class HoldingChild(Child):
-    """A child whose question holds something until it is answered, or dropped.
+class CallChild(Child):
+    """A call of an actor, on behalf of a caller."""
 
-    It is dropped where nobody wants the answer any more.
-    """
-
-    __slots__ = ("_let_go",)
+    __slots__ = ("_on_end",)
 
     def __init__(
-        self, caller: Caller, number: int, let_go: Callable[[], object]
+        self, caller: Caller, number: int, on_end: Callable[[], object]
     ) -> None:
         super().__init__(caller, number)
-        self._let_go: Callable[[], object] | None = let_go
+        self._on_end = on_end
 
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
         super().receive(payload)
-        self._end()
+        self._on_end()
 
-    def reject(self, failed: Failed) -> None:
+    def reject(self, failed: wire.Failed) -> None:
         """Pass on the failure."""
         super().reject(failed)
-        self._end()
-
-    def _end(self) -> None:
-        let_go, self._let_go = self._let_go, None
-        if let_go is not None:
-            let_go()
-
-    __del__ = _end
-
-
-class Carrying:
-    """Passes on an answer, and lets go of what the question has carried.
-
-    It lets go as well when it is dropped, since nobody wants the answer any more.
-
-    Attributes:
-        receiver: who waits.
-    """
-
-    __slots__ = ("_held", "receiver")
-
-    def __init__(self, receiver: Receiver, held: list[object]) -> None:
-        self.receiver = receiver
-        self._held = held
-
-    def receive(self, payload: bytes) -> None:
-        """Pass on the result."""
-        self.receiver.receive(payload)
-        self._held.clear()
-
-    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Pass on items; what was carried may still be asked for."""
-        pass_on(self.receiver, payloads)
-
-    def reject(self, failed: Failed) -> None:
-        """Pass on the failure."""
-        self.receiver.reject(failed)
-        self._held.clear()
-
-    def fail(self, error: Exception) -> None:
-        """Pass on the error."""
-        self.receiver.fail(error)
-        self._held.clear()
-
-
-def carrying(receiver: Receiver) -> Receiver:
-    """A receiver that holds the actors whose handles are sent, until it is told."""
-    return Carrying(receiver, take_kept())
-
-
-class Then:
-    """Calls back, whatever the answer is."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-
-    def receive(self, _answer: object) -> None:
-        """The answer is there."""
-        self._call()
-
-    reject = fail = receive
+        self._on_end()
 
 
 @dataclass(slots=True, eq=False)
@@ -308,13 +222,15 @@ class Client(Caller):
     leases: dict[int, int] = field(default_factory=dict)
 
 
-_ASKING: Final = frozenset({Submit, Ask, Find, Fetch, TakeLease, Inquire})
+_ASKING: Final = frozenset(
+    {wire.Submit, wire.Ask, wire.Find, wire.Fetch, wire.TakeLease, wire.Inquire}
+)
 
 
-_OF_VALUES: Final = frozenset({Put, PutFailed, Share})
+_OF_VALUES: Final = frozenset({wire.Put, wire.PutFailed, wire.Share})
 
 
-def check_claims(client: Client, message: Message) -> None:
+def check_claims(client: Client, message: wire.Message) -> None:
     """Check the numbers and ids that a message gives to what it begins.
 
     Raises:
@@ -325,11 +241,11 @@ def check_claims(client: Client, message: Message) -> None:
         _count(client, message.child)  # type: ignore[union-attr]
     elif kind in _OF_VALUES:
         _number(client, message.value)  # type: ignore[union-attr]
-    elif kind is Make:
+    elif kind is wire.Make:
         _count(client, _number(client, message.actor))  # type: ignore[union-attr]
 
 
-def count_fresh(client: Client, submits: Sequence[Submit]) -> int:
+def count_fresh(client: Client, submits: Sequence[wire.Submit]) -> int:
     """How many of the first of these have numbers of their own; they are given now."""
     last = client.last
     for place, submit in enumerate(submits):
@@ -350,7 +266,7 @@ def _count(client: Client, number: int) -> None:
 
 def _number(client: Client, identity: int) -> int:
     """By which a client knows what it has given an id."""
-    number = -identity - (client.id << NUMBER_BITS)
-    if not 0 < number < 1 << NUMBER_BITS:
+    number = -identity - (client.id << wire.NUMBER_BITS)
+    if not 0 < number < 1 << wire.NUMBER_BITS:
         raise ProtocolError(f"the id {identity}, which is not one of its own")
     return number

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -26,15 +25,15 @@ from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import InfeasibleError, PlacementRemovedError
-from aiogpu.linux.cgroup_hierarchy import PROC
+from aiogpu.linux.cgroup_hierarchy import PROC, StrPath, read_bytes
+from aiogpu.runtime.devices.binding import held_of
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.wire.codec import pack
 from aiogpu.wire.messages import LEASE_MARK
 
 if TYPE_CHECKING:
-    from aiogpu.core.effects import Effect
     from aiogpu.core.model.request import TaskSpec
-    from aiogpu.runtime.devices.binding import Assignment, NullDeviceRelease
+    from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.devices.probe_thread import Key
     from aiogpu.runtime.devices.release import DeviceRelease
 
@@ -43,7 +42,7 @@ AGAIN: Final = 1.0
 """Seconds until it is looked again where it cannot be, or no pidfd can be had."""
 
 
-def find_marked(mark: str, proc: Path = PROC) -> tuple[int, ...]:
+def find_marked(mark: str, proc: StrPath = PROC) -> tuple[int, ...]:
     """The live processes of this user with that `NAME=value` among their variables.
 
     A variable of which the mark is one of several values, parted by commas, counts.
@@ -58,7 +57,7 @@ def find_marked(mark: str, proc: Path = PROC) -> tuple[int, ...]:
         with suppress(OSError):
             if entry.stat().st_uid != user:
                 continue
-            variables = Path(entry.path, "environ").read_bytes().split(b"\0")
+            variables = read_bytes(f"{entry.path}/environ").split(b"\0")
             begin = name.encode() + b"="
             marks = [each[len(begin) :] for each in variables if each.startswith(begin)]
             if any(value.encode() in each.split(b",") for each in marks):
@@ -191,7 +190,7 @@ class LeaseReceiver(Receiver, Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldLease:
     """One lease that somebody has.
 
     Attributes:
@@ -209,18 +208,14 @@ class Held:
 
 
 class Leases:
-    """All leases that others hold.
-
-    Attributes:
-        ways: how each effect of the core that concerns leases is carried out.
-    """
+    """All leases that others hold."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         calls: ShardedDict[Call],
         assignment: Assignment,
-        device_release: DeviceRelease | NullDeviceRelease,
+        device_release: DeviceRelease | None,
         feed: Feed,
     ) -> None:
         self._loop = loop
@@ -228,13 +223,9 @@ class Leases:
         self._assignment = assignment
         self._device_release = device_release
         self._feed = feed
-        self._held: dict[WorkerId, Held] = {}
+        self._held: dict[WorkerId, HeldLease] = {}
         self._placements: dict[TaskId, tuple[WorkerId, int]] = {}
         self._token = os.urandom(8).hex()
-        self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
-            effects.Granted: self._grant,
-            effects.Reclaim: self._reclaim,
-        }
 
     def __repr__(self) -> str:
         return f"<Leases {len(self._held)} held>"
@@ -257,13 +248,11 @@ class Leases:
         return {
             held.pid: int(holder)
             for holder, held in self._held.items()
-            for (its, _), shares in zip(
-                held.lease.request.devices, held.lease.shares, strict=True
-            )
-            if its == kind and any(index == share[0] for share in shares)
+            if index in held_of(held.lease, kind)
         }
 
-    def _grant(self, effect: effects.Granted) -> None:
+    def grant(self, effect: effects.Granted) -> None:
+        """Tell who has asked for a lease or a placement group that it is there."""
         call = self._calls[effect.task]
         func, receiver = call.func, cast("LeaseReceiver", call.receiver)
         if func.spec.is_grouped:
@@ -272,14 +261,16 @@ class Leases:
             return
         mark = f"{self._token}.{effect.task}"
         bind = self._assignment.bind(effect.lease, {})
-        self._held[effect.holder] = Held(
+        self._held[effect.holder] = HeldLease(
             receiver.pid, func.spec.name, f"{LEASE_MARK}={mark}", effect.lease
         )
-        self._device_release.begin(effect.holder, effect.lease)
+        if self._device_release is not None:
+            self._device_release.begin(effect.holder, effect.lease)
         environ = {**bind.environ, LEASE_MARK: mark}
         receiver.receive(pack(bind._replace(environ=environ)))
 
-    def _reclaim(self, effect: effects.Reclaim) -> None:
+    def reclaim(self, effect: effects.Reclaim) -> None:
+        """Give a lease back once all processes that it was for have ended."""
         held, holder = self._held.get(effect.holder), effect.holder
         if held is None:
             # It was never told that it has it.
@@ -291,7 +282,10 @@ class Leases:
 
     def _give_back(self, holder: WorkerId, pids: Collection[int]) -> None:
         held = self._held.pop(holder)
-        settles = self._device_release.end(holder, held.lease, (held.pid, *pids))
+        release = self._device_release
+        settles = release is not None and release.end(
+            holder, held.lease, (held.pid, *pids)
+        )
         self._feed(Scheduler.lease_returned, holder, settles)
 
     def close(self) -> None:

@@ -22,50 +22,23 @@ from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import (
-    AiogpuError,
-    InternalError,
-    NodeClosedError,
-    ProtocolError,
-)
+from aiogpu.errors import AiogpuError, InternalError, NodeClosedError, ProtocolError
+from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import Requests
-from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.runtime.connection import Peer
-from aiogpu.runtime.directories import (
-    BACKLOG,
-)
+from aiogpu.runtime.directories import BACKLOG
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Routes
+from aiogpu.runtime.output.task_log import TaskLog
 from aiogpu.runtime.pending_tasks import internal_error
-from aiogpu.runtime.zygote.config import Program
 from aiogpu.runtime.zygote.generations import Zygotes
+from aiogpu.runtime.zygote.launch import Program
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
+from aiogpu.wire import messages as wire
 from aiogpu.wire.connection import CLIENT
-from aiogpu.wire.messages import (
-    END_OF_CLIENTS,
-    FIRST_CLIENT,
-    WHY,
-    Ask,
-    Carry,
-    ChildFailed,
-    Close,
-    Depart,
-    Departed,
-    Failed,
-    Hello,
-    Inquire,
-    Join,
-    Make,
-    Message,
-    Put,
-    Submit,
-    TakeLease,
-    Welcome,
-    Withdraw,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +81,7 @@ class LeaseChild(Child):
         """The client's process."""
         return self.caller.pid
 
-    def reject(self, failed: Failed) -> None:
+    def reject(self, failed: wire.Failed) -> None:
         """It is refused, or gone with its node."""
         self.caller.leases.pop(self.number, None)
         super().reject(failed)
@@ -128,7 +101,9 @@ LONGEST_LOOK: Final = 0.02
 _log: Final = logging.getLogger(__name__)
 
 
-_CARRIERS: Final = frozenset({Submit, Ask, Make, Put})
+_CARRIERS: Final = frozenset(
+    {wire.Submit, wire.Ask, wire.Make, wire.Put, wire.PutFailed}
+)
 
 
 BACKLOG_OF_RESULTS: Final = 16 << 20
@@ -146,7 +121,6 @@ class Clients:
     """The programs that have joined one node.
 
     Attributes:
-        answers: what can be asked of the node, by what it is called.
         routes: takes the lines of their tasks to them.
         is_draining: no new work is taken.
         by_id: the programs by number.
@@ -161,18 +135,32 @@ class Clients:
         zygotes: Zygotes,
         store: Store,
         server_info: ServerInfo,
+        answers: Mapping[str, Answer],
+        log: TaskLog | None,
     ) -> None:
-        self.answers: Mapping[str, Answer] = {}
+        """Prepare; `listen` lets programs join.
+
+        Args:
+            loop: runs all of it.
+            driver: runs their tasks.
+            requests: takes in what they ask as workers do.
+            zygotes: forks their workers.
+            store: keeps their values.
+            server_info: what they find here.
+            answers: what can be asked of the node, by what it is called.
+            log: keeps every line of every task; None for nobody.
+        """
         self.is_draining = False
         self.ends_at: float | None = None
         self.by_id: dict[int, Client] = {}
-        self.routes = Routes(driver.scheduler, self.by_id)
+        self.routes = Routes(driver.scheduler, self.by_id, log)
         self._loop = loop
         self._driver = driver
         self._requests = requests
         self._zygotes = zygotes
         self._store = store
         self._server_info = server_info
+        self._answers = answers
         self._server: asyncio.AbstractServer | None = None
         self._doing: set[asyncio.Task[None]] = set()
         self._unnamed: dict[Peer, asyncio.TimerHandle] = {}
@@ -216,8 +204,10 @@ class Clients:
         if late is not None:
             late.cancel()
 
-    def _greeted(self, peer: Peer, hello: Hello) -> None:
-        is_client = hello.role == CLIENT and FIRST_CLIENT <= hello.id < END_OF_CLIENTS
+    def _greeted(self, peer: Peer, hello: wire.Hello) -> None:
+        is_client = (
+            hello.role == CLIENT and wire.FIRST_CLIENT <= hello.id < wire.END_OF_CLIENTS
+        )
         if not is_client or hello.id in self.by_id:
             self._note_named(peer)
             peer.refuse("this socket is for programs, each with a number of its own")
@@ -266,13 +256,17 @@ class Clients:
             client.is_behind = is_behind
             self._driver.feed(Scheduler.set_behind, client.client, is_behind)
 
-    def _hear(self, client: Client, messages: list[Message]) -> None:
+    def _hear(self, client: Client, messages: list[wire.Message]) -> None:
         is_open = client.is_joined and not self.is_draining
-        row: list[Submit] = []
+        row: list[wire.Submit] = []
         try:
             for message in messages:
                 # By far the commonest, where programs are in a hurry.
-                if is_open and type(message) is Submit and message.payload[:1] != MARK:
+                if (
+                    is_open
+                    and type(message) is wire.Submit
+                    and message.payload[:1] != MARK
+                ):
                     row.append(message)
                     continue
                 self._requests.submit_all(client, row)
@@ -305,41 +299,40 @@ class Clients:
                     why = f"aiogpu itself has failed, please report it: {kind}"
                 client.peer.drop(f"{why}: {error}")
 
-    def _take(self, client: Client, message: Message) -> None:
+    def _take(self, client: Client, message: wire.Message) -> None:
         kind = type(message)
         check_claims(client, message)
         if kind in _CARRIERS:
-            if message.payload[:1] == MARK:  # type: ignore[union-attr, index]
-                payload = self._store.admit(client, message.payload)  # type: ignore[union-attr, arg-type]
+            payload = message.payload  # type: ignore[union-attr]
+            if payload is not None and payload[:1] == MARK:
+                payload = self._store.admit(client, payload)
                 message = message._replace(payload=payload)  # type: ignore[call-arg]
-            if self.is_draining and kind is not Put:
+            if self.is_draining and kind not in (wire.Put, wire.PutFailed):
                 self._refuse(client, message)
                 return
-        if client.is_joined is not (kind is not Join):
+        if client.is_joined is not (kind is not wire.Join):
             raise ProtocolError(f"{kind.__name__} where it may not be")
-        if kind is Join:
+        if kind is wire.Join:
             self._join(client, message)  # type: ignore[arg-type]
-        elif kind is Inquire:
+        elif kind is wire.Inquire:
             self._do(self._tell(client, message))  # type: ignore[arg-type]
-        elif kind is Depart:
+        elif kind is wire.Depart:
             self._depart(client)
-        elif isinstance(message, Carry) and message.task:
-            raise ProtocolError("a client has no task whose result carries something")
-        elif kind is TakeLease:
+        elif kind is wire.TakeLease:
             self._take_lease(client, message)  # type: ignore[arg-type]
-        elif kind is Withdraw and message.child in client.leases:  # type: ignore[union-attr]
+        elif kind is wire.Withdraw and message.child in client.leases:  # type: ignore[union-attr]
             self._driver.cancel(client.leases.pop(message.child))  # type: ignore[union-attr]
         else:
             self._requests.on_message(client, message)
 
-    def _refuse(self, client: Client, message: Message) -> None:
+    def _refuse(self, client: Client, message: wire.Message) -> None:
         error = NodeClosedError("the node is being stopped, and takes no new work.")
-        if isinstance(message, Make):
+        if isinstance(message, wire.Make):
             self._driver.actors.refuse(message.actor, error)
-        elif isinstance(message, Submit | Ask):
+        elif isinstance(message, wire.Submit | wire.Ask):
             Child(client, message.child).fail(error)
 
-    def _join(self, client: Client, join: Join) -> None:
+    def _join(self, client: Client, join: wire.Join) -> None:
         ours = self._server_info
         peer = client.peer
         assert peer is not None, client
@@ -380,11 +373,11 @@ class Clients:
             if not client.only_looks:
                 await self._zygotes.joined(client.program)
         except Exception as error:  # noqa: BLE001 - it is told to who has asked
-            peer.send_one(ChildFailed(0, *pack_own_error(error).why))
+            peer.send_one(wire.ChildFailed(0, *pack_own_error(error).why))
             return
-        page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
+        page = f"/proc/{os.getpid()}/fd/{self._zygotes.config.page}"
         peer.send_one(
-            Welcome(ours.node, ours.descriptors, page, ours.spill, ours.ledger)
+            wire.Welcome(ours.node, ours.descriptors, page, ours.spill, ours.ledger)
         )
 
     def _do(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -392,13 +385,13 @@ class Clients:
         self._doing.add(doing)
         doing.add_done_callback(self._doing.discard)
 
-    def _take_lease(self, client: Client, message: TakeLease) -> None:
+    def _take_lease(self, client: Client, message: wire.TakeLease) -> None:
         receiver, driver = LeaseChild(client, message.child), self._driver
         func = client.declared.get(message.func)
         if self.is_draining:
             error = "the node is being stopped, and grants nothing."
             receiver.fail(NodeClosedError(error))
-        elif isinstance(func, Failed):
+        elif isinstance(func, wire.Failed):
             receiver.reject(func)
         elif func is None or not func.spec.is_lease:
             receiver.fail(InternalError(f"{client.name} never declared this lease"))
@@ -415,13 +408,13 @@ class Clients:
             if driver.knows(task):
                 client.leases[message.child] = task
 
-    async def _tell(self, client: Client, inquiry: Inquire) -> None:
+    async def _tell(self, client: Client, inquiry: wire.Inquire) -> None:
         """Answer what a client asks of the node."""
         child = Child(client, inquiry.child)
         number = inquiry.number
-        if inquiry.what == WHY:
+        if inquiry.what == wire.WHY:
             number = self._task_of(client, number)
-        answer = self.answers.get(inquiry.what)
+        answer = self._answers.get(inquiry.what)
         if answer is None:
             child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
             return
@@ -471,11 +464,9 @@ class Clients:
         tasks = [TaskId(task) for task in children.values()]
         self._stop_some(tasks)
         client.departing.update(tasks)
-        actors.holding.pop(client.id, None)
-        holds = list(client.holds)
-        actors.release_all(client)
-        for public in holds:
-            actor = actors.get(public)
+        for hold in client.borrowers.take_actors() if client.borrowers else ():
+            hold.end()
+            actor = actors.get(hold.id)
             if actor is not None and not actor.holders:
                 client.departing.add(TaskId(actor.id))
         why = (
@@ -506,7 +497,7 @@ class Clients:
             longer = min(2 * pause, LONGEST_LOOK)
             self._loop.call_later(pause, self._look, client, longer, until)
             return
-        client.peer.send_one(Departed())
+        client.peer.send_one(wire.Departed())
 
     def _still_wanted(self) -> dict[int, Client]:
         """The programs that have gone and of which something lives."""
@@ -562,5 +553,5 @@ class Clients:
             peer = client.peer
             self._on_lost(client)
             if peer is not None:
-                peer.send_one(Close())
+                peer.send_one(wire.Close())
                 peer.end()

@@ -1,8 +1,8 @@
 """What callers ask for: tasks, actors and values, from their messages to the driver.
 
 A child's result goes from its worker to its parent's as bytes; nothing of it is
-unpickled here. A worker that has a handle to an actor counts as one holder; a message
-that contains a handle holds a reference until it is delivered. Only plain values travel
+unpickled here. A worker that has a handle to an actor counts as one holder, as a
+payload does in which there is one. Only plain values travel
 in `Terms`, since a worker's hashes mean nothing in the driver; what is the user's stays
 pickled on its own: its exception classes, the description of its actors.
 """
@@ -10,7 +10,6 @@ pickled on its own: its exception classes, the description of its actors.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -32,18 +31,17 @@ from aiogpu.errors import (
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.actors.registry import WaitGraph
 from aiogpu.runtime.callers.caller import (
+    CallChild,
     Caller,
-    Carrying,
     Child,
-    HoldingChild,
-    Then,
     check_claims,
     count_fresh,
 )
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.objects.segments import ActorHold
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.objects.values import Value, find, known
-from aiogpu.runtime.pending_tasks import Call, internal_error, tell_safely
+from aiogpu.runtime.pending_tasks import Call, internal_error, settle
 from aiogpu.serialization.exceptions import (
     RAISED,
     STOPPED,
@@ -51,36 +49,7 @@ from aiogpu.serialization.exceptions import (
     unpack_failure,
 )
 from aiogpu.serialization.serializer import dump_whole
-from aiogpu.wire.messages import (
-    AFTER_ALL,
-    AGAIN,
-    CAPACITY,
-    ENDED,
-    READY,
-    Ask,
-    Carried,
-    Carry,
-    ChildDemand,
-    Declare,
-    Discard,
-    Failed,
-    Fetch,
-    Find,
-    Hold,
-    Make,
-    Message,
-    Put,
-    PutFailed,
-    Release,
-    Returned,
-    Share,
-    Stop,
-    Submit,
-    Sync,
-    Synced,
-    Wait,
-    Withdraw,
-)
+from aiogpu.wire import messages as wire
 
 if TYPE_CHECKING:
     from aiogpu.runtime.callers.caller import Client
@@ -101,29 +70,27 @@ class Requests:
         self._store = store
         self._functions: dict[bytes, Function] = {}
         self._funcs: dict[tuple[int, Terms], FunctionSpec] = {}
-        self._handlers: Final[dict[type[Message], Callable[..., object]]] = {
-            Declare: self._note_declared,
-            Submit: self.submit,
-            Wait: self._wait,
-            Withdraw: self._withdraw,
-            ChildDemand: self._demand,
-            Returned: self._take_back,
-            Put: self._put,
-            PutFailed: self._put_failed,
-            Share: self._share,
-            Fetch: self._fetch,
-            Discard: self._discard,
-            Sync: self._sync,
-            Ask: self._ask,
-            Hold: self._hold,
-            Release: self._release,
-            Carry: self._carry,
-            Make: self._make,
-            Find: self._find_actor,
-            Stop: self._stop,
+        self._handlers: Final[dict[type[wire.Message], Callable[..., object]]] = {
+            wire.Declare: self._note_declared,
+            wire.Submit: self.submit,
+            wire.Wait: self._wait,
+            wire.Withdraw: self._withdraw,
+            wire.ChildDemand: self._demand,
+            wire.Returned: self._take_back,
+            wire.Put: self._put,
+            wire.PutFailed: self._put_failed,
+            wire.Share: self._share,
+            wire.Fetch: self._fetch,
+            wire.Discard: self._discard,
+            wire.Sync: self._sync,
+            wire.Ask: self._ask,
+            wire.Hold: self._hold,
+            wire.Make: self._make,
+            wire.Find: self._find_actor,
+            wire.Stop: self._stop,
         }
 
-    def on_message(self, caller: Caller, message: Message) -> None:
+    def on_message(self, caller: Caller, message: wire.Message) -> None:
         """Take in one message.
 
         Raises:
@@ -136,7 +103,7 @@ class Requests:
 
     # Tasks
 
-    def _note_declared(self, caller: Caller, message: Declare) -> None:
+    def _note_declared(self, caller: Caller, message: wire.Declare) -> None:
         declared = caller.declared
         declared.pop(message.func, None)
         declared[message.func] = self._declare(message, caller.program)
@@ -144,7 +111,9 @@ class Requests:
             # The oldest; by now the worker would declare it anew.
             del declared[next(iter(declared))]
 
-    def _declare(self, message: Declare, program: str) -> FunctionSpec | Failed:
+    def _declare(
+        self, message: wire.Declare, program: str
+    ) -> FunctionSpec | wire.Failed:
         try:
             func = self._find_site(message, program)
             self._actors.check(func, b"")
@@ -152,7 +121,7 @@ class Requests:
             return pack_failure(0, RAISED, error, "")
         return func
 
-    def _find_site(self, message: Declare, program: str) -> FunctionSpec:
+    def _find_site(self, message: wire.Declare, program: str) -> FunctionSpec:
         """The function that another caller may have declared before, or a new one."""
         if len(self._functions) + len(self._funcs) > 2 * KEPT:
             self._functions.clear()
@@ -170,7 +139,7 @@ class Requests:
             func = self._funcs[key] = terms.func(function)
         return func
 
-    def submit_all(self, client: Client, messages: Sequence[Submit]) -> None:
+    def submit_all(self, client: Client, messages: Sequence[wire.Submit]) -> None:
         """Start tasks for a client; their payloads refer to nothing.
 
         Raises:
@@ -187,11 +156,7 @@ class Requests:
             func = client.declared.get(number)
             while start < len(row):
                 rest = row[start:]
-                if (
-                    len(rest) > 1
-                    and isinstance(func, FunctionSpec)
-                    and not client.carried
-                ):
+                if len(rest) > 1 and isinstance(func, FunctionSpec):
                     start += self._submit_row(client, func, rest)
                 if start < len(row):
                     self.submit(client, row[start])
@@ -200,7 +165,7 @@ class Requests:
             check_claims(client, messages[fresh])
 
     def _submit_row(
-        self, client: Client, func: FunctionSpec, row: Sequence[Submit]
+        self, client: Client, func: FunctionSpec, row: Sequence[wire.Submit]
     ) -> int:
         """Start tasks that wait behind others like them; gives how many."""
         if func.actor is not None or func.spec.is_lease:
@@ -214,7 +179,7 @@ class Requests:
         client.children.update(zip(numbers, tasks, strict=False))
         return len(tasks)
 
-    def submit(self, caller: Caller, message: Submit) -> None:
+    def submit(self, caller: Caller, message: wire.Submit) -> None:
         """Start a task for whoever asks."""
         number, driver = message.child, self._driver
         child = Child(caller, number)
@@ -230,9 +195,6 @@ class Requests:
         if func.actor is not None or func.spec.is_lease:
             child.fail(InternalError(f"{func.spec.name} was declared as no task"))
             return
-        if caller.carried and (held := self._take_carried(caller)):
-            let_go = partial(self._release_each, held)
-            child = HoldingChild(caller, number, let_go)
         client = caller.client
         parent = None if client else TaskId(message.task)
         if driver.scheduler.clients is not None:
@@ -244,7 +206,7 @@ class Requests:
             return
         except Exception as error:  # noqa: BLE001 - it is told to who waits
             _log.exception("! failed to start a child")
-            tell_safely(child, internal_error("started the task", error))
+            settle(child, internal_error("started the task", error))
             return
         if driver.knows(task):
             caller.children[number] = task
@@ -257,14 +219,14 @@ class Requests:
         record = self._driver.scheduler.tasks.get(task)
         return OWN if record is None else record.client
 
-    def _demand(self, caller: Caller, message: ChildDemand) -> None:
+    def _demand(self, caller: Caller, message: wire.ChildDemand) -> None:
         number = message.child
         if number in caller.children:
             self._driver.demand(caller.children[number], message.limit)
         elif number in caller.asked:
             self._actors.demand(*caller.asked[number], message.limit)
 
-    def _withdraw(self, caller: Caller, message: Withdraw) -> None:
+    def _withdraw(self, caller: Caller, message: wire.Withdraw) -> None:
         number = message.child
         child = caller.children.pop(number, None)
         if child is not None:
@@ -276,7 +238,7 @@ class Requests:
 
     # Waits
 
-    def _wait(self, caller: Caller, message: Wait) -> None:
+    def _wait(self, caller: Caller, message: wire.Wait) -> None:
         caller.waits_for = message.children
         if caller.actor is None:
             self._tell_waits(caller, message.task)
@@ -335,7 +297,7 @@ class Requests:
 
     # Values
 
-    def _take_back(self, caller: Caller, message: Returned) -> None:
+    def _take_back(self, caller: Caller, message: wire.Returned) -> None:
         self._store.take_back(caller, message.things, message.counts)
 
     def _value(self, caller: Caller, identity: int) -> Value:
@@ -343,13 +305,13 @@ class Requests:
         self._store.announce(caller, identity)
         return known(identity)
 
-    def _put(self, caller: Caller, message: Put) -> None:
+    def _put(self, caller: Caller, message: wire.Put) -> None:
         self._value(caller, message.value).receive(message.payload)
 
-    def _put_failed(self, caller: Caller, message: PutFailed) -> None:
-        self._value(caller, message.value).reject(Failed(0, *message[1:]))
+    def _put_failed(self, caller: Caller, message: wire.PutFailed) -> None:
+        self._value(caller, message.value).reject(wire.Failed(0, *message[1:]))
 
-    def _share(self, caller: Caller, message: Share) -> None:
+    def _share(self, caller: Caller, message: wire.Share) -> None:
         value = self._value(caller, message.value)
         child = caller.children.get(message.child)
         if child is not None:
@@ -376,7 +338,7 @@ class Requests:
             failed = pack_failure(0, RAISED, error, "")
             receiver.reject(failed._replace(kind=STOPPED))
 
-    def _fetch(self, caller: Caller, message: Fetch) -> None:
+    def _fetch(self, caller: Caller, message: wire.Fetch) -> None:
         receiver = Child(caller, message.child)
         try:
             value = known(message.value)
@@ -393,80 +355,42 @@ class Requests:
         if was_due:
             self._note_answer(caller, child)
 
-    def _discard(self, _caller: Caller, message: Discard) -> None:
+    def _discard(self, _caller: Caller, message: wire.Discard) -> None:
         value = find(message.value)
         if value is not None and value.stop is not None:
             value.stop()
 
-    def _sync(self, caller: Caller, _message: Sync) -> None:
+    def _sync(self, caller: Caller, _message: wire.Sync) -> None:
         if caller.peer is not None:
-            caller.peer.send_one(Synced())
+            caller.peer.send_one(wire.Synced())
 
     # Actors
 
-    def _hold(self, caller: Caller, message: Hold) -> None:
-        self._actors.hold_for(caller, message.actor)
+    def _hold(self, caller: Caller, message: wire.Hold) -> None:
+        self._store.lend_actor(caller, message.actor)
 
-    def _release(self, caller: Caller, message: Release) -> None:
-        count = caller.holds.get(message.actor, 0)
-        if count:
-            caller.holds[message.actor] = count - 1
-            self._actors.release(message.actor)
-
-    def _carry(self, caller: Caller, message: Carry) -> None:
-        if not message.task:
-            caller.carried = message.actors
-            return
-        receiver = self._driver.receiver_of(TaskId(message.task))
-        while isinstance(receiver, Carrying):
-            receiver = receiver.receiver
-        if isinstance(receiver, Child):
-            # Its process holds them from here on, whether it looks or not.
-            for actor in message.actors:
-                self._actors.hold_for(receiver.caller, actor)
-            if receiver.caller.peer is not None:
-                receiver.caller.peer.post(Carried(receiver.number, message.actors))
-            return
-        for actor in message.actors:
-            if receiver is not None and self._actors.hold(actor):
-                # The handle whose result they are in: they live as long as it does.
-                weakref.finalize(receiver, self._actors.release_soon, actor)
-
-    def _take_carried(self, caller: Caller) -> list[int]:
-        """Hold what the message before has carried; gives which actors are held."""
-        carried, caller.carried = caller.carried, ()
-        return [actor for actor in carried if self._actors.hold(actor)]
-
-    def _release_each(self, actors: list[int]) -> None:
-        for actor in actors:
-            self._actors.release_soon(actor)
-
-    def _ask(self, caller: Caller, message: Ask) -> None:
-        child, held = message.child, self._take_carried(caller)
-        let_go = partial(self._on_call_end, caller, child, held)
-        receiver = HoldingChild(caller, child, let_go)
+    def _ask(self, caller: Caller, message: wire.Ask) -> None:
+        child = message.child
+        receiver = CallChild(caller, child, partial(self._on_call_end, caller, child))
         actor = self._actors.get(message.actor)
         if actor is None:
             receiver.fail(self._actors.unknown(message.actor))
             return
         caller.asked[child] = message.actor, 0
-        if message.method == READY:
+        if message.method == wire.READY:
             actor.await_ready(receiver)
             return
-        if message.method == ENDED:
+        if message.method == wire.ENDED:
             actor.await_end(receiver)
             return
-        if message.method == CAPACITY:
+        if message.method == wire.CAPACITY:
             self._actors.tell_room(actor.id, receiver)
             return
         number = actor.call(message.method, message.payload, receiver, caller.id)
         if child in caller.asked:
             caller.asked[child] = message.actor, number
 
-    def _on_call_end(self, caller: Caller, child: int, held: list[int]) -> None:
-        """A call was answered, or dropped since nobody wants its answer."""
-        for actor in held:
-            self._actors.release_soon(actor)
+    def _on_call_end(self, caller: Caller, child: int) -> None:
         if caller.asked.pop(child, None) is not None:
             self._note_answer(caller, child)
 
@@ -477,28 +401,25 @@ class Requests:
             caller.waits_elsewhere.discard(child)
             self._actors.cancel(*asked)
 
-    def _make(self, caller: Caller, message: Make) -> None:
+    def _make(self, caller: Caller, message: wire.Make) -> None:
         func = caller.declared.get(message.func)
         key = (message.namespace, message.name) if message.name else None
-        held = self._take_carried(caller)
         try:
-            if isinstance(func, Failed):
+            if isinstance(func, wire.Failed):
                 raise unpack_failure(func, "the actor")
             if func is None:
                 raise InternalError("the actor's class was never declared")
             if func.actor is None:
                 raise InternalError(f"{func.spec.name} was declared as no actor")
-            actor = self._actors.create(
+            self._actors.create(
                 *(func, message.payload, key, message.get_if_exists, message.actor),
                 self._client_of(caller),
             )
-            actor.await_ready(Then(partial(self._release_each, held)))
         except AiogpuError as error:
-            self._release_each(held)
             self._actors.refuse(message.actor, error)
-        self._actors.note_hold(caller, message.actor)
+        self._lend(caller, message.actor)
 
-    def _find_actor(self, caller: Caller, message: Find) -> None:
+    def _find_actor(self, caller: Caller, message: wire.Find) -> None:
         receiver = Child(caller, message.child)
         actor = self._actors.find((message.namespace, message.name))
         if actor is None:
@@ -506,13 +427,18 @@ class Requests:
                 ActorNameError(f"no actor named {message.name!r} lives on this node.")
             )
             return
-        self._actors.note_hold(caller, actor.id)
+        self._lend(caller, actor.id)
         terms = actor.func.actor
         assert terms is not None, actor
         receiver.receive(dump_whole((actor.id, actor.name, terms.packed_interface())))
 
-    def _stop(self, _caller: Caller, message: Stop) -> None:
-        if message.how == AFTER_ALL:
+    def _lend(self, caller: Caller, actor: int) -> None:
+        """A caller has a handle to an actor, which counts already."""
+        hold = ActorHold(actor, self._actors)
+        self._store.borrowers(caller).lend(hold)
+
+    def _stop(self, _caller: Caller, message: wire.Stop) -> None:
+        if message.how == wire.AFTER_ALL:
             self._actors.terminate(message.actor)
         else:
-            self._actors.kill(message.actor, no_restart=message.how != AGAIN)
+            self._actors.kill(message.actor, no_restart=message.how != wire.AGAIN)

@@ -19,42 +19,21 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import BY_SHARE, CPU, GPU, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
-from aiogpu.linux.cgroup_hierarchy import cgroup_folders
+from aiogpu.linux.cgroup_hierarchy import StrPath, cgroup_folders, read_bytes
 from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
     from aiogpu.accelerators.base import Accelerator
-    from aiogpu.core.model.ids import WorkerId
-    from aiogpu.core.scheduler.scheduler import Feed
 
 
-class NullDeviceRelease:
-    """In place of a `DeviceRelease` where a node has no devices: nobody is asked."""
-
-    def tell(self, feed: Feed) -> None:
-        """There will be nothing to tell."""
-
-    def begin(self, worker: WorkerId, lease: Lease) -> None:
-        """A worker begins, and is on no device."""
-
-    def end(self, worker: WorkerId, lease: Lease, pids: Collection[int]) -> bool:
-        """Return whether anybody is asked: no."""
-        del worker, lease, pids
-        return False
-
-    def forget(self, worker: WorkerId) -> None:
-        """A worker has ended that was on no device."""
-
-
-ROOT = Path("/")
+ROOT = ""
 
 
 LARGEST: Final = 1 << 16
@@ -71,16 +50,13 @@ class Affinity:
         usable: CPUs that this process may use.
     """
 
-    def __init__(self, devices: Sequence[Device], root: Path | None = None) -> None:
-        root = root or ROOT
+    def __init__(self, devices: Sequence[Device], root: StrPath | None = None) -> None:
+        root = ROOT if root is None else root
         self.usable = frozenset(os.sched_getaffinity(0))
         self._near: tuple[frozenset[int], ...] = ()
         # Who has chosen CPUs for this process has chosen them for its workers.
         if any(device.pci for device in devices) and self.usable >= _given(root):
             self._near = tuple(_local(device, root) for device in devices)
-
-    def __repr__(self) -> str:
-        return f"<Affinity {len(self._near)} devices, {len(self.usable)} CPUs>"
 
     def near(self, indices: Iterable[int]) -> tuple[int, ...]:
         """CPUs for a worker with these devices; empty where it may use any."""
@@ -93,35 +69,35 @@ class Affinity:
         return () if found == self.usable else tuple(sorted(found))
 
 
-def _local(device: Device, root: Path) -> frozenset[int]:
+def _local(device: Device, root: StrPath) -> frozenset[int]:
     """The CPUs near a device, none where the kernel does not say."""
     if device.pci is None:
         return frozenset()
     domain, _, rest = device.pci.lower().partition(":")
     # NVML writes eight digits of the domain, the kernel four at least.
     name = f"{domain[-8:].lstrip('0').zfill(4)}:{rest}"
-    return _cpus_in(root / "sys/bus/pci/devices" / name / "local_cpulist")
+    return _cpus_in(f"{root}/sys/bus/pci/devices/{name}/local_cpulist")
 
 
-def _given(root: Path) -> frozenset[int]:
+def _given(root: StrPath) -> frozenset[int]:
     """The CPUs that a process here may use which nobody has pinned."""
-    online = _cpus_in(root / "sys/devices/system/cpu/online")
-    for folder in cgroup_folders(root / "proc", "cpuset"):
+    online = _cpus_in(f"{root}/sys/devices/system/cpu/online")
+    for folder in cgroup_folders(f"{root}/proc", "cpuset"):
         for file in _CPUSETS:
-            if found := _cpus_in(folder / file):
+            if found := _cpus_in(f"{folder}/{file}"):
                 return online & found if online else found
     return online
 
 
-def _cpus_in(file: Path) -> frozenset[int]:
+def _cpus_in(file: str) -> frozenset[int]:
     """A list such as "0-3,8"; empty if it cannot be read or makes no sense."""
     cpus: set[int] = set()
     try:
-        for part in file.read_text(encoding="ascii").strip().split(","):
+        for part in read_bytes(file).decode("ascii").strip().split(","):
             first, _, last = part.partition("-")
             if part:
                 cpus.update(range(int(first), min(int(last or first), LARGEST) + 1))
-    except (OSError, ValueError):
+    except ValueError:
         return frozenset()
     return frozenset(cpus)
 
@@ -146,9 +122,10 @@ def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
 
     Its process may not be visible from a container that has its pipes.
     """
-    directory = Path(environ.get(PIPES) or default)
+    directory = environ.get(PIPES) or default
     try:
-        pid = int((directory / "nvidia-cuda-mps-control.pid").read_text("ascii"))
+        with open(f"{directory}/nvidia-cuda-mps-control.pid", "rb") as file:
+            pid = int(file.read())
         if pid > 0:  # else it would be a group's
             os.kill(pid, 0)
             return True
@@ -156,12 +133,8 @@ def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
         return True  # another user's, but alive; or its file is not for us
     except (OSError, ValueError, OverflowError):
         pass
-    return _is_pipe(directory / "control")
-
-
-def _is_pipe(file: Path) -> bool:
     try:
-        mode = file.stat().st_mode
+        mode = os.stat(f"{directory}/control").st_mode
     except OSError:
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

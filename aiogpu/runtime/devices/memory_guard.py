@@ -1,32 +1,194 @@
-"""Names the tasks that use more device memory than was reserved for them, or ends them.
+"""Who uses more device memory than was reserved, and what is told of a shortage.
 
 What a framework is limited to is advice: it binds only what the framework allocates. So
 what processes really use is observed. A process that has outgrown its reservation is
 reported once, and ended before its neighbours suffer if the user wants that. Whose a
 process is that a driver lists, a worker's or somebody else's, follows from where it
-comes from.
+comes from. Most nodes have no devices, so what looks at them is not imported here.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.model.units import GPU, size
+from aiogpu.core.model.units import BY_SHARE, GPU, UNIT, size
 from aiogpu.core.records import WorkerRecord, WorkerState
-from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import GpuOutOfMemoryError
-from aiogpu.linux.procfs import Origin
-from aiogpu.observe.status import OtherProcess
 from aiogpu.runtime.devices.binding import held_of, limits_of
-from aiogpu.runtime.devices.memory_shortage import gpu_out_of_memory, neighbours_of
-from aiogpu.runtime.devices.probe_thread import DeviceThread, Key
+from aiogpu.serialization.exceptions import RAISED, pack_failure
+
+if TYPE_CHECKING:
+    from aiogpu.accelerators.base import Sample
+    from aiogpu.core.model.request import Device
+    from aiogpu.core.resources.ledger import Lease
+    from aiogpu.linux.procfs import Origin
+    from aiogpu.observe.status import OtherProcess
+    from aiogpu.runtime.devices.probe_thread import DeviceThread, Key
+    from aiogpu.runtime.pending_tasks import Call
+    from aiogpu.wire.messages import Failed
+
+LISTED: Final = 8
+"""Neighbours that a message names."""
+
+
+QUOTED: Final = 500
+"""Characters of a framework's own message that are quoted; its traceback has all."""
+
+
+def gpu_out_of_memory(
+    name: str, worker: WorkerRecord, node: Scheduler, *, peak: int, told: str
+) -> GpuOutOfMemoryError:
+    """The error of a task that has run out of device memory, with all that is known.
+
+    Args:
+        name: the task's.
+        worker: who has run it; it still has its lease.
+        node: knows who else is on its GPUs.
+        peak: the most bytes of device memory that it is known to have used, 0 where
+            nobody could tell.
+        told: what has happened, a clause after the task's name: "ran out of GPU
+            memory".
+    """
+    lease, task = worker.lease, worker.task
+    neighbours = neighbours_of(worker, node.workers)
+    gpus = node.ledger.device_sets.get(GPU)
+    held = held_of(lease, GPU) if lease is not None else {}
+    limits = limits_of(lease, gpus) if lease is not None else ()
+    devices = [gpus.devices[index] for index in held] if gpus is not None else []
+    limit = min((each for each in limits if each), default=0)
+    asked = lease.request.gpu_memory if lease is not None else 0
+    # All that there is of its GPUs, asked for or by `retry_oom`.
+    is_whole = not asked and bool(held) and all(part >= UNIT for part in held.values())
+    had = f"{_named(devices)} to itself"
+    if not is_whole:
+        had = f"asked for {_asked(asked, held)} of {_named(devices)}"
+    could = "had no limit of its own"
+    if limit:
+        could = f"could use {size(limit)} of {'each' if len(devices) > 1 else 'it'}"
+    used = f", and used {size(peak)} at its peak" if peak else ""
+    # `retry_oom` is an option for it, and one that it has not had.
+    may_try_alone = task is None or not (task.spec.is_endless or task.spec.retries_oom)
+    return GpuOutOfMemoryError(
+        f"{name} {told.rstrip('.')}. It had {had}, {could}{used}; "
+        f"{_beside(neighbours)}. {_advice(is_whole, may_try_alone, bool(neighbours))}",
+        asked=0 if asked == BY_SHARE else asked,
+        limit=limit,
+        peak=peak,
+        devices=tuple(device.id for device in devices),
+        neighbours=neighbours,
+    )
+
+
+def neighbours_of(
+    worker: WorkerRecord, workers: Iterable[WorkerRecord]
+) -> tuple[str, ...]:
+    """Names of the tasks of other workers with a share of the same GPUs."""
+    if worker.lease is None:
+        return ()
+    ours = held_of(worker.lease, GPU).keys()
+    return tuple(
+        one.task.spec.name
+        for one in workers
+        if one is not worker and one.task is not None and one.lease is not None
+        if not ours.isdisjoint(held_of(one.lease, GPU))
+    )
+
+
+def _asked(asked: int, held: Mapping[int, int]) -> str:
+    part = next(iter(held.values()), 0)
+    share = f"num_gpus={len(held) if part >= UNIT else part / UNIT:g}"
+    if not asked:
+        return f"{share} without gpu_memory="
+    if asked == BY_SHARE:
+        return f"{share}, gpu_memory='share'"
+    return f"{share}, gpu_memory={size(asked)!r}" if part else f"{size(asked)}"
+
+
+def _named(devices: list[Device]) -> str:
+    if not devices:
+        return "no GPU"
+    ids = ", ".join(str(device.id) for device in devices)
+    least = min(device.memory for device in devices)
+    there = f" ({size(least)}{' each' if len(devices) > 1 else ''})" if least else ""
+    return f"GPU{'s' if len(devices) > 1 else ''} {ids}{there}"
+
+
+def _beside(neighbours: tuple[str, ...]) -> str:
+    if not neighbours:
+        return "no other task had a share there"
+    more = len(neighbours) - LISTED
+    told = ", ".join(neighbours[:LISTED]) + (f" and {more} more" if more > 0 else "")
+    return f"{told} had a share there as well"
+
+
+def _advice(is_whole: bool, may_try_alone: bool, has_neighbours: bool) -> str:
+    if is_whole:
+        return (
+            "Let it use less, such as smaller batches, or choose larger GPUs by "
+            "gpu_where={'memory': ...}."
+        )
+    more = "Ask for more with gpu_memory="
+    fewer = ", for fewer neighbours with num_gpus=" if has_neighbours else ""
+    if not may_try_alone:
+        return f"{more}{fewer}, or let it use less, such as smaller batches."
+    return (
+        f"{more}{fewer}, or have it tried once more with a GPU of its own by "
+        f"retry_oom='exclusive'."
+    )
+
+
+def told_instead(
+    name: str, worker: WorkerRecord, node: Scheduler, failed: Failed, peak: int
+) -> Failed:
+    """What is told in the place of a framework's error, with that one's traceback.
+
+    Args:
+        name: the task's.
+        worker: who has run it.
+        node: knows who else is on its GPUs.
+        failed: the error as it was raised.
+        peak: as in `gpu_out_of_memory`.
+    """
+    lines = failed.message.strip().splitlines()
+    what = f": {lines[0][:QUOTED]}" if lines else ""
+    told = f"ran out of GPU memory: {failed.type_name}{what}"
+    error = gpu_out_of_memory(name, worker, node, peak=peak, told=told)
+    packed = pack_failure(failed.task, RAISED, error, "")
+    return packed._replace(traceback=failed.traceback)
+
+
+class Shortages:
+    """Tells of failures for want of device memory what is known of them here."""
+
+    def __init__(
+        self, node: Scheduler, peak_seen: Callable[[int], int] | None = None
+    ) -> None:
+        """Prepare; `peak_seen` gives the most bytes that a worker used of a GPU."""
+        self._node = node
+        self._peak_seen = peak_seen
+
+    def replace(self, call: Call, failed: Failed) -> None:
+        """Replace a task's answer."""
+        spec = call.func.spec
+        record = self._node.workers.get(WorkerId(call.worker))
+        is_exclusive = record and record.task and record.task.spec is not spec
+        again = ", tried once more with a GPU of its own," if is_exclusive else ""
+        call.answer = self.told(call.worker, f"{spec.name}{again}", failed)
+
+    def told(self, worker: int, name: str, failed: Failed) -> Failed:
+        """What is told of one in the answer's place."""
+        peak = max(failed.peak, self._peak_seen(worker) if self._peak_seen else 0)
+        record = self._node.workers.get(WorkerId(worker))
+        if record is None:
+            return failed
+        return told_instead(name, record, self._node, failed, peak)
+
 
 FOREIGN_IDS: Final = (
     "whose its processes are (the driver's process ids are not those seen here)"
@@ -80,9 +242,6 @@ class ProcessAttribution:
         self._unseen: set[int] = set()
         self._unseen_before: set[int] = set()
 
-    def __repr__(self) -> str:
-        return f"<ProcessAttribution of {len(self._ours)} processes>"
-
     def sort(
         self,
         kind: str,
@@ -99,6 +258,8 @@ class ProcessAttribution:
             roots: the processes whose descendants are a worker's, itself among
                 them, each with the worker's id.
         """
+        from aiogpu.observe.status import OtherProcess
+
         if sample.problem is not None:
             return Sorted({}, None, f"what is on it ({sample.problem})")
         if sample.processes is None:
@@ -114,7 +275,9 @@ class ProcessAttribution:
                     before = workers.get(worker, Use(0, 0))
                     workers[worker] = Use(before.memory + memory, before.processes + 1)
             elif origin is not None or self._is_elsewhere(pid, sample):
-                others.append(OtherProcess(pid, _name(pid, origin), memory))
+                name = "" if origin is None else origin.name
+                name = THIS_PROGRAM if origin and pid == os.getpid() else name
+                others.append(OtherProcess(pid, name, memory))
         if others and not sample.reads_pids and kind not in self._read:
             return Sorted(workers, None, FOREIGN_IDS)
         return Sorted(workers, tuple(others))
@@ -150,27 +313,11 @@ class ProcessAttribution:
         self._unseen_before, self._unseen = self._unseen, set()
 
 
-def _name(pid: int, origin: Origin | None) -> str:
-    if origin is None:
-        return ""
-    return THIS_PROGRAM if pid == os.getpid() else origin.name
-
-
 OVERHEAD: Final = 1 << 30
 """Bytes that a process may use beyond what was reserved. What frameworks are limited
 to is what their allocators hand out; a CUDA context, the kernels that it has loaded
 and the workspaces of cuBLAS and NCCL come on top (1015 MiB in pytorch#58466, by a
 process limited to half of 10989 MiB). Each process has a context of its own."""
-
-
-def is_outgrown(use: Use, reserved: int) -> bool:
-    """Return whether a worker uses more than it was given.
-
-    Args:
-        use: what it uses of a device, with all below it.
-        reserved: bytes that were reserved for it there, 0 for all that there is.
-    """
-    return bool(reserved) and use.memory > reserved + OVERHEAD * use.processes
 
 
 def outgrowth_told(
@@ -214,10 +361,17 @@ class GpuMemoryGuard:
         enforces: whether a worker that has outgrown what it reserved is ended.
     """
 
-    def __init__(self, scheduler: Scheduler, thread: DeviceThread) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        thread: DeviceThread,
+        watch: Callable[[Collection[Key]], None],
+    ) -> None:
+        """Prepare; `watch` has these devices looked at more often than others."""
         self.enforces = False
         self._scheduler = scheduler
         self._thread = thread
+        self._on_hot = watch
         self._hot: set[Key] = set()
         self._told: set[tuple[int, Key, TaskId]] = set()
         self._peaks: dict[int, int] = {}
@@ -258,8 +412,7 @@ class GpuMemoryGuard:
 
     def _watch(self, hot: set[Key]) -> None:
         self._hot = hot
-        keys = tuple(hot)
-        self._thread.order(lambda desk: desk.rounds.watch(keys))
+        self._on_hot(hot)
 
     def _reserved(self, lease: Lease) -> Iterator[tuple[Key, int]]:
         """The devices of a lease that can be looked at, with what is reserved."""
@@ -270,12 +423,7 @@ class GpuMemoryGuard:
             if (GPU, index) in self._thread.devices:
                 yield (GPU, index), limit
 
-    def check(
-        self,
-        key: Key,
-        uses: Mapping[int, Use],
-        feed: Feed,
-    ) -> frozenset[int]:
+    def check(self, key: Key, uses: Mapping[int, Use], feed: Feed) -> frozenset[int]:
         """See who has outgrown what it reserved of a device.
 
         Args:
@@ -293,18 +441,13 @@ class GpuMemoryGuard:
             if record is None or record.lease is None:
                 continue
             reserved = dict(self._reserved(record.lease)).get(key, 0)
-            if is_outgrown(use, reserved):
+            if reserved and use.memory > reserved + OVERHEAD * use.processes:
                 over.add(worker)
                 self._note(record, key, use, reserved, feed)
         return frozenset(over)
 
     def _note(
-        self,
-        worker: WorkerRecord,
-        key: Key,
-        use: Use,
-        reserved: int,
-        feed: Feed,
+        self, worker: WorkerRecord, key: Key, use: Use, reserved: int, feed: Feed
     ) -> None:
         """Tell of it, once for each task."""
         task = worker.task
@@ -312,17 +455,10 @@ class GpuMemoryGuard:
             return
         self._told.add((worker.id, key, task.id))
         name = task.spec.name
-        _log.warning(
-            "! %s %s",
-            outgrowth_told(
-                name,
-                self._thread.name_of(key),
-                use,
-                reserved,
-                neighbours_of(worker, self._scheduler.workers),
-            ),
-            ENDING if self.enforces else LEFT,
-        )
+        neighbours = neighbours_of(worker, self._scheduler.workers)
+        device = self._thread.name_of(key)
+        told = outgrowth_told(name, device, use, reserved, neighbours)
+        _log.warning("! %s %s", told, ENDING if self.enforces else LEFT)
         if self.enforces and worker.state is WorkerState.BUSY:
             self._errors[worker.id, task.id] = gpu_out_of_memory(
                 name, worker, self._scheduler, peak=use.memory, told=ENDED

@@ -1,8 +1,10 @@
-"""What is seen on a node's devices while it runs, and what follows: the loop's side.
+"""What is seen on a node's devices, and what follows: the loop's side.
 
-Keeps the last look at each device for `status()`, has sick devices given to nobody
-until they are well, and shows the guard of device memory who uses how much. Whether a
-device is well is one pure rule.
+Each device is looked at every second by a `DeviceThread`, and its driver asked whether
+it is well; those with memory that was reserved for somebody are looked at more often,
+if looks are cheap. The last look at each device is kept for `status()`; sick devices
+are given to nobody until they are well; and the guard of device memory is shown who
+uses how much. Whether a device is well is one pure rule.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 from aiogpu.accelerators.base import Health, Sample
@@ -19,7 +23,11 @@ from aiogpu.core.model.text import listing
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.observe.status import Observed
 from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard, ProcessAttribution
-from aiogpu.runtime.devices.probe_thread import DeviceThread, Key, Round
+from aiogpu.runtime.devices.probe_thread import DeviceThread, Key, Look
+from aiogpu.runtime.devices.release import DeviceRelease
+
+_log: Final = logging.getLogger(__name__)
+
 
 CALM: Final = 10.0
 """Seconds without a bad word after which a device is well again: an error is often
@@ -105,12 +113,107 @@ class DeviceHealth:
         return "; ".join(parts)
 
 
-_log: Final = logging.getLogger(__name__)
+EACH: Final = 1.0
+"""Seconds between two rounds to all devices."""
+
+
+SOONEST: Final = 0.1
+"""Seconds between two looks at a device of which memory is reserved."""
+
+
+DEAREST: Final = 8
+"""Pauses are at least so many times as long as the look before: no more than a ninth
+of a core is spent on looking, however slow a driver is."""
+
+
+class DeviceSampler:
+    """Has all devices looked at from time to time.
+
+    A round is made device by device, so that nobody who has more urgent questions to
+    the thread waits for longer than one device takes.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread: DeviceThread,
+        on_round: Callable[[Look], None],
+    ) -> None:
+        self._loop = loop
+        self._thread = thread
+        self._on_round = on_round
+        self._hot: tuple[Key, ...] = ()
+        self._next_full = self._next_hot = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        # The round that is being made.
+        self._is_full = True
+        self._left: deque[Key] = deque()
+        self._looks: list[Look] = []
+
+    def begin(self) -> None:
+        """Make the first round, before anything else is looked at."""
+        if keys := tuple(self._thread.devices):
+            self._thread.look(keys, self._on_look, is_checked=True)
+
+    def watch(self, keys: Collection[Key]) -> None:
+        """From now on look at these more often, and no others."""
+        self._hot = tuple(keys)
+        self._next_hot = self._loop.time()
+        if self._timer is not None and not self._is_closed:
+            self._set_timer()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._next_full
+        due = min(due, self._next_hot) if self._hot else due
+        self._timer = self._loop.call_at(due, self._begin_round)
+
+    def _begin_round(self) -> None:
+        self._timer = None
+        # A timer may ring a little before its time: then this is a full round too.
+        self._is_full = not self._hot or self._loop.time() >= self._next_full
+        self._left.extend(self._thread.devices if self._is_full else self._hot)
+        self._look()
+
+    def _look(self) -> None:
+        key = self._left.popleft()
+        self._thread.look((key,), self._on_look, is_checked=self._is_full)
+
+    def _on_look(self, look: Look) -> None:
+        if self._is_closed:
+            return
+        self._looks.append(look)
+        if self._left:
+            self._look()
+            return
+        looks, self._looks = self._looks, []
+        spent = sum(each.cost for each in looks)
+        now = self._loop.time()
+        if self._is_full:
+            self._next_full = now + max(EACH, DEAREST * spent)
+        self._next_hot = now + max(SOONEST, DEAREST * spent)
+        self._set_timer()
+        seen = looks.pop()
+        for each in looks:
+            seen = replace(
+                seen,
+                samples={**each.samples, **seen.samples},
+                health={**each.health, **seen.health},
+                origins={**each.origins, **seen.origins},
+            )
+        self._on_round(seen)
 
 
 SILENT: Final = 15.0
-"""Seconds after which a driver that was asked counts as one that hangs; as long as
-the devices of an ended worker are waited for."""
+"""Seconds after which a driver that was asked counts as one that hangs."""
 
 
 IGNORE: Final = "ignore"
@@ -128,9 +231,9 @@ class DeviceMonitor:
 
     Attributes:
         guard: watches over reserved memory.
+        release: finds out when the devices of an ended worker are free.
         foreign: what follows from processes that are not ours: "ignore", "avoid" or
             "wait"; see `mind_foreign`.
-        lessees: the programs that have a lease of a device, each with the holder's id.
         observed: what was seen on each device; empty until each was looked at once,
             and where there is none to look at.
     """
@@ -138,78 +241,88 @@ class DeviceMonitor:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        scheduler: Scheduler,
         thread: DeviceThread,
-        guard: GpuMemoryGuard,
         roots: Callable[[], Mapping[int, int]],
+        feed: Feed,
+        lessees: Callable[[Key], Mapping[int, int]],
     ) -> None:
-        """Listen to a thread; nothing is told before `begin`.
+        """Begin to ask what is on the devices.
 
         Args:
-            loop: runs the timer.
-            thread: looks at the devices.
-            guard: is shown who uses how much of them.
+            loop: runs the timers.
+            scheduler: knows who has which share of them.
+            thread: looks at the devices; it is started here.
             roots: gives the processes whose descendants are a worker's, itself among
                 them, each with the worker's id.
+            feed: tells the core which devices are sick, or well.
+            lessees: gives the programs that have a lease of a device, each with the
+                holder's id.
         """
-        self.guard = guard
         self.foreign = IGNORE
         self._has_looked = loop.create_future()
         self._occupied: dict[Key, str] = {}
-        self.lessees: Callable[[Key], Mapping[int, int]] = _nobody
         self.observed: dict[Key, Observed] = {}
         self._loop = loop
         self._thread = thread
         self._roots = roots
-        self._feed: Feed | None = None
-        # What was seen before there was anybody to tell; an error is told but once.
-        self._early: list[Round] = []
+        self._lessees = lessees
+        self._feed: Feed | None = feed
         self._owners = ProcessAttribution()
         self._health = {key: DeviceHealth() for key in thread.devices}
         self._mute: set[str] = set()
         self._told: dict[Key, str] = {}
         self._timer: asyncio.TimerHandle | None = None
-        thread.on_round = self._on_round
-        thread.on_failed.append(self._on_failed)
-
-    def __repr__(self) -> str:
-        return f"<DeviceMonitor of {len(self._health)} devices, {len(self._told)} sick>"
-
-    def begin(self, feed: Feed) -> None:
-        """From now on the core is told by `feed` which devices are sick, or well."""
-        self._feed = feed
-        for seen in self._early:
-            self._on_round(seen)
-        self._early.clear()
+        self._sampler = DeviceSampler(loop, thread, self.on_round)
+        self.guard = GpuMemoryGuard(scheduler, thread, self._sampler.watch)
+        self.release = DeviceRelease(loop, thread, feed, self.guard.begin)
+        thread.start(self.on_failed)
         if self._health:
+            self._sampler.begin()
             self._listen()
 
-    def close(self) -> None:
-        """Tell nobody anything any more."""
+    def quiet(self) -> None:
+        """Tell nobody what is seen any more; it is still seen who has left devices."""
         self._feed = None
-        self._thread.on_round = _ignore
+        self._sampler.close()
+
+    def quit(self) -> None:
+        """Let nobody be told anything any more; the thread ends by itself."""
+        self.quiet()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self.release.close()
+        self._thread.quit()
+
+    async def close(self) -> None:
+        """Do so, and wait until the drivers are let go."""
+        self.quit()
+        await self._thread.close()
 
     def _listen(self) -> None:
         """Hear whether the thread waits for a driver that hangs."""
         self._timer = self._loop.call_later(SILENT / LISTENS, self._listen)
         waits = self._thread.mute_for()
-        if waits is not None and waits[1] >= SILENT and waits[0] not in self._mute:
+        if waits is None or waits[1] < SILENT:
+            return
+        self.release.on_mute(waits[0], SILENT)
+        if waits[0] not in self._mute:
             self._mute.add(waits[0])
             for key in self._health:
                 self._conclude(key)
 
-    def _on_round(self, seen: Round) -> None:
+    def on_round(self, seen: Look) -> None:
+        """Take in what the thread has seen."""
+        if not self.observed:  # the first: nobody has got a device before
+            self.release.idle = dict(seen.samples)
         if self._feed is None:
-            self._early.append(seen)
             return
         for key in seen.samples:
             self._mute.discard(key[0])
         when = self._loop.time() - (time.monotonic() - seen.when)
         roots = self._roots() if seen.origins else {}
         for key, sample in seen.samples.items():
-            known = {**self.lessees(key), **roots}
+            known = {**self._lessees(key), **roots}
             found = self._owners.sort(key[0], sample, seen.origins, known)
             self.observed[key] = Observed(
                 seen=when,
@@ -280,15 +393,8 @@ class DeviceMonitor:
             _log.warning("! %s gets no new tasks until it is well: %s", name, reason)
             self._feed(Scheduler.device_sick, kind, index, reason)
 
-    def _on_failed(self) -> None:
+    def on_failed(self) -> None:
         """Nobody looks any more: what was seen is no news."""
-        self.close()
+        self.release.give_up()
+        self.quiet()
         self.observed.clear()
-
-
-def _nobody(_key: Key) -> Mapping[int, int]:
-    return {}
-
-
-def _ignore(_seen: Round) -> None:
-    """The node closes."""

@@ -1,9 +1,10 @@
 """Segments of shared memory: what they take, and what a worker was lent of them.
 
 Each takes up a descriptor of this process. Where few are left, a private copy of the
-content is kept instead, which takes up none. A value is kept alive as long as a worker
-may use it (`BorrowerReferences`). It is lent as often as a payload that names it is
-sent, and counts as returned when the worker says so as often, or ends.
+content is kept instead, which takes up none. A segment, a value and an actor are kept
+alive as long as a worker may use them (`BorrowerReferences`). Each is lent as often as
+a payload that names it is sent, and counts as returned when the worker says so as
+often, or ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import mmap
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.errors import ProtocolError
 from aiogpu.linux.procfs import MemoryBounds
@@ -39,31 +41,55 @@ class SharedSegment:
     Attributes:
         id: by which payloads name it.
         fd: a descriptor for readers, which is closed with this; -1 if there is a copy.
-        copy: a copy of its content, None if there is a descriptor.
+        copy: a private copy of its content, None if there is a descriptor.
         size: in bytes.
+        counted: bytes of it that count as memory in use.
+        on_free: told its id, what is counted and whether it was a copy when nobody
+            reads it any more; None before it is in use.
     """
 
-    __slots__ = ("__weakref__", "_on_free", "copy", "fd", "id", "size")
+    __slots__ = ("__weakref__", "copy", "counted", "fd", "id", "on_free", "size")
 
-    def __init__(
-        self,
-        identity: int,
-        content: int | mmap.mmap,
-        size: int,
-        on_free: Callable[[int], object],
-    ) -> None:
+    def __init__(self, identity: int, fd: int, size: int) -> None:
         self.id = identity
-        self.fd = -1
+        self.fd = fd
         self.copy: mmap.mmap | None = None
-        if isinstance(content, mmap.mmap):
-            self.copy = content
-        else:
-            self.fd = content
         self.size = size
-        self._on_free = on_free
+        self.counted = 0
+        self.on_free: Callable[[int, int, bool], object] | None = None
 
     def __repr__(self) -> str:
         return f"<SharedSegment {self.id}, {self.size} bytes>"
+
+    @property
+    def is_memory(self) -> bool:
+        """True if it takes memory; a file on disk does not, and knows no seals."""
+        if self.copy is None:
+            try:
+                fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
+            except OSError:
+                return False
+        return True
+
+    def keep_copy(self) -> bool:
+        """Keep a copy in place of the descriptor; False if it is too large for that.
+
+        Raises:
+            OSError: there is too little memory.
+        """
+        if not 0 < self.size <= LARGEST_COPY:
+            return False
+        copy = mmap.mmap(-1, self.size)
+        with memoryview(copy) as whole:
+            done = 0
+            while done < self.size:
+                count = os.preadv(self.fd, [whole[done:]], done)
+                if not count:
+                    raise OSError("the segment is shorter than it was")
+                done += count
+        os.close(self.fd)
+        self.fd, self.copy = -1, copy
+        return True
 
     def share(self) -> int:
         """A new descriptor with the content, for a reader; the caller closes it.
@@ -80,58 +106,25 @@ class SharedSegment:
         finally:
             segment.close()
 
-    def keep_copy(self, copy: mmap.mmap, on_free: Callable[[int], object]) -> None:
-        """Keep this copy in place of the descriptor.
+    def views_of_copy(self, spans: list[tuple[int, int]]) -> list[memoryview]:
+        """Buffers of the copy, for this process to read.
 
-        Args:
-            copy: of the whole segment.
-            on_free: called in place of what was given before.
+        Raises:
+            ValueError: one is outside of it.
         """
-        os.close(self.fd)
-        self.fd, self.copy, self._on_free = -1, copy, on_free
+        assert self.copy is not None, self
+        whole = memoryview(self.copy).toreadonly()
+        for offset, length in spans:
+            if offset < 0 or length < 0 or offset + length > self.size:
+                raise ValueError(f"span {(offset, length)} is outside of {self!r}")
+        return [whole[offset : offset + length] for offset, length in spans]
 
     def __del__(self) -> None:
         # Wherever the collector runs: in another thread, or amid the loop's own work.
         if self.fd >= 0:
             os.close(self.fd)
-        self._on_free(self.id)
-
-
-def kept(descriptor: int) -> int | mmap.mmap:
-    """Keep a descriptor that has come; or, where few are left, a copy of its content.
-
-    The descriptor is closed then, so the next one gets the same number.
-    """
-    if descriptor < values_limit():
-        return descriptor
-    try:
-        copy = copy_of(descriptor)
-    except OSError:  # there is no memory
-        return descriptor
-    if copy is None:
-        return descriptor
-    os.close(descriptor)
-    return copy
-
-
-def copy_of(descriptor: int) -> mmap.mmap | None:
-    """A copy of a segment's content; None if it is too large for that.
-
-    Raises:
-        OSError: there is too little memory.
-    """
-    size = os.fstat(descriptor).st_size
-    if not 0 < size <= LARGEST_COPY:
-        return None
-    copy = mmap.mmap(-1, size)
-    with memoryview(copy) as whole:
-        done = 0
-        while done < size:
-            count = os.preadv(descriptor, [whole[done:]], done)
-            if not count:
-                raise OSError("the segment is shorter than it was")
-            done += count
-    return copy
+        if self.on_free is not None:
+            self.on_free(self.id, self.counted, self.copy is not None)
 
 
 def is_short() -> bool:
@@ -145,14 +138,6 @@ def is_short() -> bool:
         return True
     os.close(lowest)
     return lowest >= values_limit()
-
-
-def discard(content: int | mmap.mmap) -> None:
-    """Give up what `kept` has given."""
-    if isinstance(content, mmap.mmap):
-        content.close()
-    else:
-        os.close(content)
 
 
 PART: Final = 0.3
@@ -241,15 +226,6 @@ class ObjectMemory:
         self._show()
 
 
-def is_memory(descriptor: int) -> bool:
-    """Return whether it is of memory, not of a file on disk, which knows no seals."""
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        return False
-    return True
-
-
 MOST_EARLY: Final = 1024
 """Descriptors that may come before what names them."""
 
@@ -259,6 +235,49 @@ REFUSED: Final = 5e-3
 
 
 _SHORT_OF_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
+
+
+class ActorRegister(Protocol):
+    """Counts who has a handle to an actor."""
+
+    def hold(self, actor: int) -> bool:
+        """One more has; False if nobody has until now."""
+
+    def release(self, actor: int) -> None:
+        """One who had has gone."""
+
+    def release_soon(self, actor: int) -> None:
+        """The same from wherever objects are dropped."""
+
+
+class ActorHold:
+    """Somebody who has a handle to an actor: a process, or a payload on its way.
+
+    The actor has one holder less when this has gone, and ends with the last.
+
+    Args:
+        actor: its id; who holds it counts already.
+        register: has the actor.
+    """
+
+    __slots__ = ("_register", "id")
+
+    def __init__(self, actor: int, register: ActorRegister) -> None:
+        self.id = actor
+        self._register: ActorRegister | None = register
+
+    def __repr__(self) -> str:
+        return f"<ActorHold of {self.id}>"
+
+    def end(self) -> None:
+        """Let go of it now."""
+        register, self._register = self._register, None
+        if register is not None:
+            register.release(self.id)
+
+    def __del__(self) -> None:
+        if self._register is not None:
+            self._register.release_soon(self.id)
 
 
 class BorrowerReferences:
@@ -273,13 +292,13 @@ class BorrowerReferences:
         self.worker = worker
         self.warm: dict[int, int] = {}
         self._loop = loop
-        self._things: dict[int, SharedSegment | Value] = {}
+        self._things: dict[int, SharedSegment | Value | ActorHold] = {}
         self._counts: dict[int, int] = {}
         self._socket: socket.socket | None = None
         self._sender: DescriptorSender | None = None
         self._receiver: DescriptorReceiver | None = None
         self._unsent: dict[int, SharedSegment] = {}
-        self._arrived: dict[int, int | mmap.mmap] = {}
+        self._arrived: dict[int, SharedSegment] = {}
 
     def __repr__(self) -> str:
         return (
@@ -291,7 +310,7 @@ class BorrowerReferences:
         """True if the worker has connected for descriptors."""
         return self._socket is not None
 
-    def lend(self, thing: SharedSegment | Value) -> None:
+    def lend(self, thing: SharedSegment | Value | ActorHold) -> None:
         """Lend a thing, once more if it has it already."""
         identity = thing.id
         if identity in self._things:
@@ -300,7 +319,7 @@ class BorrowerReferences:
         self._things[identity], self._counts[identity] = thing, 1
         self._pass(thing)
 
-    def _pass(self, thing: SharedSegment | Value) -> None:
+    def _pass(self, thing: SharedSegment | Value | ActorHold) -> None:
         if isinstance(thing, SharedSegment):
             self._unsent[thing.id] = thing
             self._send()
@@ -335,7 +354,14 @@ class BorrowerReferences:
         try:
             while self._unsent:
                 segment = next(iter(self._unsent.values()))
-                self._send_one(sender, segment)
+                if segment.copy is None:
+                    sender.send(segment.id, segment.fd)
+                else:
+                    descriptor = segment.share()
+                    try:
+                        sender.send(segment.id, descriptor)
+                    finally:
+                        os.close(descriptor)
                 del self._unsent[segment.id]
         except OSError as error:
             if error.errno in _SHORT_OF_DESCRIPTORS:
@@ -343,16 +369,6 @@ class BorrowerReferences:
             return  # else it has ended, which is told elsewhere
         if sender.waiting or sender.is_refused:
             self._flush()
-
-    def _send_one(self, sender: DescriptorSender, segment: SharedSegment) -> None:
-        if segment.copy is None:
-            sender.send(segment.id, segment.fd)
-            return
-        descriptor = segment.share()
-        try:
-            sender.send(segment.id, descriptor)
-        finally:
-            os.close(descriptor)
 
     def _flush(self) -> None:
         if self._sender is None or self._socket is None:
@@ -369,11 +385,8 @@ class BorrowerReferences:
             # Writable all the same: too many are under way, until others read theirs.
             self._loop.call_later(REFUSED, self._flush)
 
-    def receive(self, segment: int) -> int | mmap.mmap:
+    def receive(self, segment: int) -> SharedSegment:
         """A segment that the worker has written; it was sent first.
-
-        Returns:
-            The descriptor; where few are left, a copy of the content.
 
         Raises:
             ProtocolError: it was not.
@@ -403,9 +416,12 @@ class BorrowerReferences:
         except EOFError:
             return False
         for number, descriptor in found:
-            if number in self._arrived:
-                discard(self._arrived[number])
-            self._arrived[number] = kept(descriptor)
+            size = os.fstat(descriptor).st_size
+            arrived = self._arrived[number] = SharedSegment(number, descriptor, size)
+            if descriptor >= values_limit():
+                # Few are left. The next one gets the same number again.
+                with suppress(OSError):  # there is no memory
+                    arrived.keep_copy()
         return bool(found)
 
     def own_values(self) -> list[Value]:
@@ -415,16 +431,22 @@ class BorrowerReferences:
             thing
             for identity, thing in things.items()
             if -identity >> NUMBER_BITS == owner
-            and not isinstance(thing, SharedSegment)
+            and not isinstance(thing, SharedSegment | ActorHold)
         ]
+
+    def take_actors(self) -> list[ActorHold]:
+        """Have the worker hold no actor any more; gives those that it has held."""
+        things = list(self._things.values())
+        holds = [thing for thing in things if isinstance(thing, ActorHold)]
+        for hold in holds:
+            del self._things[hold.id], self._counts[hold.id]
+        return holds
 
     def close(self) -> None:
         """The worker has ended: it has nothing any more."""
         self._things.clear()
         self._counts.clear()
         self._unsent.clear()
-        for content in self._arrived.values():
-            discard(content)
         self._arrived.clear()
         if self._receiver is not None:
             self._receiver.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import mmap
 import os
 import socket
 import weakref
@@ -26,28 +25,31 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.linux.sockets import peer_credentials
-from aiogpu.memory.mapping import Mappings, SegmentSpans
+from aiogpu.memory.mapping import Mappings
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.segment_pool import SegmentPool
 from aiogpu.runtime.descriptors import values_limit
 from aiogpu.runtime.objects.segments import (
+    ActorHold,
     BorrowerReferences,
     ObjectMemory,
     SharedSegment,
-    copy_of,
-    discard,
-    is_memory,
     is_short,
 )
 from aiogpu.runtime.objects.values import Value, find, known
 from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
-from aiogpu.serialization.references import SHARED_FROM, PickledValue
+from aiogpu.serialization.references import (
+    SHARED_FROM,
+    ActorReference,
+    PickledValue,
+)
 from aiogpu.wire.messages import FIRST_SEGMENT, OWNER_BITS, Recycle
 from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.control_page import ControlPage
     from aiogpu.runtime.connection import Peer
+    from aiogpu.runtime.objects.segments import ActorRegister
 
 
 DEEPEST: Final = 4
@@ -93,12 +95,13 @@ class Store:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
         self._workers: Mapping[int, Borrower] = {}
+        self._actors: ActorRegister | None = None
         self.clients: dict[int, Borrower] = {}
         self.descriptors: DescriptorServer | None = None
         self.memory = memory
         self._loop = loop
         self._warm = SegmentPool(FIRST_SEGMENT + 1, WARM, lambda: memory.directory)
-        self._mappings = Mappings(self._on_unmapped)
+        self._mappings = Mappings(partial(self._do_soon, self._forget_mapping))
         self._mapped: dict[int, SharedSegment] = {}
         self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
             weakref.WeakValueDictionary()
@@ -108,9 +111,14 @@ class Store:
     def __repr__(self) -> str:
         return f"<Store {len(self._segments)} segments>"
 
-    def serve(self, workers: Mapping[int, Borrower], page: ControlPage | None) -> None:
-        """Have these workers, by id, and no page if there are none any more."""
-        self._workers = workers
+    def serve(
+        self,
+        workers: Mapping[int, Borrower],
+        page: ControlPage | None,
+        actors: ActorRegister | None,
+    ) -> None:
+        """Have these workers, by id, and actors; no page if there are none any more."""
+        self._workers, self._actors = workers, actors
         self.memory.show_on(page)
 
     def caller(self, identity: int) -> Borrower | None:
@@ -127,7 +135,8 @@ class Store:
         """
         values = tuple(handle.share() for handle in outgoing.handles)
         for value in (*values, *outgoing.references):
-            self._check(value)
+            if type(value) is not ActorReference:
+                self._check(value)
         parts = tuple(
             part if type(part) is bytes else self.pack(part) for part in outgoing.parts
         )
@@ -136,12 +145,15 @@ class Store:
             needs=tuple(value.id for value in values),
             places=outgoing.places,
             parts=parts,
-            values=tuple(reference.id for reference in outgoing.references),
+            values=outgoing.values,
             returns=outgoing.returns,
+            actors=outgoing.actors,
         )
         segment = shown = None
         if outgoing.is_large:
-            shown = self._shown(outgoing)
+            if len(outgoing.stream) < SHARED_FROM:
+                # It may lie already in what somebody has written.
+                shown = self._mappings.shown(outgoing.buffers)
             if shown is not None:
                 segment = self._mapped[shown.segment]
                 contents = contents.in_segment(*shown)
@@ -158,12 +170,6 @@ class Store:
             from aiogpu.serialization.references import closed_node_error
 
             raise closed_node_error(value.name)
-
-    def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
-        """Where it lies already, if it is what somebody has written to a segment."""
-        if len(outgoing.stream) >= SHARED_FROM:
-            return None
-        return self._mappings.shown(outgoing.buffers)
 
     def _write(
         self, outgoing: PickledValue, contents: Contents
@@ -192,21 +198,16 @@ class Store:
                 # Workers could not connect any more, to be given what there is.
                 os.close(descriptor)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return self._shared(segment.id, descriptor, segment.size), spans
+            shared = SharedSegment(segment.id, descriptor, segment.size)
+            return self._in_use(shared), spans
         except BaseException:
             self._warm.discard(segment.id)
             raise
 
-    def _shared(
-        self, identity: int, content: int | mmap.mmap, size: int
-    ) -> SharedSegment:
-        if isinstance(content, mmap.mmap):
-            on_free = partial(self._on_copy_free, self.memory.take(size))
-        else:
-            counted = self.memory.take(size if is_memory(content) else 0)
-            on_free = partial(self._on_free, counted)
-        shared = SharedSegment(identity, content, size, on_free)
-        self._segments[identity] = shared
+    def _in_use(self, shared: SharedSegment) -> SharedSegment:
+        shared.counted = self.memory.take(shared.size if shared.is_memory else 0)
+        shared.on_free = partial(self._do_soon, self._reclaim)
+        self._segments[shared.id] = shared
         return shared
 
     def borrowers(self, caller: Borrower) -> BorrowerReferences:
@@ -246,25 +247,23 @@ class Store:
                 segment = self._adopt(caller, contents)
         values = tuple(map(known, contents.values))
         needs = tuple(map(known, contents.needs))
-        parcel = Payload.of(contents, (segment, *values), self, needs, payload)
+        actors = (ActorReference(it, self._hold(it)) for it in contents.actors)
+        holds = (segment, *values, *actors)
+        parcel = Payload.of(contents, holds, self, needs, payload)
         admit = partial(self.admit, caller, depth=depth + 1)
         parcel.parts = tuple(map(admit, contents.parts))
         return parcel
 
     def _adopt(self, caller: Borrower, contents: Contents) -> SharedSegment:
-        content = self._received(caller, contents.segment)
-        if isinstance(content, mmap.mmap):
-            size = len(content)
-        else:
-            size = os.fstat(content).st_size
-        if not 0 < contents.size <= size:
-            discard(content)
-            raise ProtocolError(f"the segment {contents.segment} is not of that size")
-        if isinstance(content, mmap.mmap):
-            self._close_original(contents.segment)
-        return self._shared(contents.segment, content, contents.size)
+        shared = self._received(caller, contents.segment)
+        if not 0 < contents.size <= shared.size:
+            raise ProtocolError(f"the segment {shared.id} is not of that size")
+        shared.size = contents.size
+        if shared.copy is not None:
+            self._close_original(shared.id)
+        return self._in_use(shared)
 
-    def _received(self, caller: Borrower, segment: int) -> int | mmap.mmap:
+    def _received(self, caller: Borrower, segment: int) -> SharedSegment:
         """Return what a worker has written; it was sent first."""
         if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
@@ -286,7 +285,7 @@ class Store:
             self.borrowers(caller).take_in()
         for strange in self.borrowers(caller).take_back(things, counts):
             with suppress(ProtocolError):  # it has not got as far as to send it
-                discard(self._received(caller, strange))
+                self._received(caller, strange)
 
     def dispatch(self, caller: Borrower, payload: bytes) -> bytes:
         """Give the payload that a worker is sent, and lend it what that refers to."""
@@ -298,11 +297,24 @@ class Store:
 
     def _lend(self, borrowers: BorrowerReferences, parcel: Payload) -> None:
         for thing in parcel.holds:
-            if isinstance(thing, SharedSegment | Value):
-                borrowers.lend(thing)
+            lent = self._hold(thing.id) if type(thing) is ActorReference else thing
+            if isinstance(lent, SharedSegment | Value | ActorHold):
+                borrowers.lend(lent)
         for part in parcel.parts:
             if type(part) is Payload:
                 self._lend(borrowers, part)
+
+    def _hold(self, actor: int) -> ActorHold | None:
+        """One more holder of an actor; None if nobody has been one until now."""
+        if self._actors is None or not self._actors.hold(actor):
+            return None
+        return ActorHold(actor, self._actors)
+
+    def lend_actor(self, caller: Borrower, actor: int) -> None:
+        """A worker has a handle to an actor that has come to it in a function."""
+        hold = self._hold(actor)
+        if hold is not None:
+            self.borrowers(caller).lend(hold)
 
     def forget(
         self, borrowers: BorrowerReferences, error: Exception, is_all: bool
@@ -326,26 +338,19 @@ class Store:
         segment = self._segments[contents.segment]
         flat = contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
-        if segment.fd >= 0 and not self._mappings.is_mapped(segment.id) and is_short():
-            # A mapping has a descriptor of its own up to Python 3.12.
-            self._keep_copy(segment)
+        is_mapped = segment.copy is not None or self._mappings.is_mapped(segment.id)
+        # A mapping has a descriptor of its own up to Python 3.12.
+        if not is_mapped and is_short() and segment.keep_copy():
+            # Counted for the segment until now; on disk it was not.
+            segment.counted = segment.counted or self.memory.take(segment.size)
+            self._close_original(segment.id)
         if segment.copy is not None:
-            return views_of(segment, spans)
+            return segment.views_of_copy(spans)
         self._mapped[segment.id] = segment
         found: list[memoryview] = self._mappings.views(
             segment.id, segment.fd, segment.size, spans
         )
         return found
-
-    def _keep_copy(self, segment: SharedSegment) -> None:
-        copy = copy_of(segment.fd)
-        if copy is None:
-            return
-        # Counted for the segment until now; on disk it was not.
-        in_memory = segment.size if is_memory(segment.fd) else 0
-        counted = in_memory or self.memory.take(segment.size)
-        segment.keep_copy(copy, partial(self._on_copy_free, counted))
-        self._close_original(segment.id)
 
     def _close_original(self, identity: int) -> None:
         """Have the writer close a segment of which this process has a copy."""
@@ -356,19 +361,9 @@ class Store:
         elif writer is not None and writer.peer is not None:
             writer.peer.send(Recycle((-identity,)))
 
-    def _on_copy_free(self, counted: int, _: int) -> None:
-        self._unused.append(lambda: self.memory.give_back(counted))
-        self._look_soon()
-
-    def _on_unmapped(self, identity: int) -> None:
-        self._unused.append(lambda: self._forget_mapping(identity))
-        self._look_soon()
-
-    def _on_free(self, counted: int, identity: int) -> None:
-        self._unused.append(lambda: self._reclaim(identity, counted))
-        self._look_soon()
-
-    def _look_soon(self) -> None:
+    def _do_soon(self, action: Callable[..., object], *arguments: object) -> None:
+        """Act on the loop; for what the garbage collector calls, wherever it runs."""
+        self._unused.append(partial(action, *arguments))
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._look)
 
@@ -380,9 +375,11 @@ class Store:
         if not self._mappings.is_mapped(identity):
             self._mapped.pop(identity, None)
 
-    def _reclaim(self, identity: int, counted: int) -> None:
-        """Nobody reads it: its writer may write it again."""
+    def _reclaim(self, identity: int, counted: int, was_copy: bool) -> None:
+        """Nobody reads it: its writer may write it again, unless this was a copy."""
         self.memory.give_back(counted)
+        if was_copy:
+            return
         owner = (identity - FIRST_SEGMENT) >> OWNER_BITS
         if not owner:
             with suppress(KeyError):  # the store was closed
@@ -401,20 +398,6 @@ class Store:
         """Give up this process's hold on all of it; what is mapped stays until read."""
         self._look()
         self._warm.close()
-
-
-def views_of(segment: SharedSegment, spans: list[tuple[int, int]]) -> list[memoryview]:
-    """The buffers of a segment of which there is a copy.
-
-    Raises:
-        ValueError: one is outside of it.
-    """
-    assert segment.copy is not None
-    whole = memoryview(segment.copy).toreadonly()
-    for offset, length in spans:
-        if offset < 0 or length < 0 or offset + length > segment.size:
-            raise ValueError(f"span {(offset, length)} is outside of {segment!r}")
-    return [whole[offset : offset + length] for offset, length in spans]
 
 
 def filled(parcel: Payload) -> Payload:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.runtime.pending_tasks import tell_fault
+from aiogpu.runtime.pending_tasks import settle
 from aiogpu.serialization.payload import Payload
 from aiogpu.wire.codec import LARGEST_PAYLOAD
+from aiogpu.wire.messages import FIRST_VALUE
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 
-_ids: Final = count(1)
+_ids: Final = count(FIRST_VALUE)
 
 
 _known: Final[WeakValueDictionary[int, Value]] = WeakValueDictionary()
@@ -76,17 +77,16 @@ class Value:
         id: by which others ask for it; of those that workers put, below zero.
         name: of the task whose result it is, for messages.
         task: that task, 0 for none.
-        payload: the value pickled, None if it is not there.
+        outcome: the value pickled, or why it will never be there; None until then.
         stop: stops who makes it, None if nobody does.
     """
 
     __slots__ = (
         "__weakref__",
-        "_failure",
         "_watchers",
         "id",
         "name",
-        "payload",
+        "outcome",
         "stop",
         "task",
     )
@@ -95,9 +95,8 @@ class Value:
         self.id = identity or next(_ids)
         self.name = name
         self.task = task
-        self.payload: bytes | None = None
+        self.outcome: bytes | Failed | Exception | None = None
         self.stop: Callable[[], object] | None = None
-        self._failure: Failed | Exception | None = None
         self._watchers: list[Callable[[Value], object]] = []
         _known[self.id] = self
 
@@ -108,14 +107,19 @@ class Value:
         return f"<Value {self.id} of {self.name}, {state}>"
 
     @property
+    def payload(self) -> bytes | None:
+        """The value pickled, None if it is not there."""
+        return self.outcome if isinstance(self.outcome, bytes) else None
+
+    @property
     def has_failed(self) -> bool:
         """True if it will never be there."""
-        return self._failure is not None
+        return not (self.is_pending or isinstance(self.outcome, bytes))
 
     @property
     def is_pending(self) -> bool:
         """True if it is still to come."""
-        return self.payload is None and self._failure is None
+        return self.outcome is None
 
     def watch(self, call: Callable[[Value], object]) -> None:
         """Call with this value when it has come or failed; now, if it has.
@@ -127,47 +131,21 @@ class Value:
         else:
             call(self)
 
-    def unwatch(self, call: Callable[[Value], object]) -> None:
-        """Undo `watch`."""
-        if call in self._watchers:
-            self._watchers.remove(call)
-
     def tell(self, receiver: Receiver) -> None:
         """Tell someone how it has come out; it is not pending."""
-        try:
-            if isinstance(self._failure, Exception):
-                receiver.fail(self._failure)
-            elif self._failure is not None:
-                receiver.reject(self._failure)
-            elif self.payload is not None:
-                receiver.receive(self.payload)
-        except Exception as error:  # noqa: BLE001 - it is told to who waits
-            tell_fault(receiver, error)
+        assert self.outcome is not None, self
+        settle(receiver, self.outcome)
 
-    def receive(self, payload: bytes) -> None:
-        """It has come."""
-        if self.is_pending:
-            self.payload = payload
-            self._settle()
-
-    def reject(self, failed: Failed) -> None:
-        """It will not come, as the worker says."""
-        self._fail(failed)
-
-    def fail(self, error: Exception) -> None:
-        """It will not come."""
-        self._fail(error)
-
-    def _fail(self, failure: Failed | Exception) -> None:
-        if self.is_pending:
-            self._failure = failure
-            self._settle()
-
-    def _settle(self) -> None:
-        self.stop = None
+    def receive(self, outcome: bytes | Failed | Exception) -> None:
+        """It has come, or will not; what comes later changes nothing."""
+        if self.outcome is not None:
+            return
+        self.outcome, self.stop = outcome, None
         watchers, self._watchers = self._watchers, []
         if watchers:
             _watchers.call(self, watchers)
+
+    reject = fail = receive
 
 
 def find(identity: int) -> Value | None:

@@ -24,21 +24,16 @@ from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import count
 from queue import SimpleQueue
-from typing import Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.scheduler.state import SchedulerState
 from aiogpu.runtime.output.task_log import TaskLog, batches
-from aiogpu.wire.messages import PROGRESS, Message, Printed, Warned
+from aiogpu.wire.messages import PROGRESS, Printed, Warned
 
-
-class Peer(Protocol):
-    """The connection of a program."""
-
-    def send_one(self, message: Message) -> None:
-        """Send it a message."""
-        ...
+if TYPE_CHECKING:
+    from aiogpu.runtime.connection import Peer
 
 
 class Reader(Protocol):
@@ -50,20 +45,9 @@ class Reader(Protocol):
         is_slow: it has not read what it was sent before.
     """
 
-    @property
-    def peer(self) -> Peer | None:
-        """See above."""
-        ...
-
-    @property
-    def shows(self) -> bool:
-        """See above."""
-        ...
-
-    @property
-    def is_slow(self) -> bool:
-        """See above."""
-        ...
+    peer: Peer | None
+    shows: bool
+    is_slow: bool
 
 
 class Routes:
@@ -73,8 +57,13 @@ class Routes:
         log: keeps every line of every task; None for nobody.
     """
 
-    def __init__(self, node: SchedulerState, readers: Mapping[int, Reader]) -> None:
-        self.log: TaskLog | None = None
+    def __init__(
+        self,
+        node: SchedulerState,
+        readers: Mapping[int, Reader],
+        log: TaskLog | None = None,
+    ) -> None:
+        self.log = log
         self._node = node
         self._readers = readers
         self._paused: dict[int, set[Source]] = {}

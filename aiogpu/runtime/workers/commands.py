@@ -18,18 +18,8 @@ from aiogpu.core.scheduler.workers import Workers
 from aiogpu.memory.control_page import ALL, ControlPage
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers.slots import LiveWorker
+from aiogpu.wire import messages as wire
 from aiogpu.wire.codec import LARGE
-from aiogpu.wire.messages import (
-    Bind,
-    Cancel,
-    Create,
-    Demand,
-    Drop,
-    Leave,
-    Message,
-    Run,
-    Signal,
-)
 
 
 class WorkerCommands:
@@ -40,7 +30,12 @@ class WorkerCommands:
         self._page = page
 
     def assign(
-        self, worker_id: int, task: int, call: Call, bind: Bind | None, is_last: bool
+        self,
+        worker_id: int,
+        task: int,
+        call: Call,
+        bind: wire.Bind | None,
+        is_last: bool,
     ) -> None:
         """Send a task; `bind` comes first where the worker is fresh."""
         worker = self._workers[worker_id]
@@ -54,10 +49,12 @@ class WorkerCommands:
         if bind is None and func.id in worker.funcs:
             peer.send_one(run)
             return
-        messages: list[Message] = [] if bind is None else [bind]
+        messages: list[wire.Message] = [] if bind is None else [bind]
         peer.send(*messages, *worker.introduce(func), run)
 
-    def create(self, worker_id: int, call: Call, bind: Bind | None, it: Create) -> None:
+    def create(
+        self, worker_id: int, call: Call, bind: wire.Bind | None, it: wire.Create
+    ) -> None:
         """Have a worker become an actor."""
         worker = self._workers[worker_id]
         if worker.peer is not None:
@@ -70,19 +67,19 @@ class WorkerCommands:
         """Let a task's generator yield so many items in all."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.peer is not None:
-            worker.peer.post(Demand(task, limit))
+            worker.peer.post(wire.Demand(task, limit))
 
     def drop(self, worker: LiveWorker, call: int, count: int) -> None:
         """Tell an actor's process that nobody wants a call's answer any more."""
         if worker.peer is not None:
-            worker.peer.send(Drop(call))
+            worker.peer.send(wire.Drop(call))
             self._page.drop(worker.slot.index, count)
 
     def call_off(self, worker: LiveWorker) -> None:
         """Have an actor end and begin no more of what it was sent."""
         self._page.drop(worker.slot.index, ALL)
         if worker.peer is not None:
-            worker.peer.send(Leave())
+            worker.peer.send(wire.Leave())
 
     def expect_actor(self, worker: LiveWorker) -> None:
         """Of a worker that becomes an actor nothing was dropped, and nothing begun.
@@ -97,7 +94,7 @@ class WorkerCommands:
         worker = self._workers[worker_id]
         if worker.peer is None:
             return
-        messages: list[Message] = []
+        messages: list[wire.Message] = []
         for task, call in calls:
             func, payload = call.func, call.payload
             if func.id not in worker.funcs:
@@ -105,7 +102,7 @@ class WorkerCommands:
             if func.window or type(payload) is not bytes:
                 messages.append(call.run(task, False, worker.borrow))
             else:
-                messages.append(Run(task, func.id, payload, False, call.number))
+                messages.append(wire.Run(task, func.id, payload, False, call.number))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:
@@ -137,9 +134,9 @@ class WorkerCommands:
             return
         if is_coroutine and attempt == 0:
             if worker.peer is not None:
-                worker.peer.send(Cancel(task))
+                worker.peer.send(wire.Cancel(task))
         elif slot.keeper is not None:
-            slot.keeper.send(Signal(worker_id))
+            slot.keeper.send(wire.Signal(worker_id))
 
 
 SETTLES: Final = 1e-3

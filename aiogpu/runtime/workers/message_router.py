@@ -17,36 +17,25 @@ import select
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, Protocol
 
-from aiogpu.client.interface import ItemReceiver
 from aiogpu.core.model.text import printable
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.actors.actor import Actor
-from aiogpu.runtime.callers.caller import Carrying, Child
+from aiogpu.runtime.callers.caller import Child
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Console
-from aiogpu.runtime.pending_tasks import Delay
+from aiogpu.runtime.pending_tasks import Delay, pass_on, settle
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import MARK
-from aiogpu.wire.messages import (
-    Ask,
-    Created,
-    Done,
-    Failed,
-    Imported,
-    Items,
-    Log,
-    Make,
-    Message,
-    Put,
-    Skipped,
-    Submit,
-)
+from aiogpu.wire import messages as wire
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
+    from aiogpu.core.model.request import Environment
     from aiogpu.runtime.connection import Peer
+    from aiogpu.runtime.objects.segments import ActorRegister
+    from aiogpu.runtime.workers.death import Death
 
 
 _log: Final = logging.getLogger(__name__)
@@ -79,14 +68,16 @@ class InlinePoller:
     Attributes:
         count: submissions since answers were heard, or the clock was looked at;
             `HEARING` while answers are heard.
-        before: called before answers are heard.
     """
 
-    __slots__ = ("_due", "_first", "_workers", "before", "count")
+    __slots__ = ("_before", "_due", "_first", "_workers", "count")
 
-    def __init__(self, workers: Mapping[int, LiveWorker]) -> None:
-        self.before: Callable[[], object] = _nothing
+    def __init__(
+        self, workers: Mapping[int, LiveWorker], before: Callable[[], object]
+    ) -> None:
+        """Prepare; `before` is called before answers are heard."""
         self.count = 0
+        self._before = before
         self._workers = workers
         self._due = 0.0
         self._first = 0
@@ -107,7 +98,7 @@ class InlinePoller:
             return
         self.count = HEARING
         try:
-            self.before()
+            self._before()
             begun = perf_counter()
             ready = self._ready()
             took = perf_counter() - begun
@@ -146,10 +137,6 @@ def _take_in(peer: Peer) -> None:
         peer.abort()
 
 
-def _nothing() -> None:
-    """Nobody has submitted anything yet."""
-
-
 class DelayedReceiver:
     """Tells another receiver after a line of the console's, in the order of calls.
 
@@ -167,29 +154,20 @@ class DelayedReceiver:
     def __repr__(self) -> str:
         return f"<DelayedReceiver {self._receiver!r} after line {self.number}>"
 
-    def _delay(self, tell: Callable[..., None], *told: Any) -> None:
-        self._console.after(self.number, partial(tell, *told))
+    def receive(self, outcome: bytes | wire.Failed | Exception) -> None:
+        """Take the pickled result, or what there is in its place."""
+        self._console.after(self.number, partial(settle, self._receiver, outcome))
 
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result."""
-        self._delay(self._receiver.receive, payload)
-
-    def reject(self, failed: Failed) -> None:
-        """Take what the worker says of its failure in place of a result."""
-        self._delay(self._receiver.reject, failed)
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result."""
-        self._delay(self._receiver.fail, error)
+    reject = fail = receive
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Take pickled items, in order."""
-        self._delay(cast("ItemReceiver", self._receiver).receive_items, payloads)
+        self._console.after(self.number, partial(pass_on, self._receiver, payloads))
 
 
 def delayed(receiver: Receiver, console: Console, number: int) -> Receiver:
     """The receiver to be told after line `number`; others' are told at once."""
-    if isinstance(receiver, Child | Carrying | Actor):
+    if isinstance(receiver, Child | Actor):
         return receiver
     if isinstance(receiver, DelayedReceiver):
         receiver.number = number
@@ -197,68 +175,114 @@ def delayed(receiver: Receiver, console: Console, number: int) -> Receiver:
     return DelayedReceiver(receiver, console, number)
 
 
-_CARRIERS: Final = frozenset({Done, Submit, Ask, Make, Put})
-"""The messages whose payload may refer to values or to shared memory."""
+_CARRIERS: Final = frozenset(
+    {wire.Done, wire.Failed, wire.Submit, wire.Ask, wire.Make, wire.Put, wire.PutFailed}
+)
+"""The messages whose payload may refer to values, actors or shared memory."""
 
 
-_ANSWERS: Final = frozenset({Done, Failed})
+_ANSWERS: Final = frozenset({wire.Done, wire.Failed})
 
 
-_TOLD: Final = frozenset({Done, Failed, Created, Items})
+_TOLD: Final = frozenset({wire.Done, wire.Failed, wire.Created, wire.Items})
 """Those of which a receiver of the program's is told."""
 
 
-class MessageRouter:
-    """Passes on what workers say to whoever has asked for it.
+class WorkerEvents(Protocol):
+    """Is told what becomes of workers, and what they say: the driver.
 
     Attributes:
-        on_answer: told of a task's end, by the driver's wish.
-        on_done: told of tasks that have ended one after the other, with plain results.
-        on_items: told what a task's or a call's generator has yielded.
-        on_skipped: told of a task that was not run.
-        on_behind: told that a worker has printed lines which are not out: what has
-            receivers told after them, and of which task or call; `EACH` for each that
-            the worker has.
-        on_nested: told what a task says of its children.
-        on_acting: told what an actor's process says.
-        store: keeps what payloads refer to.
-        on_imported: told what a worker has imported.
-        on_fault: told of a message that was not taken in, for no fault of the worker's.
-        name_of: gives the name of a task.
-        burst: says whether what is submitted may have workers heard.
+        burst: has workers heard while the program submits.
+        actors: those of the node.
     """
+
+    @property
+    def burst(self) -> InlinePoller:
+        """See above."""
+
+    @property
+    def actors(self) -> ActorRegister:
+        """See above."""
+
+    def on_started(self, worker: int) -> None:
+        """A worker has connected."""
+
+    def on_gone(self, worker: int, death: Death) -> None:
+        """A worker has ended, and all that it had said was passed on."""
+
+    def on_outdated(self, environment: Environment) -> None:
+        """Workers for it that wait for work come from a zygote that was replaced."""
+
+    def on_done(self, worker: int, answers: list[wire.Done], /) -> None:
+        """Tasks have ended one after the other, with plain results."""
+
+    def on_answer(self, worker: int, answer: wire.Done | wire.Failed, /) -> None:
+        """A task has ended."""
+
+    def on_items(self, worker: LiveWorker, message: wire.Items, /) -> None:
+        """A task's or a call's generator has yielded."""
+
+    def on_skipped(self, worker: int, skipped: wire.Skipped) -> None:
+        """A task was not run."""
+
+    def on_acting(
+        self, worker: int, message: wire.Done | wire.Failed | wire.Created, /
+    ) -> None:
+        """An actor's process says something."""
+
+    def on_nested(self, worker: LiveWorker, message: wire.Message, /) -> None:
+        """A task says something of its children."""
+
+    def on_fault(
+        self, worker: LiveWorker, message: wire.Message, error: Exception
+    ) -> None:
+        """A message was not taken in, for no fault of the worker's."""
+
+    def delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
+        """A worker has printed lines that are not out: tell of this task later.
+
+        Or of this call; `EACH`: of each that the worker has.
+        """
+
+    def name_of(self, task: int) -> str:
+        """Return the name of a task, "" if it has ended."""
+
+
+class MessageRouter:
+    """Passes on what workers say to whoever has asked for it."""
 
     def __init__(
         self,
         console: Console,
-        burst: InlinePoller,
-        on_imported: Callable[[LiveWorker, Imported], None],
+        events: WorkerEvents,
+        store: Store,
+        on_imported: Callable[[LiveWorker, wire.Imported], None],
     ) -> None:
-        self.on_answer: Callable[[int, Done | Failed], None]
-        self.on_done: Callable[[int, list[Done]], None]
-        self.on_items: Callable[[LiveWorker, Items], None]
-        self.on_skipped: Callable[[int, Skipped], None]
-        self.on_behind: Callable[[LiveWorker, int, Delay], None]
-        self.on_nested: Callable[[LiveWorker, Message], None]
-        self.on_acting: Callable[[int, Done | Failed | Created], None]
-        self.on_fault: Callable[[LiveWorker, Message, Exception], None]
-        self.on_imported = on_imported
-        self.name_of: Callable[[int], str]
-        self.store: Store
-        self.burst = burst
+        """Prepare.
+
+        Args:
+            console: shows what workers print.
+            events: is told all that concerns neither of them.
+            store: keeps what payloads refer to.
+            on_imported: told what a worker has imported.
+        """
+        self._events = events
+        self._store = store
+        self._on_imported = on_imported
+        self._poller = events.burst
         self._console = console
 
-    def hear(self, worker: LiveWorker, messages: list[Message]) -> None:
+    def hear(self, worker: LiveWorker, messages: list[wire.Message]) -> None:
         """Take in what has come together from one worker."""
         output, console = worker.slot.output, self._console
         # Written before the answers were sent, so once is enough for all of them.
         output.catch_up()
-        done: list[Done] = []
-        self.burst.count = HEARING
+        done: list[wire.Done] = []
+        self._poller.count = HEARING
         try:
             for message in messages:
                 if (
-                    type(message) is Done
+                    type(message) is wire.Done
                     and message.payload[:1] != MARK
                     and output.number <= console.written
                 ):
@@ -269,13 +293,13 @@ class MessageRouter:
                             output.forget(message.task)
                         continue
                     try:
-                        self.on_acting(worker.id, message)
+                        self._events.on_acting(worker.id, message)
                     except Exception as error:  # noqa: BLE001 - one harms no other
-                        self.on_fault(worker, message, error)
+                        self._events.on_fault(worker, message, error)
                     continue
                 if done:
                     try:
-                        self.on_done(worker.id, done)
+                        self._events.on_done(worker.id, done)
                     except Exception as error:  # noqa: BLE001 - as above
                         self._tell_fault(worker, done, error)
                     done = []
@@ -283,30 +307,31 @@ class MessageRouter:
                     return
             if done:
                 try:
-                    self.on_done(worker.id, done)
+                    self._events.on_done(worker.id, done)
                 except Exception as error:  # noqa: BLE001 - as above
                     self._tell_fault(worker, done, error)
         finally:
-            self.burst.count = 0
+            self._poller.count = 0
 
     def _tell_fault(
-        self, worker: LiveWorker, done: list[Done], error: Exception
+        self, worker: LiveWorker, done: list[wire.Done], error: Exception
     ) -> None:
         for message in done:
-            self.on_fault(worker, message, error)
+            self._events.on_fault(worker, message, error)
 
-    def _take(self, worker: LiveWorker, message: Message) -> bool:
+    def _take(self, worker: LiveWorker, message: wire.Message) -> bool:
         """Take in one of them; False if the worker was cut off for it."""
         output, kind = worker.slot.output, type(message)
         if output.last and kind in _ANSWERS and worker.actor is None:
             # Now: a worker's death may be noted before the answer is passed on.
             output.forget(message.task)  # type: ignore[union-attr]
-        if (kind in _CARRIERS and message.payload[:1] == MARK) or kind is Items:  # type: ignore[union-attr, index]
+        payload = message.payload if kind in _CARRIERS else None  # type: ignore[union-attr]
+        if kind is wire.Items or (payload is not None and payload[:1] == MARK):
             admitted = self._admit(worker, message)
             if admitted is None:
                 return False
             message = admitted
-        if kind is Log:
+        if kind is wire.Log:
             self._show(worker, message)  # type: ignore[arg-type]
         else:
             if output.number > self._console.written and kind in _TOLD:
@@ -318,16 +343,14 @@ class MessageRouter:
         """Have who waits in this program told after the lines that were printed."""
         number = worker.slot.output.number
         if number > self._console.written:
-            # Late: most tasks print nothing.
-
             delay = partial(delayed, console=self._console, number=number)
-            self.on_behind(worker, task, delay)
+            self._events.delay(worker, task, delay)
 
-    def _admit(self, worker: LiveWorker, message: Message) -> Message | None:
+    def _admit(self, worker: LiveWorker, message: wire.Message) -> wire.Message | None:
         """Take in what a message refers to; None if the worker has made that up."""
-        admit = partial(self.store.admit, worker)
+        admit = partial(self._store.admit, worker)
         try:
-            if isinstance(message, Items):
+            if isinstance(message, wire.Items):
                 return message._replace(payloads=tuple(map(admit, message.payloads)))
             payload = admit(message.payload)  # type: ignore[union-attr, arg-type]
         except (ProtocolError, OSError) as error:
@@ -335,34 +358,36 @@ class MessageRouter:
             return None
         return message._replace(payload=payload)  # type: ignore[call-arg]
 
-    def _pass_on(self, worker: LiveWorker, message: Message) -> None:
+    def _pass_on(self, worker: LiveWorker, message: wire.Message) -> None:
         try:
             self._tell(worker, message)
         except (ProtocolError, OSError) as error:
             _cut_off(worker, error)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
-            self.on_fault(worker, message, error)
+            self._events.on_fault(worker, message, error)
 
-    def _tell(self, worker: LiveWorker, message: Message) -> None:
-        if isinstance(message, Items):
-            self.on_items(worker, message)
-        elif worker.actor is not None and isinstance(message, Done | Failed | Created):
-            self.on_acting(worker.id, message)
-        elif isinstance(message, Done | Failed):
-            self.on_answer(worker.id, message)
-        elif isinstance(message, Skipped):
-            self.on_skipped(worker.id, message)
-        elif isinstance(message, Imported):
-            self.on_imported(worker, message)
+    def _tell(self, worker: LiveWorker, message: wire.Message) -> None:
+        if isinstance(message, wire.Items):
+            self._events.on_items(worker, message)
+        elif worker.actor is not None and isinstance(
+            message, wire.Done | wire.Failed | wire.Created
+        ):
+            self._events.on_acting(worker.id, message)
+        elif isinstance(message, wire.Done | wire.Failed):
+            self._events.on_answer(worker.id, message)
+        elif isinstance(message, wire.Skipped):
+            self._events.on_skipped(worker.id, message)
+        elif isinstance(message, wire.Imported):
+            self._on_imported(worker, message)
         else:
-            self.on_nested(worker, message)
+            self._events.on_nested(worker, message)
 
-    def _show(self, worker: LiveWorker, log: Log) -> None:
+    def _show(self, worker: LiveWorker, log: wire.Log) -> None:
         output = worker.slot.output
         label = output.label
         if log.task:
             # A name of two lines would be a line of its own in the log.
-            label = f"{printable(self.name_of(log.task))} pid={worker.pid}"
+            label = f"{printable(self._events.name_of(log.task))} pid={worker.pid}"
         output.show(log.stream, label, log.line, log.task)
 
 

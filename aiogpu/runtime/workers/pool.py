@@ -26,23 +26,12 @@ from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, stillbirth
-from aiogpu.runtime.workers.message_router import InlinePoller, MessageRouter
+from aiogpu.runtime.workers.message_router import MessageRouter, WorkerEvents
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
 from aiogpu.runtime.zygote.generations import Zygotes
 from aiogpu.runtime.zygote.process import Zygote
+from aiogpu.wire import messages as wire
 from aiogpu.wire.connection import KEEPER, ZYGOTE
-from aiogpu.wire.messages import (
-    Close,
-    End,
-    Ended,
-    Exit,
-    Fork,
-    Forked,
-    Hello,
-    Imported,
-    Message,
-    Unforked,
-)
 
 _log: Final = logging.getLogger(__name__)
 
@@ -71,10 +60,6 @@ class Pool:
     Attributes:
         workers: live workers by id.
         slots: where they run.
-        on_started, on_gone: told of what happens, set by the driver.
-        on_outdated: told of an environment, set by the driver, if workers for it
-            that were not assigned yet come from a zygote that another has replaced.
-        hearing: takes what workers say.
         commands: tells workers what to do.
         autopsy: finds out what the kernel knows of a death.
     """
@@ -88,39 +73,39 @@ class Pool:
         send_signal: Callable[[int, int], None] = os.kill,
     ) -> None:
         self.workers: dict[int, LiveWorker] = {}
-        self.on_started: Callable[[int], None]
-        self.on_gone: Callable[[int, Death], None]
-        self.on_outdated: Callable[[Environment], object] = bool  # nobody is told yet
-        self.hearing = MessageRouter(
-            console, InlinePoller(self.workers), self._on_imported
-        )
+        self._events: WorkerEvents
+        self._router: MessageRouter
         self.commands = WorkerCommands(self.workers, zygotes.page)
         self.autopsy = ExitEvidence()
         self._loop = loop
         self._zygotes = zygotes
+        self._console = console
         self._send_signal = send_signal
         self.slots = Slots(loop, console, directory)
         self._is_closing = False
         self._store: Store | None = None
-        zygotes.is_busy = self.slots.is_busy
-        zygotes.on_lost_slot = self._on_lost_slot
-        zygotes.on_death = self._on_zygote_death
-        zygotes.on_superseded = self._on_superseded
+        self.is_busy: Final = self.slots.is_busy
 
     def __repr__(self) -> str:
         return f"<Pool {len(self.workers)} workers in {len(self.slots)} slots>"
 
-    def use(self, store: Store) -> None:
-        """Have values and shared memory kept by that."""
-        self._store = self.hearing.store = store
-        store.serve(self.workers, self._zygotes.page)
+    def begin(self, events: WorkerEvents, store: Store) -> None:
+        """From here on workers can be spawned.
+
+        Args:
+            events: told of what becomes of them, and what they say.
+            store: keeps their values and shared memory.
+        """
+        self._events, self._store = events, store
+        self._router = MessageRouter(self._console, events, store, self._on_imported)
+        store.serve(self.workers, self._zygotes.page, events.actors)
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the live workers."""
         return {worker.id: worker.pid for worker in self.workers.values()}
 
-    def greeted(self, peer: Peer, hello: Hello) -> None:
+    def greeted(self, peer: Peer, hello: wire.Hello) -> None:
         """Route a connection that has said what it is."""
         if hello.role == ZYGOTE:
             self._zygotes.greeted(peer, hello)
@@ -140,7 +125,7 @@ class Pool:
             slot = self.slots.take(self._zygotes.serving(environment))
         except (NodeError, OSError) as error:
             # Later, not now: the core is told of events one at a time.
-            self._loop.call_soon(self.on_gone, worker_id, stillbirth(error))
+            self._loop.call_soon(self._events.on_gone, worker_id, stillbirth(error))
             return
         timer = self._time_start(worker_id, START_LIMIT)
         worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
@@ -148,7 +133,7 @@ class Pool:
         slot.output.last.clear()
         slot.output.number = 0  # what the worker before has printed concerns others
         if slot.keeper is not None:
-            slot.keeper.send(Fork(worker_id))
+            slot.keeper.send(wire.Fork(worker_id))
 
     def _time_start(self, worker_id: int, seconds: float) -> asyncio.TimerHandle:
         return self._loop.call_later(seconds, self._on_late_start, worker_id)
@@ -173,7 +158,7 @@ class Pool:
         """A worker could not be asked for: it counts as one that never started."""
         worker = self.workers.get(worker_id)
         if worker is None:
-            self._loop.call_soon(self.on_gone, worker_id, stillbirth(error))
+            self._loop.call_soon(self._events.on_gone, worker_id, stillbirth(error))
         else:
             worker.reason, worker.cause = str(error), cause.NOT_STARTED
             self._loop.call_soon(self._check_gone, worker, True)
@@ -182,7 +167,7 @@ class Pool:
         """Tell a worker to end in an orderly way."""
         worker = self.workers[worker_id]
         if worker.peer is not None:
-            worker.peer.send(Exit())
+            worker.peer.send(wire.Exit())
 
     def kill(self, worker_id: int) -> None:
         """End a worker and all that it has started, at once."""
@@ -201,7 +186,7 @@ class Pool:
     def _end(self, worker: LiveWorker, why: str) -> None:
         if worker.slot.keeper is not None and worker.status is None:
             worker.cause = worker.cause or why
-            worker.slot.keeper.send(End(worker.id))
+            worker.slot.keeper.send(wire.End(worker.id))
             if worker.end_timer is None:
                 self._time_end(worker, self._end_keeper)
 
@@ -233,7 +218,7 @@ class Pool:
         if worker.slot is slot:
             self._end_orphans(slot, is_reused=False)
 
-    def _on_new_keeper(self, peer: Peer, hello: Hello) -> None:
+    def _on_new_keeper(self, peer: Peer, hello: wire.Hello) -> None:
         slot = self.slots.get(hello.id)
         if slot is None or slot.keeper is not None or self._is_closing:
             peer.abort()
@@ -243,21 +228,23 @@ class Pool:
         peer.on_messages = partial(self._on_keeper, slot)
         peer.on_lost = partial(self._on_keeper_lost, slot)
         if slot.worker is not None:
-            peer.send(Fork(slot.worker.id))
+            peer.send(wire.Fork(slot.worker.id))
         else:
             self.slots.put_back(slot)
 
-    def _on_keeper(self, slot: Slot, messages: list[Message]) -> None:
+    def _on_keeper(self, slot: Slot, messages: list[wire.Message]) -> None:
         for message in messages:
             worker = slot.worker
             match message:
-                case Forked(worker_id, pid) if worker and worker.id == worker_id:
+                case wire.Forked(worker_id, pid) if worker and worker.id == worker_id:
                     worker.pid = pid
                     slot.output.name(worker_id, pid)
-                case Unforked(worker_id, reason) if worker and worker.id == worker_id:
+                case wire.Unforked(worker_id, reason) if (
+                    worker and worker.id == worker_id
+                ):
                     worker.reason, worker.cause = reason, cause.CROWDED
                     self._check_gone(worker, is_certain=True)
-                case Ended(worker_id, status) if worker and worker.id == worker_id:
+                case wire.Ended(worker_id, status) if worker and worker.id == worker_id:
                     worker.status = status
                     if worker.peer is not None:
                         # A paused connection would not show its end.
@@ -286,7 +273,7 @@ class Pool:
         lose = partial(self._lose, slot, is_reused)
         self._zygotes.cgroup.end_slot(slot.index, lose)
 
-    def _on_lost_slot(self, index: int, unforked: str = "") -> None:
+    def on_lost_slot(self, index: int, unforked: str = "") -> None:
         """The slot's keeper has died, was closed or not forked; all below it ended."""
         slot = self.slots.get(index)
         if slot is not None:
@@ -326,7 +313,7 @@ class Pool:
             self.slots.forget(slot)
             slot.output.close()
 
-    def _on_worker(self, peer: Peer, hello: Hello) -> None:
+    def _on_worker(self, peer: Peer, hello: wire.Hello) -> None:
         worker = self.workers.get(hello.id)
         if worker is None or worker.peer is not None or worker.status is not None:
             peer.abort()
@@ -336,9 +323,9 @@ class Pool:
         worker.start_timer.cancel()
         worker.slot.output.name(worker.id, worker.pid)
         worker.slot.output.listen_to(peer)
-        peer.on_messages = partial(self.hearing.hear, worker)
+        peer.on_messages = partial(self._router.hear, worker)
         peer.on_lost = partial(self._on_worker_lost, worker)
-        self.on_started(worker.id)
+        self._events.on_started(worker.id)
 
     def _on_worker_lost(self, worker: LiveWorker) -> None:
         worker.peer = worker.slot.output.peer = None
@@ -364,19 +351,19 @@ class Pool:
         if slot.keeper is not None:
             self.slots.put_back(slot)
         death = worker.death(self._zygotes.page.begun(slot.index), self.autopsy)
-        self.hearing.delay(worker, EACH)
+        self._router.delay(worker, EACH)
         self._tell_gone(worker.id, death)
 
     def _tell_gone(self, worker_id: int, death: Death) -> None:
         self.workers.pop(worker_id).return_loans()
         if death.known == cause.CROWDED:
             self.slots.make_room()
-        self.on_gone(worker_id, death)
+        self._events.on_gone(worker_id, death)
 
-    def _on_imported(self, worker: LiveWorker, imported: Imported) -> None:
+    def _on_imported(self, worker: LiveWorker, imported: wire.Imported) -> None:
         self._zygotes.hear(worker.slot.zygote, imported)
 
-    def _on_superseded(self, zygote: Zygote) -> None:
+    def on_superseded(self, zygote: Zygote) -> None:
         """Workers that wait in slots of this zygote are not as fresh as they could be.
 
         Those that run go on.
@@ -384,9 +371,9 @@ class Pool:
         self.slots.close_free(zygote)
         workers = [slot.worker for slot in self.slots if slot.zygote is zygote]
         for environment in {worker.environment for worker in workers if worker}:
-            self.on_outdated(environment)
+            self._events.on_outdated(environment)
 
-    def _on_zygote_death(self, zygote: Zygote) -> None:
+    def on_zygote_death(self, zygote: Zygote) -> None:
         """Have the workers whose keepers may never come forked in other slots."""
         self.slots.close_free(zygote)
         for slot in self.slots:
@@ -414,12 +401,12 @@ class Pool:
         """End all keepers, and with them whatever is left; wait for it."""
         self._is_closing = True
         if self._store is not None:
-            self._store.serve({}, None)
+            self._store.serve({}, None, None)
         for worker in self.workers.values():
             worker.cancel_timers()
         for slot in self.slots:
             if slot.keeper is not None:
-                slot.keeper.send(Close())
+                slot.keeper.send(wire.Close())
             else:
                 self._remove_slot(slot)
         await self.slots.gone(CLOSE_LIMIT)

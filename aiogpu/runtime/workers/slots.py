@@ -29,7 +29,7 @@ from aiogpu.runtime.workers.death import (
     is_kernels,
     stillbirth,
 )
-from aiogpu.runtime.zygote.config import program_of
+from aiogpu.runtime.zygote.launch import program_of
 from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
 
@@ -234,7 +234,7 @@ class Slots:
         """A free slot of this zygote, or a new one.
 
         Raises:
-            CrowdedError: there is no room for another one now.
+            NoCapacityError: there is no room for another one now.
             OSError: none can be made.
         """
         if not os.path.exists(self._directory):
@@ -254,7 +254,7 @@ class Slots:
         """Make a slot and ask the zygote for its keeper.
 
         Raises:
-            CrowdedError: there is no room for another one now.
+            NoCapacityError: there is no room for another one now.
             OSError: its pipes cannot be made.
         """
         index = self._take_index()

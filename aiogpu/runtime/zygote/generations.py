@@ -24,7 +24,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import Environment
@@ -33,14 +33,15 @@ from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.workers.death import UnavailableError, is_scarcity
-from aiogpu.runtime.zygote.config import (
+from aiogpu.runtime.zygote.launch import (
+    Launched,
+    Modules,
     Program,
     ZygoteConfig,
     early_variables,
     program_of,
 )
-from aiogpu.runtime.zygote.launch import Launched
-from aiogpu.runtime.zygote.process import IMPORT_LIMIT, Zygote
+from aiogpu.runtime.zygote.process import IMPORT_LIMIT, Zygote, ZygoteEvents
 from aiogpu.wire.messages import Hello, Imported, LeftOut, Message, Ready, Stale, Unfit
 
 DEAR: Final = 50_000
@@ -132,10 +133,7 @@ class Learning:
 
 def sees_devices(module: str) -> bool:
     """Return whether importing this module would look for devices."""
-    parts = module.split(".")
-    return any(
-        ".".join(parts[:count]) in DEVICE_MODULES for count in range(1, len(parts) + 1)
-    )
+    return any(f"{module}.".startswith(f"{name}.") for name in DEVICE_MODULES)
 
 
 _log: Final = logging.getLogger(__name__)
@@ -157,6 +155,30 @@ FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, os.EX_TEMPFAIL)
 it, or it says itself that descriptors, processes or memory ran out."""
 
 
+class ZygoteListener(Protocol):
+    """Is told what becomes of zygotes, and has workers of them: the pool."""
+
+    def on_lost_slot(self, index: int, unforked: str = "") -> None:
+        """A slot's keeper has died, with all below it, or was not forked, and why."""
+
+    def on_zygote_death(self, zygote: Zygote) -> None:
+        """One has died unasked; what follows is there.
+
+        Keepers that have not come from it must be asked for again, unless it has a
+        problem.
+        """
+
+    def on_superseded(self, zygote: Zygote) -> None:
+        """Another serves in the place of this one."""
+
+    def is_busy(self, zygote: Zygote) -> bool:
+        """Return whether it has workers that have work."""
+
+
+Make = Callable[[Environment, Modules, ZygoteEvents], Zygote]
+"""Makes a zygote."""
+
+
 class ZygoteGenerations:
     """All generations of zygotes of one environment, one after the other.
 
@@ -164,17 +186,17 @@ class ZygoteGenerations:
         environment: variables that they are exec'd with.
         current: the one that serves, or is the first to do so.
         problem: why it is broken, None unless it is.
+        said: what the zygote that served last has said of itself, empty before one has.
         has_served: whether a generation could be forked, now or before.
         learning: what the next one will import.
         used_at: when a worker was wanted of it last, on the loop's clock.
-        on_death: told of a zygote that has died unasked; what follows is there.
-        on_superseded: told of a zygote in whose place another serves now.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        make: Callable[[Environment], Zygote],
+        make: Make,
+        pool: ZygoteListener,
         environment: Environment,
         preload: tuple[str, ...],
         learnt: tuple[str, ...] = (),
@@ -183,10 +205,9 @@ class ZygoteGenerations:
         self.problem: NodeStartError | None = None
         self.learning = Learning(preload, learnt)
         self.used_at = loop.time()
-        self.on_death: Callable[[Zygote], None]
-        self.on_superseded: Callable[[Zygote], None]
         self._loop = loop
         self._make = make
+        self._pool = pool
         self._preload = list(preload)
         self._next: Zygote | None = None
         self._is_wanted = False
@@ -196,7 +217,7 @@ class ZygoteGenerations:
         self._is_started = False
         self._is_failing = False
         self.has_served = False
-        self._said = Ready((), ())
+        self.said = Ready((), ())
         # Ends with None, or with why the first generation has ended before.
         self._ready: asyncio.Future[NodeStartError | None] = loop.create_future()
         self.current = self._make_zygote()
@@ -245,11 +266,6 @@ class ZygoteGenerations:
         if problem is not None:
             raise renewed(problem)
 
-    @property
-    def said(self) -> Ready:
-        """What the zygote that served last has said of itself, empty before one has."""
-        return self._said
-
     def hear(self, imported: Imported) -> None:
         """Learn from what a worker has imported."""
         if self.learning.hear(imported.names, imported.microseconds):
@@ -266,14 +282,9 @@ class ZygoteGenerations:
         self.current.retire()
 
     def _make_zygote(self) -> Zygote:
-        zygote = self._make(self.environment)
-        zygote.preload = tuple(self._preload)
-        zygote.learnt = tuple(self.learning.modules)
-        zygote.proven = tuple(sorted(self.learning.proven))
-        zygote.on_ready = self._on_ready
-        zygote.on_end = self._on_end
-        zygote.on_message = self._on_message
-        return zygote
+        learnt, proven = self.learning.modules, sorted(self.learning.proven)
+        modules = Modules(tuple(self._preload), tuple(learnt), tuple(proven))
+        return self._make(self.environment, modules, self)
 
     def _renew_soon(self) -> None:
         if self._timer is None and not self._is_ended:
@@ -294,13 +305,14 @@ class ZygoteGenerations:
         else:
             self._next = follower
 
-    def _on_ready(self, zygote: Zygote) -> None:
+    def on_ready(self, zygote: Zygote) -> None:
+        """See `ZygoteEvents`."""
         self.learning.prove(zygote.learnt)
         if self._is_failing:
             _log.warning("workers can be started again: zygote %d", zygote.generation)
         self.has_served, self._is_failing = True, False
         if zygote.ready is not None:
-            self._said = zygote.ready
+            self.said = zygote.ready
         if zygote is self._next:
             self._next = None
             self._follow(zygote)
@@ -320,9 +332,10 @@ class ZygoteGenerations:
         self.current = zygote
         _log.debug("zygote %d follows %d", zygote.generation, old.generation)
         old.retire()
-        self.on_superseded(old)
+        self._pool.on_superseded(old)
 
-    def _on_message(self, zygote: Zygote, message: Message) -> None:
+    def on_message(self, zygote: Zygote, message: Message) -> None:
+        """See `ZygoteEvents`."""
         if isinstance(message, LeftOut):
             self._leave_out(message.module, message.reason)
         elif isinstance(message, Stale) and zygote is self.current:
@@ -338,7 +351,8 @@ class ZygoteGenerations:
             "! %s is not preloaded: %s; workers import it themselves", module, reason
         )
 
-    def _on_end(self, zygote: Zygote) -> None:
+    def on_end(self, zygote: Zygote) -> None:
+        """See `ZygoteEvents`."""
         if zygote is self._next:
             self._next = None
             if not zygote.is_closing:
@@ -346,13 +360,19 @@ class ZygoteGenerations:
         elif not zygote.is_closing:
             if zygote is self.current and not self._is_ended:
                 self._succeed(zygote)
-            self.on_death(zygote)
+            self._pool.on_zygote_death(zygote)
 
     def _on_stillborn(self, zygote: Zygote) -> None:
         """A generation has ended before it could serve; the old one serves on."""
         unfit = zygote.unfit
-        if unfit is None:
-            self._give_up_learning(zygote)
+        if unfit is None:  # no module can be blamed: do without all that it adds
+            _log.warning(
+                "! a zygote ended with status %d while it imported; the one before "
+                "serves on",
+                zygote.status,
+            )
+            learnt = set(zygote.learnt) - set(self.current.learnt)
+            self._leave_out_all(learnt, zygote)
         elif unfit.module in self.learning.modules:
             self._leave_out(unfit.module, unfit.reason)
             self._is_wanted = True
@@ -365,15 +385,6 @@ class ZygoteGenerations:
             )
         if self._is_wanted:
             self._renew_soon()
-
-    def _give_up_learning(self, zygote: Zygote) -> None:
-        """No module can be blamed: do without all that this one was to add."""
-        _log.warning(
-            "! a zygote ended with status %d while it imported; the one before "
-            "serves on",
-            zygote.status,
-        )
-        self._leave_out_all(set(zygote.learnt) - set(self.current.learnt), zygote)
 
     def _leave_out_all(self, modules: Iterable[str], zygote: Zygote) -> None:
         reason = f"the zygote that imported it ended with status {zygote.status}"
@@ -389,7 +400,12 @@ class ZygoteGenerations:
         elif zygote.ready is None and zygote.learnt:
             self._leave_out_all(zygote.learnt, zygote)
         elif zygote.is_late:
-            problem = endless_import(zygote)
+            named = ", ".join(map(repr, zygote.preload)) or "nothing"
+            problem = PreloadError(
+                f"init(preload=...) names {named}, and the imports did not end within "
+                f"{IMPORT_LIMIT:g} s for each. Leave out the one that waits for "
+                f"something."
+            )
         elif self.has_served and not self._is_failing and self._may_restart():
             status = zygote.status
             _log.warning("! the zygote ended with status %d; starting another", status)
@@ -418,7 +434,10 @@ class ZygoteGenerations:
                 f"it runs when it starts (sitecustomize, a debugger, a profiler)."
             )
         elif unfit.is_missing:
-            return missing_module(unfit)
+            return PreloadError(
+                f"init(preload=...) names {unfit.module!r}, which cannot be imported: "
+                f"{unfit.reason.rstrip('.')}. Install it, or leave it out."
+            )
         else:
             _log.warning(
                 "! %s is not preloaded: %s, and a process that does so cannot be "
@@ -469,23 +488,6 @@ def renewed(problem: NodeStartError) -> NodeStartError:
     return kind(*problem.args)
 
 
-def missing_module(unfit: Unfit) -> PreloadError:
-    """The error for a module that the user has named and that is not there."""
-    return PreloadError(
-        f"init(preload=...) names {unfit.module!r}, which cannot be imported: "
-        f"{unfit.reason.rstrip('.')}. Install it, or leave it out."
-    )
-
-
-def endless_import(zygote: Zygote) -> PreloadError:
-    """The error for modules that the user has named and whose import never ends."""
-    named = ", ".join(map(repr, zygote.preload)) or "nothing"
-    return PreloadError(
-        f"init(preload=...) names {named}, and the imports did not end within "
-        f"{IMPORT_LIMIT:g} s for each. Leave out the one that waits for something."
-    )
-
-
 MOST_OTHERS: Final = 4
 """Environments of their own that have a zygote, beside the plain one and those of the
 programs that have joined."""
@@ -499,57 +501,44 @@ class Zygotes:
     """The zygotes of one node, by the environment that they are started with.
 
     Attributes:
-        page: the control page, which they all share.
+        config: what they all share.
+        page: the control page.
         cgroup: the node's.
-        on_lost_slot: told of a slot whose keeper has died, with all below it, or
-            was not forked, and then why.
-        on_death: told of a zygote that has died; keepers that have not come from it
-            must be asked for again, unless it has a problem.
-        on_superseded: told of a zygote in whose place another serves.
-        is_busy: says whether a zygote has workers that have work.
-        wants: says whether something of a program lives that has gone.
+        plain: those of most tasks, from `start` on.
+        wants: says whether something of a program lives that has gone; None where no
+            program can join.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         console: Console,
-        surroundings: ZygoteConfig,
+        config: ZygoteConfig,
         preload: Sequence[str],
     ) -> None:
-        self.on_lost_slot: Callable[[int, str], None]
-        self.on_death: Callable[[Zygote], None]
-        self.on_superseded: Callable[[Zygote], None]
-        self.is_busy: Callable[[Zygote], bool]
-        self.wants: Callable[[str], bool] = _nobody
+        self._pool: ZygoteListener
+        self.wants: Callable[[str], bool] | None = None
         self._loop = loop
         self._console = console
         self._preload = tuple(preload)
-        self._surroundings = surroundings
-        self.page = ControlPage.open(surroundings.page)
-        self.cgroup = surroundings.cgroup
+        self.config = config
+        self.page = ControlPage.open(config.page)
+        self.cgroup = config.cgroup
         self._generations = count()
         self._zygotes: dict[int, Zygote] = {}
         self._lineages: dict[Environment, ZygoteGenerations] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined: dict[str, int] = {}
-        self.plain = self._add(())
+        self.plain: ZygoteGenerations
 
     def __repr__(self) -> str:
         return f"<Zygotes {len(self._zygotes)} for {len(self._lineages)} environments>"
 
-    def start(self, launched: Launched) -> None:
-        """Listen to the plain one, which is on its way."""
+    def start(self, launched: Launched, pool: ZygoteListener) -> None:
+        """Listen to the plain one, which is on its way; the pool is told."""
+        self._pool = pool
+        self.plain = self._add(())
         self.plain.start(launched)
-
-    @property
-    def are_ready(self) -> bool:
-        """True if the plain one may be asked to fork, as far as was read."""
-        return self.plain.current.ready is not None
-
-    async def ready(self) -> None:
-        """Wait until the plain one may be asked to fork."""
-        await self.plain.ready()
 
     def serving(self, environment: Environment) -> Zygote:
         """The zygote for tasks with these variables; it may not be ready yet.
@@ -576,14 +565,8 @@ class Zygotes:
 
     def hear(self, zygote: Zygote, imported: Imported) -> None:
         """Learn from what a worker of this zygote has imported."""
-        lineage = self._lineages.get(zygote.environment)
-        if lineage is not None:
+        if lineage := self._lineages.get(zygote.environment):
             lineage.hear(imported)
-
-    @property
-    def page_descriptor(self) -> int:
-        """Descriptor of the control page."""
-        return self._surroundings.page
 
     async def close(self) -> None:
         """End all processes and wait; keepers must have been told before."""
@@ -594,7 +577,7 @@ class Zygotes:
         closing = [zygote.close() for zygote in self._zygotes.values()]
         await asyncio.gather(*closing)
         self.page.close()
-        self._surroundings.close()
+        self.config.close()
 
     def _add(
         self,
@@ -603,12 +586,9 @@ class Zygotes:
         own: Sequence[str] = (),
     ) -> ZygoteGenerations:
         preload = (*self._preload, *own)
-        lineage = ZygoteGenerations(
-            self._loop, self._make, environment, preload, learnt
+        lineage = self._lineages[environment] = ZygoteGenerations(
+            self._loop, self._make, self._pool, environment, preload, learnt
         )
-        lineage.on_death = self._on_death
-        lineage.on_superseded = self._on_superseded
-        self._lineages[environment] = lineage
         return lineage
 
     def _begin(self, environment: Environment) -> ZygoteGenerations:
@@ -623,7 +603,7 @@ class Zygotes:
         learning = self.plain.learning
         learnt = (name for name in learning.modules if name in learning.proven)
         key = program_of(environment)
-        program = self._surroundings.programs.get(key)
+        program = self.config.programs.get(key)
         if key and program is None:
             raise NodeStartError("the program for which it was to be has left the node")
         own = () if program is None else program.preload
@@ -637,7 +617,7 @@ class Zygotes:
         self._timer = None
         now = self._loop.time()
         for lineage in self._others():
-            if self.is_busy(lineage.current) or self._is_joined(lineage):
+            if self._pool.is_busy(lineage.current) or self._is_joined(lineage):
                 lineage.used_at = now
             elif now - lineage.used_at >= UNUSED:
                 self._give_up(lineage)
@@ -647,7 +627,7 @@ class Zygotes:
 
     def join(self, key: str, program: Program) -> None:
         """A client of that program has come."""
-        self._surroundings.programs.setdefault(key, program)
+        self.config.programs.setdefault(key, program)
         self._joined[key] = self._joined.get(key, 0) + 1
 
     async def joined(self, key: str) -> None:
@@ -689,10 +669,10 @@ class Zygotes:
 
     def _forget_programs(self) -> None:
         """Forget those of which nobody will start a worker again."""
-        programs = self._surroundings.programs
+        programs = self.config.programs
         served = {program_of(environment) for environment in self._lineages}
         for key in [key for key in programs if key not in served | self._joined.keys()]:
-            if not self.wants(key):
+            if self.wants is None or not self.wants(key):
                 del programs[key]
 
     def _give_up(self, lineage: ZygoteGenerations) -> None:
@@ -700,35 +680,23 @@ class Zygotes:
         self._forget_programs()
         lineage.end()
         # Later, not now: the core may be speaking, and will be asked again.
-        self._loop.call_soon(self._on_superseded, lineage.current)
+        self._loop.call_soon(self._pool.on_superseded, lineage.current)
 
-    def _make(self, environment: Environment) -> Zygote:
+    def _make(
+        self, environment: Environment, modules: Modules, events: ZygoteEvents
+    ) -> Zygote:
         zygote = Zygote(
             self._loop,
             self._console,
-            self._surroundings,
+            self.config,
             next(self._generations),
             environment,
+            modules,
+            events,
+            self._pool.on_lost_slot,
         )
-        zygote.on_lost_slot = self._on_lost_slot
         self._zygotes = {
             number: each for number, each in self._zygotes.items() if not each.is_over
         }
         self._zygotes[zygote.generation] = zygote
         return zygote
-
-    # Whoever listens comes later than the plain one is made.
-
-    def _on_lost_slot(self, slot: int, unforked: str) -> None:
-        self.on_lost_slot(slot, unforked)
-
-    def _on_death(self, zygote: Zygote) -> None:
-        self.on_death(zygote)
-
-    def _on_superseded(self, zygote: Zygote) -> None:
-        self.on_superseded(zygote)
-
-
-def _nobody(_program: str) -> bool:
-    """No program can join, and none has left anything."""
-    return False

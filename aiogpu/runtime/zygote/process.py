@@ -1,25 +1,32 @@
 """The driver's half of one zygote: start it, ask it for keepers, see it end.
 
-What follows from its end is decided in `runtime.zygote.generations`.
+Its end is seen on a pidfd, without a thread and without touching SIGCHLD. What follows
+from it is decided in `runtime.zygote.generations`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
+from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.output.pipes import LinePipe
-from aiogpu.runtime.zygote.config import (
+from aiogpu.runtime.zygote.launch import (
+    Launched,
+    Modules,
     ZygoteConfig,
+    launch,
 )
-from aiogpu.runtime.zygote.launch import Launched, Modules, Process, launch
 from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
 
 CHECKS: Final = 1.0
@@ -38,6 +45,19 @@ PATIENCE: Final = 5.0
 """Seconds that a zygote gets to end by itself."""
 
 
+class ZygoteEvents(Protocol):
+    """Is told what becomes of a zygote: the generations that it is one of."""
+
+    def on_ready(self, zygote: Zygote) -> None:
+        """It can be forked."""
+
+    def on_end(self, zygote: Zygote) -> None:
+        """It has ended, and all is known of that."""
+
+    def on_message(self, zygote: Zygote, message: Message) -> None:
+        """It says something else."""
+
+
 class Zygote:
     """One zygote process, from its start to its end.
 
@@ -51,31 +71,42 @@ class Zygote:
         ready: what it said when it could be forked, None before.
         ready_at: when that was, on the loop's clock.
         unfit: what it said before it gave up, None if it did not.
+        is_closing: it was told to end, or killed by us.
         status: its wait status, once it has ended.
         last: its last lines of output, once it has ended.
         is_over: it has ended, and all that it said was read.
         is_late: it was killed since its imports did not end.
         is_stale: something that it has imported was edited since.
         problem: why none has followed it, None while it lives or one does.
-        on_ready, on_end: told of it.
-        on_lost_slot: told of a slot whose keeper has died, with all below it, or
-            was not forked, and then why.
-        on_message: told all else that it says.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         console: Console,
-        surroundings: ZygoteConfig,
+        config: ZygoteConfig,
         generation: int,
-        environment: tuple[tuple[str, str], ...] = (),
+        environment: Environment,
+        modules: Modules,
+        events: ZygoteEvents,
+        on_lost_slot: Callable[[int, str], None],
     ) -> None:
+        """Prepare; `start` starts the process.
+
+        Args:
+            loop: runs the timers.
+            console: shows what it prints.
+            config: what all zygotes of the node share.
+            generation: its number.
+            environment: variables that it is exec'd with.
+            modules: what it imports.
+            events: told what becomes of it.
+            on_lost_slot: told of a slot whose keeper has died, with all below it, or
+                was not forked, and then why.
+        """
         self.generation = generation
         self.environment = environment
-        self.preload: tuple[str, ...] = ()
-        self.learnt: tuple[str, ...] = ()
-        self.proven: tuple[str, ...] = ()
+        self.preload, self.learnt, self.proven = self._modules = modules
         self.slots: set[int] = set()
         self.ready: Ready | None = None
         self.ready_at: float | None = None
@@ -86,37 +117,31 @@ class Zygote:
         self.is_late = False
         self.is_stale = False
         self.problem: Exception | None = None
-        self.on_ready: Callable[[Zygote], None]
-        self.on_end: Callable[[Zygote], None]
-        self.on_lost_slot: Callable[[int, str], None]
-        self.on_message: Callable[[Zygote, Message], None]
+        self._events = events
+        self._on_lost_slot = on_lost_slot
         self._loop = loop
         self._console = console
-        self._surroundings = surroundings
-        self._process: Process | None = None
-        self._output: ZygoteOutput | None = None
+        self._config = config
+        self._child: subprocess.Popen[bytes] | None = None
+        self._output: LinePipe | None = None
+        self._lines: deque[str] = deque(maxlen=20)
         self._peer: Peer | None = None
         self._checked = loop.time()
         self._is_silent = False
         self._is_retired = False
-        self._is_closing = False
+        self.is_closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._killer: asyncio.TimerHandle | None = None
         self._waiting: list[int] = []
         self._ended = loop.create_future()
 
     def __repr__(self) -> str:
-        return f"<Zygote {self.generation} {self._process!r}>"
+        return f"<Zygote {self.generation} {self._child!r}>"
 
     @property
     def takes_work(self) -> bool:
         """True if another worker may be forked from it."""
-        return not (self.is_over or self._is_retired or self._is_closing)
-
-    @property
-    def is_closing(self) -> bool:
-        """True if it was told to end, or killed by us."""
-        return self._is_closing
+        return not (self.is_over or self._is_retired or self.is_closing)
 
     def start(self, launched: Launched | None = None) -> None:
         """Listen to the process, which is started unless it is on its way already.
@@ -126,32 +151,42 @@ class Zygote:
                 tried again.
         """
         child, output = launched or launch(
-            self._surroundings,
+            self._config,
             self.generation,
             self.environment,
-            Modules(self.preload, self.learnt, self.proven),
+            self._modules,
         )
         # Before it is asked for the first fork: workers inherit what it has then.
         descriptor_limit.hand_down(child.pid)
         try:
-            self._process = Process(self._loop, child, self._on_process_end)
+            pidfd = os.pidfd_open(child.pid)
         except OSError as error:
             child.kill()
             child.wait()
             os.close(output)
             raise NodeStartError(f"a zygote cannot be watched: {error}") from error
-        self._output = ZygoteOutput(self._loop, self._console, output, child.pid)
+        self._child = child
+        self._loop.add_reader(pidfd, self._reap, child, pidfd)
+        # What it writes itself: the prints of preloaded modules, tracebacks.
+        label = f"zygote pid={child.pid}"
+        self._output = LinePipe(self._loop, output, partial(self._show, label))
         # What is learnt may be imported twice, once by a probe.
         count = 1 + len(self.preload) + 2 * len(self.learnt)
         self._killer = self._loop.call_later(count * IMPORT_LIMIT, self._on_late)
+
+    def _show(self, label: str, line: bytes) -> None:
+        text = line.decode("utf-8", "backslashreplace")
+        self._lines.append(text)
+        assert self._output is not None, text
+        self._console.write(2, f"({label}) {text}", self._output)
 
     def _on_late(self) -> None:
         self.is_late = True
         self._kill()
 
     def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        if self._child is not None:
+            self._child.kill()
 
     def greeted(self, peer: Peer) -> None:
         """Take over its connection."""
@@ -190,25 +225,26 @@ class Zygote:
 
     def end(self) -> None:
         """Have the process end, in an orderly way if it listens; by force in time."""
-        self._is_closing = True
+        self.is_closing = True
         if self._timer is not None:
             self._conclude()
-        if self._process is None:
+        if self._child is None:
             return
         self._stop_killer()
         if self._peer is not None and self.ready is not None:
             self._peer.send(Close())
-            self._process.resume()
+            # Somebody may have stopped it (SIGSTOP).
+            self._child.send_signal(signal.SIGCONT)
             self._killer = self._loop.call_later(PATIENCE, self._kill)
         else:
             # It is still importing, and reads nothing until it has done so.
-            self._process.kill()
+            self._child.kill()
 
     async def close(self) -> None:
         """End the process and wait for it; keepers must have been told before."""
-        if not self._is_closing:
+        if not self.is_closing:
             self.end()
-        if self._process is not None:
+        if self._child is not None:
             await self._ended
 
     def _on_messages(self, messages: list[Message]) -> None:
@@ -219,18 +255,20 @@ class Zygote:
                 slots, self._waiting = self._waiting, []
                 for slot in slots:
                     self.keep(slot)
-                self.on_ready(self)
+                self._events.on_ready(self)
             elif isinstance(message, Unfit):
                 self.unfit = message
             elif isinstance(message, Lost):
-                self.on_lost_slot(message.slot, message.unforked)
+                self._on_lost_slot(message.slot, message.unforked)
             else:
-                self.on_message(self, message)
+                self._events.on_message(self, message)
 
-    def _on_process_end(self, status: int) -> None:
+    def _reap(self, child: subprocess.Popen[bytes], pidfd: int) -> None:
         """The process has ended; what it said last may not have been read yet."""
-        self.status = status
-        if self._is_closing or self._is_silent:
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self.status = child.wait()
+        if self.is_closing or self._is_silent:
             self._conclude()
         else:
             self._timer = self._loop.call_later(LAST_WORD, self._conclude)
@@ -255,39 +293,11 @@ class Zygote:
             self._peer.cut_off()
             self._peer = None
         self._waiting.clear()
-        self.last = self._output.close() if self._output else ()
-        self._process = None
+        if self._output is not None:
+            self._output.drain()
+            self._output.close()
+        self.last = tuple(self._lines)
+        self._child = None
         self.is_over = True
         self._ended.set_result(None)
-        self.on_end(self)
-
-
-class ZygoteOutput:
-    """What the zygote itself writes: the prints of preloaded modules, tracebacks."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, console: Console, pipe: int, pid: int
-    ) -> None:
-        self._console = console
-        self._label = f"zygote pid={pid}"
-        self._last: deque[str] = deque(maxlen=20)
-        self._pipe = LinePipe(loop, pipe, self._show)
-
-    def _show(self, line: bytes) -> None:
-        text = line.decode("utf-8", "backslashreplace")
-        self._last.append(text)
-        self._console.write(2, f"({self._label}) {text}", self)
-
-    def pause(self) -> None:
-        """Read no more for now."""
-        self._pipe.pause()
-
-    def resume(self) -> None:
-        """Read again."""
-        self._pipe.resume()
-
-    def close(self) -> tuple[str, ...]:
-        """Read the rest and close; gives the last lines."""
-        self._pipe.drain()
-        self._pipe.close()
-        return tuple(self._last)
+        self._events.on_end(self)

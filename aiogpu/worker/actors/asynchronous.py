@@ -12,18 +12,11 @@ from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.client.current import (
-    ActorExit,
-    current,
-    has_exited,
-    method_called,
-    passing,
-    take_passing,
-)
+from aiogpu.client.current import ActorExit, current, has_exited, method_called
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result, split_results
-from aiogpu.wire.messages import Carry, Demand, Done, Drop, Failed, Invoke, Message
+from aiogpu.wire.messages import Demand, Done, Drop, Failed, Invoke
 from aiogpu.worker.actors.serial import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Raised
@@ -49,7 +42,7 @@ class AsyncActor:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._dropped: set[int] = set()
         self._flows: dict[int, StreamSender] = {}
-        self._answers: list[Message] = []
+        self._answers: list[Done | Failed] = []
         self._is_over = False
         self._waits_since = 0.0
         self._is_awake = False
@@ -64,7 +57,7 @@ class AsyncActor:
         client = self._stage.client
         if client is not None:
             client.loop, client.wake = loop, self._look_soon
-            client.on_drop = self._tell_soon
+            client.loans.on_over = self._tell_soon
         loop.add_reader(self._channel.fileno(), self._read)
         loop.call_soon(self._obey)
         try:
@@ -79,7 +72,7 @@ class AsyncActor:
             loop.close()
             if client is not None:
                 # It holds the actor, which is to go now.
-                client.loop = client.wake = client.on_drop = None
+                client.loop = client.wake = client.loans.on_over = None
 
     async def _close(self) -> None:
         await _end(self._running.values())
@@ -191,10 +184,6 @@ class AsyncActor:
         del self._running[call]
         self._dropped.discard(call)
         self._answer(answer)
-        client = self._stage.client
-        if client is not None and client.loans.are_used:
-            # Not before this frame, which holds the arguments, has gone.
-            self._tell_soon()
 
     async def _pour(self, items: Any, message: Invoke) -> None:
         """Send what a generator yields; a plain one has the loop until it is held."""
@@ -217,10 +206,6 @@ class AsyncActor:
         else:
             if not self._answers:
                 self._loop.call_soon(self._flush)
-            if passing:
-                # Now: what another call sends before the loop comes to these answers
-                # would take along what keeps this one's actors alive.
-                self._answers.append(Carry(answer.task, take_passing()))
             self._answers.append(answer)
         if self._stage.executor.has_left:
             self._stop()
@@ -234,8 +219,6 @@ class AsyncActor:
 
     def _tell(self) -> None:
         self._is_telling = False
-        # Answers first: one may have a handle that its method has dropped since.
-        self._flush()
         self._stage.tell_rest()
 
     def _flush(self) -> None:

@@ -6,19 +6,12 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from aiogpu.client.current import (
-    current,
-    method_called,
-    passing,
-    services,
-    take_passing,
-)
+from aiogpu.client.current import current, method_called, services
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import ALL
 from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
-    Carry,
     Create,
     Created,
     Done,
@@ -107,28 +100,20 @@ class ActorRuntime:
         if self.channel.is_closed:
             self.end_fork()
         self._stdio.end_lines()
-        if passing:
-            self.channel.send(Carry(answer.task, take_passing()))
         try:
             self.channel.send(answer)
         except SerializationError as error:
             self.channel.send(unsendable(answer, error))
         self.tell_rest()
 
-    def answer_all(self, answers: list[Message]) -> None:
-        """Send answers together after what was printed before them.
-
-        Before one that has handles to actors stands the `Carry` that says so.
-        """
+    def answer_all(self, answers: list[Done | Failed]) -> None:
+        """Send answers together after what was printed before them."""
         self._stdio.end_lines()
         try:
             self.channel.send_all(answers)
         except SerializationError:
             for answer in answers:
-                if isinstance(answer, Done | Failed):
-                    self.answer(answer)
-                else:
-                    self.channel.send(answer)
+                self.answer(answer)
         self.tell_rest()
 
     def tell_rest(self) -> None:
@@ -181,11 +166,11 @@ class SerialActor:
                 method_called.set(message.method)
                 answer = executor.call(_bound(methods, message), message)
                 stage.answer(answer)
+                # These hold what the driver is to be told of.
+                del message, answer
                 if client is not None and client.loans.are_used:
-                    # It holds the arguments, of which the driver is to be told.
-                    del message
                     stage.tell_rest()
-                if type(answer) is Failed and executor.has_left:
+                if executor.has_left:
                     return
             elif type(message) is Drop:
                 self._drops += 1

@@ -7,20 +7,12 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from aiogpu.client.current import (
-    ActorExit,
-    current,
-    has_exited,
-    method_called,
-    passing,
-    take_passing,
-)
+from aiogpu.client.current import ActorExit, current, has_exited, method_called
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result, split_results
 from aiogpu.wire.messages import (
     DEFAULT_GROUP,
-    Carry,
     Create,
     Demand,
     Done,
@@ -124,10 +116,6 @@ class ThreadedActor:
             result = dump_result(value)
             if isinstance(result, PickledValue):
                 result = packed(result)
-            if passing:
-                # Now, while the value keeps its handles: once they are dropped another
-                # thread may say so, before this one comes to answer.
-                self._channel.send(Carry(call, take_passing()))
             took = int((perf_counter() - started) * 1e6) + 1
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             kind = UNSENDABLE if type(error) is UnsendableError else kind

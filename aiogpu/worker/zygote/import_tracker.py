@@ -1,28 +1,23 @@
 """What a worker imports, and what that costs: noted where CPython imports at all.
 
-CPython calls `importlib._bootstrap._find_and_load` for each module that is not in
-`sys.modules`, and for no other, so what is imported already costs nothing.
+That is called for each module that is not in `sys.modules`, and for no other, so what
+is imported already costs nothing.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from _thread import _local
-from collections.abc import Callable
 from time import perf_counter
 from types import ModuleType
 from typing import Any, Final
 
 from aiogpu.wire.messages import Imported
-from aiogpu.worker.interrupts import IMPORT
+from aiogpu.worker.private_hooks import Find, wrap_imports
 
 NOISE: Final = 1000
 """Microseconds below which an import is not worth a word."""
-
-
-_ENTRY: Final = "_find_and_load"
 
 
 _STANDARD: Final = f"{os.path.dirname(os.__file__)}{os.sep}"
@@ -61,14 +56,9 @@ class Imports:
 
     def watch(self) -> bool:
         """Note all imports from now on; False if this Python has another way."""
-        bootstrap: Any = getattr(importlib, "_bootstrap", None)
-        find_and_load = getattr(bootstrap, _ENTRY, None)
-        if find_and_load is None:
-            return False
-        setattr(bootstrap, _ENTRY, self._noting(find_and_load))
-        return True
+        return wrap_imports(self._noting)
 
-    def _noting(self, find_and_load: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, find_and_load: Find) -> Find:
         nesting, imports = _Nesting(), self
 
         def note(name: str, import_: object) -> Any:
@@ -90,9 +80,6 @@ class Imports:
                 if nesting.depth == 0 and nesting.found:
                     imports.found += nesting.found
 
-        # So it counts as a part of importlib: tracebacks leave it out, and it is not
-        # broken off.
-        note.__code__ = note.__code__.replace(co_filename=IMPORT)
         return note
 
 

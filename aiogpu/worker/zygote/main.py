@@ -6,7 +6,6 @@ running worker; the driver's death ends it, and it takes the node's directory al
 
 from __future__ import annotations
 
-import atexit
 import errno
 import gc
 import os
@@ -31,10 +30,16 @@ from aiogpu.wire.messages import (
     socket_path,
 )
 from aiogpu.worker.environment import Threads
-from aiogpu.worker.parent_link import Watch, is_served, remove_directory
+from aiogpu.worker.private_hooks import forget_exit_functions
 from aiogpu.worker.zygote.bootstrap import Birth
 from aiogpu.worker.zygote.import_tracker import Imports
-from aiogpu.worker.zygote.keeper import Keeper, end_children
+from aiogpu.worker.zygote.keeper import (
+    Keeper,
+    Watch,
+    end_children,
+    is_served,
+    remove_directory,
+)
 from aiogpu.worker.zygote.preload import Files, Preload
 
 KEEPER_LIMIT: Final = 1.5
@@ -153,7 +158,7 @@ class Zygote:
             try:
                 self._watch.leave()
                 # What follows is the workers' too, who shall not pay for it.
-                atexit._clear()
+                forget_exit_functions()
                 for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
                 begin = self._birth.begin

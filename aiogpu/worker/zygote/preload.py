@@ -25,8 +25,8 @@ from typing import Final
 from aiogpu.client.current import current
 from aiogpu.linux import syscalls as kernel
 from aiogpu.wire.messages import LeftOut, Message, Ready, Setup, Unfit
-from aiogpu.worker.parent_link import watched_over
-from aiogpu.worker.zygote.keeper import end_children
+from aiogpu.worker.private_hooks import another_environ, is_fork_of_cuda
+from aiogpu.worker.zygote.keeper import end_children, watched_over
 
 NEEDED: Final = (
     "cloudpickle",
@@ -322,16 +322,9 @@ class _Recording(os._Environ[str]):
 @contextmanager
 def recorded_reads() -> Iterator[set[str]]:
     """Record the names that are read in the block, in the set that is given."""
-    environ = os.environ
-    state = vars(environ)
     names: set[str] = set()
-    state["names"], state["expected"] = names, []
-    environ.__class__ = _Recording
-    try:
+    with another_environ(_Recording, names=names, expected=[]):
         yield names
-    finally:
-        environ.__class__ = os._Environ
-        del state["names"], state["expected"]
 
 
 OWN: Final = "aiogpu"
@@ -429,7 +422,7 @@ def has_begun_cuda(torch: ModuleType) -> bool:
     if pid == 0:
         status = BAD
         try:
-            status = BAD if cuda._is_in_bad_fork() else 0
+            status = BAD if is_fork_of_cuda(cuda) else 0
         finally:
             os._exit(status)
     return os.waitpid(pid, 0)[1] != 0

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
+import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime.checks import node as service
-from aiogpu.runtime.checks.finding import Finding, Level
-from aiogpu.runtime.checks.node import check_service
-
-STAT = "7 (a) b) S " + " ".join(map(str, range(4, 53)))
-"""A process that began at tick 22, as the kernel tells of it."""
-LIMITS = """\
-Limit                     Soft Limit           Hard Limit           Units
-Max processes             unlimited            unlimited            processes
-Max open files            {soft}                 {hard}                files
-"""
+from aiogpu import __version__
+from aiogpu.cli import checks as service
+from aiogpu.cli.checks import Check, Finding, Level, check_service, examine
+from aiogpu.daemon.place import Record, start_time
 
 
 class Place:
-    """A node's directory, and a proc filesystem of paper.
+    """A node's directory.
 
     Attributes:
         path: of the node's socket.
@@ -35,18 +31,12 @@ class Place:
         self.path = str(root / "aiogpu" / "node.sock")
         self._root = root
         os.mkdir(root / "aiogpu", 0o700)
-        os.mkdir(root / "proc")
 
-    def note(self, pid: int, version: str = "1") -> None:
-        said = json.dumps({"pid": pid, "started": 22, "version": version})
-        Path(self.path).with_suffix(".pid").write_text(said)
-
-    def live(self, pid: int, soft: int = 1024, hard: int = 65536) -> None:
-        """Have a process be there."""
-        place = self._root / "proc" / str(pid)
-        (place / "fd").mkdir(parents=True)
-        (place / "stat").write_text(STAT)
-        (place / "limits").write_text(LIMITS.format(soft=soft, hard=hard))
+    def note(self, pid: int, version: str = __version__, *, is_alive: bool) -> None:
+        """Have a pidfile name a process, or one that had its number before it."""
+        started = start_time(pid) or 0
+        record = Record(pid, started - (not is_alive), self.path, "", 0, 0, version)
+        Path(self.path).with_suffix(".pid").write_text(json.dumps(record._asdict()))
 
     def bind(self) -> socket.socket:
         bound = socket.socket(socket.AF_UNIX)
@@ -54,8 +44,8 @@ class Place:
         return bound
 
     def found(self) -> list[Finding]:
-        proc, linger = self._root / "proc", self._root / "linger"
-        return list(check_service(self.path, "1", proc, linger))
+        run = partial(check_service, self.path, self._root / "linger")
+        return list(examine([Check("service", run)]))
 
     def one(self, level: Level) -> str:
         """What is found, if it is but one thing; what is not well says what to do."""
@@ -86,29 +76,36 @@ def test_none_need_run(place: Place) -> None:
 
 
 def test_a_pidfile_that_was_left_is_no_node(place: Place) -> None:
-    place.note(7)
+    place.note(7, is_alive=False)
     assert "one that was process 7 is left" in place.one(Level.OK)
     Path(place.path).with_suffix(".pid").write_text("garbage")
     assert "none need" in place.one(Level.OK)
 
 
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A process that stands for a node."""
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as cat:
+        yield cat.pid
+
+
 @pytest.mark.usefixtures("listening")
-def test_a_node_that_runs_and_its_limits(place: Place) -> None:
+def test_a_node_that_runs_and_its_limits(place: Place, child: int) -> None:
     assert place.one(Level.OK) == f"a node runs at {place.path}"
-    place.note(7)
-    place.live(7)
+    place.note(child, is_alive=True)
+    resource.prlimit(child, resource.RLIMIT_NOFILE, (4096, 4096))
     service, limits = place.found()
-    assert service == Finding(
-        "service", Level.OK, f"a node runs at {place.path}, pid 7"
-    )
+    assert service.found == f"a node runs at {place.path}, pid {child}"
+    assert (service.name, service.level) == ("service", Level.OK)
     assert (limits.name, limits.level) == ("service limits", Level.OK)
-    assert limits.found.startswith("1024 may be open, 0 are; room for 4080 workers")
+    used = len(os.listdir(f"/proc/{child}/fd"))
+    assert limits.found.startswith(f"4096 may be open, {used} are; room for 79")
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_node_with_low_limits(place: Place) -> None:
-    place.note(7)
-    place.live(7, soft=64, hard=256)
+def test_a_node_with_low_limits(place: Place, child: int) -> None:
+    place.note(child, is_alive=True)
+    resource.prlimit(child, resource.RLIMIT_NOFILE, (64, 256))
     _, limits = place.found()
     assert limits.level is Level.WARN
     assert "LimitNOFILE=" in limits.advice
@@ -116,8 +113,8 @@ def test_a_node_with_low_limits(place: Place) -> None:
 
 @pytest.mark.usefixtures("listening")
 def test_a_node_of_another_version(place: Place) -> None:
-    place.note(8, version="0.9")
-    assert "it runs aiogpu 0.9, this is 1" in place.one(Level.WARN)
+    place.note(8, version="0.9", is_alive=False)
+    assert f"it runs aiogpu 0.9, this is {__version__}" in place.one(Level.WARN)
 
 
 def test_a_socket_that_was_left(place: Place) -> None:
@@ -126,34 +123,36 @@ def test_a_socket_that_was_left(place: Place) -> None:
     assert "Connection refused; a node that has ended has left it" in told
 
 
-def test_a_process_that_does_not_answer(place: Place) -> None:
-    place.note(7)
-    place.live(7)
-    assert "No such file or directory, though process 7 lives" in place.one(Level.WARN)
+def test_a_process_that_does_not_answer(place: Place, child: int) -> None:
+    place.note(child, is_alive=True)
+    told = place.one(Level.WARN)
+    assert f"No such file or directory, though process {child} lives" in told
 
 
-def test_another_process_of_that_number_is_not_the_node(place: Place) -> None:
-    place.live(7)
-    said = json.dumps({"pid": 7, "started": 23})
-    Path(place.path).with_suffix(".pid").write_text(said)
-    assert "process 7 is left" in place.one(Level.OK)
+def test_another_process_of_that_number_is_not_the_node(
+    place: Place, child: int
+) -> None:
+    place.note(child, is_alive=False)
+    assert f"process {child} is left" in place.one(Level.OK)
 
 
 def test_a_node_whose_queue_is_full(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, child: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "PATIENCE", 0.01)
-    place.note(7)
-    place.live(7)
+    place.note(child, is_alive=True)
     with place.bind() as bound, ExitStack() as waiting:
         bound.listen(0)
-        for _ in range(2):
+        is_full = False
+        while not is_full:
             visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
             visitor.setblocking(False)
-            with suppress(BlockingIOError):
+            try:
                 visitor.connect(place.path)
+            except BlockingIOError:
+                is_full = True
         told = place.one(Level.WARN)
-    assert "no answer within 0.01 s, though process 7 lives" in told
+    assert f"no answer within 0.01 s, though process {child} lives" in told
 
 
 def test_a_directory_that_others_can_enter(place: Place) -> None:
@@ -184,10 +183,10 @@ def test_what_is_no_directory(place: Place) -> None:
 def test_logging_out_would_take_it_away(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.checks.node.RUN_USER", str(tmp_path))
+    monkeypatch.setattr(service, "RUN_USER", str(tmp_path))
     monkeypatch.setattr("pwd.getpwuid", lambda _uid: type("E", (), {"pw_name": "me"}))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("aiogpu.runtime.checks.node._directory", lambda _: None)
+    monkeypatch.setattr(service, "unfit_directory", lambda _: None)
     with place.bind() as bound:
         bound.listen()
         _, lingers = place.found()

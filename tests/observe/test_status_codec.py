@@ -13,7 +13,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.server_info import pack_capacity, unpack_capacity
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.callers.status_codec import status_codec
+from aiogpu.observe.status_codec import status_codec
 
 KNOWN = {one.__name__ for one in status_codec.classes}
 PLAIN = {"Mapping", "None"}

@@ -1,12 +1,13 @@
-"""The demo's computation: a Julia set, band by band or at once.
+"""A Julia set, band by band on fractions of GPUs: what `aiogpu demo` computes.
 
-The one door to numpy. Workers import this file, so it imports nothing that draws.
 Only operations that IEEE 754 rounds one by one are used: a pixel's value does not
 depend on which others are computed with it, and bands can be compared bit by bit.
+Install numpy by: pip install 'aiogpu[demo]'.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import random
@@ -124,3 +125,19 @@ class Picture:
         scale = (LEVELS - 1) / math.log1p(STEPS)
         levels: list[list[int]] = (np.log1p(counts) * scale).astype(int).tolist()
         return levels
+
+
+async def main() -> None:
+    picture = Picture(Scene.of(size=256, seed=7))
+    async with aiogpu.init(num_cpus=8, num_gpus=2, preload=("numpy",)):
+        task = band.options(num_gpus=0.25)
+        parts = (task.remote(picture.scene, number, 16) for number in range(16))
+        for part in asyncio.as_completed(list(parts)):
+            picture.add(await part)
+    for row in picture.preview(64, 24):
+        print("".join(" .:-=+*#%@"[level * 10 // LEVELS] for level in row).rstrip())
+    print("equals the serial one:", picture.equals_serial())
+
+
+if __name__ == "__main__":
+    aiogpu.run(main())

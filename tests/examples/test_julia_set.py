@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from aiogpu.cli.julia import STEPS, Band, Picture, Scene, escape_counts
+from julia_set import STEPS, Band, Picture, Scene, escape_counts
 
 RAN = ((0,), 1, 0.0, 1.0)
 

@@ -1,0 +1,847 @@
+"""A task in a worker of Ray's: its interrupts, its event loop, its client, its run.
+
+Coroutines have an engine on their event loop, as programs have. Plain code has no loop:
+what it starts is carried by a loop of its thread, which runs while the code waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from _thread import get_ident, interrupt_main, start_new_thread
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from selectors import EpollSelector, SelectorKey
+from types import CoroutineType, FrameType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from aiogpu.accelerators.listed_devices import is_left_alone
+from aiogpu.client.current import (
+    current,
+    error_inside_task,
+    host_of_task,
+)
+from aiogpu.engines.ray import cluster
+from aiogpu.engines.ray.cluster import Ref, SerialThread
+from aiogpu.engines.ray.errors import cancelled, pack_error
+from aiogpu.engines.ray.tasks import Calls, RayValues
+from aiogpu.engines.ray.values import from_arguments, pack, source_of, to_stored
+from aiogpu.errors import SerializationError
+from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.payload import has_handles
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import (
+    SplitResults,
+    dump_result,
+    load_arguments,
+    load_function,
+    split_results,
+)
+from aiogpu.wire.messages import Define
+from aiogpu.worker.execute import is_coroutine
+from aiogpu.worker.interrupts import imports
+from aiogpu.worker.invoke import RetryRules
+from aiogpu.worker.private_hooks import set_running_loop
+
+if TYPE_CHECKING:
+    from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.client.interface import Receiver
+
+# Interrupts
+
+AGAIN: Final = 0.02
+"""Seconds between two looks at whether an interrupt may be raised."""
+WAKE: Final = signal.SIGURG
+"""Sent to the main thread to end what blocks it. Ray's workers have SIGINT blocked;
+a process that does not handle this one ignores it."""
+UNHEARD: Final = 0.25
+"""Seconds in which a running loop has heard of a cancel."""
+WAKES: Final = 50
+"""Signals for one interrupt: the main thread may block a moment after the first."""
+
+
+class Interrupts:
+    """Interrupts each task at most once, where it does no harm.
+
+    Ray raises an interrupt at any moment of a task, and may raise several, so that
+    the cleanup after the first is cut short by the next. Here the first one ends the
+    task's code, as on other engines, and the rest are ignored. Library code and
+    imports are not broken off: an interrupt is deferred until they have ended.
+
+    Ray interrupts by `interrupt_main`, which sends no signal, so that a call which
+    blocks in the kernel, such as `time.sleep`, would go on. So a thread is told by
+    Python's wakeup descriptor, and sends real signals until the interrupt is raised.
+
+    Attributes:
+        has_come: whether the running task was interrupted.
+        is_meant: asked, in an actor, whether the call that runs is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.is_meant: Callable[[], bool] | None = None
+        self._is_enabled = False
+        self._is_pending = False
+        self._since = 0.0
+        self._depth = 0
+        self._wake: Callable[[], object] | None = None
+        self._wakeup: socket.socket | None = None
+
+    def install(self) -> None:
+        """Handle Ray's interrupts in this thread, if it is the main one."""
+        if not _is_main():
+            return
+        if signal.getsignal(signal.SIGINT) != self._on_interrupt:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+            signal.signal(WAKE, self._look)
+        if self._wakeup is None:
+            heard, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
+            start_new_thread(self._relay, (heard, get_ident()))
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """An interrupt ends the code of the block, which is a task's or a call's."""
+        if not _is_main():
+            yield
+            return
+        self.has_come = self._is_pending = False
+        self._is_enabled = True
+        try:
+            yield
+        finally:
+            self._is_enabled = False
+            self._is_pending = False
+
+    def _relay(self, heard: socket.socket, main: int) -> None:
+        """Follow each signal that Python notes, in a thread."""
+        while numbers := heard.recv(64):
+            if signal.SIGINT in numbers:
+                self.insist(main, WAKES)
+
+    def insist(self, main: int, wakes: int) -> None:
+        """Have the main thread look so many times, or until its interrupt is raised."""
+        while self._is_enabled and not self.has_come and (wakes or self._is_pending):
+            if self._is_pending and not self._depth:
+                interrupt_main(WAKE)  # disturbs no system call of an import
+            else:
+                signal.pthread_kill(main, WAKE)
+            time.sleep(AGAIN)
+            wakes = max(wakes - 1, 0)
+
+    @contextmanager
+    def deferred(self, wake: Callable[[], object] | None = None) -> Iterator[None]:
+        """Raise an interrupt that comes in the block at the block's end.
+
+        Of nested blocks the outermost raises it, unless it is taken before. Threads
+        other than the main one are never interrupted.
+
+        Args:
+            wake: called by the signal's handler when an interrupt was deferred; None
+                leaves that to the block around this one.
+        """
+        if not _is_main():
+            yield
+            return
+        before = self._wake
+        self._depth += 1
+        self._wake = wake or before
+        try:
+            yield
+        finally:
+            self._wake = before
+            self._depth -= 1
+            if not self._depth and self.take():
+                raise KeyboardInterrupt
+
+    def is_due(self) -> bool:
+        """Return whether one is raised as soon as the running block ends."""
+        return self._is_pending and self._depth == 1 and _is_main()
+
+    def take(self) -> bool:
+        """Take a deferred interrupt: the caller ends the task's code."""
+        if not self._is_pending or not _is_main():
+            return False
+        self._is_pending = False
+        self.has_come = True
+        return True
+
+    def _on_interrupt(self, _signal: int, frame: FrameType | None) -> None:
+        self._interrupt(frame)
+
+    def _look(self, _signal: int, frame: FrameType | None) -> None:
+        if self._is_pending:
+            self._raise(frame)
+        elif self._is_enabled and self.is_meant is not None and self.is_meant():
+            self._interrupt(frame)
+
+    def _interrupt(self, frame: FrameType | None) -> None:
+        if self._is_enabled and not self.has_come:
+            if not self._is_pending:
+                self._is_pending, self._since = True, time.monotonic()
+            self._raise(frame)
+
+    def _raise(self, frame: FrameType | None) -> None:
+        """End the code of the main thread, unless that has to wait; see `insist`."""
+        if self._depth:
+            if self._wake is None:
+                return
+            # A coroutine that blocks its loop never hears of a cancel.
+            if time.monotonic() < self._since + UNHEARD:
+                self._wake()
+                return
+        if not imports(frame) and self.take():
+            raise KeyboardInterrupt
+
+
+def _is_main() -> bool:
+    # `threading.current_thread` would make an object for each of Ray's own threads.
+    return get_ident() == threading.main_thread().ident
+
+
+interrupts: Final = Interrupts()
+"""Those of this process."""
+
+
+# Event loops
+
+SLICE: Final = 0.05
+"""Seconds of one wait: Ray interrupts a task only between two steps of its code."""
+SHARED_SLICE: Final = 0.005
+"""The same if the task waits for descriptors of its own as well."""
+DELIVERY: Final = 0.001
+"""Seconds from Ray's thread to this one for what is ready."""
+AWAITED: Final = 1000
+"""Objects that one wait is for, at most."""
+MOST_ENDS: Final = 10
+"""Exceptions by which what is left on a loop may end it."""
+
+
+class _RaySelector(EpollSelector):
+    """Waits in Ray, if there is something to wait for.
+
+    Ray then knows that the task is blocked, and gives its CPUs to others meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Calls | None = None
+        self.is_shared = False
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        found = super().select(0)
+        if found:
+            return found
+        refs = self._awaited()
+        is_alone = len(self.get_map()) == 1 and not self.is_shared
+        slice_ = SLICE if is_alone or not refs else SHARED_SLICE
+        wait = slice_ if timeout is None else min(timeout, slice_)
+        if not refs:
+            return super().select(wait)
+        return super().select(DELIVERY if cluster.wait(refs, wait) else 0)
+
+    def _awaited(self) -> Sequence[Ref]:
+        if self.calls is None:
+            return ()
+        # A copy: other threads of an actor may make calls meanwhile.
+        calls = [*islice(self.calls.live.values(), AWAITED)]
+        refs = (
+            ref
+            for call in calls
+            for ref in call.refs or ((call.generator,) if call.generator else ())
+        )
+        return list(islice(refs, AWAITED))
+
+
+class TaskLoop:
+    """The event loop of a thread, kept between tasks, or of all threads of an actor.
+
+    The threads of an actor take turns in running the loop, so that what one of them
+    has started another can wait for. What comes while none of them waits is delivered
+    by a thread of the loop's own: an actor may be idle for long, and would keep alive
+    whatever an answer holds that nobody has looked at.
+
+    Attributes:
+        loop: the asyncio loop.
+    """
+
+    def __init__(self, *, is_of_actor: bool = False) -> None:
+        self._is_of_actor = is_of_actor
+        self._delivery_thread: SerialThread | None = None
+        self._turn = threading.Lock()  # whoever runs the loop has it
+        self._waiters_lock = threading.Lock()
+        self._waiters = 0
+        self._selector = _RaySelector()
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._selector)
+        self._runner = asyncio.Runner(loop_factory=lambda: self.loop)
+        self._runner.get_loop()
+        self._main: asyncio.Task[Any] | None = None
+
+    def wait_for(self, calls: Calls) -> None:
+        """Wait for these calls while the loop is idle."""
+        self._selector.calls = calls
+        if self._is_of_actor:
+            calls.on_posted = self._deliver_later
+
+    def _deliver_later(self) -> None:
+        """Have what has come delivered, from any thread; those who wait do it."""
+        with self._waiters_lock:
+            if self._waiters:
+                return
+            if self._delivery_thread is None:
+                self._delivery_thread = SerialThread("aiogpu-delivery")
+        self._delivery_thread.submit(self._deliver)
+
+    def _deliver(self) -> None:
+        if self._turn.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self._turn.release()
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        """Await something of the task's, in a copy of the caller's context.
+
+        An interrupt cancels it, and is raised when it has ended by that.
+        """
+        # Another thread may be delivering what has come.
+        with interrupts.deferred(self._wake), self._turn:
+            try:
+                return self._runner.run(self._awaited(awaitable))
+            except asyncio.CancelledError:
+                if not interrupts.has_come:
+                    raise
+                raise KeyboardInterrupt from None
+            except (SystemExit, KeyboardInterrupt):
+                self.settle()
+                raise
+
+    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+        self._main = asyncio.current_task()
+        try:
+            self._cancel_main()  # an interrupt may have come before
+            return await awaitable
+        finally:
+            self._main = None
+
+    def _wake(self) -> None:
+        # A cancel may do anything: take a lock, say, that the interrupted code holds.
+        self.loop.call_soon_threadsafe(self._cancel_main)
+
+    def _cancel_main(self) -> None:
+        if self._main is not None and interrupts.take():
+            self._main.cancel()
+
+    def settle(self) -> None:
+        """Run what is due once more.
+
+        Code that ends the loop by an exception of its own may leave the loop's own stop
+        behind, which would stop whatever is run next.
+        """
+        for _ in range(MOST_ENDS):
+            stop = self.loop.call_soon(self.loop.stop)
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                stop.cancel()  # other code has ended the loop
+
+    def run_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
+        """Run what is due until something is done; return False on timeout.
+
+        Args:
+            is_done: asked after each step.
+            deadline: by `time.monotonic()`, as the loop's own clock; None for no limit.
+        """
+        with interrupts.deferred():
+            self._add_waiters(1)
+            try:
+                while not (is_done() or interrupts.is_due()):
+                    if deadline is not None and self.loop.time() >= deadline:
+                        return False
+                    if self._turn.acquire(timeout=SLICE):
+                        try:
+                            if not is_done():  # by another thread's turn
+                                self._run_slice()
+                        finally:
+                            self._turn.release()
+                return True
+            finally:
+                self._add_waiters(-1)
+                calls = self._selector.calls
+                if self._is_of_actor and calls is not None and calls.is_posted:
+                    self._deliver_later()
+
+    def _add_waiters(self, more: int) -> None:
+        with self._waiters_lock:
+            self._waiters += more
+            self._selector.is_shared = self._waiters > 1
+
+    def _run_slice(self) -> None:
+        """Wait for what comes, for the length of a slice at most."""
+        loop, calls = self.loop, self._selector.calls
+        assert calls is not None, self
+        alarm = loop.call_later(SLICE, loop.stop)
+        calls.on_delivered = loop.stop
+        try:
+            loop.run_forever()
+        finally:
+            calls.on_delivered = None
+            alarm.cancel()
+
+    def cancel_all(self) -> None:
+        """Cancel what the task has left running on the loop, and wait for its end.
+
+        An interrupt cancels it once more, and is raised when it has ended.
+        """
+        left = asyncio.all_tasks(self.loop)
+        if left:
+            self.run(_cancel(left))
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Thread(threading.local):
+    loop: TaskLoop | None = None
+
+
+_thread: Final = _Thread()
+
+
+def task_loop() -> TaskLoop:
+    """Return the loop of this thread; make it when it is first asked for."""
+    if _thread.loop is None:
+        _thread.loop = TaskLoop()
+    return _thread.loop
+
+
+# The client of a task's code
+
+
+EngineFactory = Callable[[asyncio.AbstractEventLoop], Any]
+"""Makes the `RayEngine` of code on a loop. It comes with the code: that class is above
+this module."""
+_engines: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
+
+
+class TaskClient:
+    """The client of one task's code, or of one actor's; see `interface.Host`.
+
+    Attributes:
+        upsets: how many children of plain code have ended without a result so far.
+    """
+
+    def __init__(
+        self, make_engine: EngineFactory, loop: TaskLoop | None = None
+    ) -> None:
+        """Carry plain code's calls on `loop`, or on a loop of each thread's own."""
+        self.upsets = 0
+        self._make_engine = make_engine
+        self._loop = loop
+        self._has_ended = False
+
+    @property
+    def task_loop(self) -> TaskLoop:
+        """The loop of the task's own thread, or of the actor."""
+        found = self._loop or task_loop()
+        found.wait_for(self.engine(found.loop).calls)
+        return found
+
+    @property
+    def program(self) -> asyncio.AbstractEventLoop:
+        """The loop on which plain code of this thread has its calls carried."""
+        return self.task_loop.loop
+
+    def engine(self, loop: asyncio.AbstractEventLoop | None) -> Any:
+        """Return who takes the calls of code on a loop; None is plain code."""
+        loop = loop or self.program
+        engine = _engines.get(loop)
+        if engine is None:
+            for closed in [one for one in _engines if one.is_closed()]:
+                del _engines[closed]
+            engine = _engines[loop] = self._make_engine(loop)
+        return engine
+
+    @property
+    def _engine(self) -> Any:
+        return self.engine(asyncio._get_running_loop())
+
+    @property
+    def remote_values(self) -> RayValues:
+        """The values of the cluster."""
+        found: RayValues = self._engine.remote_values
+        return found
+
+    @property
+    def waits(self) -> TaskClient:
+        """Nobody needs to be told of waits: a loop that is idle waits in Ray."""
+        return self
+
+    def note_wait(self, *_: object, **__: object) -> None:
+        """Do nothing; see `waits`."""
+
+    begin_wait = end_wait = settle = note_wait
+
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: float | None = None
+    ) -> bool:
+        """Wait until something is done; return False on timeout."""
+        return self.task_loop.run_until(is_done, deadline)
+
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
+        """Start a child of the task; return its number."""
+        with interrupts.deferred():
+            number: int = self._engine.submit(func, payload, receiver)
+        return number
+
+    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; return the call's number."""
+        with interrupts.deferred():
+            number: int = self._engine.call(actor, method, payload, receiver)
+        return number
+
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        with interrupts.deferred():
+            self._engine.demand(child, limit)
+
+    def cancel(self, task: int) -> None:
+        """Stop a child or a call."""
+        with interrupts.deferred():
+            self._engine.cancel(task)
+
+    def withdraw(self, child: int) -> None:
+        """Stop a child whose result nobody wants."""
+        self.upsets += 1
+        self.cancel(child)
+
+    def withdraw_soon(self, child: int) -> None:
+        """Stop such a child where the garbage collector runs."""
+        engine = self._engine
+        with suppress(RuntimeError):  # the loop is closed
+            engine.calls.loop.call_soon_threadsafe(engine.cancel, child)
+
+    async def why(self, name: str, task: int) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {name}")
+
+    def load(
+        self, function: Callable[..., Any], payload: bytes
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unpickle the arguments; handles for a coroutine belong to its loop."""
+        if not (_has_references(payload) and is_coroutine(function)):
+            return load_arguments(payload)
+        loop = self.program
+        try:
+            # Within: an interrupt may come as soon as it is set.
+            set_running_loop(loop)
+            return load_arguments(payload)
+        finally:
+            set_running_loop(None)
+
+    def end(self) -> None:
+        """End what the task has started, once; the task has ended."""
+        loop = _thread.loop
+        if self._has_ended or loop is None:
+            return
+        # An interrupt has nothing more to end: the task's code has ended.
+        with suppress(KeyboardInterrupt), interrupts.deferred():
+            try:
+                loop.cancel_all()
+            finally:
+                engine = _engines.get(loop.loop)
+                if engine is not None:
+                    if engine.calls.is_posted:
+                        # Else what has come is kept until this process's next task.
+                        loop.settle()
+                    engine.end_children()
+            self._has_ended = True
+
+
+def _has_references(payload: bytes) -> bool:
+    """Return whether unpickling it makes handles."""
+    source = source_of(payload)
+    if source is None:
+        return has_handles(payload)
+    parts: tuple[bytes, ...] = payload.parts  # type: ignore[attr-defined]
+    return bool(source.references) or any(map(_has_references, parts))
+
+
+# Code
+
+_retry_rules: Final = RetryRules()
+device_kinds: Final[list[str]] = []
+"""The kinds of devices that the cluster has, as this process has seen or was told."""
+_adopted: Final[set[tuple[str, ...]]] = set()
+
+
+class RemoteCode:
+    """A function or a class with its options, as it comes to a worker.
+
+    Attributes:
+        name: of the task or the actor.
+        resources: what it holds.
+        retried: after which exceptions the task is run again; see `Define.retried`.
+        limits: of an actor, by concurrency group, how many calls run at once.
+        groups: of an actor, the groups of those methods that are not in the default.
+        kinds: the kinds of devices that the cluster has.
+        make_engine: makes the engine of its code.
+    """
+
+    def __init__(self, func: FunctionSpec, make_engine: EngineFactory) -> None:
+        self.name = func.spec.name
+        self.resources = dict(func.resources)
+        self.retried = func.retried
+        self.limits = {} if func.actor is None else dict(func.actor.limits)
+        self.groups = {} if func.actor is None else dict(func.actor.groups)
+        self.kinds = tuple(device_kinds)
+        self.make_engine = make_engine
+        self._search_path = tuple(os.path.abspath(place) for place in sys.path)
+        self._payload = func.function.payload
+        self._loaded: Any = None
+
+    def __repr__(self) -> str:
+        return f"<RemoteCode {self.name}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loaded": None}
+
+    def load(self) -> Any:
+        """Unpickle it, once. Modules are found where the program finds them.
+
+        Ray has set the variables of devices by then.
+        """
+        if self._loaded is None:
+            if self._search_path not in _adopted:
+                _adopted.add(self._search_path)
+                for place in self._search_path:
+                    if place not in sys.path and os.path.exists(place):
+                        sys.path.append(place)
+            self._loaded = load_function(self._payload)
+        return self._loaded
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Return whether the options want the task run again after that error."""
+        if not self.retried:
+            return False
+        definition = Define(0, 0, self.name, {}, b"", self.retried)
+        return _retry_rules.wants(definition, error)
+
+
+def make_runner(code: RemoteCode, *, is_stream: bool) -> Callable[..., Any]:
+    """Return the function, or the generator function, that Ray runs as a task."""
+
+    def run(*given: Any) -> Any:
+        return run_task(code, given)
+
+    def stream(*given: Any) -> Any:
+        yield from stream_task(code, given)
+
+    runner = stream if is_stream else run
+    runner.__name__ = runner.__qualname__ = code.name
+    return runner
+
+
+# Running
+
+HIDING: Final = {
+    "GPU": "CUDA_VISIBLE_DEVICES",
+    cluster.NEURON_CORES: "NEURON_RT_VISIBLE_CORES",
+}
+"""The variables that hide devices, by kind; Ray sets them for tasks that have some."""
+DEVICE_ORDER: Final = "CUDA_DEVICE_ORDER"
+
+
+def set_up_process(
+    name: str, resources: Mapping[str, float], kinds: Sequence[str]
+) -> None:
+    """Hide the devices that the code may not use, and fill in its context.
+
+    Args:
+        name: of the task or the actor.
+        resources: what it holds.
+        kinds: the kinds of devices that the cluster has.
+    """
+    found = cluster.accelerators()
+    device_kinds[:] = kinds
+    for kind in ("GPU", *kinds):
+        variable = HIDING.get(kind)
+        if variable and not found.get(kind) and not is_left_alone(variable, os.environ):
+            os.environ[variable] = ""
+    if not is_left_alone(HIDING["GPU"], os.environ):
+        os.environ.setdefault(DEVICE_ORDER, "PCI_BUS_ID")
+    node, worker, _ = cluster.process_ids()
+    current.node, current.worker = node, int(worker[:12], 16)
+    current.name = name
+    current.resources, current.accelerators = resources, found
+
+
+@contextmanager
+def _task_context(code: RemoteCode) -> Iterator[TaskClient]:
+    """Give a task's code its devices, ids and client, and interrupt it if asked."""
+    interrupts.install()
+    set_up_process(code.name, code.resources, code.kinds)
+    current.task = int(cluster.task_id()[:12], 16)
+    client = TaskClient(code.make_engine)
+    token = host_of_task.set(client)
+    try:
+        with interrupts.enabled():
+            try:
+                yield client
+            finally:
+                client.end()
+    finally:
+        try:
+            client.end()  # no interrupt is raised any more that could skip it
+        finally:
+            host_of_task.reset(token)
+
+
+class Step:
+    """How far a call has come, which tells what its failure is.
+
+    Attributes:
+        kind: see `serialization.exceptions`.
+    """
+
+    kind = UNREADABLE
+
+
+@contextmanager
+def failures(
+    name: str,
+    *passed: type[BaseException],
+    wants_retry: Callable[[BaseException], bool] | None = None,
+) -> Iterator[Step]:
+    """Raise what the block raises as the `TaskFailure` of a call.
+
+    Args:
+        name: of the task or the actor.
+        passed: exceptions that end the block and are no failure; a `CancelledError`
+            only if the asyncio task that runs is being cancelled.
+        wants_retry: says whether the task is to be run again after its code's error.
+    """
+    step = Step()
+    try:
+        yield step
+    except BaseException as error:
+        if isinstance(error, passed) and (
+            not isinstance(error, asyncio.CancelledError) or _is_being_cancelled()
+        ):
+            raise
+        if interrupts.has_come and _is_main():
+            raise cancelled(name) from None
+        is_retried = (
+            wants_retry is not None and step.kind == RAISED and wants_retry(error)
+        )
+        raise pack_error(step.kind, error, is_retried=is_retried) from None
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
+    """Run a task; return what Ray keeps of its result, or of each of several.
+
+    Raises:
+        TaskFailure: it has none.
+    """
+    with (
+        _task_context(code) as client,
+        failures(code.name, wants_retry=code.wants_retry) as step,
+    ):
+        function = code.load()
+        payload = from_arguments(*given)
+        args, kwargs = client.load(function, payload)
+        step.kind = RAISED
+        value = function(*args, **kwargs)
+        if type(value) is CoroutineType:
+            value = client.task_loop.run(value)
+        return pack_results(step, value, payload)
+
+
+def stream_task(code: RemoteCode, given: Sequence[Any]) -> Iterator[Any]:
+    """Run a generator; Ray has it wait for its consumer.
+
+    Raises:
+        TaskFailure: it has failed.
+    """
+    with (
+        _task_context(code) as client,
+        failures(code.name, GeneratorExit, wants_retry=code.wants_retry) as step,
+    ):
+        function = code.load()
+        args, kwargs = client.load(function, from_arguments(*given))
+        step.kind = RAISED
+        yield from pack_items(step, _iterate(function(*args, **kwargs), client))
+
+
+def _iterate(items: Any, client: TaskClient) -> Iterator[Any]:
+    if not hasattr(items, "__anext__"):
+        yield from items
+        return
+    loop = client.task_loop
+    try:
+        while True:
+            try:
+                yield loop.run(anext(items))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run(items.aclose())
+
+
+def pack_results(step: Step, value: object, payload: bytes) -> Any:
+    """Return what Ray keeps of what a function has returned; see `pack_result`."""
+    results = split_results(value, payload)
+    step.kind = UNSENDABLE
+    return pack_result(results)
+
+
+def pack_items(step: Step, items: Iterable[Any]) -> Iterator[Any]:
+    """Return what Ray keeps of each item of a stream."""
+    for place, item in enumerate(items, 1):
+        step.kind = UNSENDABLE
+        yield pack_item(place, item)
+        step.kind = RAISED
+
+
+def pack_result(value: object) -> Any:
+    """Return what Ray keeps of a result, a tuple if there are several."""
+    if type(value) is SplitResults:
+        return tuple(map(pack_result, value))
+    result = dump_result(value)
+    return to_stored(pack(result) if isinstance(result, PickledValue) else result)
+
+
+def pack_item(place: int, item: object) -> Any:
+    """Return what Ray keeps of an item of a stream.
+
+    Raises:
+        SerializationError: it cannot be pickled; `place` is in the message.
+    """
+    try:
+        return pack_result(item)
+    except SerializationError as error:
+        raise SerializationError(
+            f"item {place} of its stream is lost: {error}"
+        ) from error
