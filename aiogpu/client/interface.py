@@ -94,10 +94,41 @@ class BorrowedValues(Protocol):
         ...
 
 
+class Shareable(Protocol):
+    """The handle of a child, as it is given to others.
+
+    Attributes:
+        task_name: name of the task.
+        part: which of several results of the child it is; -1 for all of it.
+    """
+
+    task_name: str
+    part: int
+
+    @property
+    def task_id(self) -> int:
+        """Its number among the children."""
+        ...
+
+    @property
+    def raw(self) -> bytes | None:
+        """The value pickled, if it is there."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why there will be no result, None if there is one or may be."""
+        ...
+
+    def cancelled(self) -> bool:
+        """Return whether it was cancelled."""
+        ...
+
+
 class SharedValues(Protocol):
     """What this process gives to others."""
 
-    def share(self, handle: Any, /) -> Reference:
+    def share(self, handle: Shareable, /) -> Reference:
         """Return what others refer to who are given a handle."""
         ...
 
@@ -105,7 +136,7 @@ class SharedValues(Protocol):
         """The same before its task is started."""
         ...
 
-    def keep(self, promised: Any, handle: Any, /) -> None:
+    def keep(self, promised: Any, handle: Shareable, /) -> None:
         """The task of what was promised is started."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from _thread import allocate_lock
 from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from aiogpu.client.current import current
 from aiogpu.client.references import Loan, Loans
@@ -42,7 +42,7 @@ from aiogpu.wire.messages import (
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Receiver
+    from aiogpu.client.interface import Receiver, Shareable
 
 DECLARED: Final = 512
 """Functions that the node is taken to know; then all are declared anew. The node keeps
@@ -51,28 +51,6 @@ more, so that it never forgets one that a client still counts on."""
 
 OWN_FRAMES: Final = "/aiogpu/"
 """Marks frames that a user's traceback leaves out."""
-
-
-class Shareable(Protocol):
-    """The handle of a child, as it is given to others.
-
-    Attributes:
-        task_name: name of the task.
-        task_id: its number among the children.
-        raw: the value pickled, if it is there.
-        error: why there will be no result, None if there is one or may be.
-        part: which of several results of the child it is; -1 for all of it.
-    """
-
-    task_name: str
-    task_id: int
-    raw: bytes | None
-    error: BaseException | None
-    part: int
-
-    def cancelled(self) -> bool:
-        """Return whether it was cancelled."""
-        ...
 
 
 class _Due(NamedTuple):

@@ -39,8 +39,6 @@ class HandleBase(NotItsResult):
         task_id: its number, 0 before it has one.
         part: which of several results of the task this is; -1 for all of it.
         shared: what others refer to who were given it, None for nobody.
-        raw: the value pickled, if it is there.
-        error: why there will be no result, None if there is one or may be.
         restore: makes the handle anew where its pickle has come to. Set by
             `api.calls`, which makes all handles and so imports this module.
     """
@@ -54,6 +52,19 @@ class HandleBase(NotItsResult):
         task_id: int
         part: int
         shared: Reference | None
+
+        @property
+        def raw(self) -> bytes | None:
+            """The value pickled, if it is there."""
+
+        @property
+        def error(self) -> BaseException | None:
+            """Why there will be no result, None if there is one or may be."""
+
+        def cancelled(self) -> bool:
+            """Return whether it was cancelled."""
+            ...
+
     else:
         __slots__ = ()
 

@@ -29,7 +29,7 @@ from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
-    from aiogpu.client.interface import ItemReceiver, Receiver
+    from aiogpu.client.interface import ItemReceiver, Receiver, Shareable
     from aiogpu.core.model.request import BundleRef, PlacementGroupSpec, Request
 
 _log: Final = logging.getLogger(__name__)
@@ -575,7 +575,7 @@ class RayValues:
         """Return the value of a handle that is being unpickled."""
         return values.find_value(identity)
 
-    def share(self, handle: Any) -> values.SharedValue:
+    def share(self, handle: Shareable) -> values.SharedValue:
         """Return what others refer to who are given a handle."""
         calls = self._calls
         value = values.share_handle(handle, calls.ref_of)
@@ -592,13 +592,13 @@ class RayValues:
         """Return the value of a task that is not submitted yet."""
         return values.SharedValue()
 
-    def keep(self, promised: values.SharedValue, handle: Any) -> None:
+    def keep(self, promised: values.SharedValue, handle: Shareable) -> None:
         """Note that the task of a promised value was submitted."""
         value = self.share(handle)
         self._note(handle, promised)
         value.add_callback(lambda: promised.copy_from(value))
 
-    def _note(self, handle: Any, value: values.SharedValue) -> None:
+    def _note(self, handle: Shareable, value: values.SharedValue) -> None:
         """Have a value revoked with its call."""
         call = self._calls.live.get(handle.task_id)
         if call is not None:

@@ -26,6 +26,7 @@ from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.client.interface import Shareable
 
 Terms = tuple[str, Mapping[str, int], Mapping[str, str]]
 """How the calls of an actor are run: `mode`, `limits`, `groups` of `ActorTerms`."""
@@ -204,7 +205,9 @@ def find_value(identity: int) -> SharedValue:
     return value
 
 
-def share_handle(handle: Any, ref_of: Callable[[int, int], Ref | None]) -> SharedValue:
+def share_handle(
+    handle: Shareable, ref_of: Callable[[int, int], Ref | None]
+) -> SharedValue:
     """Return what others refer to who are given a handle.
 
     Args:
