@@ -26,19 +26,9 @@ if TYPE_CHECKING:
     from .base import Unwatched as Unwatched
     from .registry import register as register
 
-__all__ = [
-    "Accelerator",
-    "Device",
-    "DeviceWatch",
-    "Health",
-    "Sample",
-    "Unwatched",
-    "register",
-]
-__all__ += types.__all__
-
 if not TYPE_CHECKING:
-    # Visible, it would make type checkers accept every misspelt name.
+    # Visible, `__getattr__` would make type checkers accept every misspelt name, and a
+    # computed `__all__` would hide the types from them.
     _HOME = {
         "Accelerator": "aiogpu.accelerators.base",
         "Device": "aiogpu.core.resources.devices",
@@ -48,6 +38,8 @@ if not TYPE_CHECKING:
         "Unwatched": "aiogpu.accelerators.base",
         "register": "aiogpu.accelerators.registry",
     }
+    __all__ = list(_HOME)
+    __all__ += [n for n in vars(types) if n != "Final" and not n.startswith("_")]
 
     def __getattr__(name):
         """Load a public name from its module."""

@@ -3,7 +3,8 @@
 A vendor answers: what its devices are called, how they are detected, which variable
 assigns them, which quantities are valid, and, where its driver can tell, what is on a
 device now. To add a vendor, write one module with a class of the shape `Accelerator`
-and name it in `registry.KNOWN`; most derive from `listed.ListedAccelerator`.
+and name it in `registry.KNOWN`; most derive from
+`listed_devices.ListedAccelerator`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count, islice
+from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from aiogpu.core.model.request import Device
@@ -18,7 +18,7 @@ from aiogpu.core.model.units import UNIT, device_quantity, quantity
 from aiogpu.errors import DeviceError, OptionError
 
 if TYPE_CHECKING:
-    from .base import Id, Unwatched
+    from .base import DeviceWatch, Id
 
 
 Listed = tuple[str, str, Sequence[int | str]]
@@ -146,7 +146,7 @@ class ListedAccelerator:
         """Return the type of the product of that name: the name itself."""
         return name or None
 
-    def watch(self) -> Unwatched:
+    def watch(self) -> DeviceWatch:
         """Return a watch that knows nothing: no driver is asked."""
         # A worker needs no watch, but loads this module to read a request.
         from .base import Unwatched
@@ -168,6 +168,42 @@ def index(entry: str) -> Sequence[Id]:
     return (int(entry),) if is_number else ()
 
 
+def split(text: str) -> list[str]:
+    """Split a variable's value into its entries, stripped. "-1" ends the list."""
+    if text.strip() in NONE:
+        return []
+    found = [entry.strip() for entry in text.split(",")]
+    return list(takewhile(lambda entry: entry != "-1", found))
+
+
+def require(
+    option: str, wanted: int | None, variable: str, text: str, count: int
+) -> None:
+    """Check that a variable names as many devices as the user asked for.
+
+    Args:
+        option: the option that asks for them, for the message.
+        wanted: how many the user asked for; None for those that are there.
+        variable: the variable.
+        text: its value.
+        count: how many devices the value names.
+
+    Raises:
+        DeviceError: the value names fewer than `wanted`.
+    """
+    if wanted is None or wanted <= count:
+        return
+    if count == 0:
+        raise DeviceError(
+            f"{option}={wanted}, but {variable}={text!r} names no device; ask for "
+            f"{option}=0, or name some."
+        )
+    raise DeviceError(
+        f"{option}={wanted}, but {variable}={text!r} names {count} "
+        f"device{'s' if count > 1 else ''}; ask for at most {count}, or name more."
+    )
+
+
 def entries(
     variable: str, text: str, parse: Callable[[str], Sequence[Id]] = index
 ) -> tuple[Id, ...]:
@@ -176,13 +212,8 @@ def entries(
     Raises:
         DeviceError: an entry is ill-formed, or names a device for the second time.
     """
-    if text.strip() in NONE:
-        return ()
     found: dict[Id, None] = {}
-    for raw in text.split(","):
-        entry = raw.strip()
-        if entry == "-1":
-            break
+    for entry in split(text):
         named = parse(entry)
         if not named:
             raise DeviceError(
@@ -232,11 +263,7 @@ def choose(
         more = islice(others, max(0, wanted - len(there)))
         return (*there, *more)[:wanted]
     variable, text, ids = listed
-    if wanted is not None and wanted > len(ids):
-        raise DeviceError(
-            f"{option}={wanted}, but {variable}={text!r} names {len(ids)}; ask for at "
-            f"most {len(ids)}, or name more."
-        )
+    require(option, wanted, variable, text, len(ids))
     if wanted is None and not there:
         return ()
     known = {device.id: device for device in there}

@@ -16,14 +16,13 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.request import Device
-from aiogpu.core.model.units import GPU, device_quantity
+from aiogpu.core.model.units import GPU
 
-from .listed_devices import is_left_alone, joined
-from .visible import VISIBLE, Inventory, entries, require, resolve
+from .listed_devices import ListedAccelerator, require
+from .visible import VISIBLE, Inventory, entries, resolve
 
 if TYPE_CHECKING:
-    from .base import Id
-    from .nvml.watch import NvmlWatch
+    from .base import DeviceWatch, Id
 
 ORDER: Final = "CUDA_DEVICE_ORDER"
 BY_BUS: Final = "PCI_BUS_ID"
@@ -32,15 +31,12 @@ LIBRARY: Final = "libnvidia-ml.so.1"
 _log = getLogger(__name__)
 
 
-class Nvidia:
-    """NVIDIA GPUs, the accelerator behind `num_gpus`. Holds no state."""
+class Nvidia(ListedAccelerator):
+    """NVIDIA GPUs, the accelerator behind `num_gpus`."""
 
-    kind: Final = GPU
-    option: Final = "num_gpus"
-    variable: Final = VISIBLE
-
-    def __repr__(self) -> str:
-        return "<Nvidia GPU>"
+    kind = GPU
+    option = "num_gpus"
+    variable = VISIBLE
 
     def devices(
         self, environ: Mapping[str, str], wanted: int | None
@@ -77,9 +73,9 @@ class Nvidia:
         text = environ.get(VISIBLE)
         if text is None:
             return _all_of(inventory(), wanted, by_bus)
-        if wanted is not None:
-            require(self.option, wanted, text)
-        if not entries(text):
+        named = entries(text)
+        require(self.option, wanted, VISIBLE, text, len(named))
+        if not named:
             return ()
         return _among(resolve(text, inventory(), by_bus=by_bus)[:wanted])
 
@@ -94,20 +90,10 @@ class Nvidia:
                 stays; `AIOGPU_NOSET_CUDA_VISIBLE_DEVICES` (1, true, yes or on) leaves
                 all variables to the user.
         """
-        if is_left_alone(VISIBLE, environ):
-            return {}
-        variables = {VISIBLE: joined(ids)}
-        if ids and not environ.get(ORDER):
+        variables = super().assignment(ids, environ)
+        if variables and ids and not environ.get(ORDER):
             variables[ORDER] = BY_BUS
         return variables
-
-    def quantity(self, value: object) -> int:
-        """Convert a `num_gpus` into units of 1/10 000: a share below 1, or whole GPUs.
-
-        Raises:
-            OptionError: `value` is not such a number.
-        """
-        return device_quantity(self.option, value)
 
     def type_of(self, name: str | None) -> str | None:
         """Derive the type from the product's name, by Ray's rule.
@@ -119,7 +105,7 @@ class Nvidia:
 
         return type_of(name)
 
-    def watch(self) -> NvmlWatch:
+    def watch(self) -> DeviceWatch:
         """Return the watch that asks NVML what is on a GPU."""
         from .nvml.watch import NvmlWatch  # only where there is a GPU
 

@@ -1,75 +1,11 @@
 """Names for `accelerator_type=`: the list of Ray's `ray.util.accelerators`.
 
-A type is a text; these constants spare its spelling. Those of NVIDIA are what is read
-from the product's name. Plain assignments, since tasks' modules import this file.
+A type is a string; these constants guard against misspelling it. Those of NVIDIA equal
+what is derived from the product's name. All names here are public. Plain assignments,
+because the modules of tasks import this file.
 """
 
 from typing import Final
-
-__all__ = [
-    "AMD_INSTINCT_MI100",
-    "AMD_INSTINCT_MI210",
-    "AMD_INSTINCT_MI250",
-    "AMD_INSTINCT_MI300A",
-    "AMD_RADEON_HD_7900",
-    "AMD_RADEON_R9_200_HD_7900",
-    "APPLE_M1",
-    "APPLE_M1_MAX",
-    "APPLE_M1_PRO",
-    "APPLE_M1_ULTRA",
-    "APPLE_M2",
-    "APPLE_M2_MAX",
-    "APPLE_M2_PRO",
-    "APPLE_M2_ULTRA",
-    "APPLE_M3",
-    "APPLE_M3_MAX",
-    "APPLE_M3_PRO",
-    "APPLE_SILICON",
-    "AWS_NEURON_CORE",
-    "FURIOSA_RNGD",
-    "GOOGLE_TPU_V2",
-    "GOOGLE_TPU_V3",
-    "GOOGLE_TPU_V4",
-    "GOOGLE_TPU_V5LITEPOD",
-    "GOOGLE_TPU_V5P",
-    "GOOGLE_TPU_V6E",
-    "GOOGLE_TPU_V7X",
-    "HUAWEI_NPU_910B",
-    "HUAWEI_NPU_910B4",
-    "INTEL_GAUDI",
-    "INTEL_MAX_1100",
-    "INTEL_MAX_1550",
-    "METAX_C500",
-    "METAX_C550",
-    "MOBILINT_ARIES",
-    "MOBILINT_REGULUS",
-    "NVIDIA_A100",
-    "NVIDIA_A100_40G",
-    "NVIDIA_A100_80G",
-    "NVIDIA_B200",
-    "NVIDIA_B300",
-    "NVIDIA_GB200",
-    "NVIDIA_GB300",
-    "NVIDIA_H20",
-    "NVIDIA_H100",
-    "NVIDIA_H200",
-    "NVIDIA_L4",
-    "NVIDIA_L40S",
-    "NVIDIA_RTX_PRO_6000",
-    "NVIDIA_TESLA_A10G",
-    "NVIDIA_TESLA_K80",
-    "NVIDIA_TESLA_P4",
-    "NVIDIA_TESLA_P100",
-    "NVIDIA_TESLA_T4",
-    "NVIDIA_TESLA_V100",
-    "AMD_INSTINCT_MI250x",
-    "AMD_INSTINCT_MI300x",
-    "AMD_INSTINCT_MI300x_HF",
-    "AMD_INSTINCT_MI308x",
-    "AMD_INSTINCT_MI325x",
-    "AMD_INSTINCT_MI350x",
-    "AMD_INSTINCT_MI355x",
-]
 
 NVIDIA_TESLA_V100: Final = "V100"
 NVIDIA_TESLA_P100: Final = "P100"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 
-from .listed_devices import NONE
+from .listed_devices import split
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -105,34 +105,8 @@ def entries(text: str) -> tuple[int | str, ...]:
     Entries are stripped; -1 ends the list, as for CUDA. `resolve` says whether an entry
     makes sense.
     """
-    if text.strip() in NONE:
-        return ()
-    found: list[int | str] = []
-    for raw in text.split(","):
-        entry = raw.strip()
-        if entry == "-1":
-            break
-        found.append(int(entry) if re.fullmatch(_INDEX, entry) else entry)
-    return tuple(found)
-
-
-def require(option: str, wanted: int, text: str) -> None:
-    """Check that the variable names as many devices as the user wants.
-
-    Raises:
-        DeviceError: it names fewer than `wanted`.
-    """
-    there = len(entries(text))
-    if wanted <= there:
-        return
-    if there == 0:
-        raise DeviceError(
-            f"{option}={wanted}, but {VISIBLE}={text!r} names no device; ask for "
-            f"{option}=0, or name some."
-        )
-    raise DeviceError(
-        f"{option}={wanted}, but {VISIBLE}={text!r} names {there} "
-        f"device{'s' if there > 1 else ''}; ask for at most {there}, or name more."
+    return tuple(
+        int(entry) if re.fullmatch(_INDEX, entry) else entry for entry in split(text)
     )
 
 

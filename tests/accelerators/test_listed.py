@@ -72,7 +72,7 @@ def test_a_list_without_devices_is_believed_only_by_who_gives_a_number() -> None
 
 def test_more_than_the_variable_names() -> None:
     with pytest.raises(
-        DeviceError, match=r"num=3, but V='0,1' names 2; ask for at most"
+        DeviceError, match=r"num=3, but V='0,1' names 2 devices; ask for at most"
     ):
         choose("num", 3, THERE, ("V", "0,1", (0, 1)))
 

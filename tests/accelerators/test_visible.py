@@ -2,7 +2,8 @@
 
 import pytest
 
-from aiogpu.accelerators.visible import Inventory, MigGpu, entries, require, resolve
+from aiogpu.accelerators.listed_devices import require
+from aiogpu.accelerators.visible import VISIBLE, Inventory, MigGpu, entries, resolve
 from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 
@@ -244,10 +245,10 @@ def test_a_device_whose_uuid_is_unknown_may_be_the_one_meant():
 )
 def test_wanting_more_than_are_named_is_refused(wanted, text, message):
     with pytest.raises(DeviceError) as caught:
-        require("num_gpus", wanted, text)
+        require("num_gpus", wanted, VISIBLE, text, len(entries(text)))
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_wanting_no_more_than_are_named_is_fine(wanted):
-    require("num_gpus", wanted, "0,1")
+    require("num_gpus", wanted, VISIBLE, "0,1", 2)

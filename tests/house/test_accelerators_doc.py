@@ -36,7 +36,7 @@ def test_other_blocks_run(text):
     exec(compile(text, "docs/accelerators.md", "exec"), {"__name__": "a_page"})
 
 
-@pytest.mark.parametrize("name", types.__all__)
+@pytest.mark.parametrize("name", sorted(set(accelerators.__all__) & set(vars(types))))
 def test_every_type_is_there(name):
     assert f"`{getattr(accelerators, name)}`" in PAGE
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from aiogpu.accelerators.listed_devices import NONE
 from aiogpu.accelerators.nvml.health import APPLICATION, xid_in_words
-from aiogpu.accelerators.visible import NONE, Inventory, resolve
+from aiogpu.accelerators.visible import Inventory, resolve
 from aiogpu.core.model.request import Device
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
 from aiogpu.runtime.devices.memory_guard import (
