@@ -203,7 +203,7 @@ class LocalEngine:
 
     async def why(self, task: int) -> Why | None:
         """Return why a task waits; see `Engine.why`."""
-        from aiogpu.observe.why import why
+        from aiogpu.observe.snapshot import why
 
         scheduler = self._open_driver.scheduler
         record = scheduler.tasks.get(TaskId(task))

@@ -1,52 +1,75 @@
-"""Makes a `NodeStatus` of the scheduler's state.
+"""Makes a `NodeStatus`, and a `Why`, from the state of the scheduler.
 
-It costs as much as there are workers and devices. Of the tasks that wait, of which
-there may be a million, only the first are looked at, and each shape once.
+Nothing is changed by asking. A status costs as much as there are workers and devices:
+of the waiting tasks, of which there may be a million, only the first are looked at, and
+each shape once. Shortages are found in the way in which `SchedulerState.take` refuses a
+lease.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
-from typing import Final
+from dataclasses import replace
+from itertools import islice, takewhile
+from math import inf
+from typing import Any, Final
 
 from aiogpu.core.model.ids import OWN, PROGRAM
-from aiogpu.core.model.request import PlacementGroupSpec, Request, Shape
+from aiogpu.core.model.request import (
+    BundleRef,
+    Environment,
+    PlacementGroupSpec,
+    Request,
+    Shape,
+)
+from aiogpu.core.model.text import SHOWN
 from aiogpu.core.model.units import CPU, GPU, GPU_MEMORY, number
-from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord
-from aiogpu.core.resources.ledger import BundleLedger
+from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
+from aiogpu.core.resources.devices import DeviceSet, Share
+from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.core.resources.topology import indices
-from aiogpu.core.scheduler.shortage import rival_of
-from aiogpu.core.scheduler.state import Reservation, SchedulerState
+from aiogpu.core.scheduler.shortage import (
+    Lack,
+    find_bound,
+    find_lacks,
+    is_held_endlessly,
+    ledger_for,
+    rival_of,
+)
+from aiogpu.core.scheduler.state import (
+    Outage,
+    Reservation,
+    SchedulerState,
+    awaited_results,
+)
 from aiogpu.observe.status import (
     NOBODY,
     NOTHING,
     THE_NODES,
+    UNSEEN,
     BundleStatus,
     ClientStatus,
-    Holdings,
+    DeviceStatus,
+    Holder,
     NodeStatus,
     Observations,
+    OutageStatus,
     PlacementStatus,
     Program,
+    ReservationStatus,
     ShapeStatus,
     TaskStatus,
     WorkerStatus,
+    name_of,
 )
-from aiogpu.observe.why import describe, find_outages, wait_in_words, why_not_running
-
-DELAYED: Final = "has failed before, and is tried again in a while"
-
-
-EXPECTING: Final = "waits for results that are its arguments"
-
-
-GROUP_STATES: Final = {TaskState.RUNNING: "ready", TaskState.STOPPING: "removing"}
-
+from aiogpu.observe.why import Shortage, Why, brief, stall_in_words
 
 LISTED: Final = 100
-"""Waiting tasks, and shapes, that a picture shows one by one."""
+"""Waiting tasks, and shapes, that a status lists one by one."""
+LOOKED_AT: Final = 100
+"""Tasks in the order of turns among which a task's rivals are looked for."""
+GROUP_STATES: Final = {TaskState.RUNNING: "ready", TaskState.STOPPING: "removing"}
 
 
 def snapshot(
@@ -56,14 +79,14 @@ def snapshot(
     observed: Observations = NOTHING,
     programs: Mapping[int, Program] = NOBODY,
 ) -> NodeStatus:
-    """Picture a node.
+    """The status of a node.
 
     Args:
         node: the node.
         pids: the process id of each live worker.
         now: the time.
-        observed: what was last seen on its devices.
-        programs: who its clients are, by their numbers.
+        observed: the last readings of its devices.
+        programs: its clients, by number.
     """
     ready, reasons = node.ready, _Reasons(node, now)
     holders = list(node.holders)
@@ -71,16 +94,17 @@ def snapshot(
     held = [(record, holder) for holder in holders for record in _tasks_of(holder)]
     held.sort(key=lambda pair: pair[0].id)
     first = [
-        *((one, reasons.of(one)) for one in islice(ready.in_turn(), LISTED)),
-        *((one, DELAYED) for one in islice(node.delayed.values(), LISTED)),
-        *((node.tasks[id_], EXPECTING) for id_ in islice(node.expecting, LISTED)),
+        *islice(ready.in_turn(), LISTED),
+        *islice(node.delayed.values(), LISTED),
+        *(node.tasks[id_] for id_ in islice(node.expecting, LISTED)),
     ]
-    tasks = [
-        _task(record, numbers, why_not_running(record, holder, pids), pids)
-        for record, holder in held
-    ]
-    tasks += [_task(record, numbers, reason, pids) for record, reason in first]
     holdings = Holdings(holders, pids, now, observed)
+    tasks = []
+    for record, holder in held:
+        runs = record.state is TaskState.RUNNING
+        reason = None if runs else brief(_on_worker(record, holder, holdings))
+        tasks.append(_task(record, numbers, reason, pids))
+    tasks += [_task(record, numbers, reasons.of(record), pids) for record in first]
     return NodeStatus(
         total=node.ledger.totals(),
         available=node.ledger.available(),
@@ -93,42 +117,46 @@ def snapshot(
         tasks=tuple(tasks),
         waiting_count=len(node.tasks) - len(held),
         shapes=tuple(
-            _shape(head, bucket.size, now - bucket.oldest(), reasons.of(head))
+            _shape(head, bucket.size, now - bucket.oldest(), reasons.of(head) or "")
             for head, bucket in islice(ready.heads_in_turn(), LISTED)
         ),
         shape_count=len(ready.by_shape),
-        reservation=describe(node, node.reservation, now),
+        reservation=_reservation(node, node.reservation, now),
         clients=tuple(_clients(node, (record for record, _ in held), programs)),
         placements=tuple(
             _placement(group.record, node, len(group.living), pids, reasons)
             for group in node.placement_groups.values()
         ),
-        outages=find_outages(node, now),
+        outages=_outages(node, now),
     )
 
 
 class _Reasons:
-    """Why tasks wait; said once for all that ask for the same."""
+    """Why tasks wait, in a line; made once for all tasks with the same request."""
 
     def __init__(self, node: SchedulerState, now: float) -> None:
         self._node = node
-        self._now = now
-        self._known: dict[tuple[int, Shape, Reservation | None], str] = {}
+        # Without workers: a line does not name the holders.
+        self._holdings = Holdings((), {}, now)
+        self._known: dict[tuple[int, Shape, Reservation | None], str | None] = {}
 
-    def of(self, record: TaskRecord) -> str:
-        # Environments matter only where workers cannot be started for some of them.
+    def of(self, record: TaskRecord) -> str | None:
+        if record.state is not TaskState.WAITING:
+            return brief(_why(record, self._holdings.now))
+        # Environments matter only if workers cannot be started for some of them.
         shape = record.spec.shape
         if not self._node.outages and shape.environment:
             shape = Shape(shape.request)
         key = record.client, shape, rival_of(self._node, record)
-        reason = self._known.get(key)
-        if reason is None:
-            reason = self._known[key] = wait_in_words(self._node, record, self._now)
-        return reason
+        if key not in self._known:
+            lacks = list(find_lacks(self._node, record))
+            waits = _waits(self._node, record, lacks, self._holdings)
+            self._known[key] = brief(waits)
+        return self._known[key]
 
 
 class _Numbers(dict[Request, Mapping[str, float]]):
-    """Requests in the user's terms, each written once."""
+    """Requests in the user's units, each made once."""
 
     def __missing__(self, request: Request) -> Mapping[str, float]:
         numbers = self[request] = request.as_numbers()
@@ -171,7 +199,7 @@ def _clients(
     held: Iterable[TaskRecord],
     programs: Mapping[int, Program],
 ) -> Iterator[ClientStatus]:
-    """All programs that share a node, by number; none where it is one's alone."""
+    """The programs that share a node, by number; none if only one uses it."""
     running = Counter(record.client for record in held)
     known = {OWN: Program(THE_NODES, 0), **programs}
     for one in sorted(node.clients or (), key=lambda one: one.id):
@@ -189,7 +217,7 @@ def _clients(
 
 
 def _shape(first: TaskRecord, count: int, seconds: float, reason: str) -> ShapeStatus:
-    """The waiting tasks of one shape, of which one is the first."""
+    """The waiting tasks of one shape; `first` is the next of them."""
     request, environment = first.spec.shape.request, first.spec.shape.environment
     return ShapeStatus(
         request=request.as_numbers(),
@@ -211,7 +239,7 @@ def _placement(
     pids: Mapping[int, int],
     reasons: _Reasons,
 ) -> PlacementStatus:
-    """A placement group, as the queue has it, with so many members."""
+    """A placement group, which the scheduler has as a task."""
     group, worker = record.spec.shape.request.placement_group, record.worker
     assert isinstance(group, PlacementGroupSpec), record
     parts = node.ledger.placement_groups.get(group.key)
@@ -244,3 +272,317 @@ def _granted(part: BundleLedger, request: Mapping[str, float]) -> BundleStatus:
             free[GPU_MEMORY] = float(sum(memory))
         devices[kind] = tuple(of_kind.devices[at].id for at in indices(mask))
     return BundleStatus(request, free, devices)
+
+
+class Holdings:
+    """The workers of a node at one moment: who holds what.
+
+    Attributes:
+        pids: process ids of the live workers.
+        now: that moment.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[WorkerRecord],
+        pids: Mapping[int, int],
+        now: float,
+        observed: Observations = NOTHING,
+    ) -> None:
+        self.pids = pids
+        self.now = now
+        self._observed = observed
+        self._workers = [worker for worker in workers if worker.lease is not None]
+
+    def of_scalar(self, name: str) -> tuple[Holder, ...]:
+        """The holders of an undivided resource; a blocked task holds no CPU.
+
+        A placement group holds what none of its members does.
+        """
+        return tuple(
+            self._holder(worker, part)
+            for worker in self._workers
+            if worker.lease and not (worker.lease.is_lent and name == CPU)
+            for held, part in _scalars_of(worker.lease)
+            if held == name and (part or not worker.lease.parts)
+        )
+
+    def of_devices(self, devices: DeviceSet, mask: int) -> tuple[DeviceStatus, ...]:
+        """The devices of a mask, each with its holders."""
+        holders: list[list[Holder]] = [[] for _ in devices.devices]
+        readings = [
+            self._observed.get((devices.kind, index), UNSEEN)
+            for index in range(len(holders))
+        ]
+        for worker in self._workers:
+            assert worker.lease is not None, worker
+            for (index, part), memory in _shares_of(worker.lease, devices):
+                reading = readings[index]
+                holder = replace(
+                    self._holder(worker, part, memory),
+                    used=reading.workers.get(worker.id),
+                    has_outgrown=worker.id in reading.outgrown,
+                )
+                holders[index].append(holder)
+        aside = devices.availability.aside
+        return tuple(
+            DeviceStatus(
+                *(devices.kind, device.id, device.type, device.uuid, device.name),
+                device.memory,
+                0.0 if index in aside else number(devices.free[index]),
+                tuple(holders[index]),
+                aside.get(index),
+                index in devices.unverified,
+                devices.memory_reserved(index),
+                *(reading.used, reading.utilisation, reading.others),
+                None if reading is UNSEEN else max(0.0, self.now - reading.seen),
+                reading.unknown,
+            )
+            for index, (device, reading) in enumerate(
+                zip(devices.devices, readings, strict=True)
+            )
+            if mask >> index & 1
+        )
+
+    def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:
+        task = worker.task
+        return Holder(
+            *(number(part), worker.id, self.pids.get(worker.id, 0)),
+            None if task is None else task.spec.name,
+            self.seconds_of(worker),
+            task is not None and task.spec.is_endless,
+            task is None and worker.state is WorkerState.SETTLING,
+            memory,
+        )
+
+    def seconds_of(self, worker: WorkerRecord) -> float | None:
+        """For how long a worker has run its task; see `Holder`."""
+        # It is watched since it was given a task, or since it was seen with another.
+        is_known = worker.task is not None and worker.watched is worker.task
+        return self.now - worker.watched_since if is_known else None
+
+
+def _scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
+    """Undivided resources of a lease; for a placement group, what members leave."""
+    for name, amount in lease.request.scalars:
+        free = (part.free.get(name, 0) for part in lease.parts)
+        yield name, max(sum(free), 0) if lease.parts else amount
+
+
+def _shares_of(lease: Lease, devices: DeviceSet) -> Iterable[tuple[Share, int]]:
+    """The same for devices of a kind, each with the bytes of its memory."""
+    for part in lease.parts:
+        if of_part := part.device_sets.get(devices.kind):
+            for at, free in enumerate(of_part.free):
+                if part.masks[devices.kind] >> at & 1:
+                    memory = of_part.filling.free_memory(at)
+                    if free or memory:
+                        yield (at, free), memory
+    if not lease.parts:
+        sets = lease.home.device_sets if lease.home else {}
+        own = sets.get(devices.kind, devices)
+        for kind, share, memory in lease.held():
+            if kind == devices.kind:
+                yield share, own.memory_of(share, memory)
+
+
+def why(
+    node: SchedulerState,
+    record: TaskRecord,
+    pids: Mapping[int, int],
+    now: float,
+    programs: Mapping[int, Program] = NOBODY,
+) -> Why:
+    """Why a task that has not ended is where it is.
+
+    Args:
+        node: the node that has it.
+        record: the task.
+        pids: process ids of the live workers.
+        now: the time.
+        programs: the clients of the node, by number.
+    """
+    if record.state is TaskState.DELAYED:
+        return _why(record, now)
+    if record.state is TaskState.EXPECTING:
+        needs = awaited_results(node, record)
+        return _why(
+            *(record, now),
+            children=_names(needs),
+            count=len(needs),
+            placement=_awaited_placement(node, record),
+        )
+    if record.worker is not None:
+        return _on_worker(record, record.worker, Holdings((), pids, now))
+    lacks, bucket = list(find_lacks(node, record)), node.ready.bucket_of(record)
+    # If programs share the node: which of them go before it.
+    shared = LOOKED_AT if node.clients is not None else 0
+    before = takewhile(
+        lambda other: other is not record, islice(node.ready.in_turn(), shared)
+    )
+    rivals = dict.fromkeys(
+        other.client for other in before if other.client != record.client
+    )
+    return replace(
+        _waits(node, record, lacks, Holdings(node.holders, pids, now)),
+        position=bucket.position(record) + 1,
+        of=bucket.size,
+        is_held_endlessly=is_held_endlessly(node, record, lacks),
+        rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
+        rival_count=len(rivals),
+    )
+
+
+def stall_warning(node: SchedulerState, record: TaskRecord, now: float) -> str:
+    """The words for a task that waits for what is held without end."""
+    return stall_in_words(why(node, record, {}, now))
+
+
+def _why(record: TaskRecord, now: float, **more: Any) -> Why:
+    return Why(
+        *(record.spec.name, record.id, record.state.value, now - record.since),
+        record.spec.shape.request.as_numbers(),
+        **more,
+    )
+
+
+def _waits(
+    node: SchedulerState, record: TaskRecord, lacks: list[Lack], holdings: Holdings
+) -> Why:
+    """What a task in the queue waits for, without its place in the queue."""
+    clients, within = node.clients, record.spec.shape.request.placement_group
+    outage = _outage(node, record.spec.shape.environment, holdings.now)
+    # The reservation for this task, or for one that takes what this one lacks.
+    reservation = node.reservation
+    if reservation is not None and reservation.record is not record:
+        reservation = reservation if any(one.is_claimed for one in lacks) else None
+    return _why(
+        *(record, holdings.now),
+        where=str(record.spec.shape.request.where or ""),
+        reasons=tuple(_shortages(ledger_for(node, record), lacks, holdings)),
+        bound=0 if lacks else find_bound(node),
+        is_held_up=node.exclusive.bars(record),
+        reservation=_reservation(node, reservation, holdings.now),
+        placement=_awaited_placement(node, record),
+        bundle=str(within) if isinstance(within, BundleRef) else "",
+        outage=None if record.spec.is_lease else outage,
+        limit=clients.why_barred(record) if clients is not None else "",
+        is_behind=clients is not None and clients.of(record.client).is_behind,
+    )
+
+
+def _shortages(
+    ledger: Ledger, lacks: Iterable[Lack], holdings: Holdings
+) -> Iterator[Shortage]:
+    """What a waiting task lacks, each with its holders."""
+    for lack in lacks:
+        devices: tuple[DeviceStatus, ...] = ()
+        if lack.mask:
+            devices = holdings.of_devices(ledger.device_sets[lack.kind], lack.mask)
+            holders = tuple(one for device in devices for one in device.holders)
+            total = float(len(devices))
+            if lack.name == GPU_MEMORY:
+                total = float(sum(device.memory for device in devices))
+        else:
+            holders = holdings.of_scalar(lack.name)
+            total = number(ledger.capacity[lack.name])
+        yield Shortage(
+            *(lack.name, number(lack.asked), number(lack.free), total),
+            *(number(lack.kept), devices, holders),
+        )
+
+
+def _on_worker(record: TaskRecord, worker: WorkerRecord, holdings: Holdings) -> Why:
+    before: list[TaskRecord] = []
+    if record is not worker.task and worker.task is not None:
+        ahead = takewhile(lambda other: other is not record, worker.queue)
+        before = [worker.task, *ahead]
+    waits_for = record.kin.waits_for.values() if record.kin else ()
+    return _why(
+        *(record, holdings.now),
+        worker=None if record.spec.is_lease else worker.id,
+        pid=holdings.pids.get(worker.id, 0),
+        runs_for=holdings.seconds_of(worker) if record is worker.task else None,
+        behind=_names(before),
+        children=_names(waits_for),
+        count=len(before) + len(waits_for),
+        is_lease=record.spec.is_lease,
+    )
+
+
+def _names(records: Iterable[TaskRecord]) -> tuple[str, ...]:
+    return tuple(record.spec.name for record in islice(records, SHOWN))
+
+
+def _awaited_placement(node: SchedulerState, record: TaskRecord) -> str:
+    """The name of its placement group, if that is not granted yet; "" otherwise."""
+    within = record.spec.shape.request.placement_group
+    if isinstance(within, BundleRef) and within.key not in node.ledger.placement_groups:
+        return within.name
+    return ""
+
+
+def _reservation(
+    node: SchedulerState, reservation: Reservation | None, now: float
+) -> ReservationStatus | None:
+    """A reservation in the user's units."""
+    if reservation is None:
+        return None
+    record, devices = reservation.record, {}
+    for kind, mask in reservation.barred.items():
+        of_kind = node.ledger.device_sets[kind].devices
+        devices[kind] = tuple(of_kind[index].id for index in indices(mask))
+    return ReservationStatus(
+        task=record.id,
+        name=record.spec.name,
+        devices=devices,
+        amounts={name: number(parts) for name, parts in reservation.kept.items()},
+        seconds=None if reservation.until == inf else max(reservation.until - now, 0.0),
+    )
+
+
+def _outages(node: SchedulerState, now: float) -> tuple[OutageStatus, ...]:
+    """Every reason why workers cannot be started."""
+    everywhere = _crowding(node, now)
+    return (
+        *((everywhere,) if everywhere is not None else ()),
+        *(_outage_status(*pair, now) for pair in node.outages.items()),
+    )
+
+
+def _outage(
+    node: SchedulerState, environment: Environment, now: float
+) -> OutageStatus | None:
+    """Why a task of this environment gets no worker; None if that is not the cause."""
+    outage = node.outages.get(environment)
+    if outage is not None:
+        return _outage_status(environment, outage, now)
+    return _crowding(node, now)
+
+
+def _outage_status(
+    environment: Environment, outage: Outage, now: float
+) -> OutageStatus:
+    return OutageStatus(
+        outage.reason,
+        outage.failures,
+        now - outage.since,
+        max(outage.retry_at - now, 0.0) if outage.is_paused else 0.0,
+        tuple(name for name, _ in environment if name != PROGRAM),
+        any(name == PROGRAM for name, _ in environment),
+    )
+
+
+def _crowding(node: SchedulerState, now: float) -> OutageStatus | None:
+    """A lack of descriptors or processes, which affects all environments.
+
+    If there are workers, tasks wait for these instead.
+    """
+    room = node.worker_limit
+    if not room.failures or not room.reason:
+        return None
+    if any(worker.state is not WorkerState.STARTING for worker in node.workers):
+        return None
+    return OutageStatus(
+        room.reason, room.failures, now - room.since, max(room.retry_at - now, 0.0)
+    )

@@ -1,33 +1,34 @@
-"""The status of a node: plain data, and how it reads as text."""
+"""The status of a node: plain data, and the words in which people read it.
+
+`aiogpu.observe.snapshot` makes it from the state of the scheduler.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
 from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import SHOWN, aligned, in_words, listing, rest, span, terms
-from aiogpu.core.model.units import CPU, GPU_MEMORY, MEMORY, number, size, written
+from aiogpu.core.model.units import GPU_MEMORY, MEMORY, size, written
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.records import TaskState, WorkerRecord, WorkerState
-from aiogpu.core.resources.devices import DeviceSet, Share
-from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.records import TaskState
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """A process on a device that is none of the node's workers, nor below one.
+    """A process on a device that neither is a worker of the node nor descends from one.
 
     Attributes:
         pid: its process id, as the driver writes it.
-        name: of its program, "" where it cannot be seen from here.
-        memory: bytes of device memory that it uses, None where the driver does not
-            say.
+        name: the name of its program, "" if it cannot be read from here.
+        memory: bytes of device memory that it uses, None if the driver does not
+            tell.
     """
 
     pid: int
@@ -37,17 +38,17 @@ class OtherProcess:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One device, when it was last looked at.
+    """The last reading of one device.
 
     Attributes:
-        seen: when that was, by the scheduler's clock.
-        used: bytes of its memory in use, by whomever; None where unknown.
-        utilisation: percent of the last moments in which something ran on it; None
-            where unknown.
-        others: processes that are not ours; None where that cannot be told.
-        workers: bytes of it that workers use, with all below them, by worker id.
-        outgrown: those of them that use more than was reserved for them.
-        unknown: what of this could not be learnt and why, None if nothing.
+        seen: the time of the reading, by the scheduler's clock.
+        used: bytes of its memory that any process uses; None if unknown.
+        utilisation: percent of the last sample period in which a kernel ran; None if
+            unknown.
+        others: processes that are not the node's; None if that cannot be told.
+        workers: bytes that each worker uses with its descendants, by worker id.
+        outgrown: the workers that use more than was reserved for them.
+        unknown: which of these values could not be read and why, None if all could.
     """
 
     seen: float
@@ -60,12 +61,12 @@ class Observed:
 
 
 Observations = Mapping[tuple[str, int], Observed]
-"""By the device's kind, and its index among those."""
+"""By kind and index of the device."""
 
 
 NOTHING: Final[Observations] = {}
 UNSEEN: Final = Observed(0.0)
-"""Of a device that was never looked at."""
+"""For a device of which there is no reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,16 @@ class Holder:
         worker: the worker's id.
         pid: its process id, 0 while it starts.
         task: name of the task that it runs, None while it ends after one.
-        seconds: for how long it has run that task, None where that is not known;
-            short of the truth by a second at most.
-        is_endless: whether it holds its share until its owner gives it up.
-        is_settling: its processes have ended; whether the device is free of them is
-            still to be seen.
-        memory: bytes of the device's memory that it has reserved, by name or by its
-            share; 0 where unknown, and for what is no GPU.
-        used: bytes of the device's memory that it uses with all below it, None where
-            that is not known.
-        has_outgrown: whether that is more than was reserved for it.
+        seconds: for how long it has run that task, up to one second less than the
+            true value; None if unknown.
+        is_endless: whether it holds its share until its owner releases it.
+        is_settling: whether its processes have ended, and the driver has not confirmed
+            yet that the device is free of them.
+        memory: bytes of device memory reserved for it, by `gpu_memory=` or by its
+            share; 0 if unknown, and if this is not a GPU.
+        used: bytes of device memory that it uses with its descendants, None if
+            unknown.
+        has_outgrown: whether `used` is more than was reserved for it.
     """
 
     share: float
@@ -108,23 +109,23 @@ class DeviceStatus:
     Attributes:
         kind: the name of the resource, "GPU".
         id: as tasks see it; an index, or a UUID or MIG id.
-        type: the accelerator's type, such as "A100", where it is known.
-        uuid: the vendor's unique id, where it is known.
-        name: the vendor's name for the product, where it is known.
-        memory: bytes of device memory, 0 where unknown.
+        type: the accelerator's type, such as "A100", if known.
+        uuid: the vendor's unique id, if known.
+        name: the vendor's name for the product, if known.
+        memory: bytes of device memory, 0 if unknown.
         free: the share that nobody holds, 1.0 for all of it; 0.0 while it is set aside.
         holders: who holds the rest.
-        aside: why it is given to nobody for now, None where it is not set aside.
-        is_unverified: whether the last share came back without a word of the driver
-            that nothing is left on it, since the driver cannot tell here.
+        aside: why no task gets it at present, None if it is not set aside.
+        is_unverified: whether the last share came back without confirmation by the
+            driver that nothing is left on the device, because it cannot tell here.
         memory_reserved: bytes of its memory that the holders have reserved together.
-        used: bytes of its memory in use, by whomever; None where unknown.
-        utilisation: percent of the last moments in which something ran on it; None
-            where unknown.
-        others: processes on it that are not ours; None where that cannot be told.
-        seen: seconds since its driver was asked last, None if it never was: it is
-            logical, or its vendor's driver cannot be asked.
-        unknown: what of all this could not be learnt and why, None if nothing.
+        used: bytes of its memory that any process uses; None if unknown.
+        utilisation: percent of the last sample period in which a kernel ran; None if
+            unknown.
+        others: processes on it that are not the node's; None if that cannot be told.
+        seen: seconds since the last reading, None without one: the device is logical,
+            or its driver cannot be asked.
+        unknown: which of these values could not be read and why, None if all could.
     """
 
     kind: str
@@ -145,132 +146,20 @@ class DeviceStatus:
     unknown: str | None = None
 
 
-def scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
-    """Undivided resources of a lease; of a placement group's, what members leave."""
-    for name, amount in lease.request.scalars:
-        free = (part.free.get(name, 0) for part in lease.parts)
-        yield name, max(sum(free), 0) if lease.parts else amount
-
-
-def shares_of(lease: Lease, devices: DeviceSet) -> Iterable[tuple[Share, int]]:
-    """The same of devices of a kind, each with the bytes of its memory."""
-    for part in lease.parts:
-        if of_part := part.device_sets.get(devices.kind):
-            for at, free in enumerate(of_part.free):
-                if part.masks[devices.kind] >> at & 1:
-                    memory = of_part.filling.free_memory(at)
-                    if free or memory:
-                        yield (at, free), memory
-    if not lease.parts:
-        sets = lease.home.device_sets if lease.home else {}
-        own = sets.get(devices.kind, devices)
-        for kind, share, memory in lease.held():
-            if kind == devices.kind:
-                yield share, own.memory_of(share, memory)
-
-
-class Holdings:
-    """The workers of a node at one moment, asked who holds what.
-
-    Attributes:
-        pids: process ids of the live workers.
-        now: that moment.
-    """
-
-    def __init__(
-        self,
-        workers: Iterable[WorkerRecord],
-        pids: Mapping[int, int],
-        now: float,
-        observed: Observations = NOTHING,
-    ) -> None:
-        self.pids = pids
-        self.now = now
-        self._observed = observed
-        self._workers = [worker for worker in workers if worker.lease is not None]
-
-    def of_scalar(self, name: str) -> tuple[Holder, ...]:
-        """The holders of an undivided resource; a blocked task holds no CPU.
-
-        A placement group holds what none of its members does.
-        """
-        return tuple(
-            self._holder(worker, part)
-            for worker in self._workers
-            if worker.lease and not (worker.lease.is_lent and name == CPU)
-            for held, part in scalars_of(worker.lease)
-            if held == name and (part or not worker.lease.parts)
-        )
-
-    def of_devices(self, devices: DeviceSet, mask: int) -> tuple[DeviceStatus, ...]:
-        """The devices of a mask, each with its holders."""
-        holders: list[list[Holder]] = [[] for _ in devices.devices]
-        looks = [
-            self._observed.get((devices.kind, index), UNSEEN)
-            for index in range(len(holders))
-        ]
-        for worker in self._workers:
-            assert worker.lease is not None, worker
-            for (index, part), memory in shares_of(worker.lease, devices):
-                look = looks[index]
-                holder = replace(
-                    self._holder(worker, part, memory),
-                    used=look.workers.get(worker.id),
-                    has_outgrown=worker.id in look.outgrown,
-                )
-                holders[index].append(holder)
-        aside = devices.availability.aside
-        return tuple(
-            DeviceStatus(
-                *(devices.kind, device.id, device.type, device.uuid, device.name),
-                device.memory,
-                0.0 if index in aside else number(devices.free[index]),
-                tuple(holders[index]),
-                aside.get(index),
-                index in devices.unverified,
-                devices.memory_reserved(index),
-                *(look.used, look.utilisation, look.others),
-                None if look is UNSEEN else max(0.0, self.now - look.seen),
-                look.unknown,
-            )
-            for index, (device, look) in enumerate(
-                zip(devices.devices, looks, strict=True)
-            )
-            if mask >> index & 1
-        )
-
-    def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:
-        task = worker.task
-        return Holder(
-            *(number(part), worker.id, self.pids.get(worker.id, 0)),
-            None if task is None else task.spec.name,
-            self.seconds_of(worker),
-            task is not None and task.spec.is_endless,
-            task is None and worker.state is WorkerState.SETTLING,
-            memory,
-        )
-
-    def seconds_of(self, worker: WorkerRecord) -> float | None:
-        """For how long a worker runs its task; see `Holder`."""
-        # It is watched since it was given a task, or since it was seen with another.
-        is_known = worker.task is not None and worker.watched is worker.task
-        return self.now - worker.watched_since if is_known else None
-
-
 _HOLD_NOTHING: Final = frozenset({TaskState.WAITING.value, TaskState.EXPECTING.value})
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationStatus:
-    """What is kept for a task that has long been the first of its line.
+    """What is kept for a task that has waited long at the head of its queue.
 
     Attributes:
         task: the task's number.
         name: its name.
         devices: ids of the devices kept for it, by kind: `{"GPU": (0, 1)}`.
         amounts: what is kept of other resources: `{"CPU": 2.0}`.
-        seconds: from now until it can begin at the latest, None where nobody knows
-            (who holds what it needs has no `timeout`).
+        seconds: until it can begin at the latest; None if unknown, because what it
+            needs is held by tasks without `timeout`.
     """
 
     task: int
@@ -300,23 +189,23 @@ class NodeStatus:
         devices: the devices, and who holds them.
         workers: the worker processes.
         tasks: all that have a worker, and leases that are held, by number; then the
-            first 100 of those that wait, in the order in which their turns come if
-            nothing else is submitted; fewer, where thousands between them were
-            cancelled.
-        waiting_count: how many wait, listed or not.
-        shapes: what they ask for, in the order of the first one's turn; at most 100.
-        shape_count: how many shapes there are, listed or not.
-        reservation: what is kept for a task that has waited long, None if nothing.
-        clients: the programs that share the node, by number; empty where it is one's
-            alone.
+            first 100 waiting tasks in the order of their turn, or fewer if thousands
+            between them were cancelled.
+        waiting_count: how many tasks wait, listed or not.
+        shapes: the requests of the waiting tasks, in the order of their turn; at most
+            100.
+        shape_count: how many different requests wait, listed or not.
+        reservation: what is kept for a task that has waited long, None if nothing is.
+        clients: the programs that share the node, by number; empty if only one uses
+            it.
         actors: all that have a process; then the first 100 of the others.
-        failures: the last 100 that have failed, the latest first; none are kept by a
-            node without processes.
-        draining: seconds that what runs still has where the node is being stopped, and
-            takes no new work; None where it is not.
-        placements: all of them, in the order in which they were asked for.
+        failures: the last 100 failed tasks, the latest first; an inline node keeps
+            none.
+        draining: seconds that running tasks still have while the node is being stopped
+            and takes no new work; None otherwise.
+        placements: all placements, in the order of the requests.
         outages: why no worker can be started now, for which tasks, and when the next
-            try is; empty where workers start.
+            attempt is; empty while workers start.
     """
 
     total: Mapping[str, float]
@@ -337,7 +226,7 @@ class NodeStatus:
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
-        """The tasks that hold nothing yet; the first 100 of them."""
+        """The tasks that hold nothing yet; at most 100."""
         return tuple(t for t in self.tasks if t.state in _HOLD_NOTHING)
 
     def __repr__(self) -> str:
@@ -356,14 +245,14 @@ class TaskStatus:
         name: its name.
         state: "waiting", "starting", "queued", "running", "blocked", "delayed",
             "expecting" or "stopping"; `aiogpu.core.records.TaskState` says what each
-            means. "sent" on a cluster that does not tell whether it runs.
+            means. "sent" on a cluster that does not tell whether the task runs.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
-        reason: why its code does not run, None where it may.
-        client: the program whose it is, 0 for the node's own.
-        is_lease: whether it is a lease, which processes hold that are no workers.
-        pid: process id of its worker or, of a lease, of the program that has asked for
-            it; 0 while it waits or its worker starts.
+        reason: why its code does not run, None if it runs.
+        client: the number of its program, 0 for the node's own.
+        is_lease: whether it is a lease, held by processes that are not workers.
+        pid: process id of its worker, or of the program that asked for the lease; 0
+            while it waits or its worker starts.
     """
 
     id: int
@@ -378,7 +267,7 @@ class TaskStatus:
 
     @property
     def is_held(self) -> bool:
-        """True if it has a worker, or is a lease that somebody has."""
+        """True if it has a worker, or is a lease that is held."""
         is_leased = self.is_lease and self.state not in _HOLD_NOTHING
         return is_leased or self.worker is not None
 
@@ -405,14 +294,14 @@ class OutageStatus:
     """Why no worker can be started, as `status()` and `why()` show it.
 
     Attributes:
-        reason: why the last try failed.
-        failures: how many tries in a row have failed.
+        reason: why the last attempt failed.
+        failures: how many attempts in a row have failed.
         seconds: since the first of them.
-        retry_in: seconds until the next try; 0 while one is being made, or where
-            nothing waits for a worker.
-        variables: names of the variables of the `runtime_env` that is concerned; empty
-            for that of most tasks, or where all are concerned.
-        is_joined: whether it concerns tasks of a program that has joined, and not those
+        retry_in: seconds until the next attempt; 0 during one, and if nothing waits for
+            a worker.
+        variables: names of the variables of the `runtime_env` that is affected; empty
+            for tasks without variables, and if all tasks are affected.
+        is_joined: whether it affects tasks of a program that has joined, and not those
             of the node's own program.
     """
 
@@ -441,18 +330,18 @@ class ActorStatus:
     """An actor that has not ended.
 
     Attributes:
-        id: its number, which is also that of the task that it is to the queue.
-        name: under which `aiogpu.get_actor` finds it, None without one.
-        namespace: in which that name was given, "" where none was.
+        id: its number; to the scheduler an actor is a task of the same number.
+        name: the name for `aiogpu.get_actor`, None without one.
+        namespace: the namespace of the name, "" without one.
         class_name: the name of its class.
-        state: "pending" (it waits for its place, or its constructor runs), "alive" or
-            "leaving" (it ends after what it was sent).
-        holders: how many hold a handle to it.
-        worker: id of its worker, None while it has none.
+        state: "pending" (it waits for resources, or its constructor runs), "alive" or
+            "leaving" (it ends after the calls that it was sent).
+        holders: how many processes hold a handle to it.
+        worker: id of its worker, None without one.
         pid: process id of its worker, 0 without one.
-        calls: how many of its calls were not answered yet.
-        is_detached: whether it outlives the program that has made it.
-        client: the program whose it is, 0 for the node's own.
+        calls: how many of its calls are not answered yet.
+        is_detached: whether it outlives the program that made it.
+        client: the number of its program, 0 for the node's own.
     """
 
     id: int
@@ -469,10 +358,10 @@ class ActorStatus:
 
 
 class Program(NamedTuple):
-    """Who a client is, as far as the core need not know.
+    """Name and process of a client, which the scheduler does not know.
 
     Attributes:
-        name: what it is called by, "train.py".
+        name: such as "train.py".
         pid: its process id.
     """
 
@@ -484,7 +373,7 @@ THE_NODES: Final = "the node's own program"
 
 
 NOBODY: Final[Mapping[int, Program]] = MappingProxyType({})
-"""Names of nobody."""
+"""No programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,16 +381,16 @@ class ClientStatus:
     """One of the programs that share a node.
 
     Attributes:
-        id: its number; 0 for the program that the node belongs to, which is among
-            them only where it has tasks.
-        name: what it is called by; "" where that is not known.
-        pid: its process id, 0 where that is not known.
-        weight: how much it gets where a program of weight 1 gets 1.
+        id: its number; 0 for the program that the node belongs to, which is listed
+            only if it has tasks.
+        name: such as "train.py"; "" if unknown.
+        pid: its process id, 0 if unknown.
+        weight: its fair share, where a program of weight 1 gets 1.
         running: how many of its tasks have a worker, or were sent to one.
-        waiting: how many have none.
+        waiting: how many of its tasks have none.
         holds: what it holds now by resource, `{"CPU": 2.0, "GPU": 0.5}`.
-        limits: what it may have.
-        has_left: whether its process has gone, and only its tasks are there.
+        limits: what it may have at most.
+        has_left: whether its process has ended and only its tasks are left.
     """
 
     id: int
@@ -515,54 +404,17 @@ class ClientStatus:
     has_left: bool = False
 
 
-def name_of(client: int, programs: Mapping[int, Program]) -> str:
-    """Return what a program is called by."""
-    program = programs.get(client)
-    if program is not None and program.name:
-        return program.name
-    return THE_NODES if client == OWN else f"program {client}"
-
-
-def shown_clients(status: NodeStatus) -> list[ClientStatus]:
-    """The programs worth a line: the node's own only if it has tasks."""
-    return [
-        one for one in status.clients if one.id != OWN or one.running or one.waiting
-    ]
-
-
-def _programs(status: NodeStatus) -> Iterator[str]:
-    """Those first that run most; nothing if there is no other than the node's."""
-    told = [
-        one for one in status.clients if one.id != OWN or one.running or one.waiting
-    ]
-    if any(one.id != OWN for one in told):
-        told.sort(key=lambda one: (-one.running, -one.waiting, one.id))
-        yield from _section(
-            "programs",
-            told,
-            lambda one: (
-                name_of(one.id, {one.id: Program(one.name, one.pid)}),
-                pid_of(one.pid) if one.pid else "",
-                f"{one.running} run",
-                f"{one.waiting} wait",
-                "" if one.weight == 1 else f"weight {one.weight:g}",
-                terms(one.holds.items()) if one.holds else "",
-                "has left" if one.has_left else "",
-            ),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class FailureStatus:
-    """A task, or a call of an actor, that has failed for good.
+    """A task, or a call of an actor, that has failed and is not retried.
 
     Attributes:
-        task: its number; of a call, the actor's.
-        name: its name; of a call, "Model.predict".
+        task: the number of the task, or of the actor of the call.
+        name: the name of the task, or "Model.predict" for a call.
         error: the exception's type, "ValueError" or "torch.OutOfMemoryError".
-        message: the first line of what it says.
-        seconds: for how long its owner has known it.
-        client: the program whose it was, 0 for the node's own.
+        message: the first line of its message.
+        seconds: since its owner was told.
+        client: the number of its program, 0 for the node's own.
     """
 
     task: int
@@ -575,18 +427,18 @@ class FailureStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShapeStatus:
-    """The waiting tasks that ask for the same.
+    """All waiting tasks with the same request.
 
     Attributes:
         request: what each of them asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         strategy: "pack" or "spread".
         variables: names of the variables of their `runtime_env`.
-        count: how many they are.
-        first: name of the one whose turn it is.
-        seconds: for how long the oldest of them has waited.
-        reason: why the first one waits.
+        count: how many tasks.
+        first: name of the task whose turn is next.
+        seconds: for how long the oldest task has waited.
+        reason: why the first task waits.
         where: the conditions on their GPUs in words, "memory of 40GiB or more".
-        client: the program whose they are, 0 for the node's own.
+        client: the number of their program, 0 for the node's own.
     """
 
     request: Mapping[str, float]
@@ -602,11 +454,11 @@ class ShapeStatus:
 
 @dataclass(frozen=True, slots=True)
 class BundleStatus:
-    """One bundle.
+    """One bundle of a placement.
 
     Attributes:
-        request: what it holds, `{"CPU": 2.0, "GPU": 1.0}`, or will.
-        free: what no member has of that; the same while it is not granted.
+        request: what it reserves, `{"CPU": 2.0, "GPU": 1.0}`.
+        free: the part of it that no member uses; all of it until it is granted.
         devices: ids of its devices by kind, `{"GPU": (0,)}`; empty until then.
     """
 
@@ -628,17 +480,17 @@ class PlacementStatus:
     """One placement.
 
     Attributes:
-        task: its number, under which `why` knows it.
+        task: its number for `why`.
         name: its name.
-        id: tells it from all others.
-        state: "waiting", "ready", or "removing" while those in it stop.
-        strategy: how its bundles are laid out.
-        bundles: in their order.
-        members: how many tasks and actors were given it that have not ended.
-        client: the program whose it is, 0 for the node's own.
-        pid: process id of that; 0 while it waits.
+        id: its unique id.
+        state: "waiting", "ready", or "removing" while its members stop.
+        strategy: how its bundles are placed on devices.
+        bundles: its bundles, in order.
+        members: how many of its tasks and actors have not ended.
+        client: the number of its program, 0 for the node's own.
+        pid: process id of the program; 0 while it waits.
         reason: why it waits, None if it does not.
-        is_detached: whether it outlives the program that has asked for it.
+        is_detached: whether it outlives the program that asked for it.
     """
 
     task: int
@@ -654,89 +506,14 @@ class PlacementStatus:
     is_detached: bool = False
 
 
-def placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:
-    """All of them in words, with their bundles."""
-    if placements:
-        yield "placements"
-    for one in placements[:SHOWN]:
-        of = f"pid {one.pid}, " if one.pid else ""
-        state = f"{one.state}, detached" if one.is_detached else one.state
-        told = f"{one.task}  {one.name}  {one.strategy}  {state}"
-        yield f"  {told}  {of}{one.members} in it"
-        if one.reason:
-            yield f"    {one.reason}"
-        for index, bundle in enumerate(one.bundles[:SHOWN]):
-            yield f"    bundle {index}: {bundle}"
-        yield from (f"  {line}" for line in rest(len(one.bundles) - SHOWN))
-    yield from rest(len(placements) - SHOWN)
-
-
 WIDEST: Final = 100
-"""Columns of a line from which on what is seen stands on a line of its own."""
-
-
+"""Columns of a line; a device that needs more gets a second line for its readings."""
 STALE: Final = 5.0
-"""Seconds after which it is said how old a look is."""
-
-
+"""Seconds after which the age of a reading is shown."""
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
-
-
-def device_rows(devices: Sequence[DeviceStatus]) -> Iterator[str]:
-    """All devices: a line for each, and below it those who are there."""
-    for device, lines in zip(devices, _lines(devices), strict=True):
-        yield from lines
-        if device.aside is not None:
-            yield f"  set aside: {device.aside}"
-        if device.is_unverified:
-            yield "  unverified: whether ended tasks left something on it is not known"
-        yield from _section("", device.holders, _holder)
-        if device.others:
-            told = listing(map(_other, device.others), len(device.others))
-            yield f"  not ours: {told}"
-    yield from _unknown(devices)
-
-
-def _lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
-    """One line a device, or two where it would be too wide."""
-    identities = [
-        (
-            f"{device.kind} {device.id}",
-            f"{device.free:g} free",
-            device.name or device.type or "",
-        )
-        for device in devices
-    ]
-    seen = [_seen(device) for device in devices]
-    rows = [(*who, *what) for who, what in zip(identities, seen, strict=True)]
-    used = [any(column) for column in zip(*rows, strict=True)]
-    joined = aligned(
-        [cell for cell, is_used in zip(row, used, strict=True) if is_used]
-        for row in rows
-    )
-    short = aligned(identities)
-    for whole, who, what in zip(joined, short, seen, strict=True):
-        if len(whole) <= WIDEST:
-            yield [whole]
-        else:
-            yield [who, "  " + "  ".join(filter(None, what))]
-
-
-def _seen(device: DeviceStatus) -> Sequence[str]:
-    is_stale = device.seen is not None and device.seen > STALE
-    return (
-        _memory(device),
-        f"{amount(device.memory_reserved)} reserved" if device.memory_reserved else "",
-        "" if device.utilisation is None else f"{device.utilisation} % busy",
-        f"seen {span(device.seen or 0.0)} ago" if is_stale else "",
-    )
-
-
-def _memory(device: DeviceStatus) -> str:
-    there = amount(device.memory)
-    if device.used is None:
-        return there
-    return f"{amount(device.used, '0')} used" + (f" of {there}" if there else "")
+_STATES: Final = (
+    *("running", "blocked", "stopping", "starting", "queued", "sent", "waiting"),
+)
 
 
 def amount(count: int, none: str = "") -> str:
@@ -748,117 +525,150 @@ def amount(count: int, none: str = "") -> str:
     return none
 
 
-def _holder(holder: Holder) -> Sequence[str]:
-    held = f"{holder.share:g}" if holder.share else size(holder.memory)
-    if holder.is_settling:
-        return (held, "(ended)", "", "until its driver agrees", "")
-    used = "" if holder.used is None else f"{amount(holder.used, '0')} used"
-    if holder.has_outgrown:
-        used += ", more than was reserved for it"
-    seconds = "" if holder.seconds is None else span(holder.seconds)
-    return (
-        held,
-        holder.task or "(ending)",
-        pid_of(holder.pid),
-        "without end" if holder.is_endless else seconds,
-        used,
-    )
+def memory_use(used: int | None, total: int) -> str:
+    """How much memory is used of how much, as far as it is known."""
+    there = amount(total)
+    if used is None:
+        return there
+    return f"{amount(used, '0')} used" + (f" of {there}" if there else "")
 
 
 def pid_of(pid: int) -> str:
-    """A worker's process, which may not be there yet."""
+    """A worker's process, which may not exist yet."""
     return f"pid {pid}" if pid else "(starting)"
 
 
-def _other(process: OtherProcess) -> str:
-    told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
-    size = "" if process.memory is None else amount(process.memory, "0")
-    return f"{told} with {size}" if size else told
+def name_of(client: int, programs: Mapping[int, Program]) -> str:
+    """The name of a program."""
+    program = programs.get(client)
+    if program is not None and program.name:
+        return program.name
+    return THE_NODES if client == OWN else f"program {client}"
 
 
-def _unknown(devices: Sequence[DeviceStatus]) -> Iterator[str]:
-    """Each thing that is not known, once for all devices that it is not known of."""
-    told: dict[str, list[str]] = {}
-    for device in devices:
-        if device.unknown is not None:
-            told.setdefault(device.unknown, []).append(f"{device.kind} {device.id}")
-    for what, names in told.items():
-        yield f"not known of {listing(names, len(names))}: {what}"
+def client_name(client: ClientStatus) -> str:
+    """The name of a program of which there is a status."""
+    return name_of(client.id, {client.id: Program(client.name, client.pid)})
 
 
-_STATES: Final = (
-    *("running", "blocked", "stopping", "starting", "queued", "sent", "waiting"),
-)
+def shown_clients(status: NodeStatus) -> list[ClientStatus]:
+    """The programs to show: the node's own only if it has tasks."""
+    return [
+        one for one in status.clients if one.id != OWN or one.running or one.waiting
+    ]
+
+
+def held_tasks(status: NodeStatus) -> list[TaskStatus]:
+    """The tasks that have a worker, and the leases that are held."""
+    return [task for task in status.tasks if task.is_held]
+
+
+def state_of(task: TaskStatus) -> str:
+    """The state in one word: "leased" for a lease that is held."""
+    is_leased = task.is_lease and task.state == TaskState.RUNNING.value
+    return "leased" if is_leased else task.state
 
 
 def summary(status: NodeStatus) -> str:
-    """Return what there is and what happens, on one line."""
+    """Resources, workers and tasks on one line."""
     resources = ", ".join(
         f"{name} {written(name, free)}/{written(name, total)}"
-        for name, free, total in _worth_telling(status)
+        for name, free, total in _notable_resources(status)
     )
-    drain = "" if status.draining is None else f"{drain_told(status.draining)}; "
+    drain = "" if status.draining is None else f"{_draining(status.draining)}; "
     outage = "no worker can be started; " if status.outages else ""
     workers = f"{len(status.workers)} workers"
-    return f"{drain}{outage}{resources}; {workers}; {_counts(status)}"
+    return f"{drain}{outage}{resources}; {workers}; {_task_counts(status)}"
 
 
-def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
-    """All resources, but memory only where somebody has some."""
+def overview(status: NodeStatus) -> Iterator[str]:
+    """What is free of each resource, how many workers and tasks there are."""
+    if status.draining is not None:
+        yield _draining(status.draining)
+    states = Counter(worker.state for worker in status.workers)
+    workers = ", ".join(f"{count} {state}" for state, count in states.items())
+    yield from aligned(
+        [
+            *(
+                (name, f"{written(name, free)} of {written(name, total)} free")
+                for name, free, total in _notable_resources(status)
+            ),
+            ("workers", workers or "none"),
+            ("tasks", _task_counts(status)),
+        ]
+    )
+    yield from map(str, status.outages)
+
+
+def _notable_resources(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
+    """Every resource with what is free and what there is; memory only if it is used."""
     for name, total in status.total.items():
         free = status.available.get(name, 0.0)
         if name not in (MEMORY, GPU_MEMORY) or free != total:
             yield name, free, total
 
 
-def _counts(status: NodeStatus) -> str:
-    """Return how many tasks there are in each state."""
+def _task_counts(status: NodeStatus) -> str:
     counts = Counter(task.state for task in status.tasks)
     counts["waiting"] = status.waiting_count
     told = [f"{counts[name]} {name}" for name in _STATES if counts[name]]
     return ", ".join(told) or "no tasks"
 
 
+def _draining(seconds: float) -> str:
+    return f"is being stopped: no new work; what runs has {span(seconds)} to end"
+
+
+def reservation_line(status: NodeStatus) -> Iterator[str]:
+    """What is kept for which task, if there is a reservation."""
+    kept = status.reservation
+    if kept is not None:
+        when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
+        yield f"kept for {kept.name} (task {kept.task}): {kept}{when}"
+
+
 def report(status: NodeStatus) -> str:
-    """Everything, in a table."""
+    """The whole status as text: a section for each kind of thing."""
     tasks, placements = status.tasks, {one.task for one in status.placements}
-    leases = [
-        task
-        for task in tasks
-        if task.is_lease and task.is_held and task.id not in placements
-    ]
+    clients = shown_clients(status)
+    if all(one.id == OWN for one in clients):
+        clients = []
+    clients.sort(key=lambda one: (-one.running, -one.waiting, one.id))
     rows = [
         *overview(status),
         *device_rows(status.devices),
-        *_programs(status),
+        *_section(
+            "programs",
+            clients,
+            lambda one: (
+                client_name(one),
+                f"pid {one.pid}" if one.pid else "",
+                f"{one.running} run",
+                f"{one.waiting} wait",
+                "" if one.weight == 1 else f"weight {one.weight:g}",
+                terms(one.holds.items()) if one.holds else "",
+                "has left" if one.has_left else "",
+            ),
+        ),
         *_section(
             "on workers",
             [task for task in tasks if task.worker is not None],
-            lambda task: (
-                *(str(task.id), task.name, task.state, pid_of(task.pid)),
-                *(terms(task.request.items()), task.reason or ""),
-            ),
+            lambda task: _task_cells(task, task.state, pid_of(task.pid)),
         ),
-        # Of these a cluster does not tell where they are.
-        *_section(
-            "sent",
-            [task for task in tasks if task.state == "sent"],
-            lambda task: (
-                *(str(task.id), task.name),
-                *(terms(task.request.items()), task.reason or ""),
-            ),
-        ),
+        # A cluster does not say where these are.
+        *_section("sent", [one for one in tasks if one.state == "sent"], _task_cells),
         *_section(
             "leases",
-            leases,
-            lambda task: (
-                *(str(task.id), task.name, f"pid {task.pid}"),
-                *(terms(task.request.items()), task.reason or ""),
-            ),
+            [
+                task
+                for task in tasks
+                if task.is_lease and task.is_held and task.id not in placements
+            ],
+            lambda task: _task_cells(task, f"pid {task.pid}"),
         ),
-        *placement_rows(status.placements),
-        *_shapes(status),
-        *_reservation(status),
+        *_placement_rows(status.placements),
+        *_shape_rows(status),
+        *reservation_line(status),
         *_section(
             "actors",
             status.actors,
@@ -884,68 +694,129 @@ def report(status: NodeStatus) -> str:
 def _section(
     title: str, entries: Sequence[T], cells: Callable[[T], Sequence[str]]
 ) -> Iterator[str]:
-    """The first few of them below each other, and how many more there are."""
+    """The first few entries below each other, and how many more there are."""
     if entries and title:
         yield title
     yield from aligned(map(cells, entries[:SHOWN]), indent="  ")
     yield from rest(len(entries) - SHOWN)
 
 
-def overview(status: NodeStatus) -> Iterator[str]:
-    """How much is free of each resource, and how many workers and tasks there are."""
-    if status.draining is not None:
-        yield drain_told(status.draining)
-    rows = [
-        (name, f"{written(name, free)} of {written(name, total)} free")
-        for name, free, total in _worth_telling(status)
-    ]
-    states = Counter(worker.state for worker in status.workers)
-    told = ", ".join(f"{count} {state}" for state, count in states.items())
-    rows.append(("workers", told or "none"))
-    rows.append(("tasks", _counts(status)))
-    yield from aligned(rows)
-    yield from map(str, status.outages)
+def _task_cells(task: TaskStatus, *where: str) -> Sequence[str]:
+    asked = terms(task.request.items())
+    return (str(task.id), task.name, *where, asked, task.reason or "")
 
 
-def drain_told(seconds: float) -> str:
-    """That a node is being stopped."""
-    return f"is being stopped: no new work; what runs has {span(seconds)} to end"
+def _placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:
+    if placements:
+        yield "placements"
+    for one in placements[:SHOWN]:
+        of = f"pid {one.pid}, " if one.pid else ""
+        state = f"{one.state}, detached" if one.is_detached else one.state
+        told = f"{one.task}  {one.name}  {one.strategy}  {state}"
+        yield f"  {told}  {of}{one.members} in it"
+        if one.reason:
+            yield f"    {one.reason}"
+        for index, bundle in enumerate(one.bundles[:SHOWN]):
+            yield f"    bundle {index}: {bundle}"
+        yield from (f"  {line}" for line in rest(len(one.bundles) - SHOWN))
+    yield from rest(len(placements) - SHOWN)
 
 
-def held_tasks(status: NodeStatus) -> list[TaskStatus]:
-    """The tasks that have a worker, and the leases that are held."""
-    waiting = {task.id for task in status.waiting}
-    return [
-        task
-        for task in status.tasks
-        if task.worker is not None or (task.is_lease and task.id not in waiting)
-    ]
-
-
-def state_of(task: TaskStatus) -> str:
-    """Its state in a word; of a lease that is held, that it is one."""
-    is_held = task.is_lease and task.state == TaskState.RUNNING.value
-    return "leased" if is_held else task.state
-
-
-def _shapes(status: NodeStatus) -> Iterator[str]:
+def _shape_rows(status: NodeStatus) -> Iterator[str]:
     if status.shapes:
         yield "waiting"
     for shape in status.shapes[:SHOWN]:
         names = ", ".join(shape.variables)
-        told = f" with {names}" if names else ""
         spread = ", spread" if shape.strategy == "spread" else ""
-        where = f" of {shape.where}" if shape.where else ""
+        variables = f" with {names}" if names else ""
         yield (
-            f"  {shape.count} x {terms(shape.request.items())}{where}{spread}{told}: "
+            f"  {shape.count} x {asked_for(shape)}{spread}{variables}: "
             f"{shape.first} first, the oldest for {span(shape.seconds)}"
         )
         yield f"    {shape.reason}"
     yield from rest(status.shape_count - len(status.shapes[:SHOWN]))
 
 
-def _reservation(status: NodeStatus) -> Iterator[str]:
-    kept = status.reservation
-    if kept is not None:
-        when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
-        yield f"kept for {kept.name} (task {kept.task}): {kept}{when}"
+def asked_for(shape: ShapeStatus) -> str:
+    """What each task of a shape asks for, with the conditions on its GPUs."""
+    where = f" of {shape.where}" if shape.where else ""
+    return terms(shape.request.items()) + where
+
+
+def device_rows(devices: Sequence[DeviceStatus]) -> Iterator[str]:
+    """Every device, each followed by what holds it."""
+    for device, lines in zip(devices, _device_lines(devices), strict=True):
+        yield from lines
+        if device.aside is not None:
+            yield f"  set aside: {device.aside}"
+        if device.is_unverified:
+            yield "  unverified: whether ended tasks left something on it is not known"
+        yield from _section("", device.holders, _holder_cells)
+        if device.others:
+            told = listing(map(_other_process, device.others), len(device.others))
+            yield f"  not ours: {told}"
+    # What is not known is said once for all devices of which it is not known.
+    unknown: dict[str, list[str]] = {}
+    for device in devices:
+        if device.unknown is not None:
+            unknown.setdefault(device.unknown, []).append(f"{device.kind} {device.id}")
+    for what, names in unknown.items():
+        yield f"not known of {listing(names, len(names))}: {what}"
+
+
+def _device_lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
+    """One line a device, or two where one would be too wide."""
+    identities = [
+        (
+            f"{device.kind} {device.id}",
+            f"{device.free:g} free",
+            device.name or device.type or "",
+        )
+        for device in devices
+    ]
+    readings = [_readings(device) for device in devices]
+    rows = [(*who, *what) for who, what in zip(identities, readings, strict=True)]
+    used = [any(column) for column in zip(*rows, strict=True)]
+    joined = aligned(
+        [cell for cell, is_used in zip(row, used, strict=True) if is_used]
+        for row in rows
+    )
+    short = aligned(identities)
+    for whole, who, what in zip(joined, short, readings, strict=True):
+        if len(whole) <= WIDEST:
+            yield [whole]
+        else:
+            yield [who, "  " + "  ".join(filter(None, what))]
+
+
+def _readings(device: DeviceStatus) -> Sequence[str]:
+    is_stale = device.seen is not None and device.seen > STALE
+    return (
+        memory_use(device.used, device.memory),
+        f"{amount(device.memory_reserved)} reserved" if device.memory_reserved else "",
+        "" if device.utilisation is None else f"{device.utilisation} % busy",
+        f"seen {span(device.seen or 0.0)} ago" if is_stale else "",
+    )
+
+
+def _holder_cells(holder: Holder) -> Sequence[str]:
+    held = f"{holder.share:g}" if holder.share else size(holder.memory)
+    if holder.is_settling:
+        return (held, "(ended)", "", "until its driver agrees", "")
+    used = "" if holder.used is None else f"{amount(holder.used, '0')} used"
+    if holder.has_outgrown:
+        used += ", more than was reserved for it"
+    seconds = "" if holder.seconds is None else span(holder.seconds)
+    return (
+        held,
+        holder.task or "(ending)",
+        pid_of(holder.pid),
+        "without end" if holder.is_endless else seconds,
+        used,
+    )
+
+
+def _other_process(process: OtherProcess) -> str:
+    told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
+    size = "" if process.memory is None else amount(process.memory, "0")
+    return f"{told} with {size}" if size else told

@@ -1,137 +1,36 @@
-"""Why a task is where it is: what it waits for, who holds that, whose turn it is.
+"""Why a task is where it is: plain data, and the words in which people read it.
 
-Nothing is changed by asking. It costs as much as there are workers, and next to nothing
-for each task that waits. Shortages are found in the ledger in the way in which
-`SchedulerState.take` refuses a lease.
+`explain` tells the whole story, `brief` the same in one line. `aiogpu.observe.snapshot`
+makes a `Why` from the state of the scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
-from math import inf
-from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.model.ids import PROGRAM
-from aiogpu.core.model.request import BundleRef
 from aiogpu.core.model.text import SHOWN, listing, span, terms
-from aiogpu.core.model.units import GPU_MEMORY, number, spoken, written
-from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
-from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.resources.topology import indices
-from aiogpu.core.scheduler.shortage import (
-    Lack,
-    find_bound,
-    find_lacks,
-    is_held_endlessly,
-    ledger_for,
-    rival_of,
-)
-from aiogpu.core.scheduler.state import (
-    Outage,
-    Reservation,
-    SchedulerState,
-    awaited_results,
-)
+from aiogpu.core.model.units import GPU_MEMORY, spoken, written
 from aiogpu.observe.status import (
-    NOBODY,
     DeviceStatus,
     Holder,
-    Holdings,
     OutageStatus,
-    Program,
     ReservationStatus,
-    name_of,
 )
-
-if TYPE_CHECKING:
-    from aiogpu.core.model.request import Environment
-
-
-def find_outage(
-    node: SchedulerState, environment: Environment, now: float
-) -> OutageStatus | None:
-    """Why a task of this environment gets no worker; None if that is not the cause."""
-    outage = node.outages.get(environment)
-    if outage is not None:
-        return _outage_status(environment, outage, now)
-    return _crowding(node, now)
-
-
-def find_outages(node: SchedulerState, now: float) -> tuple[OutageStatus, ...]:
-    """All of them."""
-    everywhere = _crowding(node, now)
-    return (
-        *((everywhere,) if everywhere is not None else ()),
-        *(_outage_status(*pair, now) for pair in node.outages.items()),
-    )
-
-
-def _outage_status(
-    environment: Environment, outage: Outage, now: float
-) -> OutageStatus:
-    return OutageStatus(
-        outage.reason,
-        outage.failures,
-        now - outage.since,
-        max(outage.retry_at - now, 0.0) if outage.is_paused else 0.0,
-        tuple(name for name, _ in environment if name != PROGRAM),
-        any(name == PROGRAM for name, _ in environment),
-    )
-
-
-def _crowding(node: SchedulerState, now: float) -> OutageStatus | None:
-    """Of descriptors or processes, which concerns all environments.
-
-    Where there are workers, tasks wait for these instead.
-    """
-    room = node.worker_limit
-    if not room.failures or not room.reason:
-        return None
-    if any(worker.state is not WorkerState.STARTING for worker in node.workers):
-        return None
-    return OutageStatus(
-        room.reason, room.failures, now - room.since, max(room.retry_at - now, 0.0)
-    )
-
-
-def why_not_running(
-    record: TaskRecord, worker: WorkerRecord, pids: Mapping[int, int]
-) -> str | None:
-    """In one line what it waits for; None where its code may run."""
-    if record.spec.is_lease and record.state is TaskState.STOPPING:
-        return "is given back; processes that it was for have not ended yet"
-    if record.state is TaskState.STARTING:
-        return "a worker is being forked for it"
-    if record.state is TaskState.QUEUED:
-        before = worker.task.spec.name if worker.task else ""
-        return f"sent ahead to pid {pids.get(worker.id, 0)}, behind {before}"
-    if record.state is TaskState.BLOCKED and record.kin is not None:
-        children = record.kin.waits_for.values()
-        if not children:
-            return "waits for an actor"
-        names = (child.spec.name for child in children)
-        return f"waits for its children: {listing(names, len(children))}"
-    return None
-
-
-READING: Final = "its program to read the results that it was sent"
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A resource of which a task cannot get now what it asks for.
+    """A resource of which a waiting task cannot get what it asks for.
 
     Attributes:
-        resource: its name, "CPU" or "GPU"; "gpu_memory" where there are shares enough
-            of GPUs, but not with so much memory. All of that is in bytes.
-        asked: how much the task asks for; below 1, a share of one device. Of memory,
+        resource: its name, "CPU" or "GPU"; "gpu_memory" if enough shares of GPUs are
+            free, but too little of their memory. Amounts of memory are in bytes.
+        asked: how much the task asks for; below 1, a share of one device. For memory,
             the most that it takes of a device.
-        free: how much nobody holds; of devices, the sum of the free shares of
-            those that the task may use.
-        total: how much there is, of devices those that the task may use.
+        free: how much is free; for devices, the sum of the free shares of the devices
+            that the task may use.
+        total: how much there is; for devices, of those that the task may use.
         kept: how much of what is free is kept for another task.
         devices: the devices that the task may use, each with its free share and its
             holders; empty for a resource that is not made of devices.
@@ -147,107 +46,6 @@ class Shortage:
     holders: tuple[Holder, ...]
 
 
-def _told(devices: DeviceSet, index: int, name: str) -> str:
-    if index in devices.availability.aside:
-        return "set aside"
-    if name == GPU_MEMORY:
-        return written(name, devices.filling.free_memory(index))
-    return f"{number(devices.free[index]):g}"
-
-
-def find_shortages(
-    ledger: Ledger, lacks: Iterable[Lack], holdings: Holdings
-) -> Iterator[Shortage]:
-    """What a waiting task lacks, each with its holders."""
-    for lack in lacks:
-        devices: tuple[DeviceStatus, ...] = ()
-        if lack.mask:
-            devices = holdings.of_devices(ledger.device_sets[lack.kind], lack.mask)
-            holders = tuple(one for device in devices for one in device.holders)
-            total = float(len(devices))
-            if lack.name == GPU_MEMORY:
-                total = float(sum(device.memory for device in devices))
-        else:
-            holders = holdings.of_scalar(lack.name)
-            total = number(ledger.capacity[lack.name])
-        yield Shortage(
-            *(lack.name, number(lack.asked), number(lack.free), total),
-            *(number(lack.kept), devices, holders),
-        )
-
-
-def wait_in_words(node: SchedulerState, record: TaskRecord, now: float) -> str:
-    """In one line what a waiting task waits for."""
-    if node.exclusive.bars(record):
-        return "waits until another has run alone, for which memory ran out before"
-    if node.clients is not None and node.clients.of(record.client).is_behind:
-        return f"waits for {READING}"
-    if node.clients is not None and (limit := node.clients.why_barred(record)):
-        return f"waits for its program's own limit: it holds {limit}"
-    outage = find_outage(node, record.spec.shape.environment, now)
-    if outage is not None and not record.spec.is_lease:
-        return str(outage)
-    if lacks := tell_lacks(node, record):
-        within = record.spec.shape.request.placement_group
-        return lacks + (f" in {within}" if isinstance(within, BundleRef) else "")
-    if placement := awaited_gang(node, record):
-        return f"waits for {placement}, its placement"
-    if most := find_bound(node):
-        return f"waits for a worker: there are {most}, and no room for more"
-    return "waits for its turn"
-
-
-def tell_lacks(node: SchedulerState, record: TaskRecord) -> str:
-    """In one line for which resources it waits, empty if it lacks none."""
-    rival = rival_of(node, record)
-    short = []
-    for lack in find_lacks(node, record):
-        told = f"free: {written(lack.name, number(lack.free))}"
-        if lack.mask:
-            devices = ledger_for(node, record).device_sets[lack.kind]
-            shares = (
-                f"{devices.devices[index].id}: {_told(devices, index, lack.name)}"
-                for index in indices(lack.mask)
-            )
-            told = f"free by device: {listing(shares, lack.mask.bit_count())}"
-        if rival and lack.kept:
-            told += f"; kept for {rival.record.spec.name}"
-        asked = written(lack.name, number(lack.asked))
-        short.append(f"{spoken(lack.name)} {asked} ({told})")
-    return "waits for " + " and ".join(short) if short else ""
-
-
-def awaited_gang(node: SchedulerState, record: TaskRecord) -> str:
-    """The name of its placement group, if that is not granted yet; empty otherwise."""
-    within = record.spec.shape.request.placement_group
-    if isinstance(within, BundleRef) and within.key not in node.ledger.placement_groups:
-        return within.name
-    return ""
-
-
-def describe(
-    node: SchedulerState, reservation: Reservation | None, now: float
-) -> ReservationStatus | None:
-    """A reservation in the user's terms."""
-    if reservation is None:
-        return None
-    record, devices = reservation.record, {}
-    for kind, mask in reservation.barred.items():
-        of_kind = node.ledger.device_sets[kind].devices
-        devices[kind] = tuple(of_kind[index].id for index in indices(mask))
-    return ReservationStatus(
-        task=record.id,
-        name=record.spec.name,
-        devices=devices,
-        amounts={name: number(parts) for name, parts in reservation.kept.items()},
-        seconds=None if reservation.until == inf else max(reservation.until - now, 0.0),
-    )
-
-
-LOOKED_AT: Final = 100
-"""Tasks in the order of turns among which a task's rivals are looked for."""
-
-
 @dataclass(frozen=True, slots=True)
 class Why:
     """Why a task waits, or what it does instead. `str()` tells it in words.
@@ -256,48 +54,48 @@ class Why:
         name: the task's name.
         task: its number; 0 while its node is opening.
         state: "opening" (the node is), "waiting", "starting" (its worker is being
-            forked), "queued" (sent ahead to a worker that runs another), "running",
-            "blocked" (it waits for tasks that it has started), "delayed" (it has
-            failed and is tried again soon), "expecting" (results of others are its
-            arguments, and not there yet), "sent" (to a cluster that does not tell
+            forked), "queued" (sent ahead to a worker that runs another task),
+            "running", "blocked" (it waits for tasks that it has started), "delayed" (it
+            has failed and is retried soon), "expecting" (its arguments are results of
+            other tasks that have not ended), "sent" (to a cluster that does not tell
             whether it runs), "stopping" or "ended".
-        seconds: since it was submitted; None where the node was not asked.
+        seconds: since it was submitted; None if the node was not asked.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
-        position: its place among those of its program that wait for the same, 1 for
-            the first;
-            beyond some thousands, those that left before it may still count. None
-            unless it waits.
-        of: how many of its program wait for the same.
+        position: its place among the waiting tasks of its program with the same
+            request, 1 for the first; beyond some thousands, tasks that left the queue
+            may still count. None unless it waits.
+        of: how many tasks of its program wait with the same request.
         rivals: names of other programs whose tasks go before it, at most eight.
         rival_count: how many such programs there are.
-        limit: what its program holds of what it may, if that is why it waits:
+        limit: what its program holds of what it may hold, if that is why it waits:
             "2 of at most 2 GPU".
-        is_behind: its program does not read the results that it was sent, so nothing
-            more of it is started.
+        is_behind: whether it waits because its program does not read the results that
+            it was sent.
         reasons: for a waiting task, one for each resource that is short.
-        reservation: what is kept for it, since it has waited long; or for another,
-            where that is why it waits.
-        is_held_endlessly: whether it waits for what others hold without end; then
-            nothing is kept for it, however long it waits.
-        bound: how many workers there are, if it lacks nothing else and there may be no
-            more of them; `aiogpu doctor` says what bounds them. 0 otherwise.
-        is_held_up: whether it waits so that another can run alone, for which memory
-            ran out before.
+        reservation: what is kept for it because it has waited long; or for another
+            task, if that is why it waits.
+        is_held_endlessly: whether it waits for something that others hold without end;
+            then nothing is kept for it, however long it waits.
+        bound: the number of workers, if it lacks nothing but a worker and there may be
+            no more of them; `aiogpu doctor` says what limits them. 0 otherwise.
+        is_held_up: whether it waits so that another task, which ran out of memory
+            before, can run alone.
         worker: id of its worker, None without one.
-        pid: process id of its worker or, of a lease, of the program that has asked for
-            it; 0 without one or while it starts.
-        runs_for: seconds since its code began; None where that is not known.
-        behind: names of the tasks that go before it on its worker, the one that
-            runs first; at most eight.
+        pid: process id of its worker, or of the program that asked for the lease; 0
+            without one or while it starts.
+        runs_for: seconds since its code began; None if unknown.
+        behind: names of the tasks that go before it on its worker, the running one
+            first; at most eight.
         children: names of the tasks that it waits for, or whose results it expects;
             at most eight.
         count: how many there are of `behind` or of `children`.
-        is_ahead: whether it is a stream that waits for its consumer, since it is as far
-            ahead as it may be.
+        is_ahead: whether it is a stream that waits for its consumer, because it is as
+            far ahead as it may be.
         outcome: how it has ended, in words: "it was cancelled"; None before.
         where: the conditions on its GPUs in words, while it waits for some.
-        is_lease: whether it is a lease, which processes hold that are no workers.
-        placement: name of the placement in which it is to run, while that waits.
+        is_lease: whether it is a lease, held by processes that are not workers.
+        placement: name of its placement, while that is not granted.
+        bundle: the bundle in which it is to run, in words; "" without one.
         notes: what else a cluster tells, a line each.
         outage: why no worker can be started for it, if that is why it waits.
     """
@@ -331,118 +129,51 @@ class Why:
     placement: str = ""
     notes: tuple[str, ...] = ()
     outage: OutageStatus | None = None
+    bundle: str = ""
 
     def __str__(self) -> str:
         return explain(self)
 
 
-def why(
-    node: SchedulerState,
-    record: TaskRecord,
-    pids: Mapping[int, int],
-    now: float,
-    programs: Mapping[int, Program] = NOBODY,
-) -> Why:
-    """Say why a task that has not ended is where it is.
-
-    Args:
-        node: the node that has it.
-        record: the task.
-        pids: process ids of the live workers.
-        now: the moment for which it is said.
-        programs: who the clients of the node are, by their numbers.
-    """
-    if record.state is TaskState.DELAYED:
-        return _why(record, now)
-    if record.state is TaskState.EXPECTING:
-        needs = awaited_results(node, record)
-        return _why(
-            *(record, now),
-            children=_names(needs),
-            count=len(needs),
-            placement=awaited_gang(node, record),
-        )
-    if record.worker is not None:
-        return _on_worker(record, record.worker, Holdings((), pids, now))
-    return why_waiting(node, record, Holdings(node.holders, pids, now), programs)
+def brief(why: Why) -> str | None:
+    """Why the code of a task does not run, in one line; None if it runs."""
+    match why.state:
+        case "waiting":
+            return _waits(why)
+        case "stopping" if why.is_lease:
+            return "is given back; processes that it was for have not ended yet"
+        case "starting":
+            return "a worker is being forked for it"
+        case "queued":
+            return f"sent ahead to pid {why.pid}, behind {''.join(why.behind[:1])}"
+        case "blocked" if why.count:
+            return f"waits for its children: {listing(why.children, why.count)}"
+        case "blocked":
+            return "waits for an actor"
+        case "delayed":
+            return "has failed before, and is tried again in a while"
+        case "expecting":
+            return "waits for results that are its arguments"
+    return None
 
 
-def _why(record: TaskRecord, now: float, **more: Any) -> Why:
-    return Why(
-        *(record.spec.name, record.id, record.state.value, now - record.since),
-        record.spec.shape.request.as_numbers(),
-        **more,
-    )
-
-
-def why_waiting(
-    node: SchedulerState,
-    record: TaskRecord,
-    holdings: Holdings,
-    programs: Mapping[int, Program] = NOBODY,
-) -> Why:
-    """The same of a task that stands in the queue."""
-    bucket, clients = node.ready.bucket_of(record), node.clients
-    lacks = list(find_lacks(node, record))
-    outage = find_outage(node, record.spec.shape.environment, holdings.now)
-    # The reservation for this task, or for one that takes what this one lacks.
-    reservation = node.reservation
-    if reservation is not None and reservation.record is not record:
-        reservation = reservation if any(one.is_claimed for one in lacks) else None
-    # Where programs share the node: which of them go before it.
-    first = islice(node.ready.in_turn(), LOOKED_AT if clients is not None else 0)
-    before = takewhile(lambda other: other is not record, first)
-    rivals = dict.fromkeys(
-        other.client for other in before if other.client != record.client
-    )
-    return _why(
-        *(record, holdings.now),
-        where=str(record.spec.shape.request.where or ""),
-        position=bucket.position(record) + 1,
-        of=bucket.size,
-        reasons=tuple(find_shortages(ledger_for(node, record), lacks, holdings)),
-        bound=0 if lacks else find_bound(node),
-        is_held_up=node.exclusive.bars(record),
-        reservation=describe(node, reservation, holdings.now),
-        is_held_endlessly=is_held_endlessly(node, record, lacks),
-        placement=awaited_gang(node, record),
-        outage=None if record.spec.is_lease else outage,
-        rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
-        rival_count=len(rivals),
-        limit=clients.why_barred(record) if clients is not None else "",
-        is_behind=clients is not None and clients.of(record.client).is_behind,
-    )
-
-
-def _on_worker(record: TaskRecord, worker: WorkerRecord, holdings: Holdings) -> Why:
-    before = _before(record, worker)
-    waits_for = record.kin.waits_for.values() if record.kin else ()
-    return _why(
-        *(record, holdings.now),
-        worker=None if record.spec.is_lease else worker.id,
-        pid=holdings.pids.get(worker.id, 0),
-        runs_for=holdings.seconds_of(worker) if record is worker.task else None,
-        behind=_names(before),
-        children=_names(waits_for),
-        count=len(before) + len(waits_for),
-        is_lease=record.spec.is_lease,
-    )
-
-
-def _before(record: TaskRecord, worker: WorkerRecord) -> list[TaskRecord]:
-    """Those that go before a task on its worker, the one that runs first."""
-    if record is worker.task or worker.task is None:
-        return []
-    ahead = takewhile(lambda other: other is not record, worker.queue)
-    return [worker.task, *ahead]
-
-
-def _names(records: Iterable[TaskRecord]) -> tuple[str, ...]:
-    return tuple(record.spec.name for record in islice(records, SHOWN))
+def _waits(why: Why) -> str:
+    if simple := _simple_cause(why):
+        return f"waits {simple}"
+    if why.outage is not None:
+        return str(why.outage)
+    if why.reasons:
+        short = " and ".join(_shortage_in_brief(one, why) for one in why.reasons)
+        return f"waits for {short}" + (f" in {why.bundle}" if why.bundle else "")
+    if why.placement:
+        return f"waits for {why.placement}, its placement"
+    if why.bound:
+        return f"waits for a worker: there are {why.bound}, and no room for more"
+    return "waits for its turn"
 
 
 def explain(why: Why) -> str:
-    """The whole story, on one line or, of a task that waits, on several."""
+    """The whole story; several lines for a task that waits."""
     if why.placement:
         return f"{_who(why)} waits for {why.placement}, its placement."
     told = _waiting(why) if why.state == "waiting" else [f"{_who(why)} {_does(why)}."]
@@ -454,7 +185,7 @@ def _who(why: Why) -> str:
 
 
 def _does(why: Why) -> str:
-    """Return what a task does that does not wait in the queue."""
+    """What a task does that is not in the queue."""
     request, worker = terms(why.request.items()), f"worker {why.worker} (pid {why.pid})"
     runs = "" if why.runs_for is None else f", for {span(why.runs_for)} now"
     match why.state:
@@ -493,25 +224,34 @@ def _does(why: Why) -> str:
     return f"has ended: {why.outcome}" if why.outcome else "has ended"
 
 
+def _simple_cause(why: Why) -> str:
+    """What a task waits for if that is neither a resource nor a worker."""
+    if why.is_held_up:
+        return "until another has run alone, for which memory ran out before"
+    if why.is_behind:
+        return "for its program to read the results that it was sent"
+    if why.limit:
+        return f"for its program's own limit: it holds {why.limit}"
+    return ""
+
+
 def _waiting(why: Why) -> Iterator[str]:
     begin = f"{_who(why)} has waited {span(why.seconds or 0.0)}"
     request = terms(why.request.items()) + (f" of {why.where}" if why.where else "")
-    if why.is_held_up:
-        yield f"{begin}: another is to run alone first, since memory ran out with it"
-        return
-    if why.is_behind:
-        yield f"{begin} for {READING}"
-        return
-    if why.limit:
-        yield f"{begin} for its program's own limit: it holds {why.limit}"
-        return
-    if why.outage is not None:
+    if simple := _simple_cause(why):
+        yield f"{begin} {simple}"
+    elif why.outage is not None:
         yield f"{begin} for a worker"
         yield f"  {why.outage}"
-        return
-    if not why.reasons:
-        before = (why.position or 1) - 1
-        yield f"{begin} for its turn: {before} before it"
+    elif why.reasons:
+        turn = f", as number {why.position} of {why.of} that ask" if why.of > 1 else ""
+        yield f"{begin}{turn} for {request}"
+        yield from _rivals(why)
+        for shortage in why.reasons:
+            yield from _shortage(shortage)
+        yield from _reservation(why)
+    else:
+        yield f"{begin} for its turn: {(why.position or 1) - 1} before it"
         yield from _rivals(why)
         if why.bound:
             held = ", each held without end" if why.is_held_endlessly else ""
@@ -519,61 +259,66 @@ def _waiting(why: Why) -> Iterator[str]:
                 f"  workers: {why.bound}{held}, and no room for more at a time; "
                 f"`aiogpu doctor` says what bounds them"
             )
-        return
-    if why.of > 1:
-        yield f"{begin}, as number {why.position} of {why.of} that ask for {request}"
-    else:
-        yield f"{begin} for {request}"
-    yield from _rivals(why)
-    for shortage in why.reasons:
-        yield f"  {_shortage(shortage)}"
-        yield from _aside(shortage.devices)
-        pairs = _held(shortage)
-        for device, holder in pairs[:SHOWN]:
-            yield f"    {_holder(holder, shortage.resource, device)}"
-        if len(pairs) > SHOWN:
-            yield f"    and {len(pairs) - SHOWN} more"
-    yield from _reservation(why)
 
 
 def _rivals(why: Why) -> Iterator[str]:
-    """Return which other programs' tasks go before it."""
+    """The other programs whose tasks go before it."""
     if why.rivals:
         rivals = listing(why.rivals, why.rival_count)
         yield f"  tasks of other programs go before it: {rivals}"
 
 
-def _aside(devices: Sequence[DeviceStatus]) -> Iterator[str]:
-    """Which are set aside and why; some reasons have the device's name already."""
-    for device in [each for each in devices if each.aside][:SHOWN]:
-        name, reason = f"{device.kind} {device.id}: ", device.aside or ""
-        yield f"    set aside: {'' if name in reason else name}{reason}"
+def _shortage_in_brief(shortage: Shortage, why: Why) -> str:
+    name = shortage.resource
+    told = f"free: {written(name, shortage.free)}"
+    if shortage.devices:
+        told = f"free by device: {_by_device(shortage)}"
+    if shortage.kept and why.reservation is not None:
+        told += f"; kept for {why.reservation.name}"
+    return f"{spoken(name)} {written(name, shortage.asked)} ({told})"
 
 
-def _shortage(shortage: Shortage) -> str:
+def _shortage(shortage: Shortage) -> Iterator[str]:
+    """What is short, then the devices that are set aside, then who holds the rest."""
     name = shortage.resource
     told = (
-        f"{spoken(name)} {written(name, shortage.asked)}: "
+        f"  {spoken(name)} {written(name, shortage.asked)}: "
         f"{written(name, shortage.free)} of {written(name, shortage.total)} free"
     )
     if shortage.devices:
-        shares = (
-            f"{device.id}: {'set aside' if device.aside else _free(device, name)}"
-            for device in shortage.devices
-        )
-        told += f" ({listing(shares, len(shortage.devices))})"
+        told += f" ({_by_device(shortage)})"
     kept = written(name, shortage.kept)
-    return f"{told}, {kept} of it kept" if shortage.kept else told
+    yield f"{told}, {kept} of it kept" if shortage.kept else told
+    for device in [each for each in shortage.devices if each.aside][:SHOWN]:
+        # Some reasons contain the name of the device.
+        prefix, reason = f"{device.kind} {device.id}: ", device.aside or ""
+        yield f"    set aside: {'' if prefix in reason else prefix}{reason}"
+    pairs = _held(shortage)
+    for held_device, holder in pairs[:SHOWN]:
+        yield f"    {_holder(holder, name, held_device)}"
+    if len(pairs) > SHOWN:
+        yield f"    and {len(pairs) - SHOWN} more"
 
 
-def _free(device: DeviceStatus, name: str) -> str:
+def _by_device(shortage: Shortage) -> str:
+    """What is free on each device that the task may use."""
+    shares = (
+        f"{device.id}: {_free_on(device, shortage.resource)}"
+        for device in shortage.devices
+    )
+    return listing(shares, len(shortage.devices))
+
+
+def _free_on(device: DeviceStatus, name: str) -> str:
+    if device.aside:
+        return "set aside"
     if name == GPU_MEMORY:
         return written(name, device.memory - device.memory_reserved)
     return f"{device.free:g}"
 
 
-def _held(shortage: Shortage) -> list[tuple[DeviceStatus | None, Holder]]:
-    """Each holder with its device; of what is not made of devices, longest first."""
+def _held(shortage: Shortage) -> Sequence[tuple[DeviceStatus | None, Holder]]:
+    """Each holder with its device; without devices, those that hold longest first."""
     if not shortage.devices:
         held = sorted(shortage.holders, key=lambda one: -(one.seconds or 0.0))
         return [(None, holder) for holder in held]
@@ -581,7 +326,7 @@ def _held(shortage: Shortage) -> list[tuple[DeviceStatus | None, Holder]]:
 
 
 def _holder(holder: Holder, name: str, device: DeviceStatus | None) -> str:
-    """Say who holds how much; the device, where there are some."""
+    """Who holds how much; of which device, if there are devices."""
     held = written(name, holder.share)
     if name == GPU_MEMORY or not holder.share:
         held = written(GPU_MEMORY, holder.memory)
@@ -626,9 +371,8 @@ def stall_in_words(why: Why) -> str:
     for shortage in why.reasons:
         for device, holder in _held(shortage):
             if holder.is_endless:
-                amount = (
-                    f"{shortage.resource} {written(shortage.resource, holder.share)}"
-                )
+                name = shortage.resource
+                amount = f"{name} {written(name, holder.share)}"
                 if device is not None:
                     share = written(device.kind, holder.share)
                     amount = f"{share} of {device.kind} {device.id}"

@@ -147,16 +147,14 @@ class Results:
 
     def warn(self, effect: effects.Warn) -> None:
         """It waits for what is held without end: tell the program whose it is."""
-        from aiogpu.observe.status import Holdings
-        from aiogpu.observe.why import stall_in_words, why_waiting
+        from aiogpu.observe.snapshot import stall_warning
 
         node = self._scheduler
         record = node.tasks.get(effect.task)
         if record is None:
             return  # its time was up at the same moment
         client = record.client
-        holdings = Holdings(node.holders, {}, node.now)
-        reason = stall_in_words(why_waiting(node, record, holdings))
+        reason = stall_warning(node, record, node.now)
         if self.routes is None or not self.routes.warn(client, reason):
             _log.warning("! %s", reason)
 

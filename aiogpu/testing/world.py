@@ -40,8 +40,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
-from aiogpu.observe.status import Holdings
-from aiogpu.observe.why import stall_in_words, why_waiting
+from aiogpu.observe.snapshot import stall_warning
 from aiogpu.testing.clock import HandClock
 from aiogpu.testing.simulated import Event, SimulatedTask, SimulatedWorker, told
 
@@ -511,10 +510,9 @@ class World:
             case effects.Warn(task):
                 assert self._by_id[task].news is None, effect
                 node = self.scheduler
-                holdings = Holdings(node.holders, {}, self.now)
                 if record := node.tasks.get(task):  # else its time was up just then
-                    why = why_waiting(node, record, holdings)
-                    self.warnings.append((why.name, stall_in_words(why)))
+                    warning = stall_warning(node, record, self.now)
+                    self.warnings.append((record.spec.name, warning))
             case effects.Settle(task):
                 self._tell(task, "settled")
             case effects.Fail(task, failure, reason):

@@ -1,8 +1,7 @@
 """What people are told of devices that settle, are set aside, or were not verified."""
 
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 REASON = "GPU 0: of what has ended, the driver still lists pid 7"

@@ -10,9 +10,8 @@ from aiogpu.core.model.units import UNIT
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import LISTED, snapshot
+from aiogpu.observe.snapshot import LISTED, snapshot, why
 from aiogpu.observe.status import ClientStatus, Program
-from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 PROGRAMS = {1: Program("train.py", 4711), 2: Program("", 0)}

@@ -1,7 +1,6 @@
 """A program that does not read its results: nothing more of it is started."""
 
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from aiogpu.core.effects import Kill
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 

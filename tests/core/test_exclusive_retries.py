@@ -1,8 +1,7 @@
 """A task that ran out of memory beside others is tried once more, alone."""
 
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from aiogpu.core.records import TaskState
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 

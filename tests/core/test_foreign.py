@@ -2,8 +2,7 @@
 
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 WHO = "others are on it: python (pid 4711)"

@@ -2,9 +2,8 @@
 
 from aiogpu.core.model.request import Device
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.observe.status import report
-from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 GIB = 1 << 30

@@ -5,8 +5,7 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import PROGRAM, TaskId
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 BROKEN = {"X": "1"}

@@ -22,8 +22,7 @@ from aiogpu.core.scheduler.reservation import reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import REMEMBERED
 from aiogpu.errors import InfeasibleError
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from tests.core.placement_group_world import GangWorld, placement_group_of, request_of
 
 

@@ -6,8 +6,7 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import UNLIMITED, Request, Shape, TaskSpec
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.scheduler.recovery import may_retry
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 

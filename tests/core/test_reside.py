@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 

@@ -6,8 +6,9 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import DeviceSelector
 from aiogpu.core.queue.ready import SEARCHED
 from aiogpu.core.scheduler.scheduler import ABANDONED
+from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, ReservationStatus
-from aiogpu.observe.why import Why, why
+from aiogpu.observe.why import Why
 from aiogpu.testing import World
 
 

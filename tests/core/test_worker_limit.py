@@ -9,8 +9,7 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import WorkerLimit
-from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.why import why
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 CROWDED_FOR = SchedulerConfig().crowded_for

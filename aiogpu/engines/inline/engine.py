@@ -32,9 +32,9 @@ from aiogpu.engines.inline.tasks import (
     running_job,
 )
 from aiogpu.errors import NodeClosedError, PreloadError
-from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.observe.status import NodeStatus
-from aiogpu.observe.why import Why, why
+from aiogpu.observe.why import Why
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.callers.leases import LeaseReceiver
 from aiogpu.runtime.devices.binding import Assignment
