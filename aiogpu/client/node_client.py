@@ -258,12 +258,12 @@ class NodeClient:
     def declare(self, func: FunctionSpec) -> None:
         """Tell the node what a function is and asks for."""
         # Late: a worker whose tasks start no others does without the core's types.
-        from aiogpu.client.spec_codec import Terms
+        from aiogpu.client.spec_codec import dump_spec
 
         if len(self._declared) >= DECLARED:
             self._declared.clear()
-        terms = Terms.of(func).pack()
-        self.send(Declare(func.id, func.spec.name, terms, func.function.payload))
+        spec = dump_spec(func)
+        self.send(Declare(func.id, func.spec.name, spec, func.function.payload))
         self._declared.add(func.id)
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:

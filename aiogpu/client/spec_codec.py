@@ -1,14 +1,14 @@
 """A `FunctionSpec` as bytes, without pickle: what a caller declares to its node.
 
-Only plain values travel in `Terms`, since a worker's hashes mean nothing in the driver.
-What is the user's stays pickled on its own: exception classes, the description of
-actors.
+What belongs to the user stays pickled on its own and is not read here: the function,
+its exception classes, the interface of its actors. What the amounts mean is checked,
+since all programs of a node share one ledger.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple
-from typing import Any, Final, NamedTuple
+from dataclasses import replace
+from typing import Any, Final
 
 from aiogpu.client.function_spec import (
     ActorTerms,
@@ -16,12 +16,8 @@ from aiogpu.client.function_spec import (
     FunctionSpec,
     new_func_id,
 )
-from aiogpu.client.plain_data import Maybe, dump_plain, fits, load_plain
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import (
-    ANY,
-    MOST_BUNDLES,
-    STRATEGIES,
     Bundle,
     BundleRef,
     DeviceSelector,
@@ -30,195 +26,88 @@ from aiogpu.core.model.request import (
     Shape,
     TaskSpec,
 )
-from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.codec import RecordCodec
 
-_AMOUNTS: Final = [(str, int)]
-_SECONDS: Final = int | float | None
-_WHERE: Final = Maybe((int, (int, int), str))
-_ACTING: Final = Maybe((str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS))
-_BUNDLES: Final = [(_AMOUNTS, _AMOUNTS, str | None, int)]
-_PLACEMENT_GROUP: Final = Maybe((str, str, int, str, _BUNDLES))
-_FIELDS: Final = (
-    *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
-    *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
-    *(bool, _PLACEMENT_GROUP),
-)
-_OF_REQUEST: Final = (
-    *("scalars", "devices", "accelerator_type", "spread", "gpu_memory"),
-)
-_OF_SPEC: Final = (
-    *("name", "max_calls", "max_retries", "priority", "timeout", "cancel_grace"),
-    *("is_detached", "is_endless", "retries_oom", "is_lease"),
-)
-"""Fields that are the same in `Request`, or in `TaskSpec`, and in the terms."""
+_codec: Final = RecordCodec(TaskSpec, Shape, Request, DeviceSelector)
 
 
-class Terms(NamedTuple):
-    """The fields of a function and its spec; see `TaskSpec` and `FunctionSpec`."""
-
-    name: str
-    scalars: tuple[tuple[str, int], ...]
-    devices: tuple[tuple[str, int], ...]
-    accelerator_type: str | None
-    spread: bool
-    where: tuple[Any, ...] | None
-    gpu_memory: int
-    environment: tuple[tuple[str, str], ...]
-    max_calls: int
-    max_retries: int
-    priority: int
-    timeout: float | None
-    cancel_grace: float | None
-    is_detached: bool
-    is_coroutine: bool
-    retried: bytes
-    is_endless: bool = False
-    retries_oom: bool = False
-    acting: tuple[Any, ...] | None = None
-    window: int = 0
-    is_lease: bool = False
-    placement_group: tuple[Any, ...] | None = None
-
-    @classmethod
-    def of(cls, func: FunctionSpec) -> Terms:
-        """The terms of a function."""
-        spec, request = func.spec, func.spec.shape.request
-        group = request.placement_group
-        return cls(
-            **{name: getattr(spec, name) for name in _OF_SPEC},
-            **{name: getattr(request, name) for name in _OF_REQUEST},
-            where=None if request.where is None else astuple(request.where),
-            environment=spec.shape.environment,
-            is_coroutine=func.is_coroutine,
-            retried=func.retried,
-            acting=None if func.actor is None else _acting(func.actor),
-            window=func.window,
-            placement_group=None if group is None else _placement_group(group),
-        )
-
-    def pack(self) -> bytes:
-        """The terms as bytes."""
-        return dump_plain(tuple(self))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Terms:
-        """The terms that `pack` has made.
-
-        Raises:
-            ProtocolError: these are none.
-        """
-        fields: Any = load_plain(data)
-        if not fits(fields, _FIELDS):
-            raise ProtocolError("what a function asks for is not said as it must be")
-        terms = cls(*fields)
-        if not _may_be(terms):
-            raise ProtocolError("a function asks for what nobody can ask for")
-        return terms
-
-    def of_program(self, program: str) -> Terms:
-        """The same for the workers of that program alone."""
-        others = (pair for pair in self.environment if pair[0] != PROGRAM)
-        return self._replace(environment=tuple(sorted((*others, (PROGRAM, program)))))
-
-    def func(self, function: Function) -> FunctionSpec:
-        """A function of this process with these terms."""
-        where, group = self.where, self.placement_group
-        request = Request(
-            **{name: getattr(self, name) for name in _OF_REQUEST},
-            where=None if where is None else DeviceSelector(*where),
-            placement_group=None if group is None else _placement_group_of(group),
-        )
-        spec = TaskSpec(
-            **{name: getattr(self, name) for name in _OF_SPEC},
-            shape=Shape(request, self.environment),
-            function=function.id,
-        )
-        return FunctionSpec(
-            id=new_func_id(),
-            function=function,
-            spec=spec,
-            resources=request.as_numbers(),
-            environ=dict(self.environment),
-            is_coroutine=self.is_coroutine,
-            retried=self.retried,
-            actor=None if self.acting is None else _actor_terms(self.acting),
-            window=self.window,
-        )
+def dump_spec(func: FunctionSpec) -> bytes:
+    """Return a function's spec as bytes."""
+    actor = func.actor
+    if actor is not None:
+        actor = actor._replace(interface=actor.packed_interface())
+    spec = replace(func.spec, function=0)  # its id means nothing elsewhere
+    return _codec.dump((spec, func.is_coroutine, func.retried, actor, func.window))
 
 
-def _may_be(terms: Terms) -> bool:
-    """Return whether the numbers are such as `@remote` lets through."""
-    names = [[name for name, _ in of] for of in (terms.scalars, terms.devices)]
-    amounts = [amount for _, amount in (*terms.scalars, *terms.devices)]
-    seconds = [each for each in terms[11:13] if each is not None]
-    return (
-        all(given == sorted(set(given)) for given in names)
-        and min((terms.max_calls, terms.window, *amounts)) >= 0
-        and min(terms.gpu_memory, terms.max_retries) >= -1
-        and all(0 <= each < float("inf") for each in seconds)
-        and (not terms.is_lease or (terms.is_endless and terms.acting is None))
-        and (
-            terms.placement_group is None
-            or _may_be_in(terms, _placement_group_of(terms.placement_group))
-        )
+def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpec:
+    """Return what `dump_spec` has packed, as a function of this process.
+
+    Args:
+        data: the bytes.
+        function: what is run.
+        program: the program whose workers alone may run it; "" for any worker.
+
+    Raises:
+        ProtocolError: the bytes are something else, or nobody can ask for this.
+    """
+    try:
+        spec, is_coroutine, retried, actor, window = _codec.load(data)
+        spec = _restored(spec, function, program)
+        actor = None if actor is None else ActorTerms(*actor)
+        is_possible = _is_possible(spec) and not (spec.is_lease and actor)
+        environ = dict(spec.shape.environment)
+        resources = spec.shape.request.as_numbers()
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a function's spec cannot be read: {error}") from None
+    if not is_possible or window < 0:
+        raise ProtocolError("a function asks for what nobody can ask for")
+    return FunctionSpec(
+        id=new_func_id(),
+        function=function,
+        spec=spec,
+        resources=resources,
+        environ=environ,
+        is_coroutine=is_coroutine,
+        retried=retried,
+        actor=actor,
+        window=window,
     )
 
 
-def _may_be_in(terms: Terms, placement_group: PlacementGroupSpec | BundleRef) -> bool:
-    """Return whether it asks for what its group is, or is a member of one."""
-    if isinstance(placement_group, BundleRef):
-        return placement_group.bundle >= ANY and not terms.is_lease
-    scalars = [n for each in placement_group.bundles for _, n in each.scalars]
-    shares = [n for each in placement_group.bundles for _, n in each.devices]
-    asked = placement_group.request()
+def _restored(spec: TaskSpec, function: Function, program: str) -> TaskSpec:
+    """The spec with its named tuples, which travel as plain ones, and its program."""
+    shape = spec.shape
+    request, environment = shape.request, shape.environment
+    group: Any = request.placement_group
+    if group is not None:
+        if len(group) == len(PlacementGroupSpec._fields):
+            key, name, strategy, bundles = group
+            found = tuple(Bundle(*bundle) for bundle in bundles)
+            group = PlacementGroupSpec(key, name, strategy, found)
+        else:
+            group = BundleRef(*group)
+        request = replace(request, placement_group=group)
+    if program:
+        others = (pair for pair in environment if pair[0] != PROGRAM)
+        environment = tuple(sorted((*others, (PROGRAM, program))))
+    return replace(spec, shape=Shape(request, environment), function=function.id)
+
+
+def _is_possible(spec: TaskSpec) -> bool:
+    """Return whether the amounts and times are such as `@remote` lets through."""
+    request = spec.shape.request
+    tables = [request.scalars, request.devices]
+    if isinstance(request.placement_group, PlacementGroupSpec):
+        for bundle in request.placement_group.bundles:
+            tables += bundle.scalars, bundle.devices
+    seconds = [one for one in (spec.timeout, spec.cancel_grace) if one is not None]
     return (
-        terms.is_lease
-        and len(placement_group.bundles) <= MOST_BUNDLES
-        and not any(n > UNIT and n % UNIT for n in shares)
-        and placement_group.strategy in STRATEGIES
-        and (asked.scalars, asked.devices) == (terms.scalars, terms.devices)
-        and min((*scalars, *shares, 1)) >= 0
-        and all(map(_holds_something, placement_group.bundles))
+        all(list(dict(table)) == sorted(name for name, _ in table) for table in tables)
+        and all(amount >= 0 for table in tables for _, amount in table)
+        and all(0 <= one < float("inf") for one in seconds)
+        and spec.max_calls >= 0
+        and min(request.gpu_memory, spec.max_retries) >= -1
+        and (spec.is_endless or not spec.is_lease)
     )
-
-
-def _holds_something(bundle: Bundle) -> bool:
-    """Whether it has of all that it names; memory alone is of one GPU, and no share."""
-    amounts = [n for _, n in (*bundle.scalars, *bundle.devices)]
-    if bundle.gpu_memory <= 0:
-        return bundle.gpu_memory == 0 and min(amounts, default=0) > 0
-    others = [n for kind, n in (*bundle.scalars, *bundle.devices) if kind != GPU]
-    return GPU in dict(bundle.devices) and min(others, default=1) > 0
-
-
-def _placement_group(group: PlacementGroupSpec | BundleRef) -> tuple[Any, ...]:
-    """A placement group, or which bundle of one, as plain values."""
-    if isinstance(group, BundleRef):
-        return group.key, group.name, group.bundle, "", ()
-    bundles = tuple(map(tuple, group.bundles))
-    return group.key, group.name, ANY, group.strategy, bundles
-
-
-def _placement_group_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
-    key, name, bundle, strategy, bundles = told
-    if not bundles:
-        return BundleRef(key, name, bundle)
-    return PlacementGroupSpec(key, name, strategy, tuple(Bundle(*b) for b in bundles))
-
-
-_TABLES: Final = ("limits", "groups", "windows")
-
-
-def _acting(terms: ActorTerms) -> tuple[Any, ...]:
-    """An actor's terms as what can be hashed."""
-    tables: dict[str, Any] = {
-        name: tuple(getattr(terms, name).items()) for name in _TABLES
-    }
-    return tuple(terms._replace(interface=terms.packed_interface(), **tables))
-
-
-def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
-    terms = ActorTerms(*acting)
-    tables: dict[str, Any] = {name: dict(getattr(terms, name)) for name in _TABLES}
-    return terms._replace(**tables)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.client.plain_data import Maybe, dump_plain, fits, load_plain
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import terms
 from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, size, written
@@ -18,9 +18,8 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError, ProtocolError
-from aiogpu.wire.messages import (
-    descriptor_path,
-)
+from aiogpu.wire.codec import RecordCodec
+from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits
@@ -124,18 +123,7 @@ def _unmet_memory(
         yield "object_memory", repr(size(wanted)), f"{size(there)} of it"
 
 
-_TEXT: Final = str | None
-
-
-_DEVICE: Final = (
-    *(int | str, _TEXT, _TEXT, _TEXT, int, Maybe((int, int)), _TEXT, [str], _TEXT),
-)
-
-
-_POLICY: Final = (str, bool | int | float | str | None)
-
-
-_CAPACITY: Final = ([(str, int)], [(str, [_DEVICE])], [_POLICY])
+_codec: Final = RecordCodec(Device)
 
 
 def premises_of(
@@ -177,11 +165,14 @@ def premises_of(
 
 def pack_capacity(ledger: Ledger, policies: Policies) -> bytes:
     """Return what a node has to share out and how it works; see `unpack_capacity`."""
-    sets = tuple(
-        (one.kind, tuple(map(_device_fields, one.devices)))
+    sets = [
+        (
+            one.kind,
+            [_with_links(device, sorted(device.links)) for device in one.devices],
+        )
         for one in ledger.device_sets.values()
-    )
-    return dump_plain((tuple(ledger.capacity.items()), sets, tuple(policies.items())))
+    ]
+    return _codec.dump((dict(ledger.capacity), sets, dict(policies)))
 
 
 def unpack_capacity(packed: bytes) -> tuple[Ledger, Policies]:
@@ -190,25 +181,21 @@ def unpack_capacity(packed: bytes) -> tuple[Ledger, Policies]:
     Raises:
         ProtocolError: the bytes are something else.
     """
-    told: Any = load_plain(packed)
-    if not fits(told, _CAPACITY):
-        raise ProtocolError("what a node has is not said as it must be")
-    capacity, sets, policies = told
-    ledger = Ledger(
-        dict(capacity),
-        [DeviceSet(kind, tuple(map(_device_of, devices))) for kind, devices in sets],
-    )
-    return ledger, dict(policies)
+    try:
+        capacity, sets, policies = _codec.load(packed)
+        if not all(type(amount) is int for amount in capacity.values()):
+            raise TypeError("an amount is no whole number")
+        ledger = Ledger(capacity, [_device_set(*one) for one in sets])
+        return ledger, dict(policies)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ProtocolError(f"what a node has cannot be read: {error}") from None
 
 
-def _device_fields(device: Device) -> tuple[object, ...]:
-    return (
-        *(device.id, device.type, device.uuid, device.name, device.memory),
-        *(device.compute_capability, device.pci, tuple(sorted(device.links))),
-        device.parent,
-    )
+def _device_set(kind: str, devices: tuple[Device, ...]) -> DeviceSet:
+    found = (_with_links(device, frozenset(device.links)) for device in devices)
+    return DeviceSet(kind, tuple(found))
 
 
-def _device_of(fields: tuple[Any, ...]) -> Device:
-    *first, links, parent = fields
-    return Device(*(*first, frozenset(links), parent))
+def _with_links(device: Device, links: Any) -> Device:
+    """The device with its links as a list, which can be packed, or as a set."""
+    return replace(device, links=links)

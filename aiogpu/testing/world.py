@@ -159,7 +159,8 @@ class World:
         pace = self._paces.setdefault(function, DurationEstimate())
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
-            *(cancel_grace, is_detached, is_endless, retries_oom, pace, is_lease),
+            *(cancel_grace, is_detached, is_endless, retries_oom, is_lease),
+            pace=pace,
         )
         self._enter(spec, parent, needs, client)
 

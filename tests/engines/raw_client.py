@@ -9,13 +9,15 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import aiogpu
 from aiogpu.client.function_spec import FunctionSpec
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.spec_codec import dump_spec
+from aiogpu.core.model.request import Shape, TaskSpec
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import join_of
 from aiogpu.wire.codec import encode
@@ -24,6 +26,7 @@ from aiogpu.wire.messages import FIRST_CLIENT, Declare, Join, Message, Welcome
 from tests.engines import served, tasks
 
 LIMIT: Final = 20.0
+AMOUNTS: Final = ("scalars", "devices", "gpu_memory")
 M = TypeVar("M", bound=tuple[Any, ...])
 _numbers = count(FIRST_CLIENT + 1)
 
@@ -160,8 +163,16 @@ def func_of(remote: Any) -> FunctionSpec:
 
 def declared(number: int, func: FunctionSpec, **changes: Any) -> Declare:
     """How a client declares it, with other terms if a test says so."""
-    terms = Terms.of(func)._replace(**changes).pack()
-    return Declare(number, func.spec.name, terms, func.function.payload)
+    spec = dump_spec(replace(func, spec=changed(func.spec, changes)))
+    return Declare(number, func.spec.name, spec, func.function.payload)
+
+
+def changed(spec: TaskSpec, changes: dict[str, Any]) -> TaskSpec:
+    """A spec with other fields, or with other amounts in its request."""
+    of_request = {name: changes[name] for name in changes if name in AMOUNTS}
+    others = {name: changes[name] for name in changes if name not in AMOUNTS}
+    request = replace(spec.shape.request, **of_request)
+    return replace(spec, shape=Shape(request, spec.shape.environment), **others)
 
 
 def program(path: str, source: str) -> str:

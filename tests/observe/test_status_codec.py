@@ -7,7 +7,6 @@ from dataclasses import fields
 
 import pytest
 
-from aiogpu.client.plain_data import dump_plain
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
@@ -41,8 +40,8 @@ def test_a_ledger_is_told_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [(), ((("CPU", "4"),), (), ()), ((), (("GPU", ((),)),), ())]
+    "told", [(), ({"CPU": "4"}, (), {}), ({}, (("GPU", ((),)),), {})]
 )
 def test_what_is_no_capacity_is_told(told: tuple[object, ...]) -> None:
     with pytest.raises(ProtocolError):
-        unpack_capacity(dump_plain(told))
+        unpack_capacity(status_codec.dump(told))

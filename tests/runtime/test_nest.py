@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.spec_codec import dump_spec
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.workers.slots import LiveWorker
@@ -104,9 +105,12 @@ def house() -> House:
     return House()
 
 
-def declaration(func: int = 7, payload: bytes = b"function", **changed: Any) -> Declare:
-    terms = Terms.of(funcs.func())._replace(**changed)
-    return Declare(func, terms.name, terms.pack(), payload)
+def declaration(
+    func: int = 7, payload: bytes = b"function", priority: int = 0, **changed: Any
+) -> Declare:
+    told = replace(funcs.func(), **changed)
+    told = replace(told, spec=replace(told.spec, priority=priority))
+    return Declare(func, told.spec.name, dump_spec(told), payload)
 
 
 def error_in(failed: Message) -> Exception:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.spec_codec import dump_spec
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.units import CPU, UNIT
 from aiogpu.core.queue.fair_share import Limits
@@ -70,9 +70,9 @@ class Office:
         self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
         self.nested = Requests(self.driver, SimpleNamespace())  # type: ignore[arg-type]
         self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
-        terms = Terms.of(funcs.func())
+        spec = dump_spec(funcs.func())
         for func in (1, 2):
-            told = Declare(func, terms.name, terms.pack(), b"f")
+            told = Declare(func, "train", spec, b"f")
             self.nested.on_message(self.client, told)
 
     def submit(self, *numbers: int, func: int = 1) -> None:

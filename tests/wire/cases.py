@@ -21,7 +21,8 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import aiogpu
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.function_spec import Function
+from aiogpu.client.spec_codec import load_spec
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import MOST, DescriptorReceiver
 from aiogpu.serialization.payload import unpack
@@ -48,7 +49,7 @@ LATER: Final = 0x80
 """Marks a message after which the next one comes before they are read."""
 LOADERS: Final[dict[str, Callable[[bytes], object]]] = {
     "parcel": unpack,
-    "terms": Terms.unpack,
+    "terms": partial(load_spec, function=Function(0, b"")),
     "grant": partial(unpack_as, Bind),
 }
 TARGETS: Final = (NODE, *ROLES, *LOADERS, DESCRIPTORS)
@@ -71,8 +72,7 @@ _ROOTS: Final = tuple(
         "/wire/",
         "/serialization/payload",
         "/memory/fd_passing",
-        "/runtime/plain",
-        "/runtime/terms",
+        "/client/spec_codec",
     )
 )
 

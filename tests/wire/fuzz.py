@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.spec_codec import dump_spec
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
 from aiogpu.wire.codec import pack as pack_fields
@@ -71,7 +71,7 @@ def valid() -> list[Case]:
         *((b"part", pack(Contents(b"within"))), (3, -4), 2),
     )
     found += [Case("parcel", 0, pack(one)) for one in (Contents(b"p"), whole)]
-    found.append(Case("terms", 0, Terms.of(funcs.func()).pack()))
+    found.append(Case("terms", 0, dump_spec(funcs.func())))
     grant = Bind({"A": "1"}, {"gpu": (0, "MIG-1")}, (5,), (0, 1))
     found.append(Case("grant", 0, pack_fields(grant)))
     found.append(Case("grant", 0, pack_fields((1, {}, (), {}))))

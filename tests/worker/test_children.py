@@ -13,7 +13,7 @@ import pytest
 from aiogpu.client.current import Context, services
 from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.client.references import Loans
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.spec_codec import dump_spec
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.errors import MisuseError, NodeClosedError
 from aiogpu.memory.control_page import ControlPage
@@ -66,7 +66,7 @@ TRAIN = func()
 
 
 def declared(number: int = 7) -> Declare:
-    return Declare(number, "train", Terms.of(func(number)).pack(), b"function")
+    return Declare(number, "train", dump_spec(func(number)), b"function")
 
 
 @pytest.fixture

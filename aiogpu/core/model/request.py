@@ -459,7 +459,9 @@ class TaskSpec:
     is_detached: bool = False
     is_endless: bool = False
     retries_oom: bool = False
-    pace: DurationEstimate = field(default_factory=DurationEstimate, repr=False)
+    pace: DurationEstimate = field(
+        default_factory=DurationEstimate, repr=False, kw_only=True
+    )
     is_lease: bool = False
     lane: Lane = field(init=False, repr=False, default=(0, 0))
     is_grouped: bool = field(init=False, repr=False, default=False)

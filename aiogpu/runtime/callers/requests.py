@@ -2,9 +2,7 @@
 
 A child's result goes from its worker to its parent's as bytes; nothing of it is
 unpickled here. A worker that has a handle to an actor counts as one holder, as a
-payload does in which there is one. Only plain values travel
-in `Terms`, since a worker's hashes mean nothing in the driver; what is the user's stays
-pickled on its own: its exception classes, the description of its actors.
+payload does in which there is one.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.client.function_spec import Function, FunctionSpec, new_function_id
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.spec_codec import load_spec
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.errors import (
     ActorNameError,
@@ -69,7 +67,7 @@ class Requests:
         self._actors = driver.actors
         self._store = store
         self._functions: dict[bytes, Function] = {}
-        self._funcs: dict[tuple[int, Terms], FunctionSpec] = {}
+        self._funcs: dict[tuple[int, bytes, str], FunctionSpec] = {}
         self._handlers: Final[dict[type[wire.Message], Callable[..., object]]] = {
             wire.Declare: self._note_declared,
             wire.Submit: self.submit,
@@ -130,13 +128,11 @@ class Requests:
         if function is None:
             function = Function(new_function_id(), message.payload)
             self._functions[message.payload] = function
-        terms = Terms.unpack(message.terms)
-        if program:
-            terms = terms.of_program(program)
-        key = function.id, terms
+        key = function.id, message.terms, program
         func = self._funcs.get(key)
         if func is None:
-            func = self._funcs[key] = terms.func(function)
+            func = load_spec(message.terms, function, program)
+            self._funcs[key] = func
         return func
 
     def submit_all(self, client: Client, messages: Sequence[wire.Submit]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +20,12 @@ from aiogpu.client.function_spec import (
     new_func_id,
     new_function_id,
 )
-from aiogpu.client.spec_codec import Terms
+from aiogpu.client.spec_codec import dump_spec, load_spec
 from aiogpu.core.model.request import BundleRef
 from aiogpu.errors import ProtocolError
 from aiogpu.serialization.serializer import dump_retried, load_result
-from aiogpu.wire.codec import unpack
 from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
+from tests.engines.raw_client import changed
 from tests.program import environment
 from tests.runtime import funcs
 
@@ -58,7 +60,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_a_site_there_and_back(options: dict[str, Any]) -> None:
     ours = func_of(**options)
     function = Function(new_function_id(), ours.function.payload)
-    theirs = Terms.unpack(Terms.of(ours).pack()).func(function)
+    theirs = load_spec(dump_spec(ours), function)
     assert theirs.spec.shape == ours.spec.shape
     assert hash(theirs.spec.shape) == hash(ours.spec.shape)
     assert theirs.spec.function == function.id != ours.spec.function
@@ -77,7 +79,7 @@ GANG = placement_group_of(
 
 def test_a_placement_there_and_back() -> None:
     ours = placement_func(GANG, 3)
-    theirs = Terms.unpack(Terms.of(ours).pack()).func(funcs.function())
+    theirs = load_spec(dump_spec(ours), funcs.function())
     assert theirs.spec.shape == ours.spec.shape
     assert theirs.spec.shape.request.placement_group == GANG
     assert theirs.spec.is_lease
@@ -86,61 +88,18 @@ def test_a_placement_there_and_back() -> None:
 
 def test_a_member_there_and_back() -> None:
     ours = func_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
-    theirs = Terms.unpack(Terms.of(ours).pack()).func(funcs.function())
+    theirs = load_spec(dump_spec(ours), funcs.function())
     assert theirs.spec.shape == ours.spec.shape
     assert theirs.spec.shape.request.placement_group == BundleRef("key", "group", 1)
 
 
-BUNDLE = ((("CPU", 20_000),), (("GPU", 10_000),), None)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"placement_group": ("key", "group", -2, "", ())},
-        {
-            "placement_group": ("key", "group", 0, "", ()),
-            "is_lease": True,
-            "is_endless": True,
-        },
-        {"placement_group": ("key", "group", -1, "PACK", (BUNDLE,))},
-        {
-            "placement_group": ("key", "group", -1, "PACK", (BUNDLE,) * 300),
-            "is_lease": True,
-        },
-        {"placement_group": ("key", "group", -1, "TIGHT", (BUNDLE,)), "is_lease": True},
-        {
-            "placement_group": ("key", "group", -1, "PACK", ((), BUNDLE)),
-            "is_lease": True,
-        },
-        {
-            "placement_group": (
-                "key",
-                "g",
-                -1,
-                "PACK",
-                (((), (("GPU", 15_000),), None),),
-            ),
-            "is_lease": True,
-            "scalars": (),
-            "devices": (("GPU", 15_000),),
-        },
-    ],
-)
-def test_a_placement_that_nobody_can_ask_for(wrong: dict[str, Any]) -> None:
-    terms = Terms.of(placement_func(GANG, 0))
-    like = {"scalars": BUNDLE[0], "devices": BUNDLE[1], "is_lease": False}
-    with pytest.raises(ProtocolError):
-        Terms.unpack(terms._replace(**{**like, **wrong}).pack())
-
-
 ELSEWHERE = """
 import sys
-from tests.runtime.test_terms import OPTIONS, func_of
-from aiogpu.runtime.callers.requests import Terms
+from tests.runtime.test_spec_codec import OPTIONS, func_of
+from aiogpu.client.spec_codec import dump_spec
 for options in OPTIONS:
     site = func_of(**options)
-    print(hash(site.spec.shape), Terms.of(site).pack().hex())
+    print(hash(site.spec.shape), dump_spec(site).hex())
 """
 
 
@@ -157,31 +116,28 @@ def test_shapes_of_another_process_equal_ours() -> None:
     for options, line in zip(OPTIONS, told, strict=True):
         number, packed = line.split()
         ours = func_of(**options).spec.shape
-        theirs = Terms.unpack(bytes.fromhex(packed)).func(funcs.function()).spec.shape
+        theirs = load_spec(bytes.fromhex(packed), funcs.function()).spec.shape
         assert {ours: 1}[theirs] == 1
         hashes.add(int(number) == hash(ours))
     assert False in hashes, "else this test shows nothing"
 
 
-def test_only_plain_values_travel() -> None:
-    packed = Terms.of(func_of(retry_exceptions=[OSError])).pack()
+def test_the_names_of_classes_do_not_travel() -> None:
+    packed = dump_spec(func_of(retry_exceptions=[OSError]))
     assert b"aiogpu" not in packed
-    assert type(unpack(packed)) is tuple
 
 
-def test_equal_terms_are_equal_keys() -> None:
-    one, two = (
-        Terms.unpack(Terms.of(func_of(name="a", timeout=1)).pack()) for _ in "12"
-    )
+def test_the_same_spec_is_the_same_bytes() -> None:
+    """By these the driver knows it again."""
+    one, two = (dump_spec(func_of(name="a", timeout=1)) for _ in "12")
     assert one == two
-    assert hash(one) == hash(two)
 
 
 def test_what_is_the_users_is_never_loaded() -> None:
     unloadable = b"cno_such_module\nNoError\n."
     acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, interface=unloadable)
     ours = replace(func_of(), retried=unloadable, actor=acting)
-    theirs = Terms.unpack(Terms.of(ours).pack()).func(funcs.function())
+    theirs = load_spec(dump_spec(ours), funcs.function())
     assert theirs.retried == unloadable
     assert theirs.actor == acting
     assert theirs.actor is not None
@@ -203,7 +159,6 @@ def test_the_programs_own_face_is_packed_for_others() -> None:
         {"gpu_memory": -2},
         {"max_calls": -1},
         {"max_retries": -2},
-        {"window": -1},
         {"timeout": float("nan")},
         {"cancel_grace": float("inf")},
         {"is_lease": True},
@@ -211,6 +166,35 @@ def test_the_programs_own_face_is_packed_for_others() -> None:
     ids=str,
 )
 def test_what_nobody_can_ask_for_is_refused(wrong: dict[str, Any]) -> None:
-    packed = Terms.of(funcs.func())._replace(**wrong).pack()
+    ours = funcs.func()
+    ours = replace(ours, spec=changed(ours.spec, wrong))
     with pytest.raises(ProtocolError, match="nobody can ask for"):
-        Terms.unpack(packed)
+        load_spec(dump_spec(ours), funcs.function())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scalars": (("CPU", "many"),)},
+        {"timeout": "soon"},
+        {"max_calls": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_spec_is_refused(wrong: dict[str, Any]) -> None:
+    ours = funcs.func()
+    packed = dump_spec(replace(ours, spec=changed(ours.spec, wrong)))
+    for said in (packed, packed[:-3], pickle.dumps(packed), b""):
+        with pytest.raises(ProtocolError):
+            load_spec(said, funcs.function())
+
+
+def test_a_few_bytes_of_a_spec_cost_little() -> None:
+    """Of a pickle, these would have cost gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            load_spec(b"\x80\x05Nr\x00\x00\x00\x10.", funcs.function())
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
