@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import _lru_cache_wrapper, lru_cache
 from io import BytesIO
 from sys import modules
+from types import CodeType
 from typing import Any, ClassVar, Final
 
 import cloudpickle
@@ -43,6 +44,21 @@ def _make_cached(
 ) -> _lru_cache_wrapper[Any]:
     """Give the function a cache of its own, which is empty."""
     return lru_cache(most, is_typed)(function)
+
+
+_FILENAME: Final = 10
+"""Index of `filename` among the arguments of `CodeType`."""
+
+
+def _reduce_code(code: CodeType) -> tuple[object, ...]:
+    """Reduce a code object with the name of its file.
+
+    From 3.1.3 on cloudpickle replaces the name by `<dynamic-code>`: tracebacks would
+    lack source lines, and breakpoints and coverage would not find the code.
+    """
+    make, args, *rest = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    args = (*args[:_FILENAME], code.co_filename, *args[_FILENAME + 1 :])
+    return make, args, *rest
 
 
 _REDUCERS: Final = ("__reduce__", "__reduce_ex__", "__setstate__")
@@ -210,7 +226,11 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar = _Reducers(
-        {memoryview: _reduce_view, _lru_cache_wrapper: _reduce_cache}
+        {
+            CodeType: _reduce_code,
+            memoryview: _reduce_view,
+            _lru_cache_wrapper: _reduce_cache,
+        }
     )
 
 
