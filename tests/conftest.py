@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from hypothesis import settings
 
-from aiogpu.runtime.zygote import launch
+from aiogpu.runtime.zygote import config as zygote_config
 from tests.drawing import CHANGE, Value, covering, values
 from tests.forked_zygotes import Forker
 from tests.gate import Gate
@@ -139,7 +139,7 @@ def forked_zygotes(
     is_fresh = request.node.get_closest_marker("fresh") is not None
     if not (is_fresh or request.config.getoption("--fresh")):
         forker = request.getfixturevalue("zygote_forker")
-        monkeypatch.setattr(launch, "start_interpreter", forker.start)
+        monkeypatch.setattr(zygote_config, "start_interpreter", forker.start)
 
 
 @pytest.fixture

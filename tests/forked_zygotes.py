@@ -23,8 +23,8 @@ from typing import Final
 
 import pytest
 
-from aiogpu.runtime.zygote import launch as process
-from aiogpu.runtime.zygote.launch import interpreter_flags, start_interpreter
+from aiogpu.runtime.zygote import config as process
+from aiogpu.runtime.zygote.config import interpreter_flags, start_interpreter
 from tests.zygote_forker import LARGEST
 
 READ_AT_START: Final = (

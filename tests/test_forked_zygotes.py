@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.runtime.zygote import launch
-from aiogpu.runtime.zygote.launch import start_interpreter
+from aiogpu.runtime.zygote import config
+from aiogpu.runtime.zygote.config import start_interpreter
 from tests.forked_zygotes import Forked, Forker, handed_down
 from tests.zygote_forker import SYS_CLONE
 
@@ -108,7 +108,7 @@ def forked(zygote_forker: Forker, monkeypatch: pytest.MonkeyPatch) -> list[bool]
         found.append(isinstance(child, Forked))
         return child
 
-    monkeypatch.setattr(launch, "start_interpreter", note)
+    monkeypatch.setattr(config, "start_interpreter", note)
     return found
 
 
@@ -118,7 +118,7 @@ async def test_nobody_can_tell_them_apart(
     monkeypatch.setenv("COLOUR", "blue")
     driver, one = await seen()
     assert forked == [True]
-    monkeypatch.setattr(launch, "start_interpreter", start_interpreter)
+    monkeypatch.setattr(config, "start_interpreter", start_interpreter)
     other_driver, other = await seen()
     assert driver == other_driver == os.getpid()
     assert one["environ"]["COLOUR"] == "blue"

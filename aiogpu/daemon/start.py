@@ -19,7 +19,7 @@ from aiogpu.accelerators.registry import KNOWN
 from aiogpu.daemon.process import LAST_WORDS, Plan
 from aiogpu.daemon.readiness import Ready, hear
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.zygote.launch import interpreter_flags
+from aiogpu.runtime.zygote.config import interpreter_flags
 
 NAME: Final = "aiogpu.service"
 CARRIED: Final = (

@@ -35,7 +35,7 @@ from aiogpu.linux.sockets import check_server, keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_meeting, default_socket
 from aiogpu.runtime.output.console import Console, Source
-from aiogpu.runtime.zygote.launch import interpreter_flags
+from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection, greeting

@@ -27,7 +27,7 @@ from weakref import WeakSet
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
 from aiogpu.runtime.directories import remove_directory
-from aiogpu.runtime.zygote.launch import Ground
+from aiogpu.runtime.zygote.config import Bootstrap
 from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ class Supervisor:
             NodeStartError: there is no place for the directory, or no interpreter.
         """
         with ExitStack() as undo:
-            ground = Ground(NodeCgroup(self._loop), preload, learns, spill)
-            undo.callback(ground.clear)
+            bootstrap = Bootstrap(NodeCgroup(self._loop), preload, learns, spill)
+            undo.callback(bootstrap.clear)
             # Imported while the zygote starts, not before.
             from aiogpu.runtime.connection import Peer
             from aiogpu.runtime.output.console import Console
@@ -145,11 +145,11 @@ class Supervisor:
             slots = descriptor_limit.acquire()
             undo.callback(descriptor_limit.release)
             console = Console(self._loop, log_to_driver)
-            zygotes = Zygotes(self._loop, console, ground.config, preload)
-            pool = Pool(self._loop, zygotes, console, ground.config.directory)
+            zygotes = Zygotes(self._loop, console, bootstrap.config, preload)
+            pool = Pool(self._loop, zygotes, console, bootstrap.config.directory)
             pool.slots.bound(slots)
             warn_of_few(pool.slots.most_workers)
-            zygotes.start(ground.first, pool)
+            zygotes.start(bootstrap.first, pool)
             parts = self._parts = Parts(console, zygotes, pool)
             undo.pop_all()
 
@@ -162,7 +162,7 @@ class Supervisor:
             return peer
 
         parts.server = await self._loop.create_unix_server(
-            accept, sock=ground.listening
+            accept, sock=bootstrap.listening
         )
         # While the zygote starts: nothing can have died yet.
         pool.autopsy.begin()

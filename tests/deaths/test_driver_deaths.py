@@ -124,16 +124,16 @@ def test_each_step(life: str, stride: int) -> None:
 STILLBORN = """
     import os, signal
     import aiogpu
-    from aiogpu.runtime.zygote import launch
+    from aiogpu.runtime.zygote import config
     from tests.engines import tasks
 
-    start = launch.start_interpreter
+    start = config.start_interpreter
 
     def start_and_die(*args, **options):
         start(*args, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    launch.start_interpreter = start_and_die
+    config.start_interpreter = start_and_die
 
     async def main():
         async with aiogpu.init(num_cpus=1):

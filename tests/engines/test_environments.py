@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu.runtime.zygote import config as surroundings_module
 from aiogpu.runtime.zygote import generations as zygotes_module
-from aiogpu.runtime.zygote import launch as surroundings_module
 from tests.engines import tasks
 from tests.engines.zygote_tasks import flags, load, numbers, threads, value_of
 from tests.engines.zygote_watch import learnt, zygotes_of
@@ -38,7 +38,7 @@ async def test_variables_that_python_reads_when_it_starts(tmp_path: Path) -> Non
         other = await again.remote()
         assert other["zygote"] == seeded["zygote"], "one for all that need the same"
         assert other["hash"] == seeded["hash"]
-        assert len(zygotes._lineages) == 2
+        assert len(zygotes._environments) == 2
         placed = await having(flags, PYTHONPATH=f"{tmp_path}{os.pathsep}/x").remote()
         assert placed["path"] == str(tmp_path)
         assert (await having(flags, OTHER="x").remote())["zygote"] == plain["zygote"]
@@ -104,7 +104,7 @@ async def test_there_are_only_so_many_environments(
             await having(flags, PYTHONHASHSEED=str(seed)).remote() for seed in range(4)
         ]
         assert len({each["zygote"] for each in found}) == 4
-        kept = {environment for environment in zygotes._lineages if environment}
+        kept = {environment for environment in zygotes._environments if environment}
         assert kept == {(("PYTHONHASHSEED", seed),) for seed in "23"}
         assert await tasks.add.remote(1) == 2
 
@@ -123,7 +123,7 @@ async def test_an_environment_that_nobody_wants_is_given_up(
         async with asyncio.timeout(60):
             while not zygote.is_over:
                 await asyncio.sleep(0)
-        assert set(zygotes._lineages) == {()}
+        assert set(zygotes._environments) == {()}
         assert (await isolated.remote())["seed"] == "1", "and started again"
 
 
@@ -195,7 +195,7 @@ async def test_threads_are_what_a_variable_says() -> None:
         assert counts["openblas"] == 5
         _, counts = await having(threads, OMP_DYNAMIC="false").remote()
         assert set(counts.values()) == {1}
-        assert len(zygotes_of(session)._lineages) == 2
+        assert len(zygotes_of(session)._environments) == 2
 
 
 async def test_threads_are_what_the_program_was_started_with(

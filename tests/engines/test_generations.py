@@ -99,7 +99,7 @@ async def test_a_zygote_of_another_environment_that_dies(
         task = tasks.gated.options(runtime_env=variables)
         running = task.remote(gate.path, "running")
         await gate.entered("running")
-        lineage = zygotes._lineages[("PYTHONHASHSEED", "3"),]
+        lineage = zygotes._environments[("PYTHONHASHSEED", "3"),]
         first = lineage.current
         os.kill(pid_of(first), signal.SIGKILL)
         await end_of(first)
@@ -131,7 +131,7 @@ async def test_closing_while_everything_is_under_way(
             runtime_env={"env_vars": {"PYTHONHASHSEED": "3"}}
         ).remote(1)
         async with asyncio.timeout(60):
-            while plain._next is None or len(zygotes_of(session)._lineages) < 2:
+            while plain._next is None or len(zygotes_of(session)._environments) < 2:
                 await asyncio.sleep(0)
     for handle in (running, waiting):
         with pytest.raises(aiogpu.errors.NodeClosedError):

@@ -10,7 +10,7 @@ import pytest
 from aiogpu.errors import WorkerDiedError
 from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.workers import death as cause
-from aiogpu.runtime.workers.death import find_cause, is_kernels, tell
+from aiogpu.runtime.workers.death import find_cause, may_be_kernels, tell
 
 NOTHING = Findings()
 IN_GROUP = Findings(1, 1)
@@ -74,7 +74,7 @@ def test_what_the_evidence_says(
 def test_when_the_kernel_is_asked(
     status: int | None, known: str, expected: bool
 ) -> None:
-    assert is_kernels(status, known) is expected
+    assert may_be_kernels(status, known) is expected
 
 
 def test_the_documentation_names_every_cause() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.runtime.zygote.launch import early_variables
+from aiogpu.runtime.zygote.config import early_variables
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
-from aiogpu.runtime.zygote.launch import Ground
+from aiogpu.runtime.zygote.config import Bootstrap
 from tests.program import run
 
 pytestmark = pytest.mark.usefixtures("runtime_directory")
@@ -77,11 +77,13 @@ def test_what_is_imported_while_the_zygote_starts() -> None:
 
 async def test_ground_that_is_cleared(runtime_directory: Path) -> None:
     before = os.listdir("/proc/self/fd")
-    ground = Ground(NodeCgroup(asyncio.get_running_loop()), [], False)
-    assert os.listdir(runtime_directory) == [os.path.basename(ground.config.directory)]
-    ground.clear()
+    bootstrap = Bootstrap(NodeCgroup(asyncio.get_running_loop()), [], False)
+    assert os.listdir(runtime_directory) == [
+        os.path.basename(bootstrap.config.directory)
+    ]
+    bootstrap.clear()
     assert os.listdir(runtime_directory) == []
-    assert ground.first.child.returncode is not None
+    assert bootstrap.first.child.returncode is not None
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -91,6 +93,6 @@ async def test_ground_that_cannot_be_laid(
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(NodeStartError, match="/no/such/python"):
-        Ground(NodeCgroup(asyncio.get_running_loop()), [], False)
+        Bootstrap(NodeCgroup(asyncio.get_running_loop()), [], False)
     assert os.listdir(runtime_directory) == []
     assert os.listdir("/proc/self/fd") == before

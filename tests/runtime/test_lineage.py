@@ -14,8 +14,8 @@ import pytest
 
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.runtime.workers.death import UnavailableError
+from aiogpu.runtime.zygote.config import Modules
 from aiogpu.runtime.zygote.generations import DEAR, INTENSITY, ZygoteGenerations
-from aiogpu.runtime.zygote.launch import Modules
 from aiogpu.runtime.zygote.process import ZygoteEvents
 from aiogpu.wire.messages import Imported, LeftOut, Ready, Stale, Unfit
 
@@ -33,6 +33,7 @@ class PaperProcess:
         self.problem: Exception | None = None
         self.status, self.last = 0, ("last words",)
         self.is_closing = self.is_over = self.is_stale = self.is_late = False
+        self.is_started = False
         self.calls: list[str] = []
         self.fault: Exception | None = None
         self.events: Any = events
@@ -42,6 +43,7 @@ class PaperProcess:
         self.calls.append("start")
         if self.fault is not None:
             raise self.fault
+        self.is_started = True
 
     def retire(self) -> None:
         self.calls.append("retire")
@@ -74,7 +76,7 @@ class Family:
             preload,
         )
         if starts:
-            self.lineage.start()
+            self.lineage.current.start()
 
     def on_zygote_death(self, zygote: PaperProcess) -> None:
         self.told.append(("death", zygote.generation))

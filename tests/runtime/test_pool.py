@@ -672,7 +672,7 @@ async def test_closing_waits_for_all_keepers(house: House) -> None:
     assert not closing.done()
     two.on_lost()
     await closing
-    assert all(w.start_timer.cancelled() for w in house.pool.workers.values())
+    assert all(w.timer.cancelled() for w in house.pool.workers.values())
 
 
 async def test_closing_an_empty_pool(house: House) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.zygote.launch import (
+from aiogpu.runtime.zygote.config import (
     fitting,
     interpreter_flags,
     start_interpreter,
@@ -20,7 +20,7 @@ from tests.program import run
 
 FLAGS = """
     import subprocess, sys
-    from aiogpu.runtime.zygote.launch import interpreter_flags
+    from aiogpu.runtime.zygote.config import interpreter_flags
     code = (
         "import sys; f = sys.flags; "
         "print(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions, "
@@ -116,7 +116,7 @@ def test_the_child_reads_its_fields_and_reports_by_its_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     boot = "import marshal, os; print(marshal.loads(os.read(0, 1 << 24)), os.getsid(0))"
-    monkeypatch.setattr("aiogpu.runtime.zygote.launch._BOOT", boot)
+    monkeypatch.setattr("aiogpu.runtime.zygote.config._BOOT", boot)
     fields: dict[str, object] = {"path": "caf\udce9", "page": 3}
     with pipe() as (reading, writing):
         child = start_interpreter(fields, reading, writing)

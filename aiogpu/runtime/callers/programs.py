@@ -33,8 +33,8 @@ from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output.console import Routes
 from aiogpu.runtime.output.task_log import TaskLog
 from aiogpu.runtime.pending_tasks import internal_error
+from aiogpu.runtime.zygote.config import Program
 from aiogpu.runtime.zygote.generations import Zygotes
-from aiogpu.runtime.zygote.launch import Program
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire

@@ -143,6 +143,11 @@ class Output:
         """The descriptor that was opened last."""
         return self._pipes[-1].fileno()
 
+    def begin(self) -> None:
+        """Forget the worker before: its lines are no concern of the next one."""
+        self.last.clear()
+        self.number = 0
+
     def name(self, worker: int, pid: int) -> None:
         """Note whose the pipes are now."""
         self.worker = worker

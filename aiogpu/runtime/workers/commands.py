@@ -1,7 +1,7 @@
-"""What workers are told: by message, or by the control page where they do not listen.
+"""What workers are told: by message, and by the control page while they are busy.
 
-Work is taken back from busy workers without their help: the page says what they have
-begun and what they may not begin any more; see `memory.control_page`.
+Work is taken back from busy workers without their help: the page holds what they have
+begun and what they must not begin; see `memory.control_page`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aiogpu.wire.codec import LARGE
 
 
 class WorkerCommands:
-    """The way to the live workers of one node."""
+    """Sends commands to the live workers of one node."""
 
     def __init__(self, workers: Mapping[int, LiveWorker], page: ControlPage) -> None:
         self._workers = workers
@@ -37,12 +37,12 @@ class WorkerCommands:
         bind: wire.Bind | None,
         is_last: bool,
     ) -> None:
-        """Send a task; `bind` comes first where the worker is fresh."""
+        """Send a task; `bind` comes first if the worker is fresh."""
         worker = self._workers[worker_id]
         func, peer = call.func, worker.peer
         if peer is None:
             return
-        # It is idle, so what came by its pipes is of tasks that have ended.
+        # It is idle, so the lines from its pipes belong to tasks that have ended.
         if worker.slot.output.last:
             worker.slot.output.last.clear()
         run = call.run(task, is_last, worker.borrow)
@@ -53,38 +53,39 @@ class WorkerCommands:
         peer.send(*messages, *worker.introduce(func), run)
 
     def create(
-        self, worker_id: int, call: Call, bind: wire.Bind | None, it: wire.Create
+        self, worker_id: int, call: Call, bind: wire.Bind | None, creation: wire.Create
     ) -> None:
-        """Have a worker become an actor."""
+        """Turn a worker into an actor."""
         worker = self._workers[worker_id]
         if worker.peer is not None:
             worker.slot.output.last.clear()
             first = [] if bind is None else [bind]
-            it = it._replace(payload=worker.borrow(it.payload))
-            worker.peer.send(*first, *worker.introduce(call.func), it)
+            payload = worker.borrow(creation.payload)
+            creation = creation._replace(payload=payload)
+            worker.peer.send(*first, *worker.introduce(call.func), creation)
 
     def demand(self, worker_id: int, task: int, limit: int) -> None:
-        """Let a task's generator yield so many items in all."""
+        """Let a task's generator yield `limit` items in all."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.peer is not None:
             worker.peer.post(wire.Demand(task, limit))
 
     def drop(self, worker: LiveWorker, call: int, count: int) -> None:
-        """Tell an actor's process that nobody wants a call's answer any more."""
+        """Tell an actor's process that the result of a call is no longer wanted."""
         if worker.peer is not None:
             worker.peer.send(wire.Drop(call))
             self._page.drop(worker.slot.index, count)
 
     def call_off(self, worker: LiveWorker) -> None:
-        """Have an actor end and begin no more of what it was sent."""
+        """Have an actor end without beginning more calls that it was sent."""
         self._page.drop(worker.slot.index, ALL)
         if worker.peer is not None:
             worker.peer.send(wire.Leave())
 
     def expect_actor(self, worker: LiveWorker) -> None:
-        """Of a worker that becomes an actor nothing was dropped, and nothing begun.
+        """Reset the control page for a worker that becomes an actor.
 
-        What the page says may be of the slot's worker before it.
+        The page may still describe the slot's previous worker.
         """
         self._page.drop(worker.slot.index, 0)
         self._page.note_begun(worker.slot.index, 0)
@@ -111,20 +112,20 @@ class WorkerCommands:
         return worker is None or worker.peer is None or not worker.peer.unsent
 
     def revoke(self, worker_id: int, below: int) -> None:
-        """See to it that a worker begins nothing that it was sent before."""
+        """Keep a worker from beginning work with a number lower than `below`."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             self._page.revoke(worker.slot.index, below)
 
     def begun(self, worker_id: int) -> int:
-        """The number of what a worker has begun last, 0 for nothing."""
+        """Return the number of the work that a worker began last, 0 for none."""
         worker = self._workers.get(worker_id)
         return 0 if worker is None else self._page.begun(worker.slot.index)
 
     def interrupt(
         self, worker_id: int, task: int, attempt: int, is_coroutine: bool
     ) -> None:
-        """Ask a worker to stop a task: a coroutine by message first, then by signal."""
+        """Ask a worker to stop a task: a coroutine first by message, then by signal."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.status is not None:
             return
@@ -140,12 +141,12 @@ class WorkerCommands:
 
 
 SETTLES: Final = 1e-3
-"""Seconds after which both sides have seen what the other wrote to the page before:
+"""Seconds after which each side surely sees what the other wrote to the page before:
 a store leaves its processor within microseconds."""
 
 
 class QueueRevoker:
-    """Carries out `Revoke`, and answers with `Revoked`."""
+    """Takes back work that a worker has not begun, and tells the core the outcome."""
 
     def __init__(
         self,
@@ -162,15 +163,15 @@ class QueueRevoker:
         self._feed = feed
 
     def revoke(self, worker: WorkerId, number: int, below: int) -> None:
-        """See to it that a worker begins nothing more of what it was sent.
+        """Keep a worker from beginning more of what it was sent.
 
         Args:
-            worker: whose work it is.
-            number: of the revocation, for the answer.
-            below: all that was sent has a lower number.
+            worker: the worker.
+            number: the number of the revocation, for the answer.
+            below: all work that was sent has a lower number.
         """
         if self._is_large_or_late(worker):
-            # It cannot have begun what has not reached it; it is no worse for that.
+            # It cannot have begun work that has not reached it, so it is left alone.
             tell = partial(self._tell, worker, number, is_left_alone=True)
         else:
             self._commands.revoke(worker, below)
@@ -178,7 +179,7 @@ class QueueRevoker:
         self._loop.call_later(SETTLES, tell)
 
     def _is_large_or_late(self, worker: WorkerId) -> bool:
-        """Whether a worker may still be receiving the one task that it was sent."""
+        """Return whether a worker may still be receiving the one task it was sent."""
         record = self._workers.get(worker)
         if record is None or record.task is None or record.queue:
             return False
@@ -193,13 +194,13 @@ class QueueRevoker:
         self._feed(Scheduler.revoked, worker, number, began)
 
     def sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
-        """The task that a worker was sent under a number, if it still has it."""
+        """Return the task that a worker was sent under a number, if it still has it."""
         record = self._workers.get(worker)
         if record is None or record.task is None:
             return None
         for sent in (record.task, *record.queue):
             call = self._calls[sent.id]
-            # An actor's calls have higher numbers than it has itself.
+            # The calls of an actor have higher numbers than the actor itself.
             is_begun_actor = call.func.actor is not None and number > call.number
             if call.number == number or is_begun_actor:
                 return sent.id

@@ -1,6 +1,7 @@
-"""How a worker has ended: why, as far as the evidence goes, and in which words.
+"""Why a worker has ended, as far as the evidence goes, and the error that says so.
 
-`find_cause` decides and reads nothing. It also says when no worker can be started now.
+`find_cause` is a pure rule. The errors for workers that cannot be started now are here
+as well.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ _USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 SCARCE: Final = (*_USED_UP, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
-"""What the kernel says where something is used up that others may give back, or where
-the node's directory is gone. The workers that are there can run what waits."""
+"""Errors of the kernel for a resource that others may free again, or for a removed
+directory of the node. The present workers can run the tasks that wait."""
 
 
 NO_PROCESS: Final = (*_USED_UP, errno.EAGAIN)
-"""Where a process cannot be started for want of something (fork(2))."""
+"""Errors of the kernel if resources for another process are lacking (fork(2))."""
 
 
 class NoCapacityError(OSError):
-    """There is no room for another slot now; there may be later."""
+    """There is no room for another slot now, but there may be later."""
 
 
 class UnavailableError(NodeStartError):
-    """There is no zygote for an environment now; there may be one later."""
+    """There is no zygote for an environment now, but there may be one later."""
 
 
 def is_scarcity(error: BaseException | None) -> bool:
-    """Whether a process could not be started for want of what others may give back."""
+    """Return whether a process failed to start for lack of a freeable resource."""
     return isinstance(error, OSError) and error.errno in NO_PROCESS
 
 
@@ -72,15 +73,15 @@ INTERNAL: Final = "internal"
 
 
 CROWDED: Final = "crowded"
-"""There is no room for it now: its task waits. No user is told this one."""
+"""There is no room for it now, so its task waits. Users do not see this cause."""
 
 
 UNAVAILABLE: Final = "unavailable"
-"""There is no zygote for it now: its task waits. No user is told this one."""
+"""There is no zygote for it now, so its task waits. Users do not see this cause."""
 
 
 class Told(NamedTuple):
-    """What is said of a cause: what it probably was, and what to do about it."""
+    """A cause in words: what it probably was, and what to do about it."""
 
     what: str
     advice: str
@@ -163,17 +164,17 @@ _OTHERS: Final[dict[str, Told]] = {
 
 
 def find_cause(status: int | None, known: str, findings: Findings) -> str:
-    """The probable cause; one of those that `WorkerDiedError.cause` lists.
+    """Return the probable cause, one of those that `WorkerDiedError.cause` lists.
 
     Args:
         status: wait status of the worker, None if it never started.
-        known: what the driver knows of it by itself, "" for nothing.
-        findings: what the kernel says, where it was asked.
+        known: the cause that the driver itself knows, "" for none.
+        findings: what the kernel reports, if it was asked.
     """
     if status is None:
         return NOT_STARTED
     if not os.WIFSIGNALED(status):
-        # It may have left by itself just before aiogpu would have ended it.
+        # It may have exited by itself just before aiogpu ended it.
         return known if known in (KEEPER_DIED, INTERNAL) else EXIT
     number = os.WTERMSIG(status)
     if number != signal.SIGKILL:
@@ -186,15 +187,15 @@ def find_cause(status: int | None, known: str, findings: Findings) -> str:
 
 
 def tell(cause: str) -> Told:
-    """Return what is said of a cause."""
+    """Return a cause in words."""
     for name, told in _CRASHES.values():
         if name == cause:
             return told
     return _OTHERS[cause]
 
 
-def is_kernels(status: int | None, known: str) -> bool:
-    """Return whether the kernel may have something to say of such an end."""
+def may_be_kernels(status: int | None, known: str) -> bool:
+    """Return whether the kernel may have ended a worker, or know why it ended."""
     if status is None or not os.WIFSIGNALED(status):
         return False
     number = os.WTERMSIG(status)
@@ -202,7 +203,7 @@ def is_kernels(status: int | None, known: str) -> bool:
 
 
 QUOTED: Final = 500
-"""Characters of a line that an error's text quotes; `last_output` has all of it."""
+"""Characters of a line that an error quotes; `last_output` has the whole line."""
 
 
 class Death(NamedTuple):
@@ -213,9 +214,9 @@ class Death(NamedTuple):
         status: its wait status (waitpid(2)), None if it never started.
         last_output: the last lines that it wrote.
         reason: why it never started, or what is known beyond the status.
-        begun: number of the task that it had begun last.
-        known: the cause, where the driver knows it by itself, else "".
-        findings: what the kernel says of it.
+        begun: number of the task that it began last.
+        known: the cause, if the driver itself knows it, else "".
+        findings: what the kernel reports.
     """
 
     pid: int = 0
@@ -227,8 +228,12 @@ class Death(NamedTuple):
     findings: Findings = Findings()
 
 
+UNKNOWN: Final = Death()
+"""A death of which nothing is known yet."""
+
+
 def stillbirth(error: Exception) -> Death:
-    """The death of a worker for which there is no slot, or no zygote."""
+    """Return the death of a worker for which there is no slot, or no zygote."""
     if isinstance(error, NoCapacityError):
         return Death(reason=str(error), known=CROWDED)
     if isinstance(error, UnavailableError):
@@ -238,7 +243,7 @@ def stillbirth(error: Exception) -> Death:
 
 
 def describe_death(task_name: str, death: Death) -> WorkerDiedError:
-    """The error of a task whose worker has died, with all that is known."""
+    """Return the error of a task whose worker has died, with all that is known."""
     cause = find_cause(death.status, death.known, death.findings)
     if death.status is None:
         return WorkerDiedError(
@@ -267,13 +272,13 @@ def describe_death(task_name: str, death: Death) -> WorkerDiedError:
 def describe_out_of_memory(
     task_name: str, death: Death, asked: int, used: int, limit: int
 ) -> OutOfMemoryError:
-    """The error of a task that was ended before the machine's memory ran out.
+    """Return the error of a task that was ended before host memory ran out.
 
     Args:
-        task_name: the task's.
+        task_name: the name of the task.
         death: how its worker ended.
-        asked: bytes that the task had asked for by `memory=`, 0 for none.
-        used: bytes that its process and all below it had in use when it was ended.
+        asked: bytes that the task requested by `memory=`, 0 for none.
+        used: bytes that its process and all below it used when it was ended.
         limit: bytes that all processes together may use safely.
     """
     wanted = f"it asked for {size(asked)}" if asked else "it asked for none (memory=)"
@@ -294,12 +299,12 @@ def describe_out_of_memory(
 def describe_loss(
     name: str, cause: Exception | None, is_restarting: bool
 ) -> ActorDiedError:
-    """The error of a call that its actor has not answered before it died.
+    """Return the error of a call whose actor died before the call had ended.
 
     Args:
-        name: of the actor.
-        cause: how its process has ended, None if the actor was killed.
-        is_restarting: whether the actor is made anew.
+        name: the name of the actor.
+        cause: how its process ended, None if the actor was killed.
+        is_restarting: whether the actor is being restarted.
     """
     after = (
         " It is being restarted; give it max_task_retries=1 or more to have such "

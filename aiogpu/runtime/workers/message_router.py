@@ -1,13 +1,13 @@
-"""What workers say, in order.
+"""Routes the messages of workers, in order.
 
-Who waits in this program hears of an answer when the lines printed before it are out: a
-terminal may block for ever, and the core and other processes hear of the answer at
-once, so that what its task held is free.
+A receiver in this program gets a result after the lines that its task has printed. The
+terminal may block for ever, so the core and other processes get the result at once, and
+what the task held is free.
 
-`[f.remote(x) for x in many]` holds the loop for as long as it takes, and workers that
-have done what they were sent would rest meanwhile: a third of the time of gathered
-calls, when they are short. So a `InlinePoller` reads what has come in between, and
-workers are sent more. Who awaits is told by the loop, as ever.
+`[f.remote(x) for x in many]` keeps the loop busy until its end. Workers that have done
+what they were sent would be idle meanwhile, for a third of the time of short gathered
+calls. So an `InlinePoller` reads their messages in between, and they are sent more. The
+loop itself resumes whoever awaits, as always.
 """
 
 from __future__ import annotations
@@ -42,32 +42,31 @@ _log: Final = logging.getLogger(__name__)
 
 
 FEW: Final = 4
-"""Submissions in a row, with no answer heard between them, after which it is looked
-whether it is time."""
+"""Submissions in a row, without messages in between, after which the clock is read."""
 
 
 EVERY: Final = 300e-6
-"""Seconds between two looks at least; a worker stays awake for as long."""
+"""Least seconds between two polls; an idle worker busy-waits for as long."""
 
 
 SHARE: Final = 20
-"""Looking costs at most one part in so many of the time, however many workers."""
+"""Polling takes at most 1/`SHARE` of the time, however many workers there are."""
 
 
 LONGEST: Final = 1e-3
-"""Seconds of answers that are taken in by one submission; one row of them at least."""
+"""Seconds that one submission may spend on messages; at least one batch is read."""
 
 
 HEARING: Final = -(1 << 60)
-"""Counted while answers are taken in: none are to be heard amid others."""
+"""The count while messages are processed: no poll may start in between."""
 
 
 class InlinePoller:
-    """See above; whoever submits for code of this process counts, and then looks.
+    """Reads workers' messages while the program submits; see above.
 
     Attributes:
-        count: submissions since answers were heard, or the clock was looked at;
-            `HEARING` while answers are heard.
+        count: submissions since messages were read or the clock was; `HEARING` while
+            messages are processed.
     """
 
     __slots__ = ("_before", "_due", "_first", "_workers", "count")
@@ -75,7 +74,7 @@ class InlinePoller:
     def __init__(
         self, workers: Mapping[int, LiveWorker], before: Callable[[], object]
     ) -> None:
-        """Prepare; `before` is called before answers are heard."""
+        """Prepare; `before` is called before messages are read."""
         self.count = 0
         self._before = before
         self._workers = workers
@@ -86,13 +85,13 @@ class InlinePoller:
         return f"<InlinePoller of {self.count}>"
 
     def note(self) -> None:
-        """Code of this process is about to submit something."""
+        """Count a submission by code of this process that is about to be made."""
         self.count += 1
         if self.count > FEW:
             self.look()
 
     def look(self) -> None:
-        """Take in what workers have said, if it is time."""
+        """Read workers' messages, if it is time."""
         begun, self.count = perf_counter(), 0
         if begun < self._due:
             return
@@ -118,10 +117,10 @@ class InlinePoller:
         return [peers[descriptor] for descriptor, _ in poll.poll(0)]
 
     def _hear(self, ready: list[Peer], until: float) -> None:
-        # Who was not heard the last time is heard first.
+        # Begin with a worker that was not reached the last time.
         first = self._first if self._first < len(ready) else 0
         for place in (*range(first, len(ready)), *range(first)):
-            if ready[place].readable >= 0:  # still, whatever the others have said
+            if ready[place].readable >= 0:  # the others' messages may have closed it
                 _take_in(ready[place])
             if perf_counter() > until:
                 self._first = place + 1
@@ -132,16 +131,16 @@ class InlinePoller:
 def _take_in(peer: Peer) -> None:
     try:
         peer.read_now()
-    except Exception:  # noqa: BLE001 - one of them harms no other
+    except Exception:  # noqa: BLE001 - one worker harms no other
         _log.exception("! cut off %r", peer)
         peer.abort()
 
 
 class DelayedReceiver:
-    """Tells another receiver after a line of the console's, in the order of calls.
+    """Passes on to another receiver once a line of the console is out, in order.
 
     Attributes:
-        number: of that line.
+        number: the line's number.
     """
 
     __slots__ = ("_console", "_receiver", "number")
@@ -155,7 +154,7 @@ class DelayedReceiver:
         return f"<DelayedReceiver {self._receiver!r} after line {self.number}>"
 
     def receive(self, outcome: bytes | wire.Failed | Exception) -> None:
-        """Take the pickled result, or what there is in its place."""
+        """Take the pickled result, or a failure."""
         self._console.after(self.number, partial(settle, self._receiver, outcome))
 
     reject = fail = receive
@@ -166,7 +165,7 @@ class DelayedReceiver:
 
 
 def delayed(receiver: Receiver, console: Console, number: int) -> Receiver:
-    """The receiver to be told after line `number`; others' are told at once."""
+    """Delay a receiver of this program until line `number` is out; not others'."""
     if isinstance(receiver, Child | Actor):
         return receiver
     if isinstance(receiver, DelayedReceiver):
@@ -175,17 +174,21 @@ def delayed(receiver: Receiver, console: Console, number: int) -> Receiver:
     return DelayedReceiver(receiver, console, number)
 
 
-_CARRIERS: Final = frozenset(
-    {wire.Done, wire.Failed, wire.Submit, wire.Ask, wire.Make, wire.Put, wire.PutFailed}
-)
-"""The messages whose payload may refer to values, actors or shared memory."""
-
-
 _ANSWERS: Final = frozenset({wire.Done, wire.Failed})
 
 
-_TOLD: Final = frozenset({wire.Done, wire.Failed, wire.Created, wire.Items})
-"""Those of which a receiver of the program's is told."""
+_CARRIERS: Final = _ANSWERS | {
+    wire.Submit,
+    wire.Ask,
+    wire.Make,
+    wire.Put,
+    wire.PutFailed,
+}
+"""Messages whose payload may refer to values, actors or shared memory."""
+
+
+_TOLD: Final = _ANSWERS | {wire.Created, wire.Items}
+"""Messages that are passed on to a receiver of this program."""
 
 
 class WorkerEvents(Protocol):
@@ -193,7 +196,7 @@ class WorkerEvents(Protocol):
 
     Attributes:
         burst: has workers heard while the program submits.
-        actors: those of the node.
+        actors: the node's actors.
     """
 
     @property
@@ -208,10 +211,10 @@ class WorkerEvents(Protocol):
         """A worker has connected."""
 
     def on_gone(self, worker: int, death: Death) -> None:
-        """A worker has ended, and all that it had said was passed on."""
+        """A worker has ended, and all its messages were passed on."""
 
     def on_outdated(self, environment: Environment) -> None:
-        """Workers for it that wait for work come from a zygote that was replaced."""
+        """Spare workers of this environment come from a zygote that was replaced."""
 
     def on_done(self, worker: int, answers: list[wire.Done], /) -> None:
         """Tasks have ended one after the other, with plain results."""
@@ -220,7 +223,7 @@ class WorkerEvents(Protocol):
         """A task has ended."""
 
     def on_items(self, worker: LiveWorker, message: wire.Items, /) -> None:
-        """A task's or a call's generator has yielded."""
+        """The generator of a task or call has yielded."""
 
     def on_skipped(self, worker: int, skipped: wire.Skipped) -> None:
         """A task was not run."""
@@ -228,20 +231,20 @@ class WorkerEvents(Protocol):
     def on_acting(
         self, worker: int, message: wire.Done | wire.Failed | wire.Created, /
     ) -> None:
-        """An actor's process says something."""
+        """An actor's process reports a result, or its start."""
 
     def on_nested(self, worker: LiveWorker, message: wire.Message, /) -> None:
-        """A task says something of its children."""
+        """A task has a request."""
 
     def on_fault(
         self, worker: LiveWorker, message: wire.Message, error: Exception
     ) -> None:
-        """A message was not taken in, for no fault of the worker's."""
+        """A message could not be processed because of a bug in aiogpu."""
 
     def delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
-        """A worker has printed lines that are not out: tell of this task later.
+        """Deliver the result of a task or call after the lines printed before it.
 
-        Or of this call; `EACH`: of each that the worker has.
+        `EACH` stands for all tasks and calls of the worker.
         """
 
     def name_of(self, task: int) -> str:
@@ -249,7 +252,7 @@ class WorkerEvents(Protocol):
 
 
 class MessageRouter:
-    """Passes on what workers say to whoever has asked for it."""
+    """Passes on each message of a worker to its recipient."""
 
     def __init__(
         self,
@@ -262,9 +265,9 @@ class MessageRouter:
 
         Args:
             console: shows what workers print.
-            events: is told all that concerns neither of them.
+            events: is told everything else.
             store: keeps what payloads refer to.
-            on_imported: told what a worker has imported.
+            on_imported: is told what a worker has imported.
         """
         self._events = events
         self._store = store
@@ -273,20 +276,20 @@ class MessageRouter:
         self._console = console
 
     def hear(self, worker: LiveWorker, messages: list[wire.Message]) -> None:
-        """Take in what has come together from one worker."""
+        """Process messages of one worker that arrived together, in order."""
         output, console = worker.slot.output, self._console
-        # Written before the answers were sent, so once is enough for all of them.
+        # Its raw output was written before the answers were sent: once is enough.
         output.catch_up()
         done: list[wire.Done] = []
         self._poller.count = HEARING
         try:
-            for message in messages:
+            for message in (*messages, None):
                 if (
                     type(message) is wire.Done
                     and message.payload[:1] != MARK
                     and output.number <= console.written
                 ):
-                    # By far the commonest; what has come together is told together.
+                    # By far the most frequent: plain results are passed on together.
                     if worker.actor is None:
                         done.append(message)
                         if output.last:
@@ -301,72 +304,60 @@ class MessageRouter:
                     try:
                         self._events.on_done(worker.id, done)
                     except Exception as error:  # noqa: BLE001 - as above
-                        self._tell_fault(worker, done, error)
+                        for each in done:
+                            self._events.on_fault(worker, each, error)
                     done = []
-                if not self._take(worker, message):
+                if message is None or not self._take(worker, message):
                     return
-            if done:
-                try:
-                    self._events.on_done(worker.id, done)
-                except Exception as error:  # noqa: BLE001 - as above
-                    self._tell_fault(worker, done, error)
         finally:
             self._poller.count = 0
 
-    def _tell_fault(
-        self, worker: LiveWorker, done: list[wire.Done], error: Exception
-    ) -> None:
-        for message in done:
-            self._events.on_fault(worker, message, error)
-
     def _take(self, worker: LiveWorker, message: wire.Message) -> bool:
-        """Take in one of them; False if the worker was cut off for it."""
+        """Process one message; return False if the worker was cut off for it."""
         output, kind = worker.slot.output, type(message)
         if output.last and kind in _ANSWERS and worker.actor is None:
-            # Now: a worker's death may be noted before the answer is passed on.
+            # Now: the worker's death may be noted before the answer is passed on.
             output.forget(message.task)  # type: ignore[union-attr]
-        payload = message.payload if kind in _CARRIERS else None  # type: ignore[union-attr]
-        if kind is wire.Items or (payload is not None and payload[:1] == MARK):
-            admitted = self._admit(worker, message)
-            if admitted is None:
-                return False
-            message = admitted
-        if kind is wire.Log:
-            self._show(worker, message)  # type: ignore[arg-type]
-        else:
+        try:
+            if kind is wire.Log:
+                self._show(worker, message)  # type: ignore[arg-type]
+                return True
+            message = self._admit(worker, message)
             if output.number > self._console.written and kind in _TOLD:
                 self.delay(worker, message.task)  # type: ignore[union-attr]
             self._pass_on(worker, message)
+        except (ProtocolError, OSError) as error:
+            _log.warning("! cut off worker %d: %s", worker.id, error)
+            if worker.peer is not None:
+                worker.peer.abort()
+            return False
+        except Exception as error:  # noqa: BLE001 - one harms no other
+            self._events.on_fault(worker, message, error)
         return True
 
+    def _admit(self, worker: LiveWorker, message: wire.Message) -> wire.Message:
+        """Take over what a message refers to.
+
+        Raises:
+            ProtocolError: the worker has made a reference up.
+            OSError: shared memory cannot be taken over.
+        """
+        if isinstance(message, wire.Items):
+            admit = partial(self._store.admit, worker)
+            return message._replace(payloads=tuple(map(admit, message.payloads)))
+        payload = message.payload if type(message) in _CARRIERS else None  # type: ignore[union-attr]
+        if payload is None or payload[:1] != MARK:
+            return message
+        return message._replace(payload=self._store.admit(worker, payload))  # type: ignore[call-arg]
+
     def delay(self, worker: LiveWorker, task: int) -> None:
-        """Have who waits in this program told after the lines that were printed."""
+        """Deliver results to this program after the lines that were printed before."""
         number = worker.slot.output.number
         if number > self._console.written:
             delay = partial(delayed, console=self._console, number=number)
             self._events.delay(worker, task, delay)
 
-    def _admit(self, worker: LiveWorker, message: wire.Message) -> wire.Message | None:
-        """Take in what a message refers to; None if the worker has made that up."""
-        admit = partial(self._store.admit, worker)
-        try:
-            if isinstance(message, wire.Items):
-                return message._replace(payloads=tuple(map(admit, message.payloads)))
-            payload = admit(message.payload)  # type: ignore[union-attr, arg-type]
-        except (ProtocolError, OSError) as error:
-            _cut_off(worker, error)
-            return None
-        return message._replace(payload=payload)  # type: ignore[call-arg]
-
     def _pass_on(self, worker: LiveWorker, message: wire.Message) -> None:
-        try:
-            self._tell(worker, message)
-        except (ProtocolError, OSError) as error:
-            _cut_off(worker, error)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
-            self._events.on_fault(worker, message, error)
-
-    def _tell(self, worker: LiveWorker, message: wire.Message) -> None:
         if isinstance(message, wire.Items):
             self._events.on_items(worker, message)
         elif worker.actor is not None and isinstance(
@@ -389,10 +380,3 @@ class MessageRouter:
             # A name of two lines would be a line of its own in the log.
             label = f"{printable(self._events.name_of(log.task))} pid={worker.pid}"
         output.show(log.stream, label, log.line, log.task)
-
-
-def _cut_off(worker: LiveWorker, error: Exception) -> None:
-    """It has said what it may not."""
-    _log.warning("! cut off worker %d: %s", worker.id, error)
-    if worker.peer is not None:
-        worker.peer.abort()

@@ -1,8 +1,8 @@
 """The live processes behind the core's worker ids. Carries out, decides nothing.
 
-A worker has started when it has greeted, and is gone when its keeper has said that
-it and all its descendants have ended *and* its connection has been read to its end:
-so no answer is lost to a race between two sockets.
+A worker has started when it has greeted. It is gone when its keeper has reported that
+it and all its descendants have ended *and* its connection was read to the end, so no
+answer is lost to a race between two sockets.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _log: Final = logging.getLogger(__name__)
 
 
 LINGER: Final = 0.1
-"""Seconds between the end of a worker's connection and that of the worker itself."""
+"""Seconds between the end of a worker's connection and the order to end the worker."""
 
 
 START_LIMIT: Final = 60.0
-"""Seconds from the moment when a worker can be forked until it must have connected."""
+"""Seconds in which a worker must connect, from the moment when it can be forked."""
 
 
 END_LIMIT: Final = 2.0
@@ -51,7 +51,8 @@ freezer."""
 
 
 CLOSE_LIMIT: Final = 3.0
-"""Seconds in which none of the keepers ends until those that are left are killed."""
+"""While the node closes: seconds without the end of any keeper after which the keepers
+that are left are killed."""
 
 
 class Pool:
@@ -90,10 +91,10 @@ class Pool:
         return f"<Pool {len(self.workers)} workers in {len(self.slots)} slots>"
 
     def begin(self, events: WorkerEvents, store: Store) -> None:
-        """From here on workers can be spawned.
+        """Connect the pool to its driver; from here on workers can be spawned.
 
         Args:
-            events: told of what becomes of them, and what they say.
+            events: is told what becomes of workers, and what they say.
             store: keeps their values and shared memory.
         """
         self._events, self._store = events, store
@@ -102,7 +103,7 @@ class Pool:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the live workers."""
+        """Process ids of the live workers, by worker id."""
         return {worker.id: worker.pid for worker in self.workers.values()}
 
     def greeted(self, peer: Peer, hello: wire.Hello) -> None:
@@ -112,28 +113,41 @@ class Pool:
         elif hello.role == KEEPER:
             self._on_new_keeper(peer, hello)
         else:
-            self._on_worker(peer, hello)
+            self._on_new_worker(peer, hello)
+
+    # The start of a worker.
 
     def spawn(self, worker_id: int, environment: Environment = ()) -> None:
         """Have a worker forked, in a free slot or a new one.
 
         Args:
-            worker_id: how the core calls it.
+            worker_id: its id in the core.
             environment: variables of `runtime_env` that its tasks will have.
         """
         try:
             slot = self.slots.take(self._zygotes.serving(environment))
         except (NodeError, OSError) as error:
-            # Later, not now: the core is told of events one at a time.
-            self._loop.call_soon(self._events.on_gone, worker_id, stillbirth(error))
+            self._tell_stillbirth(worker_id, error)
             return
         timer = self._time_start(worker_id, START_LIMIT)
         worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
         slot.worker = self.workers[worker_id] = worker
-        slot.output.last.clear()
-        slot.output.number = 0  # what the worker before has printed concerns others
+        slot.output.begin()
         if slot.keeper is not None:
             slot.keeper.send(wire.Fork(worker_id))
+
+    def give_up(self, worker_id: int, error: Exception) -> None:
+        """Treat a worker that could not be asked for as one that never started."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            self._tell_stillbirth(worker_id, error)
+        else:
+            worker.end = Death(reason=str(error), known=cause.NOT_STARTED)
+            self._loop.call_soon(self._check_gone, worker, True)
+
+    def _tell_stillbirth(self, worker_id: int, error: Exception) -> None:
+        # Not at once: the core is told of events one at a time.
+        self._loop.call_soon(self._events.on_gone, worker_id, stillbirth(error))
 
     def _time_start(self, worker_id: int, seconds: float) -> asyncio.TimerHandle:
         return self._loop.call_later(seconds, self._on_late_start, worker_id)
@@ -144,24 +158,33 @@ class Pool:
         if began is not None:
             left = began + START_LIMIT - self._loop.time()
         if left > 0:
-            # Its zygote imports, which has a limit of its own, or did so until lately.
-            worker.start_timer = self._time_start(worker_id, left)
+            # Its zygote imports, or did until lately. Imports have their own limit.
+            worker.timer = self._time_start(worker_id, left)
             return
-        worker.reason = f"it did not connect within {START_LIMIT:g} s"
+        reason = f"it did not connect within {START_LIMIT:g} s"
+        worker.end = worker.end._replace(reason=reason)
         if worker.slot.keeper is not None:
             self._end(worker, cause.NOT_STARTED)
         else:
-            worker.cause = cause.NOT_STARTED
+            worker.blame(cause.NOT_STARTED)
             self._check_gone(worker, is_certain=True)
 
-    def give_up(self, worker_id: int, error: Exception) -> None:
-        """A worker could not be asked for: it counts as one that never started."""
-        worker = self.workers.get(worker_id)
-        if worker is None:
-            self._loop.call_soon(self._events.on_gone, worker_id, stillbirth(error))
-        else:
-            worker.reason, worker.cause = str(error), cause.NOT_STARTED
-            self._loop.call_soon(self._check_gone, worker, True)
+    def _on_new_worker(self, peer: Peer, hello: wire.Hello) -> None:
+        worker = self.workers.get(hello.id)
+        if worker is None or worker.peer is not None or worker.status is not None:
+            peer.abort()
+            return
+        worker.peer = peer
+        worker.pid = hello.pid
+        if not worker.is_ending:
+            worker.timer.cancel()
+        worker.slot.output.name(worker.id, worker.pid)
+        worker.slot.output.listen_to(peer)
+        peer.on_messages = partial(self._router.hear, worker)
+        peer.on_lost = partial(self._on_worker_lost, worker)
+        self._events.on_started(worker.id)
+
+    # The end of a worker.
 
     def retire(self, worker_id: int) -> None:
         """Tell a worker to end in an orderly way."""
@@ -173,34 +196,33 @@ class Pool:
         """End a worker and all that it has started, at once."""
         worker = self.workers[worker_id]
         if worker.slot.keeper is None and not worker.pid:
-            # Nobody has been asked to fork it yet.
+            # No keeper was asked to fork it yet.
             self._loop.call_soon(self._check_gone, worker, True)
         self._end(worker, cause.ENDED)
 
     def end_for_fault(self, worker_id: int, reason: str) -> None:
-        """The same, since aiogpu itself has failed, and in which way."""
-        worker = self.workers[worker_id]
-        worker.cause, worker.reason = cause.INTERNAL, reason
+        """Kill a worker because aiogpu itself has failed, for this reason."""
+        self.workers[worker_id].end = Death(reason=reason, known=cause.INTERNAL)
         self.kill(worker_id)
 
     def _end(self, worker: LiveWorker, why: str) -> None:
         if worker.slot.keeper is not None and worker.status is None:
-            worker.cause = worker.cause or why
+            worker.blame(why)
             worker.slot.keeper.send(wire.End(worker.id))
-            if worker.end_timer is None:
+            if not worker.is_ending:
                 self._time_end(worker, self._end_keeper)
 
     def _time_end(
         self, worker: LiveWorker, then: Callable[[LiveWorker, Slot], None]
     ) -> None:
-        if worker.end_timer is not None:
-            worker.end_timer.cancel()
-        worker.end_timer = self._loop.call_later(END_LIMIT, then, worker, worker.slot)
+        worker.is_ending = True
+        worker.timer.cancel()
+        worker.timer = self._loop.call_later(END_LIMIT, then, worker, worker.slot)
 
     def _end_keeper(self, worker: LiveWorker, slot: Slot) -> None:
         """Kill a keeper that has not ended its worker in time.
 
-        The kernel kills the worker with it, and the zygote ends and reports the rest.
+        The kernel kills the worker with it; the zygote ends and reports the rest.
         """
         if worker.slot is not slot or worker.status is not None:
             return
@@ -208,15 +230,48 @@ class Pool:
             _log.warning(
                 "! keeper process %d has not ended worker %d (process %d) within "
                 "%g s; it is killed, with the worker",
-                *(slot.keeper_pid, worker.id, worker.pid, END_LIMIT),
+                slot.keeper_pid,
+                worker.id,
+                worker.pid,
+                END_LIMIT,
             )
             slot.keeper.kill()
         self._time_end(worker, self._end_slot)
 
     def _end_slot(self, worker: LiveWorker, slot: Slot) -> None:
-        """End what is left of a slot whose keeper was killed; the zygote has not."""
+        """End what is left of a slot if its zygote does not report the keeper's end."""
         if worker.slot is slot:
             self._end_orphans(slot, is_reused=False)
+
+    def _on_worker_lost(self, worker: LiveWorker) -> None:
+        worker.peer = worker.slot.output.peer = None
+        self._check_gone(worker)
+        if not worker.is_gone:
+            # It may have closed its descriptors and live on. Or it is about to end, and
+            # then it should do so by itself.
+            self._loop.call_later(LINGER, self._end, worker, cause.DISCONNECTED)
+
+    def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
+        if worker.is_gone:
+            return
+        if not is_certain and (worker.status is None or worker.peer is not None):
+            return
+        worker.is_gone = True
+        slot = worker.slot
+        worker.timer.cancel()
+        slot.output.catch_up()
+        slot.output.end_progress()
+        slot.worker = None
+        if slot.keeper is not None:
+            self.slots.put_back(slot)
+        death = worker.death(self._zygotes.page.begun(slot.index), self.autopsy)
+        self._router.delay(worker, EACH)
+        self.workers.pop(worker.id).return_loans()
+        if death.known == cause.CROWDED:
+            self.slots.make_room()
+        self._events.on_gone(worker.id, death)
+
+    # Keepers, and the slots that end with them.
 
     def _on_new_keeper(self, peer: Peer, hello: wire.Hello) -> None:
         slot = self.slots.get(hello.id)
@@ -235,16 +290,16 @@ class Pool:
     def _on_keeper(self, slot: Slot, messages: list[wire.Message]) -> None:
         for message in messages:
             worker = slot.worker
+            if worker is None:
+                continue
             match message:
-                case wire.Forked(worker_id, pid) if worker and worker.id == worker_id:
+                case wire.Forked(worker_id, pid) if worker.id == worker_id:
                     worker.pid = pid
                     slot.output.name(worker_id, pid)
-                case wire.Unforked(worker_id, reason) if (
-                    worker and worker.id == worker_id
-                ):
-                    worker.reason, worker.cause = reason, cause.CROWDED
+                case wire.Unforked(worker_id, reason) if worker.id == worker_id:
+                    worker.end = Death(reason=reason, known=cause.CROWDED)
                     self._check_gone(worker, is_certain=True)
-                case wire.Ended(worker_id, status) if worker and worker.id == worker_id:
+                case wire.Ended(worker_id, status) if worker.id == worker_id:
                     worker.status = status
                     if worker.peer is not None:
                         # A paused connection would not show its end.
@@ -262,10 +317,10 @@ class Pool:
             self._time_end(slot.worker, self._end_slot)
 
     def _end_orphans(self, slot: Slot, is_reused: bool = True) -> None:
-        """End what a slot's keeper has left, whose zygote has died or is stopped.
+        """End what a keeper has left whose zygote has died or is stopped.
 
-        Nobody else will report it, and nobody adopts it. Where there is no cgroup the
-        worker's process group is all we can reach.
+        Nobody else reports it, and nobody adopts it. Without a cgroup, the worker's
+        process group is all that can be reached.
         """
         if slot.worker is not None and slot.worker.pid:
             with suppress(ProcessLookupError):
@@ -274,37 +329,41 @@ class Pool:
         self._zygotes.cgroup.end_slot(slot.index, lose)
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
-        """The slot's keeper has died, was closed or not forked; all below it ended."""
+        """Forget a slot whose keeper has died, was closed or not forked, and why.
+
+        All processes below it have ended.
+        """
         slot = self.slots.get(index)
         if slot is not None:
             if unforked and slot.worker is not None:
-                slot.worker.reason, slot.worker.cause = unforked, cause.CROWDED
+                slot.worker.end = Death(reason=unforked, known=cause.CROWDED)
             self._lose(slot)
 
     def _lose(self, slot: Slot, is_reused: bool = True) -> None:
-        # Maybe its connection has not been read to the end yet.
+        # Its connection may not have been read to the end yet.
         slot.keeper = None
         if not self.slots.holds(slot):
             return
-        # First forget it, so that nobody who is told of its worker's end takes it.
+        # First forget it, so that the slot is not taken again on its worker's end.
         self.slots.forget(slot)
         worker = slot.worker
         if worker is not None:
             if worker.pid:
                 worker.status = int(signal.SIGKILL)
-                worker.cause = worker.cause or cause.KEEPER_DIED
-            elif not worker.reason:
+                worker.blame(cause.KEEPER_DIED)
+            elif not worker.end.reason:
                 problem = slot.zygote.problem
-                if problem is not None:
-                    worker.fail(problem)
-                else:
-                    worker.reason = "the keeper process of its slot died"
+                worker.end = (
+                    Death(reason="the keeper process of its slot died")
+                    if problem is None
+                    else stillbirth(problem)
+                )
             if worker.peer is not None:
                 worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
         slot.output.close()
         if is_reused:
-            # Last, since its successor's pipes will have the same names.
+            # Last, because its successor's pipes will have the same names.
             self.slots.reuse_index(slot)
 
     def _remove_slot(self, slot: Slot) -> None:
@@ -313,60 +372,15 @@ class Pool:
             self.slots.forget(slot)
             slot.output.close()
 
-    def _on_worker(self, peer: Peer, hello: wire.Hello) -> None:
-        worker = self.workers.get(hello.id)
-        if worker is None or worker.peer is not None or worker.status is not None:
-            peer.abort()
-            return
-        worker.peer = peer
-        worker.pid = hello.pid
-        worker.start_timer.cancel()
-        worker.slot.output.name(worker.id, worker.pid)
-        worker.slot.output.listen_to(peer)
-        peer.on_messages = partial(self._router.hear, worker)
-        peer.on_lost = partial(self._on_worker_lost, worker)
-        self._events.on_started(worker.id)
-
-    def _on_worker_lost(self, worker: LiveWorker) -> None:
-        worker.peer = worker.slot.output.peer = None
-        self._check_gone(worker)
-        if not worker.is_gone:
-            # It may have closed its descriptors and live on; or be about to end, and
-            # then it is better not to have ended it.
-            self._loop.call_later(LINGER, self._end, worker, cause.DISCONNECTED)
-
-    def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
-        if worker.is_gone:
-            return
-        if not is_certain and (worker.status is None or worker.peer is not None):
-            return
-        worker.is_gone = True
-        slot = worker.slot
-        worker.start_timer.cancel()
-        if worker.end_timer is not None:
-            worker.end_timer.cancel()
-        slot.output.catch_up()
-        slot.output.end_progress()
-        slot.worker = None
-        if slot.keeper is not None:
-            self.slots.put_back(slot)
-        death = worker.death(self._zygotes.page.begun(slot.index), self.autopsy)
-        self._router.delay(worker, EACH)
-        self._tell_gone(worker.id, death)
-
-    def _tell_gone(self, worker_id: int, death: Death) -> None:
-        self.workers.pop(worker_id).return_loans()
-        if death.known == cause.CROWDED:
-            self.slots.make_room()
-        self._events.on_gone(worker_id, death)
+    # Zygotes.
 
     def _on_imported(self, worker: LiveWorker, imported: wire.Imported) -> None:
         self._zygotes.hear(worker.slot.zygote, imported)
 
     def on_superseded(self, zygote: Zygote) -> None:
-        """Workers that wait in slots of this zygote are not as fresh as they could be.
+        """Replace spare workers and idle keepers of a zygote that serves no more.
 
-        Those that run go on.
+        Workers that run go on.
         """
         self.slots.close_free(zygote)
         workers = [slot.worker for slot in self.slots if slot.zygote is zygote]
@@ -374,7 +388,7 @@ class Pool:
             self._events.on_outdated(environment)
 
     def on_zygote_death(self, zygote: Zygote) -> None:
-        """Have the workers whose keepers may never come forked in other slots."""
+        """Have workers whose keepers may never come forked in other slots."""
         self.slots.close_free(zygote)
         for slot in self.slots:
             if slot.zygote is not zygote or slot.keeper is not None:
@@ -388,14 +402,14 @@ class Pool:
         try:
             slot = self.slots.add(self._zygotes.serving(worker.environment))
         except (NodeError, OSError) as error:
-            worker.fail(error)
+            worker.end = stillbirth(error)
             self._check_gone(worker, is_certain=True)
         else:
             worker.slot.worker = None
             worker.slot, slot.worker = slot, worker
-            worker.cancel_timers()
-            worker.end_timer = None
-            worker.start_timer = self._time_start(worker.id, START_LIMIT)
+            worker.timer.cancel()
+            worker.timer = self._time_start(worker.id, START_LIMIT)
+            worker.is_ending = False
 
     async def close(self) -> None:
         """End all keepers, and with them whatever is left; wait for it."""
@@ -403,7 +417,7 @@ class Pool:
         if self._store is not None:
             self._store.serve({}, None, None)
         for worker in self.workers.values():
-            worker.cancel_timers()
+            worker.timer.cancel()
         for slot in self.slots:
             if slot.keeper is not None:
                 slot.keeper.send(wire.Close())

@@ -1,8 +1,8 @@
-"""The node's slots: a keeper, its pipes, and the one worker that it keeps at a time.
+"""The node's slots: each a keeper, its pipes, and one worker at a time.
 
-Slots are made when they are wanted, reused, and forgotten with their keepers. A slot's
-index is its place on the control page and in the names of its pipes, so one that may
-still have a keeper is not given to another.
+Slots are made on demand, reused, and forgotten with their keepers. The index of a slot
+is its place on the control page and part of the names of its pipes, so an index that
+may still have a keeper is not given to another slot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.linux.procfs import ExitEvidence, Findings
+from aiogpu.linux.procfs import ExitEvidence
 from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.connection import Peer
@@ -24,12 +24,12 @@ from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.output.pipes import Output
 from aiogpu.runtime.workers.death import (
     SCARCE,
+    UNKNOWN,
     Death,
     NoCapacityError,
-    is_kernels,
-    stillbirth,
+    may_be_kernels,
 )
-from aiogpu.runtime.zygote.launch import program_of
+from aiogpu.runtime.zygote.config import program_of
 from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
 
@@ -38,72 +38,62 @@ if TYPE_CHECKING:
 
 
 SITES_KEPT: Final = 1024
-"""Sites that a worker remembers; a program that makes ever new ones is bounded."""
+"""Functions that a worker remembers: a bound for programs that define new ones."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveWorker(Caller):
-    """A worker process, as far as the driver can see it.
+    """A worker process as the driver sees it.
 
     Attributes:
-        start_timer: rings if it has not connected in time.
-        end_timer: rings if it was to be ended and has not ended in time.
-        environment: variables of `runtime_env` for which it is wanted.
-        funcs: ids of the functions that it knows.
-        functions: ids of the functions that it knows.
-        status: its wait status, once its keeper has said so.
-        is_gone: all of it has ended; the core may not have been told yet.
-        reason: what else is known of its end.
-        cause: why it ended, where that is known from the start.
+        timer: calls when it has not connected in time; once it is being ended, when it
+            has not ended in time.
+        environment: variables of `runtime_env` that it was started for.
+        funcs: ids of the `FunctionSpec`s that it knows.
+        functions: ids of the pickled functions that it knows.
+        status: its wait status, once its keeper has reported it.
+        end: what the driver itself knows of its end: reason and cause.
+        is_ending: its keeper was told to end it.
+        is_gone: it has ended and all was read; the core may not have been told yet.
     """
 
     slot: Slot
-    start_timer: asyncio.Handle
+    timer: asyncio.Handle
     environment: tuple[tuple[str, str], ...] = ()
     funcs: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
-    end_timer: asyncio.TimerHandle | None = None
     status: int | None = None
-    reason: str = ""
-    cause: str = ""
+    end: Death = UNKNOWN
+    is_ending: bool = False
     is_gone: bool = False
 
     def __post_init__(self) -> None:
         self.program = program_of(self.environment)
 
-    def cancel_timers(self) -> None:
-        """Neither its start nor its end is waited for any more."""
-        self.start_timer.cancel()
-        if self.end_timer is not None:
-            self.end_timer.cancel()
+    def blame(self, cause: str) -> None:
+        """Note the cause of its end, unless one is known: the first cause stands."""
+        if not self.end.known:
+            self.end = self.end._replace(known=cause)
 
-    def fail(self, error: Exception) -> None:
-        """Note why it cannot be started."""
-        told = stillbirth(error)
-        self.reason, self.cause = told.reason, told.known
-
-    def death(self, begun: int, autopsy: ExitEvidence) -> Death:
-        """How it ended, with what the kernel has to say where it may have had a hand.
+    def death(self, begun: int, evidence: ExitEvidence) -> Death:
+        """Return how it ended, with the kernel's findings if it may be to blame.
 
         Args:
-            begun: number of the task that it had begun last.
-            autopsy: asks the kernel.
+            begun: number of the task that it began last.
+            evidence: asks the kernel.
         """
-        findings = Findings()
-        if is_kernels(self.status, self.cause):
-            findings = autopsy.examine(self.pid)
-        return Death(
-            self.pid,
-            self.status,
-            tuple(text for _, text in self.slot.output.last),
-            self.reason,
-            begun,
-            self.cause,
-            findings,
+        death = self.end._replace(
+            pid=self.pid,
+            status=self.status,
+            last_output=tuple(text for _, text in self.slot.output.last),
+            begun=begun,
         )
+        if may_be_kernels(death.status, death.known):
+            death = death._replace(findings=evidence.examine(self.pid))
+        return death
 
     def introduce(self, func: FunctionSpec) -> list[Message]:
-        """What a worker must hear before it can run a function; noted as heard."""
+        """Return what the worker must hear before it runs a function, and note it."""
         messages: list[Message] = []
         if func.id in self.funcs:
             return messages
@@ -121,7 +111,7 @@ class LiveWorker(Caller):
         return messages
 
     def unlearn(self, func: FunctionSpec) -> None:
-        """The worker may not have heard of a function: introduce it again."""
+        """Note that the worker may not have heard of a function."""
         self.funcs.discard(func.id)
         self.functions.discard(func.function.id)
 
@@ -132,10 +122,11 @@ class Slot:
 
     Attributes:
         index: its place on the control page.
-        zygote: the one that forks its keeper.
-        keeper: its connection, None before the keeper has greeted and after.
-        keeper_pid: its process id, 0 before it has greeted.
-        worker: the worker that it keeps now.
+        zygote: the zygote that forks its keeper.
+        output: the pipes of its workers.
+        keeper: the keeper's connection, None before its greeting and after its end.
+        keeper_pid: the keeper's process id, 0 before its greeting.
+        worker: the worker that it has now.
     """
 
     index: int
@@ -147,7 +138,7 @@ class Slot:
 
     @property
     def missing(self) -> int:
-        """How many connections of it are still to come: its keeper's, its worker's."""
+        """How many connections are still to come: the keeper's and the worker's."""
         has_peer = self.worker is not None and self.worker.peer is not None
         return (self.keeper is None) + (not has_peer)
 
@@ -156,15 +147,15 @@ _log: Final = logging.getLogger(__name__)
 
 
 SPARE_SLOTS: Final = 16
-"""Keepers without a worker that are kept for the next one."""
+"""Keepers without a worker that are kept for later workers."""
 
 
 MARGIN: Final = RESERVE // 2
-"""Descriptors that are left over when no other slot is made."""
+"""Descriptors that must be left for another slot to be made."""
 
 
 def most_workers(slots: int) -> int:
-    """How many of so many slots may have a worker; the others wait for one, or end."""
+    """Return how many of these slots may have a worker; the others are idle or end."""
     return max(1, slots - _spare(slots))
 
 
@@ -173,10 +164,10 @@ def _spare(slots: int) -> int:
 
 
 class Slots:
-    """All slots, and which of them have a keeper but no worker.
+    """All slots, and those that have a keeper but no worker.
 
     Attributes:
-        most: how many there may be.
+        most: how many slots there may be.
         most_workers: how many of them may have a worker.
     """
 
@@ -198,7 +189,7 @@ class Slots:
         self._gone: asyncio.Future[None] | None = None
 
     def bound(self, most: int) -> None:
-        """Say how many slots there may be."""
+        """Set how many slots there may be."""
         self.most = most
         self.most_workers = most_workers(most)
         self._spare = _spare(most)
@@ -207,11 +198,11 @@ class Slots:
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Slot]:
-        """Over all slots as they are now; they may be forgotten meanwhile."""
+        """Iterate over a copy: slots may be forgotten meanwhile."""
         return iter(list(self._slots.values()))
 
     def get(self, index: int) -> Slot | None:
-        """The slot of that index, None without one."""
+        """Return the slot of that index, None if there is none."""
         return self._slots.get(index)
 
     def holds(self, slot: Slot) -> bool:
@@ -219,9 +210,9 @@ class Slots:
         return self._slots.get(slot.index) is slot
 
     def is_busy(self, zygote: Zygote) -> bool:
-        """Return whether a worker starts, or has had work, in a slot of this zygote.
+        """Return whether a worker of this zygote is starting or has had work.
 
-        One that stands ready as a spare does not keep its zygote.
+        A spare worker does not keep its zygote.
         """
         return any(
             slot.zygote is zygote
@@ -231,14 +222,14 @@ class Slots:
         )
 
     def take(self, zygote: Zygote) -> Slot:
-        """A free slot of this zygote, or a new one.
+        """Return a free slot of this zygote, or a new one.
 
         Raises:
-            NoCapacityError: there is no room for another one now.
-            OSError: none can be made.
+            NoCapacityError: there is no room for another slot now.
+            OSError: no slot can be made.
         """
         if not os.path.exists(self._directory):
-            # What is forked now could not connect.
+            # A process that is forked now could not connect.
             removed = _removed(self._directory)
             if not self._is_removal_logged:
                 self._is_removal_logged = True
@@ -254,7 +245,7 @@ class Slots:
         """Make a slot and ask the zygote for its keeper.
 
         Raises:
-            NoCapacityError: there is no room for another one now.
+            NoCapacityError: there is no room for another slot now.
             OSError: its pipes cannot be made.
         """
         index = self._take_index()
@@ -298,9 +289,9 @@ class Slots:
         return output
 
     def _is_short(self, descriptor: int) -> bool:
-        """Return whether too few are left for the connections that are to come.
+        """Return whether too few descriptors are left for the connections to come.
 
-        The kernel gives the lowest number that is free, so all below are in use.
+        The kernel returns the lowest free number, so all numbers below are in use.
         """
         left = soft_limit() - MARGIN - descriptor - 1
         if left >= 2 * len(self._slots) + 2:
@@ -308,7 +299,7 @@ class Slots:
         return left < 2 + sum(slot.missing for slot in self._slots.values())
 
     def put_back(self, slot: Slot) -> None:
-        """Keep a slot whose worker has ended for the next one, or close its keeper."""
+        """Keep a slot without a worker for the next worker, or close its keeper."""
         if len(self._free) < self._spare and slot.zygote.takes_work:
             self._free.append(slot)
         else:
@@ -319,19 +310,19 @@ class Slots:
             slot.keeper.send(Close())
 
     def make_room(self) -> None:
-        """Close a keeper that has no worker, since there is no room for others."""
+        """Close a keeper that has no worker, to make room for another slot."""
         if self._free:
             self._close(self._free.pop(0))
 
     def withdraw(self, slot: Slot) -> None:
-        """Give this slot to no worker any more."""
+        """Take a slot out of the free ones."""
         if slot in self._free:
             self._free.remove(slot)
 
     def close_free(self, zygote: Zygote) -> None:
-        """Close the keepers of this zygote that have no worker.
+        """Close the keepers of a zygote that serves no more, if they have no worker.
 
-        It serves no more. If it has died, nobody would adopt what they leave.
+        If the zygote has died, nobody would adopt what such keepers leave behind.
         """
         idle = [slot for slot in self._free if slot.zygote is zygote]
         self._free = [slot for slot in self._free if slot.zygote is not zygote]
@@ -339,7 +330,7 @@ class Slots:
             self._close(slot)
 
     def forget(self, slot: Slot) -> None:
-        """Remove a slot from all books; its index stays taken."""
+        """Forget a slot; its index stays taken."""
         del self._slots[slot.index]
         self.withdraw(slot)
         slot.zygote.release(slot.index)
@@ -347,9 +338,9 @@ class Slots:
             self._gone.set_result(None)
 
     async def gone(self, patience: float) -> None:
-        """Wait until all slots are forgotten, or for so many seconds none was.
+        """Wait until all slots are forgotten, or none was for `patience` seconds.
 
-        A thousand keepers take their time, on a machine of two cores.
+        A thousand keepers need a while to end on a machine of two cores.
         """
         left = 0
         while self._slots and left != (left := len(self._slots)):
@@ -357,12 +348,12 @@ class Slots:
             await asyncio.wait([self._gone], timeout=patience)
 
     def reuse_index(self, slot: Slot) -> None:
-        """A forgotten slot's pipes are closed: another may have its index."""
+        """Free the index of a forgotten slot, once its pipes are closed."""
         self._free_indices.append(slot.index)
 
 
 def _no_pipe(directory: str, error: OSError) -> str:
-    """Return what is told where the pipes of another worker cannot be made."""
+    """Return the reason why the pipes of another worker cannot be made, in words."""
     if error.errno == errno.ENOENT:
         return _removed(directory)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

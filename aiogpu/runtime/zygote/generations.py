@@ -1,18 +1,18 @@
-"""All zygotes of a node: one for each environment, replaced as it dies or learns.
+"""All zygotes of a node: one per environment, replaced when it dies or learns.
 
-The plain zygote is there from the start. One for another environment is started when a
-task wants it, and ends when it was not wanted for a while.
+The plain zygote exists from the start. A zygote for another environment is started when
+a task needs it, and ends when it has not been used for a while.
 
-A generation that has died is followed by another at once, a few times in a short while
-at most. After that the next one is started when a worker is wanted, and whoever wants
-one is told that it cannot be had now: the core waits longer and longer between two
-tries. Only an environment that has never served, and whose interpreter fails by itself,
-is broken: its tasks fail, and say why.
+A generation that dies is replaced at once, but only a few times in a short period.
+After that the next one is started when a worker is wanted. If that fails too, the
+caller is told that there is no zygote now, and the core waits longer and longer between
+two tries. An environment is broken, and its tasks fail with the reason, only if it has
+never served and its interpreter fails by itself.
 
-Workers say what they have imported and what it cost. The next generation imports a
-module before it forks if the import was expensive once, or not cheap in two workers; a
-module that was found unfit never is. While the new generation imports, the old one
-serves, and ends when its last worker has.
+Workers report what they have imported and how long it took. The next generation
+preloads a module if its import was slow once, or not fast in two workers, unless the
+module was found unfit. While the new generation imports, the old one serves; it ends
+with its last worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.output.console import Console
 from aiogpu.runtime.workers.death import UnavailableError, is_scarcity
-from aiogpu.runtime.zygote.launch import (
+from aiogpu.runtime.zygote.config import (
     Launched,
     Modules,
     Program,
@@ -49,7 +49,7 @@ DEAR: Final = 50_000
 
 
 NOT_CHEAP: Final = 5_000
-"""Microseconds of an import that is learnt when a second worker pays them too."""
+"""Microseconds of an import that is learnt when a second worker spends them too."""
 
 
 MOST: Final = 64
@@ -74,17 +74,17 @@ DEVICE_MODULES: Final = frozenset(
         "xformers",
     }
 )
-"""What looks for devices when it is imported, and remembers what it has found: in a
-zygote, which has none, it would find none."""
+"""Modules that look for devices at import and remember the result: in a zygote, which
+has no devices, they would find none."""
 
 
 class Learning:
     """What is known of the modules that workers of one environment import.
 
     Attributes:
-        modules: those that a zygote is to import, in the order to import them.
-        proven: those of them that a zygote has imported and stayed fit.
-        left_out: those that are unfit, and why.
+        modules: modules that a zygote should import, in this order.
+        proven: those of `modules` that a zygote has imported without harm.
+        left_out: unfit modules, each with the reason.
     """
 
     def __init__(self, explicit: Iterable[str], learnt: Sequence[str] = ()) -> None:
@@ -95,9 +95,9 @@ class Learning:
         self._seen: set[str] = set()
 
     def hear(self, names: Sequence[str], microseconds: Sequence[int]) -> bool:
-        """Note what one worker has imported; True if a module is newly learnt.
+        """Note the imports of one worker; return whether a module is newly learnt.
 
-        A worker imports a module once, so each report is another worker's.
+        A worker imports a module once, so each report comes from another worker.
         """
         count = len(self.modules)
         for name, cost in zip(names, microseconds, strict=False):
@@ -120,11 +120,11 @@ class Learning:
         )
 
     def prove(self, modules: Iterable[str]) -> None:
-        """A zygote has these, but for those left out, and may be forked."""
+        """Note that a zygote which has imported these modules can fork."""
         self.proven.update(set(modules) & set(self.modules))
 
     def leave_out(self, module: str, reason: str) -> None:
-        """It is unfit: no zygote imports it any more."""
+        """Note that a module is unfit: no zygote imports it from now on."""
         self.left_out[module] = reason
         self.proven.discard(module)
         if module in self.modules:
@@ -140,36 +140,36 @@ _log: Final = logging.getLogger(__name__)
 
 
 DEBOUNCE: Final = 0.2
-"""Seconds for which what is learnt is gathered before a generation is started."""
+"""Seconds for which learnt modules are collected before a generation is started."""
 
 
 INTENSITY: Final = 3
 
 
 PERIOD: Final = 10.0
-"""At most `INTENSITY` restarts at once in `PERIOD` seconds."""
+"""At most `INTENSITY` immediate restarts within `PERIOD` seconds."""
 
 
 FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, os.EX_TEMPFAIL)
-"""Statuses of a zygote whose end is no fault of its environment: somebody has killed
-it, or it says itself that descriptors, processes or memory ran out."""
+"""Exit statuses of a zygote that do not blame its environment: another process has
+killed it, or it reports that descriptors, processes or memory ran out."""
 
 
 class ZygoteListener(Protocol):
-    """Is told what becomes of zygotes, and has workers of them: the pool."""
+    """Is told what becomes of zygotes, and has their workers: the pool."""
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
-        """A slot's keeper has died, with all below it, or was not forked, and why."""
+        """A slot's keeper has died with all below it, or was not forked, and why."""
 
     def on_zygote_death(self, zygote: Zygote) -> None:
-        """One has died unasked; what follows is there.
+        """A zygote has died unasked, and its replacement exists.
 
-        Keepers that have not come from it must be asked for again, unless it has a
-        problem.
+        Keepers that it has not forked must be asked for again, unless it has a
+        `problem`.
         """
 
     def on_superseded(self, zygote: Zygote) -> None:
-        """Another serves in the place of this one."""
+        """Another zygote serves in the place of this one."""
 
     def is_busy(self, zygote: Zygote) -> bool:
         """Return whether it has workers that have work."""
@@ -184,12 +184,11 @@ class ZygoteGenerations:
 
     Attributes:
         environment: variables that they are exec'd with.
-        current: the one that serves, or is the first to do so.
-        problem: why it is broken, None unless it is.
-        said: what the zygote that served last has said of itself, empty before one has.
-        has_served: whether a generation could be forked, now or before.
-        learning: what the next one will import.
-        used_at: when a worker was wanted of it last, on the loop's clock.
+        current: the zygote that serves, or will be the first to serve.
+        problem: why the environment is broken, None unless it is.
+        said: the report of the zygote that became ready last; None before the first.
+        learning: what the next generation will import.
+        used_at: when a worker was last wanted of it, on the loop's clock.
     """
 
     def __init__(
@@ -203,6 +202,7 @@ class ZygoteGenerations:
     ) -> None:
         self.environment = environment
         self.problem: NodeStartError | None = None
+        self.said: Ready | None = None
         self.learning = Learning(preload, learnt)
         self.used_at = loop.time()
         self._loop = loop
@@ -213,42 +213,34 @@ class ZygoteGenerations:
         self._is_wanted = False
         self._timer: asyncio.TimerHandle | None = None
         self._is_ended = False
-        self._restarts: deque[float] = deque()
-        self._is_started = False
         self._is_failing = False
-        self.has_served = False
-        self.said = Ready((), ())
-        # Ends with None, or with why the first generation has ended before.
+        self._restarts: deque[float] = deque()
+        # Ends with None, or with why the first generation has ended too early.
         self._ready: asyncio.Future[NodeStartError | None] = loop.create_future()
         self.current = self._make_zygote()
 
     def __repr__(self) -> str:
         return f"<ZygoteGenerations {self.current!r}, next {self._next!r}>"
 
-    def start(self, launched: Launched | None = None) -> None:
-        """Start the first generation, or listen to it; see `Zygote.start`."""
-        self.current.start(launched)
-        self._is_started = True
-
     def serving(self) -> Zygote:
-        """The zygote to fork the next worker from; it is started unless it lives.
+        """Return the zygote to fork the next worker from; start it if necessary.
 
         Raises:
             PreloadError: a module to preload cannot be imported.
-            UnavailableError: there is none now; there may be one later.
-            NodeStartError: there is none, and another try would not help.
+            UnavailableError: there is no zygote now; there may be one later.
+            NodeStartError: there is no zygote, and another try would not help.
         """
         if self.problem is not None:
             raise renewed(self.problem)
         if self.current.is_over:
-            self.current, self._is_started = self._make_zygote(), False
-        if not self._is_started:
-            if self._ready.done() and not self.has_served:
+            self.current = self._make_zygote()
+        if not self.current.is_started:
+            if self._ready.done() and self.said is None:
                 self._ready = self._loop.create_future()
             try:
-                self.start()
+                self.current.start()
             except NodeStartError as error:
-                if not self.has_served and not is_scarcity(error.__cause__):
+                if self.said is None and not is_scarcity(error.__cause__):
                     self.problem = renewed(error)
                     raise
                 self._note_failing(str(error))
@@ -256,7 +248,7 @@ class ZygoteGenerations:
         return self.current
 
     async def ready(self) -> None:
-        """Wait until the first generation may be asked to fork.
+        """Wait until the first generation can fork.
 
         Raises:
             PreloadError: a module to preload cannot be imported.
@@ -272,7 +264,7 @@ class ZygoteGenerations:
             self._renew_soon()
 
     def end(self) -> None:
-        """Start nothing more; let the zygotes end as their workers do."""
+        """Start nothing more; the zygotes end when their workers have."""
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()
@@ -286,12 +278,13 @@ class ZygoteGenerations:
         modules = Modules(tuple(self._preload), tuple(learnt), tuple(proven))
         return self._make(self.environment, modules, self)
 
+    # The next generation, which imports more, or anew what was edited.
+
     def _renew_soon(self) -> None:
         if self._timer is None and not self._is_ended:
             self._timer = self._loop.call_later(DEBOUNCE, self._renew)
 
     def _renew(self) -> None:
-        """Start a generation to follow the one that serves."""
         self._timer = None
         if self._next is not None or self.current.ready is None:
             self._is_wanted = True
@@ -310,9 +303,7 @@ class ZygoteGenerations:
         self.learning.prove(zygote.learnt)
         if self._is_failing:
             _log.warning("workers can be started again: zygote %d", zygote.generation)
-        self.has_served, self._is_failing = True, False
-        if zygote.ready is not None:
-            self.said = zygote.ready
+        self.said, self._is_failing = zygote.ready, False
         if zygote is self._next:
             self._next = None
             self._follow(zygote)
@@ -322,7 +313,7 @@ class ZygoteGenerations:
             self._renew_soon()
 
     def _follow(self, zygote: Zygote) -> None:
-        """Let it serve in the place of the old one, if there is anything in it."""
+        """Let a new generation serve, if it has imported anything more."""
         old = self.current
         gained = set(zygote.learnt) - set(old.learnt) - set(self.learning.left_out)
         is_sound = old.ready is not None and not old.is_stale and not old.is_over
@@ -351,28 +342,34 @@ class ZygoteGenerations:
             "! %s is not preloaded: %s; workers import it themselves", module, reason
         )
 
+    def _leave_out_all(self, modules: Iterable[str], zygote: Zygote) -> None:
+        reason = f"the zygote that imported it ended with status {zygote.status}"
+        for module in sorted(modules):
+            self._leave_out(module, reason)
+
+    # The end of a generation.
+
     def on_end(self, zygote: Zygote) -> None:
         """See `ZygoteEvents`."""
         if zygote is self._next:
             self._next = None
             if not zygote.is_closing:
-                self._on_stillborn(zygote)
+                self._on_early_end(zygote)
         elif not zygote.is_closing:
             if zygote is self.current and not self._is_ended:
-                self._succeed(zygote)
+                self._replace(zygote)
             self._pool.on_zygote_death(zygote)
 
-    def _on_stillborn(self, zygote: Zygote) -> None:
-        """A generation has ended before it could serve; the old one serves on."""
+    def _on_early_end(self, zygote: Zygote) -> None:
+        """Handle a new generation that ended before it served; the old one serves."""
         unfit = zygote.unfit
-        if unfit is None:  # no module can be blamed: do without all that it adds
+        if unfit is None:  # no module can be blamed: leave out all that were added
             _log.warning(
                 "! a zygote ended with status %d while it imported; the one before "
                 "serves on",
                 zygote.status,
             )
-            learnt = set(zygote.learnt) - set(self.current.learnt)
-            self._leave_out_all(learnt, zygote)
+            self._leave_out_all(set(zygote.learnt) - set(self.current.learnt), zygote)
         elif unfit.module in self.learning.modules:
             self._leave_out(unfit.module, unfit.reason)
             self._is_wanted = True
@@ -386,13 +383,8 @@ class ZygoteGenerations:
         if self._is_wanted:
             self._renew_soon()
 
-    def _leave_out_all(self, modules: Iterable[str], zygote: Zygote) -> None:
-        reason = f"the zygote that imported it ended with status {zygote.status}"
-        for module in sorted(modules):
-            self._leave_out(module, reason)
-
-    def _succeed(self, zygote: Zygote) -> None:
-        """Put another in the place of the one that has died, if that may help."""
+    def _replace(self, zygote: Zygote) -> None:
+        """Start another zygote in place of one that has died, if that may help."""
         problem: NodeStartError | None = None
         is_from_outside = False
         if zygote.unfit is not None:
@@ -406,7 +398,7 @@ class ZygoteGenerations:
                 f"{IMPORT_LIMIT:g} s for each. Leave out the one that waits for "
                 f"something."
             )
-        elif self.has_served and not self._is_failing and self._may_restart():
+        elif self.said is not None and not self._is_failing and self._may_restart():
             status = zygote.status
             _log.warning("! the zygote ended with status %d; starting another", status)
         else:
@@ -415,9 +407,12 @@ class ZygoteGenerations:
             problem = NodeStartError(text)
             is_from_outside = zygote.status in FROM_OUTSIDE
         if problem is None:
-            self._start_again(zygote)
-        elif self.has_served or is_from_outside:
-            # In one line, which is shown wherever a task waits.
+            try:
+                self.serving()
+            except NodeStartError as error:
+                self._fail(zygote, error)
+        elif self.said is not None or is_from_outside:
+            # One line, because it is shown wherever a task waits.
             first, *words = str(problem).splitlines()
             last = f" {words[-1].strip()}" if words else ""
             self._fail(zygote, UnavailableError(f"{first}{last}".rstrip(":")))
@@ -425,7 +420,7 @@ class ZygoteGenerations:
             self._fail(zygote, problem)
 
     def _do_without(self, unfit: Unfit) -> NodeStartError | None:
-        """Have the next one not import a module; gives the problem if it must."""
+        """Leave a module out of the next generation; return the error if impossible."""
         if unfit.module in self.learning.modules:
             self._leave_out(unfit.module, unfit.reason)
         elif unfit.module not in self._preload:
@@ -448,12 +443,6 @@ class ZygoteGenerations:
             self._preload.remove(unfit.module)
         return None
 
-    def _start_again(self, zygote: Zygote) -> None:
-        try:
-            self.serving()
-        except NodeStartError as error:
-            self._fail(zygote, error)
-
     def _may_restart(self) -> bool:
         now = self._loop.time()
         while self._restarts and self._restarts[0] < now - PERIOD:
@@ -462,17 +451,17 @@ class ZygoteGenerations:
         return len(self._restarts) <= INTENSITY
 
     def _fail(self, zygote: Zygote, problem: NodeStartError) -> None:
-        """None follows a zygote now or, unless that may help, ever."""
+        """Note that no zygote follows this one, for now or for good."""
         zygote.problem = problem
-        if not isinstance(problem, UnavailableError):
-            self.problem = problem
-        else:
+        if isinstance(problem, UnavailableError):
             self._note_failing(str(problem))
+        else:
+            self.problem = problem
         if not self._ready.done():
             self._ready.set_result(problem)
 
     def _note_failing(self, reason: str) -> None:
-        """Say once that no worker can be started; the next that starts is told, too."""
+        """Log once that no worker can be started; `on_ready` logs the recovery."""
         if not self._is_failing:
             self._is_failing = True
             _log.warning(
@@ -483,18 +472,17 @@ class ZygoteGenerations:
 
 
 def renewed(problem: NodeStartError) -> NodeStartError:
-    """The same error without a traceback: one that is raised again keeps all frames."""
+    """Return a copy without traceback: an error raised again keeps all its frames."""
     kind = NodeStartError if isinstance(problem, UnavailableError) else type(problem)
     return kind(*problem.args)
 
 
 MOST_OTHERS: Final = 4
-"""Environments of their own that have a zygote, beside the plain one and those of the
-programs that have joined."""
+"""Other environments that have a zygote, not counting joined programs."""
 
 
 UNUSED: Final = 60.0
-"""Seconds after which an environment of its own that no worker has is given up."""
+"""Seconds after which the zygote of an environment without workers is given up."""
 
 
 class Zygotes:
@@ -503,11 +491,13 @@ class Zygotes:
     Attributes:
         config: what they all share.
         page: the control page.
-        cgroup: the node's.
-        plain: those of most tasks, from `start` on.
-        wants: says whether something of a program lives that has gone; None where no
-            program can join.
+        cgroup: the node's cgroup.
+        plain: the zygotes of most tasks, from `start` on.
+        wants: returns whether anything of a program that has left still lives; None
+            if no program can join.
     """
+
+    plain: ZygoteGenerations
 
     def __init__(
         self,
@@ -524,34 +514,34 @@ class Zygotes:
         self.config = config
         self.page = ControlPage.open(config.page)
         self.cgroup = config.cgroup
-        self._generations = count()
+        self._numbers = count()
         self._zygotes: dict[int, Zygote] = {}
-        self._lineages: dict[Environment, ZygoteGenerations] = {}
+        self._environments: dict[Environment, ZygoteGenerations] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined: dict[str, int] = {}
-        self.plain: ZygoteGenerations
 
     def __repr__(self) -> str:
-        return f"<Zygotes {len(self._zygotes)} for {len(self._lineages)} environments>"
+        count = len(self._environments)
+        return f"<Zygotes {len(self._zygotes)} for {count} environments>"
 
     def start(self, launched: Launched, pool: ZygoteListener) -> None:
-        """Listen to the plain one, which is on its way; the pool is told."""
+        """Take over the plain zygote, which was launched before; `pool` is told."""
         self._pool = pool
         self.plain = self._add(())
-        self.plain.start(launched)
+        self.plain.current.start(launched)
 
     def serving(self, environment: Environment) -> Zygote:
-        """The zygote for tasks with these variables; it may not be ready yet.
+        """Return the zygote for tasks with these variables; it may not be ready yet.
 
         Raises:
-            UnavailableError: there is none now; there may be one later.
-            NodeError: there is none, and will be none.
+            UnavailableError: there is no zygote now; there may be one later.
+            NodeError: there is no zygote, and will be none.
         """
-        said = self.plain.said
+        said = self.plain.said or Ready((), ())
         early = early_variables(environment, said.modules, said.variables)
-        lineage = self._lineages.get(early) or self._begin(early)
-        zygote = lineage.serving()
-        lineage.used_at = self._loop.time()
+        generations = self._environments.get(early) or self._begin(early)
+        zygote = generations.serving()
+        generations.used_at = self._loop.time()
         zygote.check()
         return zygote
 
@@ -565,17 +555,16 @@ class Zygotes:
 
     def hear(self, zygote: Zygote, imported: Imported) -> None:
         """Learn from what a worker of this zygote has imported."""
-        if lineage := self._lineages.get(zygote.environment):
-            lineage.hear(imported)
+        if generations := self._environments.get(zygote.environment):
+            generations.hear(imported)
 
     async def close(self) -> None:
         """End all processes and wait; keepers must have been told before."""
         if self._timer is not None:
             self._timer.cancel()
-        for lineage in self._lineages.values():
-            lineage.end()
-        closing = [zygote.close() for zygote in self._zygotes.values()]
-        await asyncio.gather(*closing)
+        for generations in self._environments.values():
+            generations.end()
+        await asyncio.gather(*(zygote.close() for zygote in self._zygotes.values()))
         self.page.close()
         self.config.close()
 
@@ -586,20 +575,41 @@ class Zygotes:
         own: Sequence[str] = (),
     ) -> ZygoteGenerations:
         preload = (*self._preload, *own)
-        lineage = self._lineages[environment] = ZygoteGenerations(
+        generations = self._environments[environment] = ZygoteGenerations(
             self._loop, self._make, self._pool, environment, preload, learnt
         )
-        return lineage
+        return generations
+
+    def _make(
+        self, environment: Environment, modules: Modules, events: ZygoteEvents
+    ) -> Zygote:
+        number = next(self._numbers)
+        zygote = Zygote(
+            self._loop,
+            self._console,
+            self.config,
+            number,
+            environment,
+            modules,
+            events,
+            self._pool.on_lost_slot,
+        )
+        known = self._zygotes.items()
+        self._zygotes = {at: each for at, each in known if not each.is_over}
+        self._zygotes[number] = zygote
+        return zygote
+
+    # Environments beside the plain one.
 
     def _begin(self, environment: Environment) -> ZygoteGenerations:
-        """Note one more environment that needs a zygote.
+        """Add an environment that needs a zygote.
 
         Raises:
-            NodeStartError: it is that of a program that has left, and is forgotten.
+            NodeStartError: it belongs to a program that has left and is forgotten.
         """
         others = [each for each in self._others() if not self._is_joined(each)]
         if len(others) >= MOST_OTHERS:
-            self._give_up(min(others, key=lambda lineage: lineage.used_at))
+            self._give_up(min(others, key=lambda each: each.used_at))
         learning = self.plain.learning
         learnt = (name for name in learning.modules if name in learning.proven)
         key = program_of(environment)
@@ -607,96 +617,79 @@ class Zygotes:
         if key and program is None:
             raise NodeStartError("the program for which it was to be has left the node")
         own = () if program is None else program.preload
-        lineage = self._add(environment, tuple(learnt), own)
+        generations = self._add(environment, tuple(learnt), own)
         if self._timer is None:
             self._timer = self._loop.call_later(UNUSED, self._give_up_unused)
-        return lineage
+        return generations
+
+    def _others(self) -> list[ZygoteGenerations]:
+        return [each for each in self._environments.values() if each is not self.plain]
 
     def _give_up_unused(self) -> None:
-        """Give up what nobody wanted for long; ring again while there is any."""
+        """Give up what was not used for long; look again while there is any."""
         self._timer = None
         now = self._loop.time()
-        for lineage in self._others():
-            if self._pool.is_busy(lineage.current) or self._is_joined(lineage):
-                lineage.used_at = now
-            elif now - lineage.used_at >= UNUSED:
-                self._give_up(lineage)
+        for each in self._others():
+            if self._pool.is_busy(each.current) or self._is_joined(each):
+                each.used_at = now
+            elif now - each.used_at >= UNUSED:
+                self._give_up(each)
         earliest = min((each.used_at for each in self._others()), default=None)
         if earliest is not None:
             self._timer = self._loop.call_at(earliest + UNUSED, self._give_up_unused)
 
+    def _give_up(self, generations: ZygoteGenerations) -> None:
+        del self._environments[generations.environment]
+        self._forget_programs()
+        generations.end()
+        # Not at once: the core may be deciding right now.
+        self._loop.call_soon(self._pool.on_superseded, generations.current)
+
+    # Programs that have joined.
+
     def join(self, key: str, program: Program) -> None:
-        """A client of that program has come."""
+        """Count a client of that program that has come."""
         self.config.programs.setdefault(key, program)
         self._joined[key] = self._joined.get(key, 0) + 1
 
     async def joined(self, key: str) -> None:
-        """Wait until the first zygote of a program that has joined can be forked.
+        """Wait until the first zygote of a program that has joined can fork.
 
-        If that has died since, the program may join; its tasks wait for another one.
+        If that zygote has died since, the program may join; its tasks wait for the
+        next.
 
         Raises:
             PreloadError: a module that it preloads cannot be imported.
             NodeError: there is no zygote for it.
         """
         environment = ((PROGRAM, key),)
-        lineage = self._lineages.get(environment)
-        if lineage is not None and lineage.has_served:
+        generations = self._environments.get(environment)
+        if generations is not None and generations.said is not None:
             return
         try:
             self.serving(environment)
         except UnavailableError as error:
             raise NodeStartError(*error.args) from error
-        await self._lineages[environment].ready()
+        await self._environments[environment].ready()
 
     def leave(self, key: str) -> None:
-        """A client of that program has gone."""
+        """Count a client of that program that has gone."""
         self._joined[key] -= 1
         if self._joined[key]:
             return
         del self._joined[key]
-        lineage = self._lineages.get(((PROGRAM, key),))
-        if lineage is not None and lineage.problem is not None:
-            # Whoever comes next may have mended what was wrong.
-            self._give_up(lineage)
+        generations = self._environments.get(((PROGRAM, key),))
+        if generations is not None and generations.problem is not None:
+            # The user may have mended the problem before the program comes again.
+            self._give_up(generations)
         self._forget_programs()
 
-    def _is_joined(self, lineage: ZygoteGenerations) -> bool:
-        return program_of(lineage.environment) in self._joined
-
-    def _others(self) -> list[ZygoteGenerations]:
-        return [each for each in self._lineages.values() if each is not self.plain]
+    def _is_joined(self, generations: ZygoteGenerations) -> bool:
+        return program_of(generations.environment) in self._joined
 
     def _forget_programs(self) -> None:
-        """Forget those of which nobody will start a worker again."""
-        programs = self.config.programs
-        served = {program_of(environment) for environment in self._lineages}
-        for key in [key for key in programs if key not in served | self._joined.keys()]:
+        """Forget programs for which no worker will be started again."""
+        served = {program_of(environment) for environment in self._environments}
+        for key in self.config.programs.keys() - served - self._joined.keys():
             if self.wants is None or not self.wants(key):
-                del programs[key]
-
-    def _give_up(self, lineage: ZygoteGenerations) -> None:
-        del self._lineages[lineage.environment]
-        self._forget_programs()
-        lineage.end()
-        # Later, not now: the core may be speaking, and will be asked again.
-        self._loop.call_soon(self._pool.on_superseded, lineage.current)
-
-    def _make(
-        self, environment: Environment, modules: Modules, events: ZygoteEvents
-    ) -> Zygote:
-        zygote = Zygote(
-            self._loop,
-            self._console,
-            self.config,
-            next(self._generations),
-            environment,
-            modules,
-            events,
-            self._pool.on_lost_slot,
-        )
-        self._zygotes = {
-            number: each for number, each in self._zygotes.items() if not each.is_over
-        }
-        self._zygotes[zygote.generation] = zygote
-        return zygote
+                del self.config.programs[key]

@@ -1,14 +1,14 @@
-"""What a zygote is started with: its program, environment and interpreter; the start.
+"""What a zygote is started with (program, environment, modules), and its start.
 
-A node that several programs share forks the workers of each from a zygote of its own.
-To the core a program is one more variable in the environment of its tasks, so no other
-program's worker fits them. A variable that is read when a process is exec'd, or when a
-module is imported, has no effect in a fork of a zygote that has done both: tasks that
-set one get a zygote of their own environment (`early_variables`); all others share the
-plain one.
+On a node that several programs share, each program has zygotes of its own. To the core
+a program is one more variable in the environment of its tasks, so workers of other
+programs do not match them. Some variables take effect only when a process is exec'd or
+a module is imported; setting them in a fork of a zygote would do nothing. Tasks that
+set such a variable get a zygote that starts with it (`early_variables`); all others
+share the plain one.
 
-Little is imported here: the interpreter starts while the driver imports the rest. The
-driver never forks: a fresh interpreter is started through vfork and exec.
+This module imports little: the interpreter starts while the driver imports the rest.
+The driver never forks: a fresh interpreter is started through vfork and exec.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _CARRIED: Final = frozenset(
         "warn_default_encoding",
     }
 )
-"""What may stand behind -X of the workers; the rest would print at the end."""
+"""Options after -X that workers inherit; the others print something at exit."""
 
 
 def _log_level() -> Sequence[str]:
-    """What tells workers the level of this program's logging, where it has chosen one.
+    """Return the options that set the logging level, if this program has chosen one.
 
-    Workers have no handlers: `logging.lastResort` prints what they log.
+    Workers have no handlers: `logging.lastResort` prints their records.
     """
     root = logging.getLogger()
     if not root.handlers or root.level == logging.WARNING:
@@ -57,7 +57,7 @@ def _log_level() -> Sequence[str]:
 
 
 def interpreter_flags() -> Sequence[str]:
-    """The command-line options of this interpreter that its workers are to share."""
+    """Return the command-line options of this interpreter that workers inherit."""
     options = [
         "-" + letter * int(getattr(sys.flags, name))
         for name, letter in _FLAGS
@@ -71,14 +71,14 @@ def interpreter_flags() -> Sequence[str]:
 
 
 AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
-"""Prefixes of what the dynamic linker, the C library and Python read."""
+"""Prefixes of variables that the dynamic linker, the C library and Python read."""
 
 
 AT_LOAD: Final = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("VECLIB_", "NUMEXPR_"),
 )
-"""Prefixes of what numeric libraries read when they are loaded."""
+"""Prefixes of variables that numeric libraries read when they are loaded."""
 
 
 SET_LATER: Final = frozenset(
@@ -89,11 +89,11 @@ SET_LATER: Final = frozenset(
         "BLIS_NUM_THREADS",
     }
 )
-"""Thread counts: a worker sets them by the libraries' own setters."""
+"""Thread counts: a worker sets them through the libraries' own functions."""
 
 
 OF_DEVICES: Final = ("_VISIBLE_DEVICES", "_DEVICE_ORDER")
-"""Suffixes of what says which devices there are: a zygote must see none."""
+"""Suffixes of variables that select devices: a zygote must see no device."""
 
 
 ALIASES: Final = {
@@ -110,12 +110,12 @@ ALIASES: Final = {
 def early_variables(
     environment: Environment, modules: Iterable[str], read: Iterable[str]
 ) -> Environment:
-    """The part of a task's variables that its zygote must be started with.
+    """Return those variables of a task that its zygote must be started with.
 
     Args:
         environment: all variables of the task's `runtime_env`.
         modules: top-level modules that the plain zygote has imported.
-        read: names of variables that were read meanwhile.
+        read: names of the variables that were read during these imports.
     """
     if not environment:
         return ()
@@ -137,13 +137,13 @@ PASSING: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 
 
 class Program(NamedTuple):
-    """See above.
+    """A program whose tasks this node runs.
 
     Attributes:
-        executable: the interpreter.
-        sys_path: where it looks for modules.
-        directory: the working directory.
-        environ: its variables.
+        executable: its interpreter.
+        sys_path: its import path.
+        directory: its working directory.
+        environ: its environment variables.
         preload: modules that its zygote imports.
         flags: command-line options of its interpreter.
     """
@@ -157,14 +157,14 @@ class Program(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The same for two programs whose workers may stand in for each other."""
+        """A hash that is equal for programs which may use each other's workers."""
         parts: list[str] = [self.executable, self.directory, *self.sys_path, "", ""]
         parts += [*self.preload, "", "", *self.flags, "", ""]
         for name, value in sorted(self.environ.items()):
             if name not in PASSING:
                 parts += [name, value]
         joined = "\0".join(parts).encode("utf-8", "surrogateescape")
-        from hashlib import blake2b  # most programs join nobody
+        from hashlib import blake2b  # most programs never join a node
 
         return blake2b(joined, digest_size=8).hexdigest()
 
@@ -172,19 +172,19 @@ class Program(NamedTuple):
 class ZygoteConfig(NamedTuple):
     """What all zygotes of a node share, as it was when the node was opened.
 
-    A later generation finds what the first one has found, whatever the program has
-    done to its own environment, path or directory meanwhile.
+    Later generations start with the same environment, path and directory as the first
+    one, even if the program has changed its own since.
 
     Attributes:
         directory: where the node's socket and pipes are; its name is the node's id.
         page: descriptor of the control page.
-        place: descriptor of the working directory, None where we may not even
-            enter it.
-        cgroup: the node's, chosen before the first start.
+        place: descriptor of the working directory; None if this process may not enter
+            it.
+        cgroup: the node's cgroup, chosen before the first start.
         learns: whether workers report what they import.
-        spill: directory for values beyond the memory limit, "" for the system's.
-        own: the node's own program, but for what `launch` finds out by itself.
-        programs: those that have joined, by key; each has zygotes of its own.
+        spill: directory for values beyond the memory limit, "" for the default.
+        own: the node's own program; `launch` fills in interpreter and options.
+        programs: the programs that have joined, by key; each has zygotes of its own.
     """
 
     directory: str
@@ -200,12 +200,12 @@ class ZygoteConfig(NamedTuple):
     def take(
         cls, directory: str, cgroup: NodeCgroup, learns: bool, spill: str = ""
     ) -> ZygoteConfig:
-        """Return what they are now, with a new control page."""
+        """Record the present state of this process, with a new control page."""
         try:
             place = os.open(".", os.O_PATH | os.O_CLOEXEC)
         except OSError:
             place = None
-        # Python ignores what else there may be in the path, such as a Path.
+        # Python ignores all other entries of the path, such as a `Path`.
         sys_path = [str(path) for path in sys.path if isinstance(path, str)]
         where = "" if place is None else f"/proc/self/fd/{place}"
         own = Program("", sys_path, where, dict(os.environ))
@@ -220,7 +220,7 @@ class ZygoteConfig(NamedTuple):
 
 
 def program_of(environment: Iterable[tuple[str, str]]) -> str:
-    """The key of the program whose tasks have these variables, "" for none."""
+    """Return the key of the program whose tasks have these variables, "" for none."""
     return next((value for name, value in environment if name == PROGRAM), "")
 
 
@@ -249,15 +249,15 @@ def start_interpreter(
 ) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that calls `aiogpu.worker.__main__.main(fields)`.
 
-    The fields travel on its standard input, not on a command line for all to see.
+    The fields are sent on its standard input: everybody can read a command line.
 
     Args:
-        fields: plain values, as marshal takes them.
+        fields: plain values that marshal supports.
         page: descriptor that the child inherits under the same number.
         output: descriptor that becomes its stdout and stderr.
-        environ: its variables, this process's unless given.
-        directory: where it starts, where this process is unless given.
-        executable: the interpreter, this process's unless given.
+        environ: its environment variables; default: those of this process.
+        directory: its working directory; default: that of this process.
+        executable: the interpreter; default: that of this process.
         flags: its command-line options.
 
     Raises:
@@ -293,15 +293,15 @@ def start_interpreter(
 def fitting(
     flags: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]
 ) -> Sequence[str]:
-    """The options of an interpreter, once its variables are others.
+    """Return the options of an interpreter that gets other environment variables.
 
-    Options go before variables; so filters of warnings are left out where the
-    variables have others.
+    Options take precedence over variables, so -W is dropped if `PYTHONWARNINGS` is
+    another.
 
     Args:
         flags: its options.
-        before: variables that it had with them.
-        now: variables that it is to have.
+        before: the variables that the options were made for.
+        now: the variables that it gets.
     """
     own = now.get("PYTHONWARNINGS")
     if own is None or own == before.get("PYTHONWARNINGS"):
@@ -313,25 +313,25 @@ BACKLOG: Final = 64
 
 
 PER_ZYGOTE: Final = 6
-"""Descriptors that a zygote takes beside its pipe: two for good, four for its start."""
+"""Descriptors that a zygote needs beside its pipe: two for its life, four to start."""
 
 
 class Modules(NamedTuple):
     """What a zygote imports.
 
     Attributes:
-        named: modules that the user has named.
+        preload: modules that the user has named.
         learnt: modules that were learnt.
-        proven: those of them that need no probe.
+        proven: learnt modules that an earlier zygote imported without harm.
     """
 
-    named: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
     learnt: tuple[str, ...] = ()
     proven: tuple[str, ...] = ()
 
 
 class Launched(NamedTuple):
-    """A zygote that nobody listens to yet.
+    """A zygote process that has just been started.
 
     Attributes:
         child: the process.
@@ -351,10 +351,10 @@ def launch(
     """Start a zygote.
 
     Args:
-        config: what it shares with the node's others.
+        config: what it shares with the node's other zygotes.
         generation: its number.
         environment: variables that it is exec'd with, beside the program's own.
-        modules: what it imports before it is forked.
+        modules: what it imports before it forks.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
@@ -372,7 +372,7 @@ def launch(
         directory=config.directory,
         driver=os.getpid(),
         page=config.page,
-        preload=list(modules.named),
+        preload=list(modules.preload),
         cgroup=config.cgroup.path,
         generation=generation,
         learns=config.learns,
@@ -401,13 +401,13 @@ def launch(
 
 
 def _open_pipe() -> tuple[int, int]:
-    """A pipe for a zygote's output, if there are descriptors for the rest as well.
+    """Open a pipe for a zygote's output, if enough descriptors are left for the rest.
 
-    One that has started and whose connection cannot be accepted would stand still.
+    A zygote whose connection cannot be accepted would wait for ever.
     """
     try:
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        # The kernel gives the lowest numbers that are free.
+        # The kernel returns the lowest free numbers.
         if writing + PER_ZYGOTE >= soft_limit():
             os.close(reading)
             os.close(writing)
@@ -417,17 +417,14 @@ def _open_pipe() -> tuple[int, int]:
     return reading, writing
 
 
-class Ground:
-    """What a node begins with.
+class Bootstrap:
+    """What a node begins with: directory, socket, configuration and first zygote.
 
     Attributes:
-        config: what all its zygotes share.
-        listening: its socket; who connects early waits.
+        config: what all zygotes of the node share.
+        listening: the node's socket; processes that connect early wait.
         first: the first zygote.
     """
-
-    config: ZygoteConfig
-    first: Launched
 
     def __init__(
         self,
@@ -439,10 +436,10 @@ class Ground:
         """Make the directory and the socket, and start the zygote.
 
         Args:
-            cgroup: the node's, which is chosen here.
-            preload: modules that the zygote imports before it is forked.
+            cgroup: the node's cgroup; its place is chosen here.
+            preload: modules that the zygote imports before it forks.
             learns: whether workers report what they import.
-            spill: directory for values beyond the memory limit, "" for the system's.
+            spill: directory for values beyond the memory limit, "" for the default.
 
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
@@ -458,14 +455,13 @@ class Ground:
             self.config = ZygoteConfig.take(directory, cgroup, learns, spill)
             undo.callback(self.config.close)
             self.first = launch(self.config, modules=Modules(tuple(preload)))
-            undo.pop_all()
+            self._undo = undo.pop_all()
 
     def clear(self) -> None:
-        """Take all of it back, before anything else was built on it."""
-        # Before the zygote is killed: if we are killed amid this, it goes on with it.
-        self.listening.close()
-        remove_directory(self.config.directory)
+        """Undo all of it, if the node fails to start."""
+        # Before the zygote is killed: should this process be killed in between, the
+        # zygote still cleans up.
+        self._undo.close()
         self.first.child.kill()
         self.first.child.wait()
         os.close(self.first.output)
-        self.config.close()
