@@ -290,7 +290,7 @@ IMPORTS: Final = {
     "import: aiogpu": "import aiogpu",
     "import: remote": "from aiogpu import remote",
     "import: init": "from aiogpu import init, remote, run",
-    "import: worker": "import aiogpu.worker.__main__",
+    "import: worker": "import aiogpu.worker.zygote.main",
 }
 
 

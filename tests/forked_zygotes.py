@@ -46,7 +46,7 @@ _BOOT: Final = (
     "sys.path[:] = fields['sys_path']; "
     "from tests.zygote_forker import serve; fields = serve(fields['socket']); "
     "del serve; "
-    "from aiogpu.worker.__main__ import main; fields is None or main(fields)"
+    "from aiogpu.worker.zygote.main import main; fields is None or main(fields)"
 )
 
 

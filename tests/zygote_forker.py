@@ -18,7 +18,7 @@ import socket
 import sys
 from typing import Final
 
-import aiogpu.worker.__main__  # noqa: F401
+import aiogpu.worker.zygote.main  # noqa: F401
 from aiogpu.linux import syscalls as kernel
 from aiogpu.worker.zygote import bootstrap as birth
 from aiogpu.worker.zygote.bootstrap import Warmup

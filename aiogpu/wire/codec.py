@@ -303,18 +303,14 @@ class FrameReader:
     Attributes:
         limit: the longest frame that is accepted, without its header.
         is_single: whether to read one frame only, and leave the rest for later.
+        missing: the least number of further bytes that complete a message.
     """
 
     def __init__(self, limit: int = LIMIT, is_single: bool = False) -> None:
         self.limit = limit
         self.is_single = is_single
+        self.missing = HEADER
         self._rest = bytearray()
-        self._wanted = HEADER
-
-    @property
-    def missing(self) -> int:
-        """Return the least number of further bytes that complete a message."""
-        return self._wanted - len(self._rest)
 
     def feed(self, data: bytes) -> list[Message]:
         """Take in bytes; return all messages that are complete now.
@@ -335,7 +331,8 @@ class FrameReader:
                 self._rest += memoryview(data)[read:]
             return messages
         self._rest += data
-        if len(self._rest) < self._wanted:
+        if len(data) < self.missing:
+            self.missing -= len(data)
             return []
         with memoryview(self._rest) as view:
             messages, read = self._read(view)
@@ -354,11 +351,11 @@ class FrameReader:
             body = start + HEADER
             end = body + length
             if end > size:
-                self._wanted = end - start
+                self.missing = end - size
                 return messages, start
             messages.append(decode(source[body:end]))
             start = end
             if self.is_single:
                 break
-        self._wanted = HEADER
+        self.missing = HEADER - (size - start)
         return messages, start

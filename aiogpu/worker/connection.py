@@ -51,6 +51,7 @@ class Channel:
         on_child: takes what is said of the task's children; False for all else.
         on_idle: called before `next` waits; None for nothing to be done.
         loans: takes in the payloads that name what this worker was lent.
+        is_closed: this process is a fork of the worker, and shares its loop's poll.
         may_stay_awake: whether there is a core beside the driver's.
     """
 
@@ -58,6 +59,7 @@ class Channel:
         self.on_child: Callable[[Message], bool] | None = None
         self.on_idle: Callable[[], object] | None = None
         self.loans: Loans | None = None
+        self.is_closed = False
         self._interrupts = interrupts
         self._connection = Connection(WORKER)
         self._received: deque[Message] = deque()
@@ -103,11 +105,6 @@ class Channel:
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
         return self._socket.fileno()
-
-    @property
-    def is_closed(self) -> bool:
-        """True if this process is a fork of the worker, and shares its loop's poll."""
-        return self._socket.fileno() < 0
 
     def next(self) -> Message | None:
         """The next message, waiting for it; None when the driver has gone.
@@ -214,6 +211,7 @@ class Channel:
 
     def close(self) -> None:
         """Close this process's end; a fork of the worker must not speak for it."""
+        self.is_closed = True
         self._socket.close()
 
     def take(self, kind: type[Message]) -> list[Message]:

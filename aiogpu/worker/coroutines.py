@@ -1,11 +1,11 @@
-"""Runs `async def` tasks. asyncio's only door in a worker.
+"""Runs the coroutines of tasks, one at a time.
 
-While a coroutine runs, its loop watches the driver's connection, so a cancel
-arrives as a message and becomes a `CancelledError` at the coroutine's `await`. The
-signals that follow are for code that does not await. A worker that has no CPU meets
-both at once, and then a coroutine that awaits is to be cancelled all the same: raised
-inside the loop, an interrupt would take the loop away and the coroutine's `finally`
-with it.
+While a coroutine runs, its loop watches the driver's connection, so a cancel arrives as
+a message and becomes a `CancelledError` at the coroutine's `await`. The signals that
+follow are for code that does not await. A worker that has no CPU meets both at once,
+and then a coroutine that awaits must be cancelled all the same: raised inside the loop,
+an interrupt would take the loop away and the coroutine's `finally` with it
+(`CoroutineCancel`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from aiogpu.client.current import services
 from aiogpu.wire.messages import Cancel, Demand
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.invoke import arguments_in
+from aiogpu.worker.invoke import (
+    Arguments,
+    StreamSender,
+    open_arguments,
+    send_all_async,
+)
 from aiogpu.worker.nested import task_client
 from aiogpu.worker.private_hooks import leave_pending, set_running_loop
-from aiogpu.worker.streams import StreamSender, send_all_async
 
-_OF_THE_LOOP: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
+_LOOP_CODE: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
 """Where the code is that runs a coroutine and is no part of it."""
 
 
@@ -41,24 +45,24 @@ class Coroutines:
         self._loop = asyncio.new_event_loop()
         self._flow: StreamSender | None = None
 
-    def load(self, payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a coroutine function; handles among them are its loop's."""
+    def load(self, payload: bytes) -> Arguments:
+        """Unpickle the arguments of a coroutine function; handles are its loop's."""
         set_running_loop(self._loop)
         try:
-            return arguments_in(payload)
+            return open_arguments(payload)
         finally:
             set_running_loop(None)
 
-    def pour(self, items: AsyncIterator[Any], flow: StreamSender) -> None:
+    def send_items(self, items: AsyncIterator[Any], flow: StreamSender) -> None:
         """Run one task's async generator, and send what it yields."""
         self._flow = flow
-        pouring: Any = send_all_async(items, flow, self._new_future)
+        sending: Any = send_all_async(items, flow, self._new_future)
         try:
-            self.run(pouring, flow.task)
+            self.run(sending, flow.task)
         finally:
             self._flow = None
-            if not pouring.cr_suspended:
-                pouring.close()  # one that never began would complain of that
+            if not sending.cr_suspended:
+                sending.close()  # one that never began would warn of that
 
     def _new_future(self) -> asyncio.Future[None]:
         return self._loop.create_future()
@@ -75,9 +79,9 @@ class Coroutines:
         client = None if services.client is None else task_client()
         if client is not None:
             client.loop = loop
-            client.wake = partial(self._look_soon, task, task_id)
+            client.wake = partial(self._obey_soon, task, task_id)
         try:
-            self._heed(task, task_id)
+            self._obey(task, task_id)
             return loop.run_until_complete(task)
         except KeyboardInterrupt:
             # The signal may have landed inside the loop's own code.
@@ -98,14 +102,14 @@ class Coroutines:
         if not self._channel.read_ready():
             self._loop.remove_reader(self._channel.fileno())
             task.cancel()
-        self._heed(task, task_id)
+        self._obey(task, task_id)
 
-    def _look_soon(self, task: asyncio.Task[Any], task_id: int) -> None:
+    def _obey_soon(self, task: asyncio.Task[Any], task_id: int) -> None:
         """A thread of the task's has read what may be a cancel."""
         with suppress(RuntimeError):  # the loop was closed meanwhile
-            task.get_loop().call_soon_threadsafe(self._heed, task, task_id)
+            task.get_loop().call_soon_threadsafe(self._obey, task, task_id)
 
-    def _heed(self, task: asyncio.Task[Any], task_id: int) -> None:
+    def _obey(self, task: asyncio.Task[Any], task_id: int) -> None:
         for message in self._channel.take(Cancel):
             if isinstance(message, Cancel) and message.task == task_id:
                 self._cancel(task, task_id)
@@ -167,15 +171,15 @@ class CoroutineCancel:
         if asyncio.current_task(loop) is self._task:
             return False
         if self._is_asked:
-            return _is_of_the_loop(frame)
+            return _is_loop_code(frame)
         self._is_asked = True
         loop.call_soon_threadsafe(self._cancel)
         return True
 
 
-def _is_of_the_loop(frame: FrameType | None) -> bool:
+def _is_loop_code(frame: FrameType | None) -> bool:
     """Return whether nobody's code runs but the loop's, from `Coroutines.run` on."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OF_THE_LOOP):
+    while frame is not None and frame.f_code.co_filename.startswith(_LOOP_CODE):
         if frame.f_code is Coroutines.run.__code__:
             return True
         frame = frame.f_back

@@ -1,17 +1,25 @@
-"""Runs one task at a time: finds the function, calls it, packs the outcome."""
+"""Runs tasks and calls in a worker's main thread, and answers for them.
+
+One task runs at a time. `Executor` finds its function, calls it by `invoke` so that it
+can be interrupted, says what a failure is, and sends the answer.
+"""
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
-from _thread import get_ident
 from collections.abc import Callable
-from time import perf_counter
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aiogpu.client.current import ActorExit, current, has_exited
-from aiogpu.errors import GpuOutOfMemoryError, TaskError
+from aiogpu.errors import (
+    GpuOutOfMemoryError,
+    NodeClosedError,
+    SerializationError,
+    TaskError,
+)
 from aiogpu.serialization.exceptions import (
     LEFT,
     RAISED,
@@ -21,131 +29,133 @@ from aiogpu.serialization.exceptions import (
     pack_failure,
 )
 from aiogpu.serialization.payload import has_handles
-from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import (
-    dump_result,
-    load_arguments,
-    load_function,
-    split_results,
-)
 from aiogpu.wire.messages import (
     Create,
+    Created,
     Define,
+    Demand,
     Done,
     Failed,
     Invoke,
     Run,
 )
-from aiogpu.worker.gpu import poisoned_by, tell
-from aiogpu.worker.invoke import RetryRules, arguments_in, explain_quit, let_go, packed
-from aiogpu.worker.streams import (
-    MainThreadWindow,
+from aiogpu.worker.gpu import explain_poisoned, has_run_out, peak_memory, poisoned_by
+from aiogpu.worker.invoke import (
+    OWN_FRAMES,
+    Arguments,
+    Callables,
+    Functions,
+    Raised,
+    RetryRules,
     StreamSender,
-    UnsendableError,
+    explain_quit,
+    invoke,
+    is_coroutine,
+    let_go,
+    open_arguments,
+    pack_value,
     send_all,
 )
+from aiogpu.worker.nested import SLICE
 
 if TYPE_CHECKING:
     from aiogpu.worker.connection import Channel
     from aiogpu.worker.coroutines import Coroutines
     from aiogpu.worker.environment import Threads
     from aiogpu.worker.interrupts import Interrupts
-
-CO_COROUTINE: Final = 0x80
-"""Among the flags of the code of an `async def`; see `inspect`."""
-OWN_FRAMES: Final = "/aiogpu/worker/"
-"""Marks this package's own frames, which a user's traceback leaves out."""
-
-
-def unsendable(answer: Done | Failed, error: BaseException) -> Failed:
-    """The answer in place of one that is too large to send.
-
-    What a failure says of memory and of its process holds for this one as well.
-    """
-    failed = pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES)
-    if type(answer) is Failed:
-        failed = failed._replace(peak=answer.peak, is_spoilt=answer.is_spoilt)
-    return failed
+    from aiogpu.worker.nested import TaskClient
+    from aiogpu.worker.stdio import Stdio
+    from aiogpu.worker.zygote.preload import Imports
 
 
 class Executor:
-    """The functions that a worker knows, and the way to run them.
+    """The functions that a worker knows, and how to run them; see `invoke.Runner`.
 
     Attributes:
-        is_spoilt: this process is unfit for another task.
+        channel: to the driver.
+        client: asks the node for the running code.
         has_left: a method has ended the actor that this process is.
+        interrupts: cancels what runs in the main thread.
+        is_spoilt: this process is unfit for another task.
+        raised: what the last task has raised, for a fork that ends as it did.
+        stdio: the streams of this process.
     """
 
+    pack = staticmethod(pack_value)
+
     def __init__(
-        self, channel: Channel, interrupts: Interrupts, threads: Threads
+        self,
+        channel: Channel,
+        interrupts: Interrupts,
+        threads: Threads,
+        imports: Imports,
+        stdio: Stdio,
+        client: TaskClient,
     ) -> None:
-        self.is_spoilt = False
+        self.channel = channel
+        self.client = client
         self.has_left = False
-        self._channel = channel
-        self._interrupts = interrupts
+        self.interrupts = interrupts
+        self.is_spoilt = False
+        self.raised: BaseException | None = None
+        self.stdio = stdio
         self._threads = threads
+        self._imports = imports
         self._func: Define | None = None
         self._funcs: dict[int, Define] = {}
-        self._payloads: dict[int, bytes] = {}
-        self._functions: dict[int, Callable[..., Any]] = {}
+        self._functions = Functions()
         self._coroutines: Coroutines | None = None
-        self._raised: BaseException | None = None
-        self._retrying = RetryRules()
+        self._retry_rules = RetryRules()
         self._has_run_out = False
-        interrupts.spare(self._attempt.__code__, send_all.__code__)
+        interrupts.spare(self.call.__code__, invoke.__code__, send_all.__code__)
 
     def define(self, message: Define) -> None:
-        """Learn a function; its function is not unpickled before a task needs it."""
+        """Learn a function and its options; it is unpickled when a task needs it."""
         if message.payload:
-            self._payloads[message.function] = message.payload
+            self._functions.payloads[message.function] = message.payload
         self._funcs[message.func] = message._replace(payload=b"")
 
-    def forget_error(self) -> None:
-        """Let go of what the last task has raised, and so of its frames."""
-        self._raised = None
-
     def forget(self) -> None:
-        """Drop all functions and functions."""
+        """Forget all functions."""
         self._funcs.clear()
-        self._payloads.clear()
-        self._functions.clear()
-        self._retrying.forget()
+        self._functions = Functions()
+        self._retry_rules.forget()
 
     def run(self, message: Run) -> Done | Failed:
-        """Run a task to its end; whatever it does, the answer is returned."""
-        func = self._funcs[message.func]
+        """Run a task to its end, and return the answer, whatever the task does."""
+        task, func = message.task, self._funcs[message.func]
         if func is not self._func:
             self._func = func
             self._threads.adapt(func.resources.get("CPU", 0.0))
-        current.task, current.name = message.task, func.name
+        current.task, current.name = task, func.name
         current.resources = func.resources
-        self._raised = None
-        flow = self.flow_of(message.task, message) if message.limit else None
-        outcome = self._attempt(
-            message.task, None, func.function, message.payload, flow
+        self.raised = None
+        stream = self.new_stream(task, message) if message.limit else None
+        outcome = self.call(
+            task, self._functions, func.function, message.payload, stream
         )
-        if isinstance(outcome, tuple):
+        if type(outcome) is Done:
             return outcome
-        self._raised = outcome.error
+        assert type(outcome) is Raised, outcome
+        self.raised = outcome.error
         self._has_run_out = False
-        failed = self.describe(message.task, outcome)
+        failed = self.describe(task, outcome)
         if func.retried and failed.kind == RAISED:
-            is_retried = self._is_retried(func, outcome.error, failed)
+            reported_as: list[type[BaseException]] = []
+            if failed.payload is None:
+                reported_as.append(TaskError)
+            if self._has_run_out:
+                reported_as.append(GpuOutOfMemoryError)
+            is_retried = self._retry_rules.wants(
+                func.name, func.retried, outcome.error, *reported_as
+            )
             failed = failed._replace(is_retried=is_retried)
         # It refers to this frame, and so to itself and to the arguments.
         del outcome
         return failed
 
-    def _is_retried(self, func: Define, error: BaseException, failed: Failed) -> bool:
-        told: list[type[BaseException]] = []
-        if failed.payload is None:
-            told.append(TaskError)
-        if self._has_run_out:
-            told.append(GpuOutOfMemoryError)
-        return self._retrying.wants(func, error, *told)
-
     def make(self, message: Create) -> object | Failed:
-        """Make an actor, its class being known as a function; a failure is returned."""
+        """Make an actor, whose class is known as a function; or return the failure."""
         func = self._funcs[message.func]
         self._threads.adapt(func.resources.get("CPU", 0.0))
         current.task, current.name = message.task, func.name
@@ -155,81 +165,145 @@ class Executor:
         def keep(*args: Any, **kwargs: Any) -> None:
             made.append(self._functions[func.function](*args, **kwargs))
 
+        constructor = Functions()
+        constructor[0] = keep
         try:
-            if func.function not in self._functions:
-                self._load(func.function)
+            self._functions[func.function]
         except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
             return self.describe(message.task, Raised(UNREADABLE, error))
-        outcome = self._attempt(message.task, keep, 0, message.payload)
-        if isinstance(outcome, tuple):
+        outcome = self.call(message.task, constructor, 0, message.payload)
+        if type(outcome) is Done:
             return made[0]
+        assert type(outcome) is Raised, outcome
         failed = self.describe(message.task, outcome)
         del outcome
         return failed
 
-    def flow_of(self, task: int, message: Run | Invoke) -> StreamSender:
-        """The way out for what a generator yields."""
-        return StreamSender(self._channel, task, message.limit, message.skip)
+    def call(
+        self,
+        number: int,
+        functions: Callables,
+        name: Any,
+        payload: bytes,
+        stream: StreamSender | None = None,
+    ) -> Done | Raised:
+        """Run a call by `invoke` in this thread, where it can be interrupted."""
+        # No interrupt lands in this very frame, so leaving is safe at any step.
+        interrupts = self.interrupts
+        interrupts.entered = number
+        outcome: Done | Raised
+        if interrupts.is_asked(number):
+            outcome = Raised(UNREADABLE, KeyboardInterrupt())
+        else:
+            try:
+                invoke(self, number, functions, name, payload, stream).send(None)
+            except StopIteration as ended:
+                outcome = ended.value
+        interrupts.entered = 0
+        return outcome
 
-    def call(self, method: Callable[..., Any], message: Invoke) -> Done | Failed:
-        """Call a method of an actor in this thread, interruptibly."""
-        number = message.call
-        flow = self.flow_of(number, message) if message.limit else None
-        outcome = self._attempt(number, method, 0, message.payload, flow)
-        if isinstance(outcome, tuple):
-            return outcome
-        failed = self.describe(number, outcome)
-        del outcome
-        return failed
+    def new_stream(self, number: int, message: Run | Invoke) -> StreamSender:
+        """Make the sender for what a generator yields."""
+        return StreamSender(self.channel.send, number, message.limit, message.skip)
 
-    def describe(self, task: int, outcome: Raised) -> Failed:
-        """Return what is to be sent of a failure."""
-        kind, error = outcome.kind, outcome.error
+    def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
+        """Unpickle arguments; handles for a coroutine belong to its loop."""
+        if has_handles(payload) and is_coroutine(function):
+            return self._own_loop().load(payload)
+        return open_arguments(payload)
+
+    async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
+        """Run a coroutine on this worker's loop to its end; suspends nowhere itself."""
+        return self._own_loop().run(coroutine, call)
+
+    async def send_items(self, items: Any, stream: StreamSender) -> None:
+        """Run a generator to its end; suspends nowhere itself."""
+        if hasattr(items, "__anext__"):
+            self._own_loop().send_items(items, stream)
+        else:
+            window = MainThreadWindow(self.channel, self.interrupts, stream)
+            send_all(items, stream, window.hold)
+
+    def _own_loop(self) -> Coroutines:
+        if self._coroutines is None:
+            # asyncio costs 40 ms to import; only the first coroutine pays.
+            with self.interrupts.shielded():
+                from aiogpu.worker.coroutines import Coroutines
+
+                # Half of a loop would complain when it is collected.
+                self._coroutines = Coroutines(self.channel, self.interrupts)
+        return self._coroutines
+
+    # Answers
+
+    def describe(self, number: int, raised: Raised) -> Failed:
+        """Return what is sent about a failure, and let go of its frames."""
+        kind, error = raised.kind, raised.error
         has_devices = any(current.accelerators.values())
-        if self._channel.is_closed:
-            self._raised = error  # this fork ends as a program would
+        if self.channel.is_closed:
+            self.raised = error  # this fork ends as a program would
             has_devices = False
-        peak, is_spoilt = -1, has_devices and self._is_poisoned(error)
+        peak, is_spoilt = -1, False
+        if has_devices and (name := poisoned_by(error)) is not None:
+            is_spoilt = self.is_spoilt = True
+            explain_poisoned(error, name, os.getpid())
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
             self.has_left = True
-        elif self._interrupts.is_asked(task):
-            self._interrupts.hear(task)
+        elif self.interrupts.is_asked(number):
+            self.interrupts.hear(number)
             kind = STOPPED
-        elif has_devices:
-            peak = self._peak_of_shortage(error)
+        elif has_devices and has_run_out(error):
+            self._has_run_out = True
+            peak = peak_memory()
         explain_quit(error)
-        pack = None if self._channel.is_closed else packed
-        failed = pack_failure(task, kind, error, OWN_FRAMES, pack)
+        pack = None if self.channel.is_closed else pack_value
+        failed = pack_failure(number, kind, error, OWN_FRAMES, pack)
         if peak >= 0 or is_spoilt:
             failed = failed._replace(peak=peak, is_spoilt=is_spoilt)
         let_go(error)
         return failed
 
-    def _is_poisoned(self, error: BaseException) -> bool:
-        name = poisoned_by(error)
-        if name is None:
-            return False
-        self.is_spoilt = True
-        tell(error, name, os.getpid())
-        return True
+    def answer(self, answer: Done | Failed | Created) -> None:
+        """Send an answer after what was printed before it, and what was imported."""
+        if self.channel.is_closed:
+            self._end_fork()
+        self.stdio.end_lines()
+        try:
+            self.channel.send(answer)
+        except SerializationError as error:
+            self.channel.send(_unsendable(answer, error))
+        if self._imports.found:
+            self.report_imports()
 
-    def _peak_of_shortage(self, error: BaseException) -> int:
-        """The most bytes of device memory that were used; -1 for any other failure."""
-        # Of no use to most workers.
-        from aiogpu.worker.gpu import has_run_out, peak_memory
+    def answer_all(self, answers: list[Done | Failed]) -> None:
+        """Send answers together after what was printed before them."""
+        self.stdio.end_lines()
+        try:
+            self.channel.send_all(answers)
+        except SerializationError:
+            for answer in answers:
+                self.answer(answer)
+        self.report_imports()
 
-        if not has_run_out(error):
-            return -1
-        self._has_run_out = True
-        return peak_memory()
+    def report_imports(self) -> None:
+        """Tell the driver what was imported since the last report."""
+        if self._imports.found:
+            self.channel.send(self._imports.take())
 
-    def exit_code(self) -> int:
+    def _end_fork(self) -> NoReturn:
+        """The child has come back from the user's code: end it as `python` would."""
+        code = self._exit_code()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _exit_code(self) -> int:
         """Return what a program that ended as the last task did would exit with.
 
         Prints the traceback of an exception that is no `SystemExit`.
         """
-        error = self._raised
+        error = self.raised
         if error is None:
             return 0
         if not isinstance(error, SystemExit):
@@ -240,119 +314,64 @@ class Executor:
         sys.stderr.write(f"{error.code}\n")
         return 1
 
-    def _attempt(
-        self,
-        task: int,
-        function: Callable[..., Any] | None,
-        known_as: int,
-        payload: bytes,
-        flow: StreamSender | None = None,
-    ) -> Done | Raised:
-        # No interrupt lands in this very frame, so leaving is safe at any step.
-        interrupts, value = self._interrupts, None
-        kind = UNREADABLE
-        interrupts.entered = task
-        started = perf_counter()
-        try:
-            if interrupts.is_asked(task):
-                raise KeyboardInterrupt
-            if function is None:
-                function = self._functions.get(known_as)
-                if function is None:
-                    function = self._load(known_as)
-            current.loader = get_ident()
-            args, kwargs = (
-                load_arguments(payload)
-                if type(payload) is bytes
-                else self._opened(function, payload)
-            )
-            current.loader = 0
-            kind = RAISED
-            value = _call(function, args, kwargs)
-            if type(value) is CoroutineType:
-                value = self._await(value, task)
-            if type(payload) is not bytes:
-                value = split_results(value, payload)
-            if flow is not None:
-                self._pour(value, flow)
-                value = None
-            if current.exits and has_exited():
-                raise ActorExit
-            kind = UNSENDABLE
-            result = dump_result(value)
-            if type(result) is PickledValue:
-                result = packed(result)
-            done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)  # type: ignore[arg-type]
-            interrupts.entered = 0
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
-            interrupts.entered = current.loader = 0
-            if type(value) is CoroutineType and not value.cr_suspended:
-                value.close()  # one that never began would complain of that
-            return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
-        return done
 
-    def _opened(
-        self, function: Callable[..., Any], payload: bytes
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments in a parcel."""
-        if has_handles(payload) and is_coroutine(function):
-            return self._own_loop().load(payload)
-        return arguments_in(payload)
+class MainThreadWindow:
+    """Holds a generator that runs in the worker's main thread, as a task or a call."""
 
-    def _load(self, function: int) -> Callable[..., Any]:
-        current.loader = get_ident()
-        try:
-            loaded: Callable[..., Any] = load_function(self._payloads[function])
-        finally:
-            current.loader = 0
-        self._functions[function] = loaded
-        return loaded
+    def __init__(
+        self, channel: Channel, interrupts: Interrupts, flow: StreamSender
+    ) -> None:
+        self._channel = channel
+        self._interrupts = interrupts
+        self._flow = flow
 
-    def _await(self, coroutine: CoroutineType[Any, Any, Any], task: int) -> Any:
-        return self._own_loop().run(coroutine, task)
+    def hold(self) -> None:
+        """Read what comes until the consumer wants more.
 
-    def _own_loop(self) -> Coroutines:
-        if self._coroutines is None:
-            # asyncio costs 40 ms to import; only the first coroutine pays.
-            with self._interrupts.shielded():
-                from aiogpu.worker.coroutines import Coroutines
+        Raises:
+            KeyboardInterrupt: the task is to stop.
+            NodeClosedError: the driver has gone.
+        """
+        flow, interrupts = self._flow, self._interrupts
+        if interrupts.is_asked(flow.task):
+            self._stop()
+        while flow.is_held:
+            if self._has_demand():
+                return
+            if interrupts.is_asked(flow.task):
+                self._stop()
+            try:
+                self._wait()
+            except KeyboardInterrupt:
+                self._stop()
 
-                # Half of a loop would complain when it is collected.
-                self._coroutines = Coroutines(self._channel, self._interrupts)
-        return self._coroutines
+    def _has_demand(self) -> bool:
+        flow = self._flow
+        for message in self._channel.take(Demand):
+            if isinstance(message, Demand) and message.task == flow.task:
+                flow.rise(message.limit)
+        return not flow.is_held
 
-    def _pour(self, items: Any, flow: StreamSender) -> None:
-        if hasattr(items, "__anext__"):
-            self._own_loop().pour(items, flow)
-        else:
-            send_all(
-                items,
-                flow,
-                MainThreadWindow(self._channel, self._interrupts, flow).hold,
-            )
+    def _wait(self) -> None:
+        # Another thread of the task's may read what this one waits for.
+        self._channel.wait(SLICE if _thread._count() else None)
+        if not self._channel.read_ready():
+            raise NodeClosedError("the node has gone.")
+
+    def _stop(self) -> NoReturn:
+        """End the generator where it is, at its `yield`."""
+        self._interrupts.hear(self._flow.task)
+        # What it does last may take its time, but not another interrupt.
+        self._interrupts.entered = 0
+        raise KeyboardInterrupt(f"task {self._flow.task} was cancelled")
 
 
-class Raised:
-    """What an attempt raised, and in which of its steps."""
+def _unsendable(answer: Done | Failed | Created, error: BaseException) -> Failed:
+    """Return the answer in place of one that is too large to send.
 
-    __slots__ = ("error", "kind")
-
-    def __init__(self, kind: str, error: BaseException) -> None:
-        self.kind = kind
-        self.error = error
-
-
-def _call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    # A frame of its own: an interrupt may land in a builtin called from here.
-    return function(*args, **kwargs)
-
-
-def is_coroutine(function: object) -> bool:
-    """Return whether a function, or the one that it wraps, is an `async def`."""
-    while (inner := getattr(function, "__wrapped__", None)) is not None:
-        function = inner
-    code = getattr(function, "__code__", None)
-    # As `inspect` does, which is slow to import.
-    return code is not None and bool(code.co_flags & CO_COROUTINE)
+    What a failure says of memory and of its process holds for this one as well.
+    """
+    failed = pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES)
+    if type(answer) is Failed:
+        failed = failed._replace(peak=answer.peak, is_spoilt=answer.is_spoilt)
+    return failed

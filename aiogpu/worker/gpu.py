@@ -300,7 +300,7 @@ def _text_of(error: BaseException) -> str:
         return ""
 
 
-def tell(error: BaseException, name: str, pid: int) -> None:
+def explain_poisoned(error: BaseException, name: str, pid: int) -> None:
     """Add to an exception what was done about it."""
     try:
         error.add_note(

@@ -1,13 +1,19 @@
-"""What a call needs around it: arguments, payloads, what its error holds.
+"""One call of the user's code: load the arguments, call, await, send, classify.
 
-- `arguments_in` and `packed` open and make payloads.
-- `RetryRules` says whether a failure is one after which the task is to be tried again.
-  That is decided here, where the user's classes are, and only once something has
-  failed.
-- `let_go` clears the frames of an error that was told. A traceback keeps the frames
-  that an error has passed, with all that their variables refer to. Where one of these
-  refers to the error, as a failed handle does, nothing of it would be freed before the
-  collector runs, which in a process without work is never: a task that fails would keep
+`invoke` is the only way in which a task or a method is called: in a worker's main
+thread, in the threads of an actor, and on an event loop. It is a coroutine, since code
+on a loop must be able to suspend in it. A `Runner` says what differs. Where no loop
+runs, nothing suspends, and one `send` takes `invoke` to its end (`run_now`); asyncio is
+not needed for that.
+
+The rest is about failures:
+
+- `RetryRules` decides whether a failure is retried. The worker decides, because it has
+  the user's classes, and only once something has failed.
+- `let_go` clears the frames of an error after it was reported. A traceback keeps the
+  frames that an error has passed, with all that their variables refer to. If one of
+  these refers to the error, as a failed handle does, nothing of it is freed before the
+  garbage collector runs, which in an idle process is never: a failed task would keep
   actors and values from ending.
 - `explain_quit` says why a debugger found no terminal.
 """
@@ -16,39 +22,338 @@ from __future__ import annotations
 
 import sys
 from _thread import get_ident
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
-from types import CodeType
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from time import perf_counter
+from types import CodeType, CoroutineType
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from aiogpu.client.current import current, services
-from aiogpu.errors import NodeClosedError
-from aiogpu.serialization.exceptions import safe_text
-from aiogpu.serialization.payload import Payload
+from aiogpu.client.current import ActorExit, current, has_exited, services
+from aiogpu.errors import NodeClosedError, SerializationError
+from aiogpu.serialization.exceptions import (
+    RAISED,
+    UNREADABLE,
+    UNSENDABLE,
+    safe_text,
+)
+from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import (
     Retried,
+    dump_result,
     is_retried,
     load_arguments,
+    load_function,
     load_retried,
+    split_results,
 )
-from aiogpu.wire.messages import Define
+from aiogpu.wire.messages import Done, Items
 
 if TYPE_CHECKING:
-    from aiogpu.serialization.references import PickledValue
+    from asyncio import Future
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and arguments by name."""
+
+OWN_FRAMES: Final = "/aiogpu/worker/"
+"""Marks this package's own frames, which are left out of a user's traceback."""
+
+CO_COROUTINE: Final = 0x80
+"""Flag of the code of an `async def`; see `inspect`, which is slow to import."""
+
+_CAN_RESUME: Final = 0x20 | CO_COROUTINE | 0x200
+"""Flags of the code of a generator, a coroutine, an async generator."""
 
 
-def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a call is given; what of it is kept keeps alive what it needs itself."""
-    current.loader = get_ident()
+class UnsendableError(Exception):
+    """An item of a stream cannot be sent; the cause says why."""
+
+
+class Raised:
+    """What a call raised, and the step that it had reached.
+
+    Attributes:
+        kind: what the failure is, one of the kinds of `serialization.exceptions`.
+        error: the exception.
+    """
+
+    __slots__ = ("error", "kind")
+
+    def __init__(self, kind: str, error: BaseException) -> None:
+        self.kind = kind
+        self.error = error
+
+
+class Callables(dict[Any, Callable[..., Any]]):
+    """Functions or methods that are looked up when they are first called.
+
+    Attributes:
+        failure: the kind of failure if the lookup raises.
+    """
+
+    failure: str
+
+
+class Functions(Callables):
+    """Functions by id, unpickled when they are first needed.
+
+    Attributes:
+        payloads: the pickled functions, by id.
+    """
+
+    failure = UNREADABLE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.payloads: dict[int, bytes] = {}
+
+    def __missing__(self, function: int) -> Callable[..., Any]:
+        current.loader = get_ident()
+        try:
+            loaded: Callable[..., Any] = load_function(self.payloads[function])
+        finally:
+            current.loader = 0
+        self[function] = loaded
+        return loaded
+
+
+class Runner(Protocol):
+    """Where calls run, as far as that makes a difference for them."""
+
+    def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
+        """Unpickle the arguments of a call that are more than a plain pickle."""
+        ...
+
+    async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
+        """Return the result of a coroutine that the call has returned."""
+        ...
+
+    async def send_items(self, items: Any, stream: Any) -> None:
+        """Run the generator that the call has returned, and send what it yields."""
+        ...
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make a payload of what is more than a plain pickle."""
+        ...
+
+
+async def invoke(
+    runner: Runner,
+    call: int,
+    functions: Callables,
+    name: Any,
+    payload: bytes,
+    stream: object = None,
+) -> Done | Raised:
+    """Run one call to its end. Whatever the user's code raises is returned.
+
+    No interrupt lands in this frame (`Interrupts.spare`), so all of it can be left at
+    any step.
+
+    Args:
+        runner: where the call runs.
+        call: number of the task or call.
+        functions: has what is called.
+        name: its name there.
+        payload: the arguments.
+        stream: for a generator whose items are sent one by one: says how, to
+            `Runner.send_items`.
+    """
+    kind, arguments, value = functions.failure, None, None
+    started = perf_counter()
+    try:
+        function = functions[name]
+        kind = UNREADABLE
+        current.loader = get_ident()
+        arguments = (
+            load_arguments(payload)
+            if type(payload) is bytes
+            else runner.load(function, payload)
+        )
+        current.loader = 0
+        kind = RAISED
+        value = _call(function, arguments)
+        if type(value) is CoroutineType:
+            value = await runner.wait(value, call)
+        if type(payload) is not bytes:
+            value = split_results(value, payload)
+        if stream is not None:
+            await runner.send_items(value, stream)
+            value = None
+        if current.exits and has_exited():
+            raise ActorExit
+        kind = UNSENDABLE
+        result = dump_result(value)
+        if type(result) is PickledValue:
+            result = runner.pack(result)
+        took = int((perf_counter() - started) * 1e6) + 1
+        return Done(call, result, took)  # type: ignore[arg-type]
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+        current.loader = 0
+        if type(value) is CoroutineType and not value.cr_suspended:
+            value.close()  # a coroutine that never began would warn of that
+        return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
+
+
+def _call(function: Callable[..., Any], arguments: Arguments) -> Any:
+    # A frame of its own: an interrupt may land in a builtin called from here.
+    return function(*arguments[0], **arguments[1])
+
+
+def run_now(call: Coroutine[Any, Any, Done | Raised]) -> Done | Raised:
+    """Run `invoke` to its end where nothing suspends."""
+    try:
+        call.send(None)
+    except StopIteration as ended:
+        outcome: Done | Raised = ended.value
+        return outcome
+    raise AssertionError("a call without an event loop was suspended")
+
+
+class StreamSender:
+    """The producer's end of a stream: sends what a generator yields, while it may.
+
+    Each item is sent at once, by itself. Nobody knows how long the generator will
+    compute before it yields the next one, and meanwhile nothing here runs that could
+    send what was kept back; the driver takes what has come together all at once.
+
+    Attributes:
+        task: number of the task or call.
+        limit: how many items it may yield in all, as far as this end knows.
+        on_open: called when the limit has risen.
+    """
+
+    __slots__ = ("_count", "_send", "_skip", "limit", "on_open", "task")
+
+    def __init__(
+        self, send: Callable[[Items], object], task: int, limit: int, skip: int
+    ) -> None:
+        self.task = task
+        self.limit = limit
+        self.on_open: Callable[[], object] | None = None
+        self._send = send
+        self._skip = skip
+        self._count = 0
+
+    def __repr__(self) -> str:
+        return f"<StreamSender {self.task}: {self._count} of {self.limit}>"
+
+    @property
+    def is_held(self) -> bool:
+        """True if the consumer has to take items before the next one is yielded."""
+        return self._count >= self.limit
+
+    def rise(self, limit: int) -> None:
+        """The consumer has taken items."""
+        if limit > self.limit:
+            self.limit = limit
+            if self.on_open is not None:
+                self.on_open()
+
+    def send(self, item: object) -> None:
+        """Send the next item, unless an attempt before has done so.
+
+        Raises:
+            UnsendableError: it cannot be pickled, or is too large.
+        """
+        if not self.counts():
+            return
+        try:
+            payload = dump_result(item)
+            if isinstance(payload, PickledValue):
+                payload = pack_value(payload)
+            self._send(Items(self.task, (payload,)))
+        except SerializationError as error:
+            raise self.unsendable(error) from error
+
+    def counts(self) -> bool:
+        """Count one more item; False if an attempt before has sent it."""
+        self._count += 1
+        return self._count > self._skip
+
+    def unsendable(self, error: SerializationError) -> UnsendableError:
+        """The error for the last item, which cannot be sent."""
+        return UnsendableError(f"item {self._count} of its stream is lost: {error}")
+
+
+def send_all(
+    items: Iterator[Any], flow: StreamSender, hold: Callable[[], object]
+) -> None:
+    """Run a plain generator to its end, and send what it yields.
+
+    Whatever ends it before, its `finally` blocks have run when this raises.
+
+    Args:
+        items: the generator.
+        flow: its way out.
+        hold: waits, while the flow is held; raises if the generator is to end.
+    """
+    try:
+        send = flow.send
+        for item in items:
+            send(item)
+            del item  # it may be large, and the next is as well
+            hold()
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
+
+
+async def send_all_async(
+    items: Any, flow: StreamSender, new_future: Callable[[], Future[None]]
+) -> None:
+    """The same on an event loop, for a generator of either kind.
+
+    A plain one has the loop to itself until it is held.
+
+    Args:
+        items: the generator.
+        flow: its way out.
+        new_future: makes a future of the loop.
+    """
+    try:
+        if hasattr(items, "__anext__"):
+            async for item in items:
+                flow.send(item)
+                del item
+                if flow.is_held:
+                    await _opened(flow, new_future)
+        else:
+            for item in items:
+                flow.send(item)
+                del item
+                if flow.is_held:
+                    await _opened(flow, new_future)
+    finally:
+        if hasattr(items, "aclose"):
+            await items.aclose()
+        elif hasattr(items, "close"):
+            items.close()
+
+
+async def _opened(flow: StreamSender, new_future: Callable[[], Future[None]]) -> None:
+    while flow.is_held:
+        waiter = new_future()
+        flow.on_open = partial(_set, waiter)
+        await waiter
+
+
+def _set(waiter: Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def open_arguments(payload: Any) -> Arguments:
+    """Unpickle compound arguments; what the code keeps of them keeps what it needs."""
     try:
         return load_arguments(payload)
     finally:
-        current.loader = 0
-        if type(payload) is Payload:
-            payload.release()
+        payload.release()
 
 
-def packed(outgoing: PickledValue) -> bytes:
-    """The payload of what this worker sends; see `Loans.pack`."""
+def pack_value(outgoing: PickledValue) -> bytes:
+    """Make the payload of what this worker sends; see `Loans.pack`."""
     if services.client is None:
         raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
     # Late: code that only asks where it runs needs none of it.
@@ -57,72 +362,80 @@ def packed(outgoing: PickledValue) -> bytes:
     return task_client().loans.pack(outgoing)
 
 
+def is_coroutine(function: object) -> bool:
+    """Return whether a function, or the one that it wraps, is an `async def`."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        function = inner
+    code = getattr(function, "__code__", None)
+    return code is not None and bool(code.co_flags & CO_COROUTINE)
+
+
 class RetryRules:
-    """What the functions of one worker say of it."""
+    """The options `retry_exceptions` of the functions of one worker."""
 
     def __init__(self) -> None:
-        self._wanted: dict[bytes, Retried] = {}
+        self._rules: dict[bytes, Retried] = {}
 
     def forget(self) -> None:
-        """Drop all that was learnt."""
-        self._wanted.clear()
+        """Forget all options."""
+        self._rules.clear()
 
     def wants(
-        self, func: Define, error: BaseException, *told: type[BaseException]
+        self,
+        name: str,
+        retried: bytes,
+        error: BaseException,
+        *reported_as: type[BaseException],
     ) -> bool:
         """Return whether a failure is one of those that the function names.
 
         Args:
-            func: what has failed.
+            name: name of the function that has failed.
+            retried: its option, pickled; see `dump_retried`.
             error: what it has raised.
-            told: classes as one of which the task's owner is told of it.
+            reported_as: further classes as which the failure is reported.
         """
-        retried = func.retried
         try:
-            wanted = self._wanted.get(retried)
-            if wanted is None:
-                wanted = self._wanted[retried] = load_retried(retried)
-            if isinstance(wanted, bool) or is_retried(wanted, error):
-                return bool(wanted)
-            return any(issubclass(kind, wanted) for kind in told)
+            rule = self._rules.get(retried)
+            if rule is None:
+                rule = self._rules[retried] = load_retried(retried)
+            if isinstance(rule, bool) or is_retried(rule, error):
+                return bool(rule)
+            return any(issubclass(kind, rule) for kind in reported_as)
         except BaseException as odd:  # noqa: BLE001 - foreign code may raise anything
-            self._wanted[retried] = False
+            self._rules[retried] = False
             sys.stderr.write(
-                f"aiogpu: {func.name} is not tried again, whatever it raises: its "
+                f"aiogpu: {name} is not tried again, whatever it raises: its "
                 f"retry_exceptions cannot be asked: {type(odd).__name__}: "
                 f"{safe_text(odd)}\n"
             )
             return False
 
 
-_MAY_GO_ON: Final = 0x20 | 0x80 | 0x200
-"""Among a code's flags: a generator, a coroutine, an async generator."""
-
-
 def let_go(error: BaseException) -> None:
     """Clear the frames that an error, and what has led to it, have passed.
 
-    Those of generators and coroutines stay: one may have caught the error and go on,
-    and clearing its frame would end it.
+    Frames of generators and coroutines stay: one may have caught the error and go on,
+    and clearing its frame would end it. `invoke` itself has ended.
     """
-    known: set[int] = set()
+    seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
         one = left.pop()
-        if one is None or id(one) in known:
+        if one is None or id(one) in seen:
             continue
-        known.add(id(one))
+        seen.add(id(one))
         trace = one.__traceback__
         while trace is not None:
-            if not _may_go_on(trace.tb_frame.f_code):
-                with suppress(RuntimeError):  # it runs
+            if not _may_resume(trace.tb_frame.f_code):
+                with suppress(RuntimeError):  # the frame runs
                     trace.tb_frame.clear()
             trace = trace.tb_next
         left += one.__cause__, one.__context__
 
 
-def _may_go_on(code: CodeType) -> bool:
-    return bool(code.co_flags & _MAY_GO_ON)
+def _may_resume(code: CodeType) -> bool:
+    return bool(code.co_flags & _CAN_RESUME) and code is not invoke.__code__
 
 
 _NO_TERMINAL: Final = (
@@ -133,7 +446,7 @@ _NO_TERMINAL: Final = (
 
 
 def explain_quit(error: BaseException) -> None:
-    """Have the exception by which `pdb` leaves say why; nothing for any other one."""
+    """Let the exception by which `pdb` leaves say why; leave any other one alone."""
     kind = type(error)
     # As `bdb.BdbQuit` without importing it.
     if kind.__name__ == "BdbQuit" and kind.__module__ == "bdb" and not error.args:

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import sys
-from typing import TYPE_CHECKING, NoReturn
 
-from aiogpu.client.current import services
-from aiogpu.errors import SerializationError
+from aiogpu.client.current import current, services
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
+from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
     ASYNC,
     SERIAL,
     Bind,
     Create,
+    Created,
     Define,
+    Done,
     Exit,
+    Failed,
     Forget,
     Run,
     Skipped,
 )
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.environment import TaskStateReset, Threads, bind, find, restore
-from aiogpu.worker.execute import Executor, unsendable
+from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.private_hooks import run_exit_functions
 from aiogpu.worker.stdio import Stdio
-from aiogpu.worker.zygote.import_tracker import Imports
-
-if TYPE_CHECKING:
-    from aiogpu.worker.actors.serial import ActorRuntime
+from aiogpu.worker.zygote.preload import Imports
 
 
 class Worker:
     """One worker process; made in the zygote, begun in a fresh fork.
 
     Attributes:
-        task_state: what each task finds as the first one has found it.
+        task_state: what is restored after each task.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class Worker:
     ) -> None:
         self._channel = channel
         self._interrupts = interrupts
-        self._imports = imports
         self._stdio = Stdio(channel)
-        self._is_foreign = False
-        self._executor = Executor(channel, interrupts, threads)
-        self.task_state = TaskStateReset(interrupts.restore)
         self._client = TaskClient(channel)
+        self._executor = Executor(
+            channel, interrupts, threads, imports, self._stdio, self._client
+        )
+        self.task_state = TaskStateReset(interrupts.restore)
 
     def begin(self) -> None:
         """Take over this process: what user code sees and does is this worker's."""
@@ -64,19 +63,11 @@ class Worker:
 
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
-        self._is_foreign = True
         services.client = None
         if self._channel.loans is not None:
             self._channel.loans.leave()
         self._channel.close()
         self._stdio.leave()
-
-    def _end_fork(self) -> NoReturn:
-        """The child has come back from the user's code: end it as `python` would."""
-        code = self._executor.exit_code()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
     def serve(self) -> None:
         """Obey the driver until it says `Exit`, or goes."""
@@ -84,7 +75,7 @@ class Worker:
             message = self._channel.next()
             if type(message) is Run:
                 has_run, is_last = self._run(message), message.is_last
-                # It holds the arguments, of which the driver is to be told.
+                # It holds the arguments, whose end is reported to the driver.
                 del message
                 self._client.tell_dropped()
                 if has_run and (is_last or self._executor.is_spoilt):
@@ -102,50 +93,49 @@ class Worker:
             elif message is None or type(message) is Exit:
                 return
 
-    def _run(self, message: Run) -> bool:
-        """Run a task and answer; False if it was taken back."""
+    def _claim(self, message: Run | Create) -> bool:
+        """Claim what is to be run; False if the driver has revoked it."""
         begun = self._interrupts.begin(message.number)
-        if begun is not BEGUN:
-            if begun == TOO_LATE:
-                self._channel.send(Skipped(message.task, message.number))
+        if begun == TOO_LATE:
+            self._channel.send(Skipped(message.task, message.number))
+        return begun is BEGUN
+
+    def _run(self, message: Run) -> bool:
+        """Run a task and answer; False if it was revoked."""
+        if not self._claim(message):
             return False
-        answer = self._executor.run(message)
-        if self._is_foreign:
-            self._end_fork()
-        self._stdio.end_lines()
-        if self._client.shares.due:
-            self._client.hand_over()
-        try:
-            self._channel.send(answer)
-        except SerializationError as error:
-            self._channel.send(unsendable(answer, error))
-        if self._imports.found:
-            self._channel.send(self._imports.take())
-        self._client.end_task()
-        self._executor.forget_error()
+        executor, client = self._executor, self._client
+        answer = executor.run(message)
+        if client.shares.due and not self._channel.is_closed:
+            client.hand_over()
+        executor.answer(answer)
+        client.end_task()
+        executor.raised = None
         restore()
         self.task_state.restore()
         self._stdio.restore()
         return True
 
     def _be_actor(self, message: Create) -> bool:
-        """Be an actor until it ends; False if its creation was taken back."""
-        # Few workers become one.
-        from aiogpu.worker.actors.serial import ActorRuntime
-
-        begun = self._interrupts.begin(message.number)
-        if begun is not BEGUN:
-            if begun == TOO_LATE:
-                self._channel.send(Skipped(message.task, message.number))
+        """Be an actor until it ends; False if its creation was revoked."""
+        if not self._claim(message):
             return False
-        ActorRuntime(
-            self._channel,
-            self._interrupts,
-            self._executor,
-            self._stdio,
-            self._imports,
-            self._end_fork,
-        ).perform(message, _play)
+        executor, client = self._executor, self._client
+        current.actor = message.task
+        actor = executor.make(message)
+        if isinstance(actor, Failed):
+            executor.answer(actor)
+            client.tell_dropped()
+        else:
+            executor.answer(Created(message.task))
+            client.tell_dropped()
+            _serve(executor, actor, message)
+            # Now, so that what it does is still bounded and still heard.
+            del actor
+            gc.collect()
+            if client.shares.due:
+                client.hand_over()
+            executor.answer(Done(message.task, NONE_PAYLOAD, 0))
         return True
 
     def end(self) -> None:
@@ -162,19 +152,19 @@ class Worker:
             os._exit(0)
 
 
-def _play(stage: ActorRuntime, actor: object, creation: Create) -> None:
-    """Serve an actor's calls, in the way in which its mode asks."""
-    if creation.mode == SERIAL:
-        from aiogpu.worker.actors.serial import SerialActor
-
-        SerialActor(stage, actor).play()
-    elif creation.mode == ASYNC:
-        from aiogpu.worker.actors.asynchronous import AsyncActor
+def _serve(executor: Executor, actor: object, creation: Create) -> None:
+    """Serve an actor's calls in its mode; few workers need these modules."""
+    if creation.mode == ASYNC:
+        from aiogpu.worker.async_actor import AsyncActor
 
         # The zygote learns asyncio by it, also where nobody ever calls.
-        stage.tell_rest()
-        AsyncActor(stage, actor).play()
-    else:
-        from aiogpu.worker.actors.threaded import ThreadedActor
+        executor.report_imports()
+        AsyncActor(executor, actor).serve()
+    elif creation.mode == SERIAL:
+        from aiogpu.worker.actors import SerialActor
 
-        ThreadedActor(stage, actor, creation).play()
+        SerialActor(executor, actor).serve()
+    else:
+        from aiogpu.worker.actors import ThreadedActor
+
+        ThreadedActor(executor, actor, creation).serve()

@@ -14,14 +14,12 @@ from typing import Any, Final, NoReturn
 
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.messages import Setup
-from aiogpu.worker import __main__
 from aiogpu.worker.environment import Threads
 from aiogpu.worker.zygote import main as zygote
 from aiogpu.worker.zygote.bootstrap import Birth
-from aiogpu.worker.zygote.import_tracker import Imports
-from aiogpu.worker.zygote.preload import Files, Preload
+from aiogpu.worker.zygote.preload import Files, Imports, Preload
 
-held: Final[list[Any]] = [__main__, zygote]
+held: Final[list[Any]] = [zygote]
 """What a zygote would hold, too."""
 
 

@@ -42,7 +42,7 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
             id="the face",
         ),
         pytest.param(
-            "import aiogpu.worker.__main__",
+            "import aiogpu.worker.zygote.main",
             [
                 *("asyncio", "uvloop", "pynvml", "click", "rich", "numpy"),
                 *("dataclasses", "subprocess", "multiprocessing", "logging"),

@@ -12,7 +12,12 @@ import pytest
 from aiogpu.client.current import Context, current, services
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.connection import Channel
+from aiogpu.worker.environment import Threads
+from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.nested import TaskClient
+from aiogpu.worker.stdio import Stdio
+from aiogpu.worker.zygote.preload import Imports
 from tests.worker.driver_end import DriverEnd
 
 
@@ -52,6 +57,30 @@ def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
     driver.accept()
     yield channel
     channel.close()
+
+
+@pytest.fixture
+def executor(channel: Channel, interrupts: Interrupts) -> Executor:
+    """A worker's executor, which leaves the threads of libraries alone."""
+    return Executor(
+        channel,
+        interrupts,
+        Unmoved(),
+        Imports(),
+        Stdio(channel),
+        TaskClient(channel),
+    )
+
+
+class Unmoved(Threads):
+    """Notes how many CPUs it was to adapt to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapted: list[float] = []
+
+    def adapt(self, cpus: float) -> None:
+        self.adapted.append(cpus)
 
 
 @pytest.fixture

@@ -11,21 +11,12 @@ import pytest
 
 from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.wire.messages import Done, Invoke, Leave
-from aiogpu.worker.actors.asynchronous import AsyncActor
-from aiogpu.worker.actors.serial import ActorRuntime
+from aiogpu.worker.async_actor import AsyncActor
 from aiogpu.worker.connection import SHORT, Channel
+from aiogpu.worker.execute import Executor
 from tests.worker.driver_end import DriverEnd
 
 CALLS = 5
-
-
-class Quiet:
-    """Has printed nothing, imported nothing, and run nothing."""
-
-    found = ()
-    has_left = False
-
-    def end_lines(self) -> None: ...
 
 
 class Noting(AsyncActor):
@@ -44,9 +35,8 @@ class Echo:
 
 
 @pytest.fixture
-def actor(channel: Channel) -> Noting:
-    quiet: Any = Quiet()
-    return Noting(ActorRuntime(channel, quiet, quiet, quiet, quiet, quiet), Echo())
+def actor(executor: Executor) -> Noting:
+    return Noting(executor, Echo())
 
 
 def play(actor: Noting, driver: DriverEnd) -> None:
@@ -64,7 +54,7 @@ def play(actor: Noting, driver: DriverEnd) -> None:
     answers: list[int] = []
     caller = threading.Thread(target=call)
     caller.start()
-    actor.play()
+    actor.serve()
     caller.join(60)
     assert answers == [*range(1, CALLS + 1)]
 
@@ -72,7 +62,7 @@ def play(actor: Noting, driver: DriverEnd) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_clock(ticks: Iterator[float]) -> None:
-        path = "aiogpu.worker.actors.asynchronous.perf_counter"
+        path = "aiogpu.worker.async_actor.perf_counter"
         monkeypatch.setattr(path, lambda: next(ticks))
 
     return set_clock

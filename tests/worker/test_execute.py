@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from aiogpu.serialization.serializer import (
 from aiogpu.wire.messages import Define, Done, Failed, Run
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.execute import Executor
-from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd
 
 pytestmark = pytest.mark.usefixtures("context")
@@ -38,11 +36,9 @@ pytestmark = pytest.mark.usefixtures("context")
 class Desk:
     """An executor with one function."""
 
-    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
-        self.cpus: list[float] = []
-        threads: Any = SimpleNamespace(adapt=self.cpus.append)
-        self.executor = Executor(channel, interrupts, threads)
-        self.interrupts = interrupts
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.interrupts = executor.interrupts
 
     def define(
         self,
@@ -75,8 +71,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(channel: Channel, interrupts: Interrupts) -> Desk:
-    return Desk(channel, interrupts)
+def desk(executor: Executor) -> Desk:
+    return Desk(executor)
 
 
 def value(answer: Done | Failed) -> Any:
@@ -216,7 +212,7 @@ def test_an_exception_of_the_tasks(desk: Desk) -> None:
     assert (failed.kind, failed.type_name, failed.message) == (RAISED, "KeyError", "4")
     assert failed.payload is not None
     assert "raise KeyError(x)" in failed.traceback
-    assert "_attempt" not in failed.traceback
+    assert "invoke" not in failed.traceback
 
 
 @pytest.mark.parametrize(
@@ -340,7 +336,8 @@ def test_threads_are_looked_at_only_where_the_site_changes(desk: Desk) -> None:
     desk.define(b"", func=2)
     for func in (1, 1, 2, 2, 1):
         assert isinstance(desk.run(-1, func=func), Done)
-    assert desk.cpus == [1.0, 2.0, 1.0]
+    threads: Any = desk.executor._threads
+    assert threads.adapted == [1.0, 2.0, 1.0]
 
 
 def test_running_out_of_device_memory_is_told_with_the_answer(

@@ -17,7 +17,7 @@ from aiogpu.client.current import Context
 from aiogpu.wire.messages import Bind
 from aiogpu.worker import environment as environ
 from aiogpu.worker.gpu import Watching, leave_with, limit_torch
-from aiogpu.worker.zygote.import_tracker import Imports
+from aiogpu.worker.zygote.preload import Imports
 
 GIB = 1 << 30
 TORCH = """

@@ -11,7 +11,7 @@ from tests.program import run
 WATCHING = """
     import sys, threading, traceback
     sys.path[:0] = sys.argv[1:3]
-    from aiogpu.worker.zygote import import_tracker as watching
+    from aiogpu.worker.zygote import preload as watching
     # On a busy machine an empty module may take milliseconds.
     watching.NOISE = 15_000
     imports = watching.Imports()
@@ -123,7 +123,7 @@ def test_import_module_counts_too(places: tuple[str, str]) -> None:
 def test_a_python_that_imports_in_another_way() -> None:
     source = """
     import importlib
-    from aiogpu.worker.zygote.import_tracker import Imports
+    from aiogpu.worker.zygote.preload import Imports
     kept = importlib._bootstrap
     del importlib._bootstrap
     print(Imports().watch())
@@ -134,7 +134,7 @@ def test_a_python_that_imports_in_another_way() -> None:
 
 def test_which_modules_are_installed(places: tuple[str, str]) -> None:
     source = f"""{WATCHING}
-    from aiogpu.worker.zygote.import_tracker import is_installed
+    from aiogpu.worker.zygote.preload import is_installed
     import json.decoder, _struct, zipimport, lib_a, own_a, types, importlib
     for module in (json.decoder, _struct, sys, zipimport, lib_a):
         assert is_installed(module), module

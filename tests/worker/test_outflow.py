@@ -12,16 +12,11 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Demand, Exit, Items
+from aiogpu.worker.actors import ThreadWindow
 from aiogpu.worker.connection import Channel
+from aiogpu.worker.execute import MainThreadWindow
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.streams import (
-    MainThreadWindow,
-    StreamSender,
-    ThreadWindow,
-    UnsendableError,
-    send_all,
-    send_all_async,
-)
+from aiogpu.worker.invoke import StreamSender, UnsendableError, send_all, send_all_async
 from tests.worker.driver_end import DriverEnd
 
 
@@ -68,7 +63,9 @@ def test_items_are_sent_one_by_one_and_those_of_before_are_skipped(
     channel: Channel, driver: DriverEnd
 ) -> None:
     numbers = Numbers(5)
-    send_all(numbers.plain(), StreamSender(channel, 7, limit=9, skip=2), lambda: None)
+    send_all(
+        numbers.plain(), StreamSender(channel.send, 7, limit=9, skip=2), lambda: None
+    )
     assert taken(driver, 3) == [3, 4, 5]
     assert numbers.how == ""
 
@@ -76,7 +73,7 @@ def test_items_are_sent_one_by_one_and_those_of_before_are_skipped(
 def test_a_held_one_reads_until_there_is_demand(
     channel: Channel, driver: DriverEnd, interrupts: Interrupts
 ) -> None:
-    numbers, flow = Numbers(5), StreamSender(channel, 7, limit=2, skip=0)
+    numbers, flow = Numbers(5), StreamSender(channel.send, 7, limit=2, skip=0)
     items = numbers.plain()
     holding = MainThreadWindow(channel, interrupts, flow)
     for _ in range(2):
@@ -93,7 +90,7 @@ def test_a_held_one_reads_until_there_is_demand(
 def test_one_that_is_cancelled_while_it_is_held_is_closed_at_its_yield(
     channel: Channel, driver: DriverEnd, interrupts: Interrupts, page: ControlPage
 ) -> None:
-    numbers, flow = Numbers(5), StreamSender(channel, 7, limit=2, skip=0)
+    numbers, flow = Numbers(5), StreamSender(channel.send, 7, limit=2, skip=0)
     interrupts.entered = 7
     page.ask(3, 7)
     with pytest.raises(KeyboardInterrupt, match="task 7"):
@@ -109,7 +106,7 @@ def test_one_that_is_cancelled_while_it_is_held_is_closed_at_its_yield(
 def test_one_whose_driver_has_gone_is_closed(
     channel: Channel, driver: DriverEnd, interrupts: Interrupts
 ) -> None:
-    numbers, flow = Numbers(5), StreamSender(channel, 7, limit=2, skip=0)
+    numbers, flow = Numbers(5), StreamSender(channel.send, 7, limit=2, skip=0)
 
     def hang_up_and_hold() -> None:
         if flow.is_held:
@@ -124,7 +121,7 @@ def test_one_whose_driver_has_gone_is_closed(
 def test_an_item_that_cannot_be_sent_names_its_place(
     channel: Channel, driver: DriverEnd
 ) -> None:
-    flow = StreamSender(channel, 7, limit=9, skip=0)
+    flow = StreamSender(channel.send, 7, limit=9, skip=0)
     with pytest.raises(UnsendableError, match=r"item 2 .*generator"):
         send_all(iter([1, (each for each in ())]), flow, lambda: None)
     assert taken(driver, 1) == [1]
@@ -134,7 +131,7 @@ def test_one_in_a_thread_waits_for_the_thread_that_reads(
     channel: Channel, driver: DriverEnd
 ) -> None:
     numbers = Numbers(5)
-    holding = ThreadWindow(StreamSender(channel, 7, limit=1, skip=0))
+    holding = ThreadWindow(StreamSender(channel.send, 7, limit=1, skip=0))
     caught: list[BaseException] = []
 
     def run() -> None:
@@ -158,7 +155,7 @@ def test_one_in_a_thread_waits_for_the_thread_that_reads(
 async def test_on_a_loop_others_run_while_it_is_held(
     channel: Channel, driver: DriverEnd, kind: str
 ) -> None:
-    numbers, flow = Numbers(3), StreamSender(channel, 7, limit=1, skip=0)
+    numbers, flow = Numbers(3), StreamSender(channel.send, 7, limit=1, skip=0)
     loop = asyncio.get_running_loop()
     items = numbers.plain() if kind == "plain" else numbers.soft()
     task = loop.create_task(send_all_async(items, flow, loop.create_future))

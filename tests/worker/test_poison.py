@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.worker.gpu import MOST_CAUSES, poisoned_by, tell
+from aiogpu.worker.gpu import MOST_CAUSES, explain_poisoned, poisoned_by
 
 
 class CUDARuntimeError(RuntimeError):
@@ -95,7 +95,7 @@ def test_a_long_chain_is_looked_at_in_part() -> None:
 
 def test_it_is_said_what_was_done() -> None:
     error = RuntimeError("CUDA error")
-    tell(error, "cudaErrorAssert", 4711)
+    explain_poisoned(error, "cudaErrorAssert", 4711)
     (note,) = error.__notes__
     assert "pid 4711" in note
     assert "cudaErrorAssert" in note
@@ -106,4 +106,4 @@ def test_an_exception_that_takes_no_notes_is_left_as_it_is() -> None:
         def add_note(self, note: str, /) -> None:
             raise TypeError(note)
 
-    tell(Stubborn(), "cudaErrorAssert", 1)
+    explain_poisoned(Stubborn(), "cudaErrorAssert", 1)

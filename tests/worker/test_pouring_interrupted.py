@@ -26,6 +26,6 @@ def test_it_leaves_nothing_that_was_never_awaited() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with pytest.raises(KeyboardInterrupt):
-            Interrupted().pour(items, flow)
+            Interrupted().send_items(items, flow)
         gc.collect()
     assert not told

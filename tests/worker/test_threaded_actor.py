@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from aiogpu.client.current import services
 from aiogpu.client.references import Loans
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.serialization.exceptions import STOPPED, pack_failure
+from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.payload import unpack
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import dump_arguments
@@ -28,23 +27,12 @@ from aiogpu.wire.messages import (
     Leave,
     Returned,
 )
-from aiogpu.worker.actors.serial import ActorRuntime
-from aiogpu.worker.actors.threaded import ThreadedActor
+from aiogpu.worker.actors import ThreadedActor
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.execute import Raised
+from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
-from aiogpu.worker.streams import StreamSender
 from tests.worker.driver_end import DriverEnd
-
-
-class Quiet:
-    """Has printed nothing, imported nothing, and run nothing."""
-
-    found = ()
-    has_left = False
-
-    def end_lines(self) -> None: ...
 
 
 class Echo:
@@ -53,15 +41,15 @@ class Echo:
 
 
 @pytest.fixture
-def children(channel: Channel) -> Iterator[TaskClient]:
-    services.client = TaskClient(channel)
+def children(channel: Channel, executor: Executor) -> Iterator[TaskClient]:
+    services.client = executor.client
     channel.admit_guests(True)
-    yield services.client
+    yield executor.client
     services.client = None
 
 
 def test_what_a_method_has_read_for_others_is_begun(
-    driver: DriverEnd, channel: Channel, children: TaskClient
+    driver: DriverEnd, channel: Channel, executor: Executor, children: TaskClient
 ) -> None:
     """The kernel lets a thread sleep on whose bytes another reads before it wakes."""
     is_asleep, has_read = threading.Event(), threading.Event()
@@ -87,10 +75,8 @@ def test_what_a_method_has_read_for_others_is_begun(
 
     method = threading.Thread(target=read_for_it)
     method.start()
-    quiet: Any = Quiet()
-    stage = ActorRuntime(channel, quiet, quiet, quiet, quiet, quiet)
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 2}, {})
-    ThreadedActor(stage, Echo(), creation).play()
+    ThreadedActor(executor, Echo(), creation).serve()
     method.join(60)
     assert [type(one) for one in answers] == [Done]
 
@@ -115,16 +101,18 @@ class Giver:
 
 
 def test_a_result_holds_the_actors_whose_handles_it_has(
-    driver: DriverEnd, channel: Channel, children: TaskClient, page: ControlPage
+    driver: DriverEnd,
+    channel: Channel,
+    executor: Executor,
+    children: TaskClient,
+    page: ControlPage,
 ) -> None:
     """Until it is sent: its own loan of them is over before, in whichever thread."""
     channel.loans = Loans("", "", page, Interrupts(page))
-    quiet: Any = Quiet()
-    stage = ActorRuntime(channel, quiet, quiet, quiet, quiet, quiet)
     driver.send(Invoke(1, "give", dump_arguments("give", (), {})), Leave())
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
-    ThreadedActor(stage, Giver(children), creation).play()
-    stage.tell_rest()
+    ThreadedActor(executor, Giver(children), creation).serve()
+    children.tell_dropped()
     told = [driver.next() for _ in range(3)]
     assert (told[0], told[2]) == (Hold(5), Returned((5,), (1,)))
     assert isinstance(told[1], Done)
@@ -137,16 +125,8 @@ class Counter:
 
 
 def test_a_stream_that_its_actors_end_stops_is_no_failure_of_its_own(
-    driver: DriverEnd, channel: Channel, children: TaskClient
+    driver: DriverEnd, channel: Channel, executor: Executor, children: TaskClient
 ) -> None:
-    def flow_of(call: int, message: Invoke) -> StreamSender:
-        return StreamSender(channel, call, message.limit, 0)
-
-    def describe(call: int, raised: Raised) -> Failed:
-        return pack_failure(call, raised.kind, raised.error, "")
-
-    quiet: Any = Quiet()
-    executor: Any = SimpleNamespace(has_left=False, flow_of=flow_of, describe=describe)
     told: list[Any] = []
 
     def read_one_item() -> None:
@@ -156,9 +136,8 @@ def test_a_stream_that_its_actors_end_stops_is_no_failure_of_its_own(
     driver.send(Invoke(1, "count", dump_arguments("count", (), {}), 1))
     consumer = threading.Thread(target=read_one_item)
     consumer.start()
-    stage = ActorRuntime(channel, quiet, executor, quiet, quiet, quiet)
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
-    ThreadedActor(stage, Counter(), creation).play()
+    ThreadedActor(executor, Counter(), creation).serve()
     consumer.join(60)
     told.append(driver.next())
     assert [type(one) for one in told] == [Items, Failed]

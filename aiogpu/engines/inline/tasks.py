@@ -98,8 +98,8 @@ from aiogpu.serialization.serializer import (
 )
 from aiogpu.wire.messages import ASYNC, Done, Failed
 from aiogpu.worker.gpu import has_run_out, peak_memory
+from aiogpu.worker.invoke import StreamSender, UnsendableError, send_all_async
 from aiogpu.worker.private_hooks import set_running_loop
-from aiogpu.worker.streams import StreamSender, UnsendableError, send_all_async
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import TaskSpec

@@ -39,7 +39,7 @@ from aiogpu.runtime.actors.actor import died, not_made
 from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_own_error
 from aiogpu.serialization.serializer import load_arguments
 from aiogpu.wire.messages import DEFAULT_GROUP
-from aiogpu.worker.actors.serial import Methods
+from aiogpu.worker.actors import Methods
 
 Place = tuple[str, int]
 """The node and the process of an actor."""

@@ -43,10 +43,8 @@ from aiogpu.serialization.serializer import (
     load_function,
     split_results,
 )
-from aiogpu.wire.messages import Define
-from aiogpu.worker.execute import is_coroutine
 from aiogpu.worker.interrupts import imports
-from aiogpu.worker.invoke import RetryRules
+from aiogpu.worker.invoke import RetryRules, is_coroutine
 from aiogpu.worker.private_hooks import set_running_loop
 
 if TYPE_CHECKING:
@@ -641,8 +639,7 @@ class RemoteCode:
         """Return whether the options want the task run again after that error."""
         if not self.retried:
             return False
-        definition = Define(0, 0, self.name, {}, b"", self.retried)
-        return _retry_rules.wants(definition, error)
+        return _retry_rules.wants(self.name, self.retried, error)
 
 
 def make_runner(code: RemoteCode, *, is_stream: bool) -> Callable[..., Any]:

@@ -234,7 +234,7 @@ _BOOT: Final = (
     "import gc, marshal, os, sys; gc.disable(); "
     "fields = marshal.loads(os.read(0, 1 << 24)); "
     "sys.path[:] = fields['sys_path']; "
-    "from aiogpu.worker.__main__ import main; main(fields)"
+    "from aiogpu.worker.zygote.main import main; main(fields)"
 )
 
 
@@ -247,7 +247,7 @@ def start_interpreter(
     executable: str | None = None,
     flags: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter that calls `aiogpu.worker.__main__.main(fields)`.
+    """Start a fresh interpreter that calls `aiogpu.worker.zygote.main.main(fields)`.
 
     The fields are sent on its standard input: everybody can read a command line.
 

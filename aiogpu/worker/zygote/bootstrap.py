@@ -41,7 +41,7 @@ from aiogpu.worker.connection import Channel
 from aiogpu.worker.environment import Threads, drop, seeds
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
-from aiogpu.worker.zygote.import_tracker import Imports
+from aiogpu.worker.zygote.preload import Imports
 
 TASKS: Final = 3
 """In each rehearsal: the first of a function by name, of one by value, a known one."""

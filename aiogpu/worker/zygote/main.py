@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from typing import Final
+from typing import Final, NoReturn
 
 from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import end_node, end_slot, fork_into_slot, remove_closed_node
@@ -30,9 +30,8 @@ from aiogpu.wire.messages import (
     socket_path,
 )
 from aiogpu.worker.environment import Threads
-from aiogpu.worker.private_hooks import forget_exit_functions
+from aiogpu.worker.private_hooks import forget_exit_functions, run_exit_functions
 from aiogpu.worker.zygote.bootstrap import Birth
-from aiogpu.worker.zygote.import_tracker import Imports
 from aiogpu.worker.zygote.keeper import (
     Keeper,
     Watch,
@@ -40,11 +39,14 @@ from aiogpu.worker.zygote.keeper import (
     is_served,
     remove_directory,
 )
-from aiogpu.worker.zygote.preload import Files, Preload
+from aiogpu.worker.zygote.preload import Files, Imports, Preload
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds that keepers get, after the driver's end, before they are killed."""
 
+
+SCARCE: Final = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of the kernel where something is used up that others may give back."""
 
 GIVEN_UP: Final = frozenset(
     (errno.ENOENT, errno.ENXIO, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
@@ -213,3 +215,35 @@ def _set_log_level() -> None:
         logging.getLogger().setLevel(int(level))
         if logging.lastResort is not None:
             logging.lastResort.setLevel(int(level))
+
+
+def main(fields: dict[str, object]) -> None:
+    """Be the zygote until the node closes or the driver dies.
+
+    Args:
+        fields: the values of `Setup`, by name.
+    """
+    status = 0
+    try:
+        Zygote(Setup(**fields)).run()  # type: ignore[arg-type]
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno not in SCARCE:
+            raise
+        # The driver tries again later: another try may have what this one lacked.
+        sys.excepthook(*sys.exc_info())
+        status = os.EX_TEMPFAIL
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process: exit functions of what was imported, a flush, no more.
+
+    The interpreter's own finalisation frees nothing that is frozen, and some libraries
+    print at its end what was not freed: nanobind thirty lines, where torch was learnt.
+    """
+    try:
+        run_exit_functions()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

@@ -1,4 +1,4 @@
-"""What a zygote imports before it forks, and whether it may be forked then.
+"""What a zygote imports before it forks, whether it may fork then, and what it learns.
 
 The user names modules, and others were learnt. Learnt modules are imported in a
 throw-away fork first: one child imports all of them in order; after one that is unfit,
@@ -16,16 +16,22 @@ import select
 import signal
 import sys
 import time
-from _thread import get_ident
+from _thread import _local, get_ident
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from aiogpu.client.current import current
 from aiogpu.linux import syscalls as kernel
-from aiogpu.wire.messages import LeftOut, Message, Ready, Setup, Unfit
-from aiogpu.worker.private_hooks import another_environ, is_fork_of_cuda
+from aiogpu.wire.messages import Imported, LeftOut, Message, Ready, Setup, Unfit
+from aiogpu.worker.private_hooks import (
+    Find,
+    another_environ,
+    is_fork_of_cuda,
+    wrap_imports,
+)
 from aiogpu.worker.zygote.keeper import end_children, watched_over
 
 NEEDED: Final = (
@@ -426,3 +432,81 @@ def has_begun_cuda(torch: ModuleType) -> bool:
         finally:
             os._exit(status)
     return os.waitpid(pid, 0)[1] != 0
+
+
+NOISE: Final = 1000
+"""Microseconds below which an import is not worth a word."""
+
+
+_STANDARD: Final = f"{os.path.dirname(os.__file__)}{os.sep}"
+
+
+_SITES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+class _Nesting(_local):
+    """One thread's imports under way, and what came of them."""
+
+    depth = 0
+    found: list[tuple[str, int]]
+
+
+class Imports:
+    """The installed modules that this process has imported since it was last asked.
+
+    Of a user's own module that imports others those others count: what his own does
+    when it is imported may depend on the worker. Of an installed one, itself alone.
+
+    Attributes:
+        found: names and microseconds, the time of all that each has imported
+            included.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, int]] = []
+
+    def take(self) -> Imported:
+        """Return what was found; forgotten with this."""
+        found, self.found = self.found, []
+        return Imported(
+            tuple(name for name, _ in found), tuple(cost for _, cost in found)
+        )
+
+    def watch(self) -> bool:
+        """Note all imports from now on; False if this Python has another way."""
+        return wrap_imports(self._noting)
+
+    def _noting(self, find_and_load: Find) -> Find:
+        nesting, imports = _Nesting(), self
+
+        def note(name: str, import_: object) -> Any:
+            if name in sys.modules:
+                return find_and_load(name, import_)
+            if nesting.depth == 0:
+                nesting.found = []
+            nesting.depth += 1
+            inner = len(nesting.found)
+            started = perf_counter()
+            try:
+                module = find_and_load(name, import_)
+                if is_installed(module):
+                    cost = int((perf_counter() - started) * 1e6)
+                    nesting.found[inner:] = [(name, cost)] if cost >= NOISE else []
+                return module
+            finally:
+                nesting.depth -= 1
+                if nesting.depth == 0 and nesting.found:
+                    imports.found += nesting.found
+
+        return note
+
+
+def is_installed(module: ModuleType) -> bool:
+    """Return whether a module belongs to Python or to an installed package."""
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    if not isinstance(origin, str):
+        return False
+    if origin in ("built-in", "frozen") or origin.startswith(_STANDARD):
+        return True
+    return any(func in origin for func in _SITES)

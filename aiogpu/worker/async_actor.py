@@ -5,43 +5,49 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction, signature
 from time import perf_counter
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from aiogpu.client.current import ActorExit, current, has_exited, method_called
-from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
-from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import dump_result, split_results
+from aiogpu.client.current import method_called
 from aiogpu.wire.messages import Demand, Done, Drop, Failed, Invoke
-from aiogpu.worker.actors.serial import Methods, dropped, is_end
+from aiogpu.worker.actors import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
-from aiogpu.worker.execute import Raised
-from aiogpu.worker.invoke import arguments_in, packed
-from aiogpu.worker.streams import StreamSender, UnsendableError, send_all_async
+from aiogpu.worker.execute import Executor
+from aiogpu.worker.invoke import (
+    Arguments,
+    Raised,
+    StreamSender,
+    invoke,
+    open_arguments,
+    pack_value,
+    send_all_async,
+)
 
-if TYPE_CHECKING:
-    from aiogpu.worker.actors.serial import ActorRuntime
-
-
-TURN: Final = 10
-"""Glances at the socket after which the loop has a turn."""
+GLANCES: Final = 10
+"""Looks at the socket after which the loop has a turn."""
 
 
 class AsyncActor:
-    """Begins each call when it comes; the driver sends no more than may run at once."""
+    """Begins each call when it comes; the driver sends no more than may run at once.
 
-    def __init__(self, stage: ActorRuntime, actor: object) -> None:
-        self._stage = stage
-        self._channel = stage.channel
+    It is the `invoke.Runner` of its calls: handles among arguments belong to its loop,
+    which runs.
+    """
+
+    pack = staticmethod(pack_value)
+
+    def __init__(self, executor: Executor, actor: object) -> None:
+        self._executor = executor
+        self._channel = executor.channel
         self._actor = actor
         self._methods = Methods(actor)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._dropped: set[int] = set()
-        self._flows: dict[int, StreamSender] = {}
+        self._streams: dict[int, StreamSender] = {}
         self._answers: list[Done | Failed] = []
         self._is_over = False
         self._waits_since = 0.0
@@ -50,14 +56,13 @@ class AsyncActor:
         self._awake_until = 0.0
         self._loop = asyncio.new_event_loop()
 
-    def play(self) -> None:
-        """Obey until it is to end, then give it time for its `close()`."""
-        loop = self._loop
+    def serve(self) -> None:
+        """Obey the driver until the actor is to end, and give it time to close."""
+        loop, client, loans = self._loop, self._executor.client, self._channel.loans
         asyncio.set_event_loop(loop)
-        client = self._stage.client
-        if client is not None:
-            client.loop, client.wake = loop, self._look_soon
-            client.loans.on_over = self._tell_soon
+        client.loop, client.wake = loop, self._obey_soon
+        if loans is not None:
+            loans.on_over = self._tell_soon
         loop.add_reader(self._channel.fileno(), self._read)
         loop.call_soon(self._obey)
         try:
@@ -70,9 +75,10 @@ class AsyncActor:
         finally:
             self._flush()
             loop.close()
-            if client is not None:
-                # It holds the actor, which is to go now.
-                client.loop = client.wake = client.loans.on_over = None
+            # They hold the actor, which is to go now.
+            client.loop = client.wake = None
+            if loans is not None:
+                loans.on_over = None
 
     async def _close(self) -> None:
         await _end(self._running.values())
@@ -84,7 +90,7 @@ class AsyncActor:
             sys.excepthook(*sys.exc_info())
         await _end(asyncio.all_tasks() - {asyncio.current_task()})
 
-    def _look_soon(self) -> None:
+    def _obey_soon(self) -> None:
         """A thread of a method's has read what may be for this loop."""
         self._loop.call_soon_threadsafe(self._obey)
 
@@ -106,7 +112,7 @@ class AsyncActor:
         """Look whether it has come, before the loop sleeps: waking up takes longer."""
         if self._running or self._is_over:
             return
-        for _ in range(TURN):
+        for _ in range(GLANCES):
             if not self._channel.is_silent(0):
                 self._read()
                 return
@@ -119,23 +125,21 @@ class AsyncActor:
     def _obey(self) -> None:
         for message in self._channel.take_all():
             if type(message) is Invoke:
-                self._begin(message)
+                # As `loop.create_task` would, which takes half as long again.
+                task = asyncio.Task(self._call(message), loop=self._loop)
+                self._running[message.call] = task
             elif type(message) is Drop:
                 self._drop(message.call)
             elif type(message) is Demand:
-                flow = self._flows.get(message.task)
-                if flow is not None:
-                    flow.rise(message.limit)
+                stream = self._streams.get(message.task)
+                if stream is not None:
+                    stream.rise(message.limit)
             elif is_end(message):
                 self._stop()
 
     def _stop(self) -> None:
         if not self._is_over:
             self._loop.stop()
-
-    def _begin(self, message: Invoke) -> None:
-        # As `loop.create_task` would, which takes half as long again.
-        self._running[message.call] = asyncio.Task(self._call(message), loop=self._loop)
 
     def _drop(self, call: int) -> None:
         task = self._running.get(call)
@@ -151,63 +155,50 @@ class AsyncActor:
             self._answer(dropped(call))
 
     async def _call(self, message: Invoke) -> None:
-        call, kind = message.call, RAISED
-        started = perf_counter()
-        answer: Done | Failed
+        call, stream = message.call, None
+        if message.limit:
+            stream = self._streams[call] = self._executor.new_stream(call, message)
         method_called.set(message.method)
-        try:
-            method = self._methods[message.method]
-            kind = UNREADABLE
-            args, kwargs = arguments_in(message.payload)
-            kind = RAISED
-            value = method(*args, **kwargs)
-            if type(value) is CoroutineType:
-                value = await value
-            if type(message.payload) is not bytes:
-                value = split_results(value, message.payload)
-            if message.limit:
-                await self._pour(value, message)
-                value = None
-            if current.exits and has_exited():
-                raise ActorExit
-            kind = UNSENDABLE
-            result = dump_result(value)
-            if isinstance(result, PickledValue):
-                result = packed(result)
-            answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
-        except asyncio.CancelledError as error:
-            is_dropped = call in self._dropped or self._is_over
-            answer = dropped(call) if is_dropped else self._failure(call, kind, error)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
-            kind = UNSENDABLE if type(error) is UnsendableError else kind
-            answer = self._failure(call, kind, error)
+        outcome = await invoke(
+            self, call, self._methods, message.method, message.payload, stream
+        )
+        answer: Done | Failed
+        if type(outcome) is Done:
+            answer = outcome
+        else:
+            assert type(outcome) is Raised, outcome
+            is_cancelled = isinstance(outcome.error, asyncio.CancelledError)
+            if is_cancelled and (call in self._dropped or self._is_over):
+                answer = dropped(call)
+            else:
+                answer = self._executor.describe(call, outcome)
         del self._running[call]
+        self._streams.pop(call, None)
         self._dropped.discard(call)
         self._answer(answer)
 
-    async def _pour(self, items: Any, message: Invoke) -> None:
-        """Send what a generator yields; a plain one has the loop until it is held."""
-        flow = self._stage.executor.flow_of(message.call, message)
-        self._flows[message.call] = flow
-        try:
-            await send_all_async(items, flow, self._loop.create_future)
-        finally:
-            del self._flows[message.call]
+    def load(self, _function: Callable[..., Any], payload: bytes) -> Arguments:
+        """Unpickle arguments."""
+        return open_arguments(payload)
 
-    def _failure(self, call: int, kind: str, error: BaseException) -> Failed:
-        return self._stage.executor.describe(call, Raised(kind, error))
+    async def wait(self, coroutine: CoroutineType[Any, Any, Any], _call: int) -> Any:
+        """Await a coroutine."""
+        return await coroutine
+
+    async def send_items(self, items: Any, stream: StreamSender) -> None:
+        """Send what a generator yields; a plain one has the loop until it is held."""
+        await send_all_async(items, stream, self._loop.create_future)
 
     def _answer(self, answer: Done | Failed) -> None:
-        if self._channel.is_closed:
-            self._stage.end_fork()
-        if not self._running and not self._answers:
-            self._stage.answer(answer)
+        if self._channel.is_closed or not (self._running or self._answers):
+            self._executor.answer(answer)
+            self._executor.client.tell_dropped()
             self._wait()
         else:
             if not self._answers:
                 self._loop.call_soon(self._flush)
             self._answers.append(answer)
-        if self._stage.executor.has_left:
+        if self._executor.has_left:
             self._stop()
 
     def _tell_soon(self) -> None:
@@ -219,12 +210,13 @@ class AsyncActor:
 
     def _tell(self) -> None:
         self._is_telling = False
-        self._stage.tell_rest()
+        self._executor.client.tell_dropped()
 
     def _flush(self) -> None:
         answers, self._answers = self._answers, []
         if answers:
-            self._stage.answer_all(answers)
+            self._executor.answer_all(answers)
+            self._executor.client.tell_dropped()
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

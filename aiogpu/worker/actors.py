@@ -1,0 +1,290 @@
+"""Actors with plain methods: one call after the other, or in threads.
+
+An actor with coroutine methods is in `async_actor`, since asyncio is loaded only for
+those.
+"""
+
+from __future__ import annotations
+
+import _thread
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.client.current import method_called
+from aiogpu.memory.control_page import ALL
+from aiogpu.serialization.exceptions import RAISED, STOPPED
+from aiogpu.wire.messages import (
+    DEFAULT_GROUP,
+    Create,
+    Demand,
+    Done,
+    Drop,
+    Exit,
+    Failed,
+    Invoke,
+    Leave,
+    Message,
+)
+from aiogpu.worker.chunk import method_of
+from aiogpu.worker.execute import Executor
+from aiogpu.worker.invoke import (
+    Arguments,
+    Callables,
+    Raised,
+    StreamSender,
+    invoke,
+    open_arguments,
+    pack_value,
+    run_now,
+    send_all,
+)
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+_ENDS: Final = (Leave, Exit)
+
+
+def dropped(call: int) -> Failed:
+    """The answer to a call that was dropped before it began."""
+    return Failed(call, STOPPED, "", "", "", None)
+
+
+def is_end(message: Message | None) -> bool:
+    """Return whether the actor is to end now, or the driver has gone."""
+    return message is None or type(message) in _ENDS
+
+
+class Methods(Callables):
+    """The methods of an actor, bound to it when they are first called."""
+
+    failure = RAISED
+
+    def __init__(self, actor: object) -> None:
+        super().__init__()
+        self._actor = actor
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        method = method_of(self._actor, name)
+        self[name] = method
+        return method
+
+
+class SerialActor:
+    """Runs one call at a time in the main thread, where it can be interrupted."""
+
+    def __init__(self, executor: Executor, actor: object) -> None:
+        self._executor = executor
+        self._channel = executor.channel
+        self._interrupts = executor.interrupts
+        self._methods = Methods(actor)
+        self._dropped: set[int] = set()
+        self._drops = 0
+
+    def serve(self) -> None:
+        """Obey the driver until the actor is to end."""
+        executor, interrupts = self._executor, self._interrupts
+        while True:
+            message = self._channel.next()
+            if type(message) is Invoke:
+                call = message.call
+                interrupts.note_begun(call)
+                if interrupts.drops != self._drops and not self._read_drops(call):
+                    return
+                if call in self._dropped:
+                    self._dropped.discard(call)
+                    self._channel.send(dropped(call))
+                    continue
+                executor.answer(self._call(message))
+                # It holds what the driver is told of next.
+                del message
+                executor.client.tell_dropped()
+                if executor.has_left:
+                    return
+            elif type(message) is Drop:
+                self._drops += 1
+            elif is_end(message):
+                return
+
+    def _call(self, message: Invoke) -> Done | Failed:
+        executor, call = self._executor, message.call
+        method_called.set(message.method)
+        stream = executor.new_stream(call, message) if message.limit else None
+        outcome = executor.call(
+            call, self._methods, message.method, message.payload, stream
+        )
+        if type(outcome) is Done:
+            return outcome
+        assert type(outcome) is Raised, outcome
+        failed = executor.describe(call, outcome)
+        # It refers to this frame, and so to itself and to the arguments.
+        del outcome
+        return failed
+
+    def _read_drops(self, call: int) -> bool:
+        """Read on until all calls are known that nobody wants any more.
+
+        Args:
+            call: the one whose turn it is; those before it were answered.
+
+        Returns:
+            Whether there is anything left to do.
+        """
+        while True:
+            for drop in self._channel.take(Drop):
+                assert isinstance(drop, Drop)
+                self._drops += 1
+                if drop.call >= call:
+                    self._dropped.add(drop.call)
+            drops = self._interrupts.drops
+            if drops == ALL:
+                return False
+            if self._drops >= drops:
+                return True
+            if not self._channel.read():
+                return False
+
+
+class ThreadWindow:
+    """Holds a generator that runs in a thread beside the one that reads.
+
+    Attributes:
+        flow: its way out.
+        is_stopped: it was told to end before its time.
+    """
+
+    def __init__(self, flow: StreamSender) -> None:
+        self.flow = flow
+        self.is_stopped = False
+        self._turn = _thread.allocate_lock()
+        flow.on_open = self._wake
+
+    def stop(self) -> None:
+        """End the generator at its next `yield`; called by the thread that reads."""
+        self.is_stopped = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # it is not waiting
+            self._turn.release()
+
+    def hold(self) -> None:
+        """Wait until the consumer wants more.
+
+        Raises:
+            GeneratorExit: the call is to stop.
+        """
+        while self.flow.is_held or self.is_stopped:
+            if self.is_stopped:
+                raise GeneratorExit("the call was dropped")
+            self._turn.acquire()
+
+
+class ThreadedActor:
+    """The main thread reads; calls run in the threads of their groups.
+
+    It is the `invoke.Runner` of its calls. A plain method that returns a coroutine is
+    not awaited: there is no loop.
+    """
+
+    pack = staticmethod(pack_value)
+
+    def __init__(self, executor: Executor, actor: object, creation: Create) -> None:
+        # Not before: serial actors do without.
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._executor = executor
+        self._channel = executor.channel
+        self._methods = Methods(actor)
+        self._groups = creation.groups
+        self._pools = {
+            group: ThreadPoolExecutor(limit, thread_name_prefix=f"aiogpu-{group}")
+            for group, limit in creation.limits.items()
+        }
+        self._waiting: dict[int, Future[None]] = {}
+        self._streams: dict[int, ThreadWindow] = {}
+
+    def serve(self) -> None:
+        """Obey the driver until the actor is to end and all calls have ended."""
+        # A method that waits for its task reads what may be for this thread.
+        self._executor.client.wake = self._channel.waker()
+        is_over = False
+        while not is_over:
+            self._channel.wait(None)
+            is_over = not self._channel.read_ready()
+            is_over |= self._obey_all()
+        for stream in list(self._streams.values()):
+            stream.stop()
+        has_left = self._executor.has_left
+        for pool in self._pools.values():
+            pool.shutdown(wait=not has_left, cancel_futures=True)
+
+    def _obey_all(self) -> bool:
+        # In a frame that goes, for it holds on to the last one's arguments.
+        is_over = False
+        for message in self._channel.take_all():
+            is_over |= self._obey(message)
+        return is_over
+
+    def _obey(self, message: Message) -> bool:
+        if type(message) is Invoke:
+            call = message.call
+            if message.limit:
+                stream = self._executor.new_stream(call, message)
+                self._streams[call] = ThreadWindow(stream)
+            pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
+            begun = self._waiting[call] = pool.submit(self._call, [message])
+            begun.add_done_callback(partial(self._forget, call))
+        elif type(message) is Drop:
+            future = self._waiting.get(message.call)
+            # One that runs goes on: a thread cannot be interrupted safely.
+            if future is not None and future.cancel():
+                self._channel.send(dropped(message.call))
+            elif message.call in self._streams:
+                self._streams[message.call].stop()
+        elif type(message) is Demand:
+            window = self._streams.get(message.task)
+            if window is not None:
+                window.flow.rise(message.limit)
+        return is_end(message)
+
+    def _call(self, held: list[Invoke]) -> None:
+        if self._executor.has_left:
+            return  # the driver is told of all calls at once
+        self._executor.answer(self._run(held.pop()))
+        # Not before the frame that held the arguments has gone.
+        self._executor.client.tell_dropped()
+
+    def _run(self, message: Invoke) -> Done | Failed:
+        call, window = message.call, self._streams.get(message.call)
+        method_called.set(message.method)
+        outcome = run_now(
+            invoke(self, call, self._methods, message.method, message.payload, window)
+        )
+        if type(outcome) is Done:
+            return outcome
+        assert type(outcome) is Raised, outcome
+        if window is not None and window.is_stopped:
+            outcome.kind = STOPPED  # by the end of its actor, if somebody still waits
+        failed = self._executor.describe(call, outcome)
+        del outcome
+        return failed
+
+    def load(self, _function: Callable[..., Any], payload: bytes) -> Arguments:
+        """Unpickle arguments."""
+        return open_arguments(payload)
+
+    async def wait(self, coroutine: CoroutineType[Any, Any, Any], _call: int) -> Any:
+        """Return the coroutine itself, which cannot be sent."""
+        return coroutine
+
+    async def send_items(self, items: Any, window: ThreadWindow) -> None:
+        """Run a generator to its end in this thread; suspends nowhere itself."""
+        send_all(items, window.flow, window.hold)
+
+    def _forget(self, call: int, _future: Future[None]) -> None:
+        self._waiting.pop(call, None)
+        self._streams.pop(call, None)

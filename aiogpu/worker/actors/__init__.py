@@ -1,1 +1,0 @@
-"""The calls of an actor: one after the other, in threads, or as coroutines."""
