@@ -33,7 +33,6 @@ from aiogpu.errors import InfeasibleError, OptionError
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import (
-        Bundle,
         DeviceSelector,
         PlacementGroupSpec,
         TaskSpec,
@@ -245,10 +244,7 @@ def placement_group_of(
     return PlacementGroupSpec(key, name, strategy, found)
 
 
-def _bundle(option: str, value: object) -> Bundle:
-
-    from aiogpu.core.model.request import Bundle
-
+def _bundle(option: str, value: object) -> Request:
     if not isinstance(value, Mapping):
         raise OptionError(
             f"{option}={value!r} must be a dict of names to quantities, such as "
@@ -281,7 +277,7 @@ def _bundle(option: str, value: object) -> Bundle:
             f"{option}={value!r} asks for nothing; say what it holds, such as "
             f'{{"GPU": 1, "CPU": 2}}.'
         )
-    return Bundle.of(request)
+    return request
 
 
 Check = Callable[[str, object], Any]

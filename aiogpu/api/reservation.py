@@ -429,9 +429,7 @@ class Placement(EnteredOnLoop):
     @property
     def bundles(self) -> tuple[Mapping[str, float], ...]:
         """What each bundle holds, `{"CPU": 2.0, "GPU": 1.0}`."""
-        return tuple(
-            bundle.request().as_numbers() for bundle in self._placement_group.bundles
-        )
+        return tuple(bundle.as_numbers() for bundle in self._placement_group.bundles)
 
     @property
     def is_ready(self) -> bool:

@@ -18,7 +18,6 @@ from aiogpu.client.function_spec import (
 )
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import (
-    Bundle,
     BundleRef,
     DeviceSelector,
     PlacementGroupSpec,
@@ -84,8 +83,7 @@ def _restored(spec: TaskSpec, function: Function, program: str) -> TaskSpec:
     if group is not None:
         if len(group) == len(PlacementGroupSpec._fields):
             key, name, strategy, bundles = group
-            found = tuple(Bundle(*bundle) for bundle in bundles)
-            group = PlacementGroupSpec(key, name, strategy, found)
+            group = PlacementGroupSpec(key, name, strategy, tuple(bundles))
         else:
             group = BundleRef(*group)
         request = replace(request, placement_group=group)

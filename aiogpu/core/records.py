@@ -1,9 +1,10 @@
 """What the scheduler remembers of each task and worker, and the states of both.
 
-Only `move_task` and `move_worker` write a state, and only along the tables here. A
-state says where something is, never how it got there. A move that is not in the table
-is a defect of aiogpu and raises. The diagrams in `docs/architecture.md` are these
-tables.
+`move` changes a state, and only along the tables here; a move that is not in the table
+is a defect of aiogpu and raises. The bursts that are sent to a worker and come back
+from it set `QUEUED`, `RUNNING` and `ENDED` directly, because a call for each task would
+be too slow. A state says where something is, never how it got there. The diagrams in
+`docs/architecture.md` are drawn from these tables.
 """
 
 from __future__ import annotations
@@ -79,62 +80,27 @@ class Memory(Enum):
     """The task used more device memory than it had reserved."""
 
 
+_T = TaskState
 TASK_LEADS_TO: Final = {
-    TaskState.WAITING: (
-        TaskState.EXPECTING,
-        TaskState.STARTING,
-        TaskState.QUEUED,
-        TaskState.RUNNING,
-        TaskState.ENDED,
-    ),
-    TaskState.EXPECTING: (TaskState.WAITING, TaskState.ENDED),
-    TaskState.STARTING: (TaskState.RUNNING, TaskState.WAITING, TaskState.ENDED),
-    TaskState.QUEUED: (
-        TaskState.RUNNING,
-        TaskState.WAITING,
-        TaskState.STOPPING,
-        TaskState.ENDED,
-    ),
-    TaskState.RUNNING: (
-        TaskState.BLOCKED,
-        TaskState.STOPPING,
-        TaskState.WAITING,
-        TaskState.DELAYED,
-        TaskState.ENDED,
-    ),
-    TaskState.BLOCKED: (
-        TaskState.RUNNING,
-        TaskState.STOPPING,
-        TaskState.WAITING,
-        TaskState.DELAYED,
-        TaskState.ENDED,
-    ),
-    TaskState.DELAYED: (
-        TaskState.STARTING,
-        TaskState.RUNNING,
-        TaskState.WAITING,
-        TaskState.ENDED,
-    ),
-    TaskState.STOPPING: (TaskState.ENDED,),
-    TaskState.ENDED: (),
+    _T.WAITING: (_T.EXPECTING, _T.STARTING, _T.QUEUED, _T.RUNNING, _T.ENDED),
+    _T.EXPECTING: (_T.WAITING, _T.ENDED),
+    _T.STARTING: (_T.RUNNING, _T.WAITING, _T.ENDED),
+    _T.QUEUED: (_T.RUNNING, _T.WAITING, _T.STOPPING, _T.ENDED),
+    _T.RUNNING: (_T.BLOCKED, _T.STOPPING, _T.WAITING, _T.DELAYED, _T.ENDED),
+    _T.BLOCKED: (_T.RUNNING, _T.STOPPING, _T.WAITING, _T.DELAYED, _T.ENDED),
+    _T.DELAYED: (_T.STARTING, _T.RUNNING, _T.WAITING, _T.ENDED),
+    _T.STOPPING: (_T.ENDED,),
+    _T.ENDED: (),
 }
+
+_W = WorkerState
 WORKER_LEADS_TO: Final = {
-    WorkerState.STARTING: (
-        WorkerState.IDLE,
-        WorkerState.BUSY,
-        WorkerState.ENDING,
-        WorkerState.GONE,
-    ),
-    WorkerState.IDLE: (WorkerState.BUSY, WorkerState.ENDING, WorkerState.GONE),
-    WorkerState.BUSY: (
-        WorkerState.IDLE,
-        WorkerState.ENDING,
-        WorkerState.SETTLING,
-        WorkerState.GONE,
-    ),
-    WorkerState.ENDING: (WorkerState.SETTLING, WorkerState.GONE),
-    WorkerState.SETTLING: (WorkerState.GONE,),
-    WorkerState.GONE: (),
+    _W.STARTING: (_W.IDLE, _W.BUSY, _W.ENDING, _W.GONE),
+    _W.IDLE: (_W.BUSY, _W.ENDING, _W.GONE),
+    _W.BUSY: (_W.IDLE, _W.ENDING, _W.SETTLING, _W.GONE),
+    _W.ENDING: (_W.SETTLING, _W.GONE),
+    _W.SETTLING: (_W.GONE,),
+    _W.GONE: (),
 }
 
 Binding = tuple[Environment, tuple[tuple[str, tuple[int, ...]], ...], int]
@@ -213,6 +179,12 @@ class TaskRecord:
         most = self.spec.max_retries
         return most if most == UNLIMITED else most - self.retries
 
+    def move(self, state: TaskState) -> None:
+        """Change the state; `InternalError` if the table does not allow it."""
+        if state not in TASK_LEADS_TO[self.state]:
+            raise InternalError(f"task {self.id} cannot go {self.state} -> {state}")
+        self.state = state
+
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
@@ -257,19 +229,11 @@ class WorkerRecord:
     watched: TaskRecord | None = None
     watched_since: float = 0.0
 
-
-def move_task(record: TaskRecord, state: TaskState) -> None:
-    """Move a task; raises `InternalError` where its table does not lead."""
-    if state not in TASK_LEADS_TO[record.state]:
-        raise InternalError(f"task {record.id} cannot go {record.state} -> {state}")
-    record.state = state
-
-
-def move_worker(record: WorkerRecord, state: WorkerState) -> None:
-    """Move a worker; raises `InternalError` where its table does not lead."""
-    if state not in WORKER_LEADS_TO[record.state]:
-        raise InternalError(f"worker {record.id} cannot go {record.state} -> {state}")
-    record.state = state
+    def move(self, state: WorkerState) -> None:
+        """Change the state; `InternalError` if the table does not allow it."""
+        if state not in WORKER_LEADS_TO[self.state]:
+            raise InternalError(f"worker {self.id} cannot go {self.state} -> {state}")
+        self.state = state
 
 
 def sort_key(record: TaskRecord) -> Lane:

@@ -243,7 +243,7 @@ def _placement(
     group, worker = record.spec.shape.request.placement_group, record.worker
     assert isinstance(group, PlacementGroupSpec), record
     parts = node.ledger.placement_groups.get(group.key)
-    asked = [bundle.request().as_numbers() for bundle in group.bundles]
+    asked = [bundle.as_numbers() for bundle in group.bundles]
     if parts is None:
         bundles = [BundleStatus(one, one, {}) for one in asked]
     else:
@@ -268,7 +268,7 @@ def _granted(part: BundleLedger, request: Mapping[str, float]) -> BundleStatus:
         of_kind = part.device_sets[kind]
         free[kind] = number(sum(of_kind.free))
         if kind == GPU and GPU_MEMORY in request:
-            memory = map(of_kind.filling.free_memory, indices(mask))
+            memory = map(of_kind.free_memory, indices(mask))
             free[GPU_MEMORY] = float(sum(memory))
         devices[kind] = tuple(of_kind.devices[at].id for at in indices(mask))
     return BundleStatus(request, free, devices)
@@ -375,11 +375,11 @@ def _shares_of(lease: Lease, devices: DeviceSet) -> Iterable[tuple[Share, int]]:
         if of_part := part.device_sets.get(devices.kind):
             for at, free in enumerate(of_part.free):
                 if part.masks[devices.kind] >> at & 1:
-                    memory = of_part.filling.free_memory(at)
+                    memory = of_part.free_memory(at)
                     if free or memory:
                         yield (at, free), memory
     if not lease.parts:
-        sets = lease.home.device_sets if lease.home else {}
+        sets = lease.home.device_sets
         own = sets.get(devices.kind, devices)
         for kind, share, memory in lease.held():
             if kind == devices.kind:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import MEMORY, UNIT
-from aiogpu.core.records import WorkerState
+from aiogpu.core.records import Memory, WorkerState
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import OutOfMemoryError
 from aiogpu.linux.procfs import MemoryBounds, Usage
@@ -180,7 +180,7 @@ class MemoryGuard:
             worker, self._victim, asked = victim.running
             self._told_at = self._loop.time()
             self._ended[worker] = asked, victim.used, usage.safe_limit()
-            self._feed(Scheduler.memory_short, worker)
+            self._feed(Scheduler.kill_for_memory, worker, Memory.HOST)
 
     def _weigh_on(self, usage: Usage) -> None:
         self._weigh(usage, time.perf_counter())

@@ -301,7 +301,7 @@ class World:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Something else happens: `w.tell(Scheduler.device_sick, "GPU", 0, "XID")`."""
+        """Something else happens: `w.tell(Scheduler.worker_spoilt, worker)`."""
         self._happen(told(step, *args, **kwargs))
 
     def close(self, at_once: bool = False) -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from aiogpu.core.model.request import (
     ANY,
     PACK,
-    Bundle,
     BundleRef,
     PlacementGroupSpec,
     Request,
@@ -25,12 +24,12 @@ def request_of(
     return Request.of(scalars, devices, accelerator_type, **options)
 
 
-def bundle(amounts: dict[str, float]) -> Bundle:
+def bundle(amounts: dict[str, float]) -> Request:
     """A bundle of these amounts; one of "type" says of which type its devices are."""
     amounts = dict(amounts)
     memory = amounts.pop("gpu_memory", 0)
     of_type = amounts.pop("type", None)
-    return Bundle.of(request_of(amounts, of_type, gpu_memory=memory))
+    return request_of(amounts, of_type, gpu_memory=memory)
 
 
 def placement_group_of(

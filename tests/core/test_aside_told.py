@@ -1,5 +1,6 @@
 """What people are told of devices that settle, are set aside, or were not verified."""
 
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
@@ -49,7 +50,7 @@ def test_a_device_that_is_set_aside_says_why():
         "  GPU 0.5: 0 of 1 free (0: set aside)",
         f"    set aside: {REASON}",
     ]
-    w.tell(Scheduler.device_recovered, "GPU", 0)
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.UNSETTLED, None)
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert (device.free, device.aside) == (0.5, None)
 
@@ -57,18 +58,18 @@ def test_a_device_that_is_set_aside_says_why():
 def test_a_failure_that_is_told_from_two_sides_is_told_once():
     w, worker = gone()
     w.tell(Scheduler.devices_stuck, worker, "GPU 0: it is lost (no answer)")
-    w.tell(Scheduler.device_sick, "GPU", 0, "it is lost; XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "it is lost; XID 79")
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert device.aside == "GPU 0: it is lost (no answer); XID 79"
-    w.tell(Scheduler.device_recovered, "GPU", 0)
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.UNSETTLED, None)
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert device.aside == "it is lost; XID 79"
 
 
 def test_each_of_several_sick_devices_is_named_once():
     w = World(cpus=4, gpus=2)
-    w.tell(Scheduler.device_sick, "GPU", 0, "XID 79")
-    w.tell(Scheduler.device_sick, "GPU", 1, "GPU 1: XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "GPU 1: XID 79")
     w.submit("b", num_gpus=1)
     assert told(w, "b")[1:] == [
         "  GPU 1: 0 of 2 free (0: set aside, 1: set aside)",

@@ -20,9 +20,8 @@ from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.placement_group import (
     Layout,
-    bundles_for,
+    candidates,
     room_for,
-    roomiest,
     take_group,
     take_grouped,
     why_infeasible,
@@ -166,7 +165,9 @@ def test_a_member_of_any_bundle_takes_the_first_with_room():
 def test_nobody_is_in_a_gang_that_is_not_there():
     ledger = ledger_of()
     assert take_in(ledger, GPU=0.5) is None
-    assert bundles_for(ledger, BundleRef("gang", "gang")) == ()
+    request = request_of({"GPU": 0.5})
+    member = replace(request, placement_group=BundleRef("gang", "gang"))
+    assert ledger.homes(member) == ()
 
 
 def test_a_member_lends_its_cpus_within_its_bundle():
@@ -206,7 +207,7 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
     reason = why_infeasible(ledger, request)
     assert "no bundle that it may use could hold it" in reason
     assert "1: {GPU: 1} on GPU 0 of type T4" in reason
-    assert roomiest(ledger, request) is None
+    assert not candidates(ledger, request)
 
 
 def test_devices_that_are_set_aside_serve_no_member():

@@ -3,6 +3,7 @@
 import pytest
 
 from aiogpu.core.effects import Kill
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
@@ -63,7 +64,7 @@ def test_a_device_that_is_not_given_back_is_set_aside():
     assert why(w.scheduler, record, {}, w.now).reasons
     w.finish("b")
     w.run_dry()
-    w.tell(Scheduler.device_recovered, "GPU", 0)
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.UNSETTLED, None)
     assert w.gpus_of("both") == [0, 1]
 
 
@@ -81,7 +82,7 @@ def test_who_shares_a_device_that_is_set_aside_keeps_his_share():
     w.finish("b")
     w.submit("c", num_gpus=0.5)
     assert w.waiting == {"c"}
-    w.tell(Scheduler.device_recovered, "GPU", 0)
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.UNSETTLED, None)
     assert w.running == {"c"}
     assert w.worker_of("c")
 
@@ -94,7 +95,7 @@ def test_a_reservation_counts_on_nothing_that_is_set_aside():
     w.advance(2)
     assert w.scheduler.reservation is None
     w.submit("c", num_gpus=1)
-    w.tell(Scheduler.device_recovered, "GPU", 0)
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.UNSETTLED, None)
     w.advance(2)
     assert w.scheduler.reservation is not None or w.running == {"b", "c"}
 
@@ -140,7 +141,7 @@ def test_what_is_said_of_nobody_changes_nothing(step):
     w.tell(Scheduler.worker_gone, worker)
     assert w.unsettled == [worker]
     w.tell(Scheduler.devices_stuck, 99, "nobody's")
-    w.tell(Scheduler.device_recovered, "GPU", 1)
+    w.tell(Scheduler.device_changed, "GPU", 1, Cause.UNSETTLED, None)
     assert w.free_gpus == [0, 1]
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from aiogpu.core.model.request import Device, DeviceSelector, Request, Shape, TaskSpec
 from aiogpu.core.model.units import BY_SHARE, UNIT
+from aiogpu.core.records import Memory
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.recovery import widened
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
@@ -13,7 +15,7 @@ GIB = 1 << 30
 
 def outgrow(w: World, name: str) -> None:
     """The task uses more than it has reserved."""
-    w.tell(Scheduler.memory_outgrown, w.worker_of(name))
+    w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.DEVICE)
 
 
 def request_of(w: World, name: str) -> str:
@@ -221,8 +223,8 @@ def test_what_is_known_of_no_busy_worker_changes_nothing():
     w.submit("a")
     worker = w.worker_of("a")
     w.finish("a")
-    w.tell(Scheduler.memory_outgrown, worker)
-    w.tell(Scheduler.memory_outgrown, worker + 1)
+    w.tell(Scheduler.kill_for_memory, worker, Memory.DEVICE)
+    w.tell(Scheduler.kill_for_memory, worker + 1, Memory.DEVICE)
     assert w.killed == []
 
 
@@ -255,7 +257,7 @@ def test_it_does_not_come_to_a_smaller_device_than_before(where):
 def test_it_may_wait_for_a_device_that_is_sick():
     w = World(gpus=2)
     w.submit("a", num_gpus=0.5, retries_oom=True)
-    w.tell(Scheduler.device_sick, "GPU", 1, "XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
     w.submit("b", num_gpus=0.5)
     w.finish("a", ran_out=True)
     assert w.waiting == {"a"}

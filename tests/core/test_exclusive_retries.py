@@ -1,12 +1,13 @@
 """A task that ran out of memory beside others is tried once more, alone."""
 
+from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
 
 
 def starved(w, name):
-    w.tell(Scheduler.memory_short, w.worker_of(name))
+    w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.HOST)
 
 
 def test_it_waits_for_the_others_and_they_for_it():
@@ -185,8 +186,8 @@ def test_nobody_starves_who_does_not_run():
     w.submit("a")
     worker = w.worker_of("a")
     w.finish("a")
-    w.tell(Scheduler.memory_short, worker)
-    w.tell(Scheduler.memory_short, 99)
+    w.tell(Scheduler.kill_for_memory, worker, Memory.HOST)
+    w.tell(Scheduler.kill_for_memory, 99, Memory.HOST)
     assert not w.killed
 
 

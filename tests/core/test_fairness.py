@@ -5,6 +5,7 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.queue import fair_share as clients_module
 from aiogpu.core.queue.fair_share import LONGEST
+from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
@@ -371,7 +372,7 @@ def test_one_that_is_to_run_alone_holds_up_all_programs():
     w.join(2)
     w.submit("greedy", client=1)
     w.submit("b1", client=2)
-    w.tell(Scheduler.memory_short, w.worker_of("greedy"))
+    w.tell(Scheduler.kill_for_memory, w.worker_of("greedy"), Memory.HOST)
     w.submit("b2", client=2)
     w.submit("b3", client=2)
     assert {"b2", "b3"} <= w.waiting

@@ -4,7 +4,7 @@ import pytest
 
 from aiogpu.core.model.request import Device, Request, named_bytes
 from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
-from aiogpu.core.resources.devices import Cause, DeviceOccupancy, DeviceSet
+from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 
 GIB = 1 << 30
@@ -174,30 +174,22 @@ def test_only_a_share_or_less_is_reserved_by_name():
     assert named_bytes(5_000, BY_SHARE) == 0
 
 
-def test_fillings_are_alike_by_what_they_hold():
-    one, other = DeviceOccupancy([80]), DeviceOccupancy([80])
-    assert one == other
-    other.move(0, 2_500, 10, 1)
-    assert one != other
-    assert one != 1
-
-
 @pytest.mark.parametrize("spoil", ["named", "capacity", "mask", "apart"])
 def test_check_notices_memory_that_is_given_twice(spoil):
     ledger = node(80)
-    filling = ledger.device_sets["GPU"].filling
+    devices = ledger.device_sets["GPU"]
     ledger.take(asking(0.25, 40))
     ledger.check()
     if spoil == "named":
-        filling.named[0] += 1
+        devices.named[0] += 1
     elif spoil == "capacity":
-        filling.capacity = (10 * GIB,)
+        devices.capacity = (10 * GIB,)
     elif spoil == "mask":
-        filling.named_mask = 0
+        devices.named_mask = 0
     else:
-        filling._apart[0] = 5_000
+        devices._apart[0] = 5_000
     with pytest.raises(AssertionError):
-        filling.check() if spoil != "named" else ledger.check()
+        devices.check() if spoil != "named" else ledger.check()
 
 
 def test_bytes_are_written_as_people_read_them():

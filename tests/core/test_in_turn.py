@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.queue.ready import SEARCHED, ReadyQueue, precedence
-from aiogpu.core.records import TaskRecord, TaskState, move_task
+from aiogpu.core.records import TaskRecord, TaskState
 
 SHAPES = [
     Shape(Request.of({"CPU": cpus}, {}), (("N", str(number)),))
@@ -43,18 +43,18 @@ class Line:
             self.ready.push(TaskRecord(TaskId(self.last), spec, float(self.last)))
         elif what == "leave" and (waiting := self.waiting):
             record = waiting[choice % len(waiting)]
-            move_task(record, TaskState.ENDED)
+            record.move(TaskState.ENDED)
             self.ready.discard(record)
         elif what == "begin" and (
             bucket := self.ready.by_shape.get((OWN, SHAPES[shape]))
         ):
             record = bucket.head()
             self.ready.pop(bucket)
-            move_task(record, TaskState.STARTING)
+            record.move(TaskState.STARTING)
             self.begun.append(record)
         elif what == "back" and self.begun:
             record = self.begun.pop(choice % len(self.begun))
-            move_task(record, TaskState.WAITING)
+            record.move(TaskState.WAITING)
             self.ready.push_back(record)
 
 
@@ -81,7 +81,7 @@ def test_not_all_of_those_who_left_are_looked_at():
     for _ in range(3 * SEARCHED):
         line.move("push", 0, 0, 0)
     for record in list(line.ready)[1 : SEARCHED - 1]:
-        move_task(record, TaskState.ENDED)
+        record.move(TaskState.ENDED)
         line.ready.discard(record)
     assert [record.id for record in line.ready.in_turn()] == [1, SEARCHED]
     assert len(line.ready) == 2 * SEARCHED + 2
@@ -93,7 +93,7 @@ def test_the_place_of_one_that_was_swept_to_the_front_is_found():
         line.move("push", 0, 0, 0)
     records = list(line.ready)
     for record in records[13_000:]:
-        move_task(record, TaskState.ENDED)
+        record.move(TaskState.ENDED)
         line.ready.discard(record)
     (bucket,) = line.ready.by_shape.values()
     assert bucket.size == 13_000

@@ -3,6 +3,7 @@
 import pytest
 
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
 from aiogpu.observe.snapshot import snapshot, why
@@ -176,7 +177,7 @@ def test_one_that_is_to_run_alone_keeps_to_the_limit():
     w.submit("greedy", num_gpus=0.5, client=1)
     w.submit("actor", num_gpus=0.5, client=1, is_endless=True)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
-    w.tell(Scheduler.memory_short, w.worker_of("greedy"))
+    w.tell(Scheduler.kill_for_memory, w.worker_of("greedy"), Memory.HOST)
     assert "greedy" not in w.running
     w.join(1)
     assert "greedy" in w.running

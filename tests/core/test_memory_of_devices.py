@@ -1,6 +1,7 @@
 """[B44] GPU memory is kept for those who ask for it: who waits, why, and until when."""
 
 from aiogpu.core.model.request import Device
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.observe.status import report
@@ -73,7 +74,7 @@ def test_only_devices_that_could_serve_it_are_told():
     w.submit("a", num_gpus=0.5, gpu_memory="70GiB")
     w.submit("b", num_gpus=0.5, gpu_memory="20GiB")
     assert reason(w) == "waits for GPU memory 20GiB (free by device: 1: 10GiB)"
-    w.tell(Scheduler.device_sick, "GPU", 1, "XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
     assert reason(w) == "waits for GPU 0.5 (free by device: 1: set aside)"
 
 

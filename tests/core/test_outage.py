@@ -4,6 +4,7 @@ import pytest
 
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import PROGRAM, TaskId
+from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
@@ -235,7 +236,7 @@ def test_what_is_to_run_alone_waits_as_well():
     w.submit("other")
     w.start("other")
     fail(w, "b")
-    w.tell(Scheduler.memory_short, w.worker_of("a"))
+    w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
     w.finish("other")
     assert "a" not in w.starting | w.running
     assert w.retired == [], "nobody has to make way: there is room"

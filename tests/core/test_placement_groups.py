@@ -15,7 +15,8 @@ from aiogpu.core.model.request import (
     TaskSpec,
 )
 from aiogpu.core.model.text import SHOWN
-from aiogpu.core.records import TaskRecord
+from aiogpu.core.records import Memory, TaskRecord
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.core.scheduler.reservation import reserve
@@ -332,7 +333,7 @@ def test_small_members_do_not_starve_one_beside_a_sick_device():
     """[B24] What is kept for it is on the device that is well."""
     w = GangWorld(gpus=2)
     w.placement_group("gang", {"GPU": 2})
-    w.tell(Scheduler.device_sick, "GPU", 0, "XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
     w.submit_in("gang", "s1", num_gpus=0.5)
     w.submit_in("gang", "great", num_gpus=1)
@@ -353,7 +354,7 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
     w = GangWorld(gpus=3)
     w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, {"GPU": 1})
     w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
-    w.tell(Scheduler.device_sick, "GPU", 1, "XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
     w.submit_in("gang", "s1", num_gpus=0.5)
     w.submit_in("gang", "great", num_gpus=1)
@@ -364,7 +365,7 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
     w.finish("s1")
     assert w.gpus_of("great") == [2]
     w.finish("great")
-    w.tell(Scheduler.device_well, "GPU", 1)
+    w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, None)
     w.submit_in("gang", "at last", 1, num_gpus=1)
     assert w.gpus_of("at last") == [1]
 
@@ -378,11 +379,11 @@ def test_what_was_kept_in_a_bundle_is_kept_there_on():
     w.submit_in("gang", "great", num_cpus=1, num_gpus=1)
     w.advance(2.0)
     w.tell(Scheduler.wake)
-    assert w.scheduler.reservation.part.index == 1
+    assert w.scheduler.reservation.home.index == 1
     w.finish("endless")
     w.advance(2.0)
     w.tell(Scheduler.wake)
-    assert w.scheduler.reservation.part.index == 1
+    assert w.scheduler.reservation.home.index == 1
     w.finish("long")
     assert w.gpus_of("great") == [1]
 
@@ -438,7 +439,7 @@ def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_gang():
     w.placement_group("gang", {"CPU": 1})
     w.submit("other")
     w.submit_in("gang", "m", num_cpus=1)
-    w.tell(Scheduler.memory_short, w.worker_of("m"))
+    w.tell(Scheduler.kill_for_memory, w.worker_of("m"), Memory.HOST)
     assert w.running == {"other"}
     w.finish("other")
     assert w.running == {"m"}
@@ -568,7 +569,7 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     w.advance(2.0)
     w.tell(Scheduler.wake)
     assert w.scheduler.reservation.record.spec.name == "m1"
-    assert w.scheduler.reservation.part is not None
+    assert w.scheduler.reservation.home is not w.scheduler.ledger
     w.finish("p0")
     assert w.running == {"m0", "p1"}
 

@@ -4,7 +4,7 @@ from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.queue.ready import ReadyQueue, precedence
-from aiogpu.core.records import TaskRecord, TaskState, move_task
+from aiogpu.core.records import TaskRecord, TaskState
 from aiogpu.core.scheduler.task_tree import adopt
 
 ONE = Shape(Request.of({"CPU": UNIT}, {}))
@@ -28,7 +28,7 @@ def queue(*records: TaskRecord) -> ReadyQueue:
 
 def leave(ready: ReadyQueue, record: TaskRecord) -> None:
     """Let a task end while it waits."""
-    move_task(record, TaskState.ENDED)
+    record.move(TaskState.ENDED)
     ready.discard(record)
 
 

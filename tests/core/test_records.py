@@ -14,8 +14,6 @@ from aiogpu.core.records import (
     WorkerRecord,
     WorkerState,
     binding_of,
-    move_task,
-    move_worker,
     sort_key,
 )
 from aiogpu.core.resources.devices import DeviceSet
@@ -33,11 +31,11 @@ def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:
 def test_a_task_moves_where_its_table_leads(before, after):
     record = TaskRecord(TaskId(7), spec_of(Request()), state=before)
     if after in TASK_LEADS_TO[before]:
-        move_task(record, after)
+        record.move(after)
         assert record.state is after
     else:
         with pytest.raises(InternalError, match="task 7 cannot go"):
-            move_task(record, after)
+            record.move(after)
         assert record.state is before
 
 
@@ -46,11 +44,11 @@ def test_a_task_moves_where_its_table_leads(before, after):
 def test_a_worker_moves_where_its_table_leads(before, after):
     record = WorkerRecord(WorkerId(7), state=before)
     if after in WORKER_LEADS_TO[before]:
-        move_worker(record, after)
+        record.move(after)
         assert record.state is after
     else:
         with pytest.raises(InternalError, match="worker 7 cannot go"):
-            move_worker(record, after)
+            record.move(after)
         assert record.state is before
 
 

@@ -6,6 +6,7 @@ when it finds one: calls in a straight line, no helpers, and what went wrong.
 
 from aiogpu.core.effects import Interrupt, Revoke
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
 
@@ -216,7 +217,7 @@ def test_who_answers_before_the_kill_that_makes_room_is_starved_no_more():
     w = World(cpus=1, exits=False)
     w.submit("a")
     first = w.worker_of("a")
-    w.tell(Scheduler.memory_short, first)
+    w.tell(Scheduler.kill_for_memory, first, Memory.HOST)
     w.finish("a", retry=True)
     w.starts = False
     w.die(first)
@@ -230,7 +231,7 @@ def test_who_is_to_run_alone_needs_room_as_well():
     w.scheduler.worker_limit.bound(1)
     w.settles = True
     w.submit("a", num_gpus=1)
-    w.tell(Scheduler.memory_short, w.worker_of("a"))
+    w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
     assert w.running | w.starting == set()
     w.tell(Scheduler.devices_free, w.unsettled[0])
     assert w.running == {"a"}
@@ -244,7 +245,7 @@ def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
     w.finish("idle")
     w.submit("a", num_gpus=1)
     w.scheduler.worker_limit.bound(1)
-    w.tell(Scheduler.memory_short, w.worker_of("a"))
+    w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
     w.tell(Scheduler.devices_free, w.unsettled[0])
     assert w.running == {"a"}
     assert len(w.workers) == 1
@@ -258,7 +259,7 @@ def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
     w.finish("t0")
     assert w.queued == {"t2", "t3"}
     worker = w.worker_of("t1")
-    w.tell(Scheduler.memory_short, worker)
+    w.tell(Scheduler.kill_for_memory, worker, Memory.HOST)
     w.advance(0.1)
     assert w.workers[worker].void
     w.skip("t1", is_late=True)

@@ -12,6 +12,7 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, UNIT
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.records import Memory
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
@@ -185,7 +186,7 @@ def test_so_it_is_while_one_is_to_run_alone(seed: int, programs: int):
             if what < 0.3:
                 desk.submit(count, a_spec(), client)
             elif what < 0.4:
-                desk.tell(Scheduler.memory_short, worker)
+                desk.tell(Scheduler.kill_for_memory, worker, Memory.HOST)
             elif worker in desk.sent:
                 ended_while_wanted += desk.scheduler.exclusive.is_wanted
                 desk.end(worker, count)

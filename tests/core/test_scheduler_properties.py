@@ -29,7 +29,8 @@ from aiogpu.core.model.request import (
 from aiogpu.core.model.units import CPU, GPU, UNIT, parse_size
 from aiogpu.core.queue.fair_share import LONGEST, Limits
 from aiogpu.core.queue.ready import precedence
-from aiogpu.core.records import TaskRecord, TaskState, sort_key
+from aiogpu.core.records import Memory, TaskRecord, TaskState, sort_key
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.core.scheduler.placement import SLICE
@@ -505,21 +506,21 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def run_out_of_memory(self, data):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
-        self.w.tell(Scheduler.memory_short, self.w.worker_of(name))
+        self.w.tell(Scheduler.kill_for_memory, self.w.worker_of(name), Memory.HOST)
 
     @precondition(lambda self: self.w.running)
     @rule(data=st.data())
     def outgrow(self, data):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
-        self.w.tell(Scheduler.memory_outgrown, self.w.worker_of(name))
+        self.w.tell(Scheduler.kill_for_memory, self.w.worker_of(name), Memory.DEVICE)
 
     @rule(index=st.integers(0, len(TYPES) - 1), reason=st.sampled_from(["XID", "ECC"]))
     def fall_sick(self, index, reason):
-        self.w.tell(Scheduler.device_sick, GPU, index, reason)
+        self.w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, reason)
 
     @rule(index=st.integers(0, len(TYPES) - 1))
     def get_well(self, index):
-        self.w.tell(Scheduler.device_well, GPU, index)
+        self.w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, None)
 
     @rule(
         index=st.integers(0, len(TYPES) - 1),
@@ -527,7 +528,9 @@ class NodeMachine(RuleBasedStateMachine):
         is_avoided=st.booleans(),
     )
     def others_come_and_go(self, index, reason, is_avoided):
-        self.w.tell(Scheduler.device_foreign, GPU, index, reason, is_avoided)
+        self.w.tell(
+            Scheduler.device_changed, GPU, index, Cause.FOREIGN, reason, is_avoided
+        )
 
     @rule(settles=st.booleans())
     def change_how_devices_settle(self, settles):
@@ -544,7 +547,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, len(TYPES) - 1))
     def recover(self, index):
-        self.w.tell(Scheduler.device_recovered, GPU, index)
+        self.w.tell(Scheduler.device_changed, GPU, index, Cause.UNSETTLED, None)
 
     @rule(environment=st.sampled_from([(), (("X", "1"),)]))
     def outdate(self, environment):
@@ -690,9 +693,9 @@ class NodeMachine(RuleBasedStateMachine):
         w = self.w
         scheduler = w.scheduler
         for index in range(len(TYPES)):
-            w.tell(Scheduler.device_recovered, GPU, index)
-            w.tell(Scheduler.device_well, GPU, index)
-            w.tell(Scheduler.device_foreign, GPU, index, None)
+            w.tell(Scheduler.device_changed, GPU, index, Cause.UNSETTLED, None)
+            w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, None)
+            w.tell(Scheduler.device_changed, GPU, index, Cause.FOREIGN, None)
         for client in [*(scheduler.clients or ())]:
             w.join(client.id)
         w.run_dry()

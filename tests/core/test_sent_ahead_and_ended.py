@@ -4,6 +4,7 @@ from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.records import Memory
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
@@ -116,7 +117,7 @@ def test_who_was_killed_over_memory_gets_nothing_more():
     scheduler = one_runs_and_one_is_ahead()
     for number in (5, 6):
         scheduler.submit(0.0, TaskId(number), a_short_spec())
-    killed = scheduler.memory_short(0.0, WORKER)
+    killed = scheduler.kill_for_memory(0.0, WORKER, Memory.HOST)
     assert effects.Kill in kinds(killed)
     told = [
         *scheduler.finish(0.0, TaskId(2), WORKER, took=1e-5),
@@ -131,7 +132,7 @@ def test_who_was_killed_over_memory_gets_nothing_more():
 
 def test_nor_where_it_has_begun_nothing_of_what_it_was_sent():
     scheduler = one_runs_and_one_is_ahead()
-    scheduler.memory_short(0.0, WORKER)
+    scheduler.kill_for_memory(0.0, WORKER, Memory.HOST)
     (revoke,) = scheduler.cancel(0.0, TaskId(3))
     told = scheduler.revoked(0.0, WORKER, revoke.number, None)
     assert not {effects.Ahead, effects.Assign} & {*kinds(told)}

@@ -2,6 +2,7 @@
 
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.testing import World
@@ -84,7 +85,7 @@ def test_a_holder_that_comes_later_is_told_of_when_it_has_held_as_long():
 
 def test_what_is_set_aside_may_come_back():
     w = World(gpus=1)
-    w.tell(Scheduler.device_sick, "GPU", 0, "XID 79")
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
     w.submit("train", num_gpus=1)
     w.advance(10 * AFTER)
     assert w.warnings == []

@@ -10,7 +10,7 @@ from aiogpu.core.model.ids import ClientId, LeaseId, TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.observe.recorder import Recorder, Span
 
 REQUEST = Request.of({"CPU": UNIT}, {"GPU": 2500})
@@ -23,7 +23,7 @@ def record(task: int, since: float = 0.0) -> TaskRecord:
 
 @pytest.fixture
 def worker() -> WorkerRecord:
-    lease = Lease(LeaseId(1), REQUEST, (((3, 2500),),))
+    lease = Lease(LeaseId(1), REQUEST, (((3, 2500),),), Ledger({}))
     return WorkerRecord(WorkerId(7), lease=lease)
 
 

@@ -130,7 +130,7 @@ def told(
         {"CPU": cpus * UNIT}, {"GPU": share * len(indices)}, gpu_memory=gpu_memory
     )
     shares = (tuple((index, share) for index in indices),)
-    return assignment.bind(Lease(LeaseId(1), request, shares), environ)
+    return assignment.bind(Lease(LeaseId(1), request, shares, Ledger({})), environ)
 
 
 def test_whole_devices_are_not_limited() -> None:

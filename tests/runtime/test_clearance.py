@@ -14,8 +14,8 @@ from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.ids import LeaseId, WorkerId
 from aiogpu.core.model.request import Device, Request
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.resources.devices import Cause, DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.runtime.devices import probe_thread as device_thread
 from aiogpu.runtime.devices import release as module
@@ -32,7 +32,9 @@ BUSY = Sample({PID: 1 << 30}, reads_pids=True, used=1 << 30)
 
 def lease(*shares: tuple[int, int], kind: str = "GPU") -> Lease:
     amount = sum(part for _, part in shares)
-    return Lease(LeaseId(1), Request.of({"CPU": UNIT}, {kind: amount}), (shares,))
+    return Lease(
+        LeaseId(1), Request.of({"CPU": UNIT}, {kind: amount}), (shares,), Ledger({})
+    )
 
 
 WHOLE, PART = lease((0, UNIT)), lease((0, UNIT // 4))
@@ -75,8 +77,9 @@ def listen(
 STEPS = {
     Scheduler.devices_free: "settled",
     Scheduler.devices_stuck: "set aside",
-    Scheduler.device_recovered: "recovered",
+    Scheduler.device_changed: "recovered",
 }
+RECOVERED = ("recovered", "GPU", 0, Cause.UNSETTLED, None)
 
 
 def begin(
@@ -172,7 +175,7 @@ async def test_past_the_limit_it_is_set_aside_and_recovers(
     told = {await heard.next(), await heard.next()}
     assert told == {("set aside", ONE, reason), ("set aside", TWO, reason)}
     watch.on[0] = IDLE
-    assert await heard.next() == ("recovered", "GPU", 0), "once, though two held it"
+    assert await heard.next() == RECOVERED, "once, though two held it"
     await heard.close()
     assert heard.told.empty()
 
@@ -198,7 +201,7 @@ async def test_of_a_mixed_lease_the_logical_devices_are_not_asked_about() -> Non
 
 async def test_what_holds_no_device_is_not_asked_about() -> None:
     heard = listen(PaperWatch(IDLE, IDLE))
-    cpu = Lease(LeaseId(1), Request.of({"CPU": UNIT}, {}))
+    cpu = Lease(LeaseId(1), Request.of({"CPU": UNIT}, {}), (), Ledger({}))
     heard.device_release.begin(ONE, cpu)
     assert not heard.device_release.end(ONE, cpu, [PID])
     await heard.close()
@@ -235,7 +238,7 @@ async def test_a_driver_that_hangs_holds_nobody_up(
     heard.device_release.on_mute("GPU", 15.0)
     assert (await heard.next())[:2] == ("set aside", TWO)
     watch.is_free.set()
-    assert await heard.next() == ("recovered", "GPU", 0)
+    assert await heard.next() == RECOVERED
     await heard.close()
 
 

@@ -13,7 +13,8 @@ from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
-from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.records import Memory
+from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Origin
@@ -127,7 +128,7 @@ async def test_what_is_seen_is_told_until_its_end() -> None:
     story = Story()
     story.sees(health=Health(("XID 79",), ""))
     story.sees()
-    assert story.told == [(Scheduler.device_sick, GPU, 0, "XID 79")]
+    assert story.told == [(Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79")]
     story.monitor.quit()
     story.sees(health=Health(("XID 80",), ""))
     assert len(story.told) == 1, "after the end nothing is told"
@@ -139,10 +140,10 @@ async def test_a_sick_device_is_told_once_and_when_it_is_well(
     story = Story()
     for _ in range(3):
         story.sees(health=Health(("XID 79",), ""))
-    assert story.told == [(Scheduler.device_sick, GPU, 0, "XID 79")]
+    assert story.told == [(Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79")]
     for _ in range(int(CALM)):
         story.sees()
-    assert story.told[1:] == [(Scheduler.device_well, GPU, 0)]
+    assert story.told[1:] == [(Scheduler.device_changed, GPU, 0, Cause.SICK, None)]
     assert [record.message for record in caplog.records] == [
         "! GPU 0 gets no new tasks until it is well: XID 79",
         "! GPU 0 is well again",
@@ -167,14 +168,14 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
     reason = "the driver has not answered for 0.03 s"
     assert story.told.pop(0) == (Scheduler.devices_stuck, 1, f"GPU 0: {reason}")
     assert story.told == [
-        (Scheduler.device_sick, GPU, 0, reason),
-        (Scheduler.device_sick, GPU, 1, reason),
+        (Scheduler.device_changed, GPU, 0, Cause.SICK, reason),
+        (Scheduler.device_changed, GPU, 1, Cause.SICK, reason),
     ]
     story.thread.waits = None
     story.sees(health=Health(("XID 79",), ""))
     assert story.told[2:] == [
-        (Scheduler.device_sick, GPU, 0, "XID 79"),
-        (Scheduler.device_well, GPU, 1),
+        (Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79"),
+        (Scheduler.device_changed, GPU, 1, Cause.SICK, None),
     ]
     story.monitor.quit()
 
@@ -234,7 +235,7 @@ async def test_with_enforcement_it_is_ended_and_its_owner_told(
     story.start("small")
     for _ in range(2):
         story.sees({101: 9 * GIB})
-    assert story.told == [(Scheduler.memory_outgrown, WorkerId(1))]
+    assert story.told == [(Scheduler.kill_for_memory, WorkerId(1), Memory.DEVICE)]
     assert caplog.records[0].message.endswith("beside it there: small. It is ended.")
     error = story.guard.explain(1, 1)
     assert error is not None
@@ -293,10 +294,12 @@ async def test_others_processes_are_told_of_when_they_change(foreign: str) -> No
     story.sees({XORG: GIB})
     story.sees({XORG: 2 * GIB})
     told = "others' processes are on it: X (pid 7)"
-    assert story.told == [(Scheduler.device_foreign, *ZERO, told, foreign == "avoid")]
+    assert story.told == [
+        (Scheduler.device_changed, *ZERO, Cause.FOREIGN, told, foreign == "avoid")
+    ]
     story.sees({os.getpid(): GIB})
     assert story.told[1:] == [
-        (Scheduler.device_foreign, *ZERO, None, foreign == "avoid")
+        (Scheduler.device_changed, *ZERO, Cause.FOREIGN, None, foreign == "avoid")
     ]
     story.monitor.quit()
 

@@ -36,7 +36,9 @@ def lease_of(
     request = Request.of({}, amounts, gpu_memory=gpu_memory)
     shares = tuple((index, share) for index in indices)
     others = (((0, UNIT),),) if also else ()
-    return Lease(LeaseId(1), request, (*others, shares) if request.devices else ())
+    return Lease(
+        LeaseId(1), request, (*others, shares) if request.devices else (), Ledger({})
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.ids import LeaseId, WorkerId
 from aiogpu.core.model.request import Device, Request
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.resources.devices import Cause, DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.runtime.devices.release import ASIDE, PAUSES, DeviceRelease
 from tests.runtime.hand_loop import HandLoop, PromptThread
@@ -22,7 +22,7 @@ ZERO, ONE = ("GPU", 0), ("GPU", 1)
 GIB = 1 << 30
 LIMIT = 10.0
 LOST = Sample(problem="GPU is lost", is_lost=True)
-RECOVERED = (Scheduler.device_recovered, *ZERO)
+RECOVERED = (Scheduler.device_changed, *ZERO, Cause.UNSETTLED, None)
 
 
 def sample(*pids: int, used: int = GIB, reads_pids: bool = True) -> Sample:
@@ -35,7 +35,7 @@ IDLE, BUSY = sample(), sample(PID, used=2 * GIB)
 def lease(keys: tuple[tuple[str, int], ...], part: int) -> Lease:
     shares = tuple((index, part) for _, index in keys)
     request = Request.of({"CPU": UNIT}, {"GPU": part * len(keys)})
-    return Lease(LeaseId(1), request, (shares,))
+    return Lease(LeaseId(1), request, (shares,), Ledger({}))
 
 
 def free(worker: int = 1, is_verified: bool = True) -> tuple[object, ...]:
@@ -175,7 +175,7 @@ def test_of_several_devices_each_comes_back_by_itself() -> None:
     assert cleared == RECOVERED
     assert story.watch.looks[0] == 3, "one that is free is not looked at again"
     story.put(one=IDLE)
-    assert story.step() == [(Scheduler.device_recovered, *ONE)]
+    assert story.step() == [(Scheduler.device_changed, *ONE, Cause.UNSETTLED, None)]
 
 
 def test_of_several_devices_all_come_back_together_in_time() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import MEMORY, UNIT
-from aiogpu.core.records import WorkerState
+from aiogpu.core.records import Memory, WorkerState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Usage
 from aiogpu.runtime.memory_monitor import (
@@ -151,8 +151,8 @@ class House:
         )
 
     def feed(self, step: object, *args: object) -> None:
-        (worker,) = args
-        assert step is Scheduler.memory_short
+        worker, memory = args
+        assert (step, memory) == (Scheduler.kill_for_memory, Memory.HOST)
         assert isinstance(worker, int)
         _, used, limit = self.watch._ended[worker]
         self.told.append((worker, used, limit))

@@ -118,75 +118,21 @@ ANY: Final = -1
 MOST_BUNDLES: Final = 256
 """Of one placement group."""
 
-Amounts = tuple[tuple[str, int], ...]
-
-
-class Bundle(NamedTuple):
-    """What one bundle holds; see `Request`."""
-
-    scalars: Amounts
-    devices: Amounts
-    accelerator_type: str | None
-    gpu_memory: int = 0
-
-    @classmethod
-    def of(cls, request: Request) -> Bundle:
-        """The bundle that holds what a request asks for."""
-        return cls(
-            request.scalars,
-            request.devices,
-            request.accelerator_type,
-            request.gpu_memory,
-        )
-
-    def request(self, *, spread: bool = False) -> Request:
-        """Return what is asked of the ledger for it."""
-        return Request(
-            self.scalars,
-            self.devices,
-            self.accelerator_type,
-            spread,
-            gpu_memory=self.gpu_memory,
-        )
-
-    @property
-    def named_bytes(self) -> int:
-        """The bytes of its one GPU that it has by name; 0 where its share says it."""
-        return named_bytes(dict(self.devices).get(GPU, 0), self.gpu_memory)
-
-    def could_hold(self, request: Request) -> bool:
-        """Return whether a request is no more than this by its amounts."""
-        scalars, devices = dict(self.scalars), dict(self.devices)
-        if self.named_bytes and request.gpu_memory > self.named_bytes:
-            return False
-        # Which type its devices have is known once they are.
-        of_type = TYPE_PREFIX + (request.accelerator_type or "")
-        return all(
-            amount <= scalars.get(name, 0)
-            for name, amount in request.scalars
-            if name != of_type
-        ) and all(
-            name in devices and amount <= devices[name]
-            for name, amount in request.devices
-        )
-
-    def __str__(self) -> str:
-        return str(self.request())
-
 
 class PlacementGroupSpec(NamedTuple):
-    """All bundles of one reservation.
+    """The bundles that are reserved together.
 
     Attributes:
-        key: tells it from all others, in whichever process they were made.
+        key: unique among all placement groups, whichever process made them.
         name: for people.
-        strategy: how its bundles are laid out, one of `STRATEGIES`.
+        strategy: how the bundles are laid out, one of `STRATEGIES`.
+        bundles: what each holds; neither `spread` nor `where` is asked of them.
     """
 
     key: str
     name: str
     strategy: str
-    bundles: tuple[Bundle, ...]
+    bundles: tuple[Request, ...]
 
     def request(self) -> Request:
         """Return what all bundles together ask for."""
@@ -202,7 +148,7 @@ class PlacementGroupSpec(NamedTuple):
         )
 
     def holding(self, index: int, request: Request) -> list[int]:
-        """The bundles that could hold a request, of all or of the one that is named."""
+        """Indices of the bundles that could hold a request: of `index`, or of `ANY`."""
         candidates: Sequence[int] = (
             range(len(self.bundles)) if index == ANY else (index,)
         )
@@ -300,6 +246,27 @@ class Request:
         if gpu_memory and not devices.get(GPU):
             held = tuple(sorted((*held, (GPU, 0))))
         return cls(_sorted(scalars), held, accelerator_type, spread, where, gpu_memory)
+
+    @property
+    def named_bytes(self) -> int:
+        """The bytes of its one GPU that it has by name; 0 where its share says it."""
+        return named_bytes(dict(self.devices).get(GPU, 0), self.gpu_memory)
+
+    def could_hold(self, request: Request) -> bool:
+        """Return whether another request asks for no more than this bundle has."""
+        scalars, devices = dict(self.scalars), dict(self.devices)
+        if self.named_bytes and request.gpu_memory > self.named_bytes:
+            return False
+        # The type of its devices is known once they are.
+        of_type = TYPE_PREFIX + (request.accelerator_type or "")
+        return all(
+            amount <= scalars.get(name, 0)
+            for name, amount in request.scalars
+            if name != of_type
+        ) and all(
+            name in devices and amount <= devices[name]
+            for name, amount in request.devices
+        )
 
     def as_numbers(self) -> dict[str, float]:
         """The request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`.

@@ -94,7 +94,7 @@ def capacity_of(ledger: Ledger) -> dict[str, int]:
     capacity = dict(ledger.capacity)
     for kind, devices in ledger.device_sets.items():
         capacity[kind] = len(devices.devices) * UNIT
-        if memory := sum(devices.filling.capacity):
+        if memory := sum(devices.capacity):
             capacity[GPU_MEMORY] = memory * UNIT
     return capacity
 
@@ -135,7 +135,7 @@ def _amounts(request: Request) -> list[tuple[str, int]]:
     if isinstance(request.placement_group, PlacementGroupSpec):
         held: Counter[str] = Counter()
         for bundle in request.placement_group.bundles:
-            held.update(dict(_amounts(bundle.request())))
+            held.update(dict(_amounts(bundle)))
         return list(held.items())
     found = [*request.scalars, *request.devices]
     if request.gpu_memory > 0:

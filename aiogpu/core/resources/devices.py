@@ -36,105 +36,6 @@ Share = tuple[int, int]
 """Index of a device in its set, and the amount taken of it in parts."""
 
 
-class DeviceOccupancy:
-    """What is taken of each of some devices, by index; see `DeviceSet.shares`.
-
-    Attributes:
-        capacity: bytes of memory of each, 0 where unknown.
-        free: free parts of each; others only read it.
-        named: bytes reserved by name; others only read it.
-        named_mask: the devices on which there are some.
-    """
-
-    def __init__(
-        self, capacity: Sequence[int], shares: Sequence[Share] | None = None
-    ) -> None:
-        self.capacity = tuple(capacity)
-        self.free = [UNIT if shares is None else 0] * len(self.capacity)
-        self.named = [0] * len(self.capacity)
-        self.named_mask = 0
-        # Parts of those who have named their bytes: these stand for no memory.
-        self._apart = [0] * len(self.capacity)
-        for index, part in shares or ():
-            self.free[index] = part
-            # What a bundle of memory alone has not got stands for none of it.
-            self._apart[index] = 0 if part else UNIT
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceOccupancy) and (
-            (self.free, self.named, self._apart, self.named_mask)
-            == (other.free, other.named, other._apart, other.named_mask)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def move(self, index: int, part: int, memory: int, sign: int) -> None:
-        """Take a share with its memory (`sign` 1), or give it back (-1)."""
-        self.free[index] -= sign * part
-        self.name(index, part, memory, sign)
-
-    def name(self, index: int, part: int, memory: int, sign: int) -> None:
-        """What `move` does beside the parts."""
-        named = named_bytes(part, memory)
-        if named:
-            self.named[index] += sign * named
-            self._apart[index] += sign * part
-            bit = 1 << index
-            self.named_mask = self.named_mask & ~bit | bit * (self.named[index] > 0)
-
-    def free_memory(self, index: int) -> int:
-        """Bytes that nobody has reserved, by name or by a share; 0 where unknown."""
-        implied = UNIT - self.free[index] - self._apart[index]
-        capacity = self.capacity[index]
-        return capacity - capacity * implied // UNIT - self.named[index]
-
-    def has_memory(self, index: int, amount: int, memory: int) -> bool:
-        """Whether a device has the memory for a share, whatever parts are free."""
-        capacity = self.capacity[index]
-        if memory and capacity < max(memory, 1):
-            return False
-        if amount >= UNIT:
-            return not self.named[index]
-        if memory > 0:
-            return self.free_memory(index) >= memory
-        if not self.named[index]:
-            return True
-        implied = UNIT - self.free[index] - self._apart[index]
-        return capacity * (implied + amount) // UNIT + self.named[index] <= capacity
-
-    def with_memory(self, mask: int, amount: int, memory: int) -> int:
-        """Those devices of a mask that have the memory for a share."""
-        # Where nobody has named bytes, the parts say all of it.
-        looked_at = mask if memory else mask & self.named_mask
-        while looked_at:
-            bit = looked_at & -looked_at
-            looked_at ^= bit
-            if not self.has_memory(bit.bit_length() - 1, amount, memory):
-                mask ^= bit
-        return mask
-
-    def fullest(self, mask: int, *, spread: bool) -> int:
-        """Of the devices of a mask those with the least free memory, or the most."""
-        levels: dict[int, int] = {}
-        while mask:
-            bit = mask & -mask
-            mask ^= bit
-            level = self.free_memory(bit.bit_length() - 1)
-            levels[level] = levels.get(level, 0) | bit
-        if not levels:
-            return 0
-        return levels[max(levels) if spread else min(levels)]
-
-    def check(self) -> None:
-        """Assert that nothing is taken twice. Costs O(devices)."""
-        for index, capacity in enumerate(self.capacity):
-            apart, named = self._apart[index], self.named[index]
-            assert bool(named) == bool(self.named_mask >> index & 1), self.named_mask
-            assert 0 <= apart <= UNIT - self.free[index], (index, apart)
-            assert bool(named) or apart in (0, UNIT), (index, apart)
-            assert 0 <= self.free_memory(index) <= capacity, (index, named)
-
-
 class Cause(Enum):
     """Why a device is given to nobody for now, in the order in which it is told."""
 
@@ -211,9 +112,11 @@ class DeviceSet:
         devices: the devices, by index.
         availability: which of them are not to be used.
         shares: what there is of them, None for all; of a share of 0, memory alone.
-        filling: what is taken of each; others only read it.
+        capacity: bytes of memory of each device, 0 where unknown.
         free: the free parts of each device, by index; others only read it.
         free_mask: the devices of which no part is taken; others only read it.
+        named: bytes of each device that are reserved by name; others only read it.
+        named_mask: the devices on which there are some.
         unverified: devices, by index, of which a share was given back although
             nobody could see that the memory behind it is free.
     """
@@ -231,11 +134,17 @@ class DeviceSet:
         self.shares = shares
         # What is asked of GPU memory says nothing of other kinds of devices.
         self._has_memory = kind == GPU
-        self.filling = DeviceOccupancy(
-            [device.memory if self._has_memory else 0 for device in self.devices],
-            shares,
-        )
-        self.free = self.filling.free
+        memories = [device.memory * self._has_memory for device in self.devices]
+        self.capacity = tuple(memories)
+        self.free = [UNIT if shares is None else 0] * len(memories)
+        self.named = [0] * len(memories)
+        self.named_mask = 0
+        # Parts of those who have named their bytes: these stand for no memory.
+        self._apart = [0] * len(memories)
+        for index, part in shares or ():
+            self.free[index] = part
+            # What a bundle of memory alone has not got stands for none of it.
+            self._apart[index] = 0 if part else UNIT
         self._bits = tuple(1 << index for index in range(len(self.devices)))
         self._of_type: dict[str | None, int] = {None: sum(self._bits)}
         for device, bit in zip(self.devices, self._bits, strict=True):
@@ -305,7 +214,7 @@ class DeviceSet:
         if known is None:
             if len(self._of_size) >= _REMEMBERED:
                 self._of_size.clear()
-            known = self._mask(size >= least for size in self.filling.capacity)
+            known = self._mask(size >= least for size in self.capacity)
             self._of_size[least] = known
         return known
 
@@ -317,11 +226,31 @@ class DeviceSet:
         # A share never spans devices.
         memory = self.demand(request)
         rooms = 0
-        for index, capacity in enumerate(self.filling.capacity):
+        for index, capacity in enumerate(self.capacity):
             if usable >> index & 1:
                 by_parts = UNIT // amount if amount else capacity // memory
                 rooms += min(by_parts, capacity // memory) if memory > 0 else by_parts
         return rooms
+
+    def free_memory(self, index: int) -> int:
+        """Bytes that nobody has reserved, by name or by a share; 0 where unknown."""
+        implied = UNIT - self.free[index] - self._apart[index]
+        capacity = self.capacity[index]
+        return capacity - capacity * implied // UNIT - self.named[index]
+
+    def _has_room(self, index: int, amount: int, memory: int) -> bool:
+        """Whether a device has the memory for a share, whatever parts are free."""
+        capacity = self.capacity[index]
+        if memory and capacity < max(memory, 1):
+            return False
+        if amount >= UNIT:
+            return not self.named[index]
+        if memory > 0:
+            return self.free_memory(index) >= memory
+        if not self.named[index]:
+            return True
+        implied = UNIT - self.free[index] - self._apart[index]
+        return capacity * (implied + amount) // UNIT + self.named[index] <= capacity
 
     def could_serve(self, amount: int, request: Request, mask: int) -> bool:
         """Whether the devices of a mask, chosen for `amount`, are free for it now."""
@@ -361,7 +290,7 @@ class DeviceSet:
         kind = kind if self._has_memory else self.wanted_type(request)
         barred |= self.availability.aside_mask
         allowed = self._of_type.get(kind, 0) & ~barred
-        named = self.filling.named_mask
+        named = self.named_mask
         if named or request.gpu_memory or request.where is not None:
             allowed = self._with_memory(
                 allowed & self.fitting(request), amount, request
@@ -370,7 +299,7 @@ class DeviceSet:
         if amount > UNIT:
             return self._several(amount // UNIT, found & self._combinable, warm[1])
         if not amount:
-            found = self.filling.fullest(allowed, spread=request.spread)
+            found = self._fullest(allowed, spread=request.spread)
         elif amount < UNIT:
             if apart := found & named:
                 # Who has memory of it is on it: it is no whole device for anybody.
@@ -385,7 +314,28 @@ class DeviceSet:
         return (((found & -found).bit_length() - 1, amount),) if found else None
 
     def _with_memory(self, mask: int, amount: int, request: Request) -> int:
-        return self.filling.with_memory(mask, amount, self.demand(request))
+        """The devices of a mask that have the memory for a share."""
+        memory = self.demand(request)
+        # Where nobody has named bytes, the parts say all of it.
+        looked_at = mask if memory else mask & self.named_mask
+        while looked_at:
+            bit = looked_at & -looked_at
+            looked_at ^= bit
+            if not self._has_room(bit.bit_length() - 1, amount, memory):
+                mask ^= bit
+        return mask
+
+    def _fullest(self, mask: int, *, spread: bool) -> int:
+        """Of the devices of a mask those with the least free memory, or the most."""
+        levels: dict[int, int] = {}
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            level = self.free_memory(bit.bit_length() - 1)
+            levels[level] = levels.get(level, 0) | bit
+        if not levels:
+            return 0
+        return levels[max(levels) if spread else min(levels)]
 
     def _several(
         self, wanted: int, mask: int, warm_sets: Sequence[int]
@@ -426,12 +376,17 @@ class DeviceSet:
                 self._name(index, amount, memory, -1)
 
     def _name(self, index: int, amount: int, memory: int, sign: int) -> None:
-        if self._has_memory:
-            self.filling.name(index, amount, memory, sign)
+        """Reserve the bytes that a share names, or give them back (`sign` -1)."""
+        named = named_bytes(amount, memory)
+        if named and self._has_memory:
+            self.named[index] += sign * named
+            self._apart[index] += sign * amount
+            bit = 1 << index
+            self.named_mask = self.named_mask & ~bit | bit * (self.named[index] > 0)
 
     def memory_reserved(self, index: int) -> int:
         """Bytes of a device's memory that are held, by name or by shares."""
-        return self.filling.capacity[index] - self.filling.free_memory(index)
+        return self.capacity[index] - self.free_memory(index)
 
     def memory_of(self, share: Share, memory: int) -> int:
         """Bytes that one share holds of its device's memory; 0 where unknown.
@@ -443,7 +398,7 @@ class DeviceSet:
         index, amount = share
         if self._has_memory and (named := named_bytes(amount, memory)):
             return named
-        return self.filling.capacity[index] * amount // UNIT
+        return self.capacity[index] * amount // UNIT
 
     def _file(self, index: int, level: int) -> None:
         """File a device under what is free of it now."""
@@ -466,14 +421,28 @@ class DeviceSet:
             at[level] = bit
             insort(self._levels, level)
 
+    def taken(self) -> tuple[list[int], list[int], list[int], int]:
+        """What is taken of the devices; equal for sets of which the same is."""
+        return self.free, self.named, self._apart, self.named_mask
+
     def check(self) -> None:
-        """Assert that every device is filed under what is free of it."""
+        """Assert that nothing is taken twice, and every device is filed under its rest.
+
+        Costs O(devices).
+        """
         filed: dict[int, int] = {}
-        for bit, level in zip(self._bits, self.free, strict=True):
-            filed[level] = filed.get(level, 0) | bit
+        for index, (level, capacity) in enumerate(
+            zip(self.free, self.capacity, strict=True)
+        ):
+            filed[level] = filed.get(level, 0) | 1 << index
+            apart, named = self._apart[index], self.named[index]
+            assert 0 <= level <= UNIT, (index, level)
+            assert bool(named) == bool(self.named_mask >> index & 1), self.named_mask
+            assert 0 <= apart <= UNIT - level, (index, apart)
+            assert bool(named) or apart in (0, UNIT), (index, apart)
+            assert 0 <= self.free_memory(index) <= capacity, (index, named)
         assert filed.pop(UNIT, 0) == self.free_mask, (self.free, self.free_mask)
         filed.pop(0, None)
         assert filed == self._at, (self.free, self._at)
         assert sorted(filed) == self._levels, (self.free, self._levels)
         self.availability.check()
-        self.filling.check()

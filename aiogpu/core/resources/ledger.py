@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from aiogpu.core.model.ids import LeaseId, WorkerId
-from aiogpu.core.model.request import Bundle, Device, Request
+from aiogpu.core.model.request import ANY, BundleRef, Device, Request
 from aiogpu.core.model.units import (
     CPU,
     GPU,
@@ -27,7 +27,6 @@ from aiogpu.core.model.units import (
 from aiogpu.core.resources.devices import (
     COLD,
     Affinity,
-    DeviceOccupancy,
     DeviceSet,
     Share,
 )
@@ -60,19 +59,19 @@ class Lease:
         shares: device shares by kind, in the order of `request.devices`.
         is_lent: whether its CPUs are given back for as long as its task waits.
         usage: charges its client for it; None where no clients share the node.
-        home: the bundle from which it was taken, None for the node itself.
-        parts: of a placement group's lease, its bundles.
-        memories: of a placement group's, as `shares`: the `gpu_memory` that each was
-            taken for; empty where none of its bundles names any.
+        home: the ledger from which it was taken: the node's, or that of a bundle.
+        parts: the bundles of a placement group's lease.
+        memories: like `shares`, the `gpu_memory` for which each share of a placement
+            group's lease was taken; empty where none of its bundles names any.
         holder: the worker that has it, None before one has.
     """
 
     id: LeaseId
     request: Request
-    shares: tuple[tuple[Share, ...], ...] = ()
+    shares: tuple[tuple[Share, ...], ...]
+    home: Ledger
     is_lent: bool = False
     usage: LeaseAccount | None = None
-    home: BundleLedger | None = None
     parts: tuple[BundleLedger, ...] = ()
     memories: tuple[tuple[int, ...], ...] = ()
     holder: WorkerId | None = None
@@ -161,7 +160,7 @@ class Ledger:
 
     def _begin(self, request: Request, shares: tuple[tuple[Share, ...], ...]) -> Lease:
         self._last_id += 1
-        lease = Lease(LeaseId(self._last_id), request, shares)
+        lease = Lease(LeaseId(self._last_id), request, shares, self)
         self.leases[lease.id] = lease
         return lease
 
@@ -193,6 +192,19 @@ class Ledger:
             found.append(chosen)
         return tuple(found)
 
+    def homes(self, request: Request) -> Sequence[Ledger]:
+        """The ledgers from which a request may take: its bundles, or this one.
+
+        A placement group that is not granted has no bundles.
+        """
+        within = request.placement_group
+        if not isinstance(within, BundleRef):
+            return (self,)
+        bundles = self.placement_groups.get(within.key, ())
+        if within.bundle == ANY:
+            return bundles
+        return bundles[within.bundle : within.bundle + 1]
+
     def would_help(self, lease: Lease, request: Request) -> bool:
         """Whether a request that does not fit might, if this lease were given back."""
         held = dict(lease.request.scalars)
@@ -218,7 +230,7 @@ class Ledger:
         Raises:
             KeyError: the lease was given back before.
         """
-        home = lease.home or self
+        home = lease.home
         del home.leases[lease.id]
         if lease.holder is not None:
             self.ended += 1
@@ -244,9 +256,8 @@ class Ledger:
         """Give back all of a lease but its devices, which are not free yet."""
         if lease.is_lent:
             self.resume(lease)
-        home = lease.home or self
         for name, amount in lease.request.scalars:
-            home.free[name] += amount
+            lease.home.free[name] += amount
         lease.request = replace(lease.request, scalars=())
         if lease.usage is not None:
             lease.usage.keep_devices(self.device_sets)
@@ -254,22 +265,21 @@ class Ledger:
     def lend(self, lease: Lease) -> None:
         """Give back the CPUs of a lease whose task waits for others; nothing else."""
         lease.is_lent = True
-        home = lease.home or self
-        for name, amount in lease.request.scalars:
-            if name == CPU:
-                home.free[name] += amount
+        self._move_cpus(lease, 1)
         if lease.usage is not None:
             lease.usage.lend()
 
     def resume(self, lease: Lease) -> None:
         """Undo `lend`, at once: there may be less than nothing free afterwards."""
         lease.is_lent = False
-        home = lease.home or self
-        for name, amount in lease.request.scalars:
-            if name == CPU:
-                home.free[name] -= amount
+        self._move_cpus(lease, -1)
         if lease.usage is not None:
             lease.usage.resume()
+
+    def _move_cpus(self, lease: Lease, sign: int) -> None:
+        for name, amount in lease.request.scalars:
+            if name == CPU:
+                lease.home.free[name] += sign * amount
 
     def emptied(self) -> Ledger:
         """The same resources with nothing taken or set aside, to try something on."""
@@ -335,7 +345,7 @@ class Ledger:
             known. They are those that were asked for by name, or else the part that
             the share is of the device's.
         """
-        sets = (lease.home or self).device_sets
+        sets = lease.home.device_sets
         return tuple(
             (kind, share[0], sets[kind].memory_of(share, memory))
             for kind, share, memory in lease.held()
@@ -353,7 +363,7 @@ class Ledger:
         totals = {name: number(amount) for name, amount in self.capacity.items()}
         for kind, devices in self.device_sets.items():
             totals[kind] = float(len(devices.devices))
-            if memory := sum(devices.filling.capacity):
+            if memory := sum(devices.capacity):
                 totals[GPU_MEMORY] = float(memory)
         return totals
 
@@ -370,36 +380,26 @@ class Ledger:
                 if i not in devices.availability.aside
             ]
             available[kind] = number(sum(devices.free[index] for index in given))
-            if any(devices.filling.capacity):
-                free = sum(map(devices.filling.free_memory, given))
+            if any(devices.capacity):
+                free = sum(map(devices.free_memory, given))
                 available[GPU_MEMORY] = float(free)
         return available
 
     def check(self) -> None:
         """Assert that capacity less all leases is what is free. Costs O(leases)."""
-        free = dict(self.capacity)
-        fillings = {
-            kind: DeviceOccupancy(devices.filling.capacity, devices.shares)
-            for kind, devices in self.device_sets.items()
-        }
+        rebuilt = self.emptied()
         for lease in self.leases.values():
-            request = lease.request
-            for name, amount in request.scalars:
-                if name != CPU or not lease.is_lent:
-                    free[name] -= amount
-            for (_, amount), taken in zip(request.devices, lease.shares, strict=True):
+            devices = zip(lease.request.devices, lease.shares, strict=True)
+            for (_, amount), taken in devices:
                 assert sum(part for _, part in taken) == amount, lease
-            for kind, (index, part), memory in lease.held():
-                has_memory = any(fillings[kind].capacity)
-                fillings[kind].move(index, part, memory if has_memory else 0, 1)
-        assert free == self.free, (free, self.free)
-        assert all(free[name] >= 0 for name in free if name != CPU), free
-        for kind, filling in fillings.items():
-            assert filling == self.device_sets[kind].filling, (kind, filling)
-            assert all(0 <= amount <= UNIT for amount in filling.free), kind
-            self.device_sets[kind].check()
-        for placement_group in self.placement_groups.values():
-            for bundle in placement_group:
+            rebuilt.suppose(lease, is_held=True)
+        assert rebuilt.free == self.free, (rebuilt.free, self.free)
+        assert all(n >= 0 for name, n in self.free.items() if name != CPU), self.free
+        for kind, of_kind in self.device_sets.items():
+            assert rebuilt.device_sets[kind].taken() == of_kind.taken(), of_kind
+            of_kind.check()
+        for bundles in self.placement_groups.values():
+            for bundle in bundles:
                 bundle.check()
 
 
@@ -418,7 +418,7 @@ class BundleLedger(Ledger):
         whole: Ledger,
         key: str,
         index: int,
-        bundle: Bundle,
+        bundle: Request,
         shares: tuple[tuple[Share, ...], ...],
     ) -> None:
         self.key = key
@@ -439,19 +439,6 @@ class BundleLedger(Ledger):
                     scalars.setdefault(TYPE_PREFIX + name, UNIT)
         super().__init__(scalars, sets)
         self._could_ever: dict[Request, bool] = {}
-
-    def take(
-        self,
-        request: Request,
-        barred: Mapping[str, int] | None = None,
-        kept: Mapping[str, int] | None = None,
-        warm: Affinity = COLD,
-    ) -> Lease | None:
-        """Take all that is asked for, or nothing; see `Ledger.take`."""
-        lease = super().take(request, barred, kept, warm)
-        if lease is not None:
-            lease.home = self
-        return lease
 
     def could_ever(self, request: Request) -> bool:
         """Return whether it would do for a request with nobody in it."""

@@ -7,13 +7,12 @@ is divided into bundles, a `BundleLedger` each, from which its tasks take their 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from dataclasses import dataclass, replace
+from typing import Final
 
 from aiogpu.core.model.request import (
-    ANY,
     SPREAD,
     STRICT_SPREAD,
-    Bundle,
     BundleRef,
     PlacementGroupSpec,
     Request,
@@ -50,7 +49,8 @@ class Layout:
         self._kept = kept
         self._is_spread = placement_group.strategy == SPREAD
         self._requests = [
-            bundle.request(spread=self._is_spread) for bundle in placement_group.bundles
+            replace(bundle, spread=self._is_spread)
+            for bundle in placement_group.bundles
         ]
         numbers = range(len(placement_group.bundles))
         self._order = sorted(numbers, key=lambda i: _ease(placement_group.bundles[i]))
@@ -115,7 +115,7 @@ class Layout:
         )
 
 
-def _ease(bundle: Bundle) -> tuple[bool, int, int]:
+def _ease(bundle: Request) -> tuple[bool, int, int]:
     """Sorts first what is hardest to place: of a type, of many devices, of much."""
     devices = max((amount for _, amount in bundle.devices), default=0)
     return not bundle.accelerator_type, -devices, -sum(n for _, n in bundle.scalars)
@@ -123,8 +123,10 @@ def _ease(bundle: Bundle) -> tuple[bool, int, int]:
 
 def _look_of(devices: DeviceSet, at: int) -> tuple[object, ...]:
     """Return what of a device matters for who can be on it."""
-    device, filling = devices.devices[at], devices.filling
-    memory = filling.capacity[at], filling.free_memory(at)
+    device, memory = (
+        devices.devices[at],
+        (devices.capacity[at], devices.free_memory(at)),
+    )
     return devices.free[at], device.type, device.parent is None, *memory
 
 
@@ -152,32 +154,25 @@ def try_on(
     return leases
 
 
-class Withheld(Protocol):
-    """What is kept for one request, so that others may not take it."""
+@dataclass(slots=True, eq=False)
+class Withheld:
+    """Resources that are kept for one request, so that others may not take them.
 
-    @property
-    def barred(self) -> Mapping[str, int]:
-        """Devices by kind, as bit masks."""
+    Attributes:
+        home: the ledger whose resources they are.
+        barred: devices by kind, as bit masks.
+        kept: amounts of undivided resources, in parts.
+    """
 
-    @property
-    def kept(self) -> Mapping[str, int]:
-        """Amounts of undivided resources, in parts."""
-
-    @property
-    def part(self) -> BundleLedger | None:
-        """The bundle of which it is kept, None for what is in no bundle."""
-
-
-def bundles_for(ledger: Ledger, within: BundleRef) -> Sequence[BundleLedger]:
-    """The bundles from which a member may take; none until its group is granted."""
-    parts = ledger.placement_groups.get(within.key, ())
-    return parts if within.bundle == ANY else parts[within.bundle : within.bundle + 1]
+    home: Ledger
+    barred: Mapping[str, int]
+    kept: Mapping[str, int]
 
 
 def take_grouped(
     ledger: Ledger,
     request: Request,
-    reservation: Withheld | None = None,
+    withheld: Withheld | None = None,
     warm: Affinity = COLD,
 ) -> Lease | None:
     """Take what a group asks for, or a member of one; `Ledger.take` for all others.
@@ -185,30 +180,21 @@ def take_grouped(
     Args:
         ledger: the node's.
         request: what is asked for.
-        reservation: what is kept for another, None for nothing.
+        withheld: what is kept for another, None for nothing.
         warm: see `Ledger.take`.
     """
-    placement_group = request.placement_group
-    if isinstance(placement_group, BundleRef):
-        for part in bundles_for(ledger, placement_group):
-            barred, kept = _withheld(reservation, part)
-            lease = part.take(request, barred, kept, warm)
-            if lease is not None:
-                return lease
-        return None
-    barred, kept = _withheld(reservation, None)
-    if placement_group is None:
-        return ledger.take(request, barred, kept, warm)
-    return take_group(ledger, placement_group, request, barred or {}, kept)
-
-
-def _withheld(
-    kept: Withheld | None, part: BundleLedger | None
-) -> tuple[Mapping[str, int] | None, Mapping[str, int] | None]:
-    """The devices and the amounts of a bundle, or of the node, that are another's."""
-    if kept is None or kept.part is not part:
-        return None, None
-    return kept.barred, kept.kept
+    group = request.placement_group
+    for home in ledger.homes(request):
+        barred, kept = None, None
+        if withheld is not None and withheld.home is home:
+            barred, kept = withheld.barred, withheld.kept
+        if isinstance(group, PlacementGroupSpec):
+            lease = take_group(home, group, request, barred or {}, kept)
+        else:
+            lease = home.take(request, barred, kept, warm)
+        if lease is not None:
+            return lease
+    return None
 
 
 def take_group(
@@ -238,28 +224,26 @@ def take_group(
 
 def would_help(ledger: Ledger, lease: Lease, request: Request) -> bool:
     """Whether a request that does not fit might, if this lease were given back."""
-    placement_group, home = request.placement_group, lease.home
-    if placement_group is None and home is None:
-        return ledger.would_help(lease, request)
-    if not isinstance(placement_group, BundleRef):
-        return placement_group is not None and home is None
-    if home is None or home.key != placement_group.key:
+    home = lease.home
+    if home not in ledger.homes(request):
         return False
-    return placement_group.bundle in (ANY, home.index)
+    return request.placement_group is not None or home.would_help(lease, request)
 
 
-def candidates(ledger: Ledger, request: Request) -> list[BundleLedger]:
-    """The bundles for which a member may wait; those that would do now come first."""
-    within = request.placement_group
-    assert isinstance(within, BundleRef), request
-    parts = [p for p in bundles_for(ledger, within) if p.could_ever(request)]
+def candidates(ledger: Ledger, request: Request) -> Sequence[Ledger]:
+    """The ledgers for which a request may wait; those that would do now come first.
+
+    That is the node's, or of a member the bundles of its group that could hold it.
+    """
+    if not isinstance(request.placement_group, BundleRef):
+        return (ledger,)
+    bundles = [
+        home
+        for home in ledger.homes(request)
+        if isinstance(home, BundleLedger) and home.could_ever(request)
+    ]
     # Sorting keeps the order of bundles that are alike.
-    return sorted(parts, key=lambda part: not part.has_devices_for(request))
-
-
-def roomiest(ledger: Ledger, request: Request) -> BundleLedger | None:
-    """The first bundle for which a member may wait; None if there is none."""
-    return next(iter(candidates(ledger, request)), None)
+    return sorted(bundles, key=lambda bundle: not bundle.has_devices_for(request))
 
 
 def why_infeasible(ledger: Ledger, request: Request) -> str | None:
@@ -268,12 +252,11 @@ def why_infeasible(ledger: Ledger, request: Request) -> str | None:
     if placement_group is None:
         return ledger.why_infeasible(request)
     if isinstance(placement_group, BundleRef):
-        parts = bundles_for(ledger, placement_group)
-        if any(part.could_ever(request) for part in parts):
+        granted = ledger.placement_groups.get(placement_group.key)
+        if granted is None or candidates(ledger, request):
             return None
-        if placement_group.key not in ledger.placement_groups:
-            return None
-        have = ", ".join(f"{part.index}: {_told(part)}" for part in parts)
+        allowed = [one for one in granted if one in ledger.homes(request)]
+        have = ", ".join(f"{one.index}: {_told(one)}" for one in allowed)
         return f"no bundle that it may use could hold it ({have or 'there is none'})"
     if placement_group.strategy == STRICT_SPREAD and len(placement_group.bundles) > 1:
         return (
@@ -282,7 +265,7 @@ def why_infeasible(ledger: Ledger, request: Request) -> str | None:
             f"devices"
         )
     for index, bundle in enumerate(placement_group.bundles):
-        reason = find_infeasible(ledger.capacity, ledger.device_sets, bundle.request())
+        reason = find_infeasible(ledger.capacity, ledger.device_sets, bundle)
         if reason is not None:
             return f"for bundle {index}, {bundle}, {reason}"
     if Layout(ledger.emptied(), placement_group, {}, None).find() is None:
@@ -313,19 +296,15 @@ def room_for(ledger: Ledger, request: Request, are_lent: bool = False) -> int | 
     placement_group = request.placement_group
     if placement_group is None:
         return ledger.room_for(request, are_lent)
-    parts = (
-        bundles_for(ledger, placement_group)
-        if isinstance(placement_group, BundleRef)
-        else ()
-    )
-    if not parts:
+    homes = ledger.homes(request)
+    if isinstance(placement_group, PlacementGroupSpec) or not homes:
         return 1
     held = [name for name, _ in request.scalars if not (are_lent and name == CPU)]
     if not held and not request.devices:
         return None
     count = 0
-    for part in parts:
-        empty = part.emptied()
+    for home in homes:
+        empty = home.emptied()
         while count < COUNTED and (lease := empty.take(request)):
             if are_lent:
                 empty.lend(lease)

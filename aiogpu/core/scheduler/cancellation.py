@@ -13,8 +13,6 @@ from aiogpu.core.records import (
     TaskState,
     WorkerRecord,
     WorkerState,
-    move_task,
-    move_worker,
 )
 from aiogpu.core.scheduler.revocation import revoke
 from aiogpu.core.scheduler.state import SchedulerState
@@ -50,7 +48,7 @@ def withdraw(node: SchedulerState, record: TaskRecord) -> None:
         return
     worker = record.worker
     assert worker is not None, record
-    move_task(record, TaskState.STOPPING)
+    record.move(TaskState.STOPPING)
     if state is TaskState.QUEUED:
         revoke(node, worker)
     elif not record.spec.is_lease:
@@ -160,5 +158,5 @@ def retire(node: SchedulerState, worker: WorkerRecord) -> None:
 
 def let_end(node: SchedulerState, worker: WorkerRecord) -> None:
     """A worker gets no more work, and a while to end."""
-    move_worker(worker, WorkerState.ENDING)
+    worker.move(WorkerState.ENDING)
     node.timers.set(node.now + node.config.exit_grace, AlarmKind.END, worker.id)

@@ -9,14 +9,14 @@ is the banker's algorithm (Dijkstra, EWD 108) turned round.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 
 from aiogpu.core.model.ids import ClientId, TaskId
-from aiogpu.core.model.request import BundleRef, Request
+from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, TaskState
 from aiogpu.core.resources.ledger import Lease, Ledger
-from aiogpu.core.resources.placement_group import bundles_for, try_on
+from aiogpu.core.resources.placement_group import try_on
 from aiogpu.core.scheduler.state import SchedulerState, with_expected
 
 
@@ -118,7 +118,7 @@ class _Rest:
             for name, parts in self._clients.amounts_of(lease.request):
                 if name != CPU:
                     self._held[record.client][name] -= sign * parts
-        copy = self._copy_of(lease.home or self._ledger)
+        copy = self._copy_of(lease.home)
         copy.suppose(lease, is_held=sign < 0)
 
     def fits(self, record: TaskRecord) -> bool:
@@ -138,10 +138,8 @@ class _Rest:
         return not any(self._clients.beyond(client, request, self._held[id_]))
 
     def _try(self, request: Request) -> bool:
-        parts: Sequence[Ledger] = (self._ledger,)
-        if isinstance(request.placement_group, BundleRef):
-            parts = bundles_for(self._ledger, request.placement_group)
-        return any(try_on(self._copy_of(part), request) for part in parts)
+        homes = self._ledger.homes(request)
+        return any(try_on(self._copy_of(home), request) for home in homes)
 
 
 def _waiter(record: TaskRecord) -> TaskRecord | None:

@@ -14,15 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.effects import (
-    Ahead,
-    Assign,
-    Fail,
-    Failure,
-    Forget,
-    Granted,
-    Spawn,
-)
+from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.queue.ready import Bucket
 from aiogpu.core.queue.timers import AlarmKind
@@ -32,8 +24,6 @@ from aiogpu.core.records import (
     WorkerRecord,
     WorkerState,
     binding_of,
-    move_task,
-    move_worker,
 )
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
@@ -46,14 +36,14 @@ from aiogpu.core.scheduler.state import Restarts, SchedulerState
 def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
     """Give a lease to the program or process group that asked for it."""
     holder = node.workers.stand_in()
-    move_task(record, TaskState.RUNNING)
+    record.move(TaskState.RUNNING)
     record.worker, holder.task, holder.lease = holder, record, lease
     lease.holder = holder.id
     holder.watched, holder.watched_since = record, node.now
     node.granted[holder.id] = holder
     if node.ready.by_shape:
         node.expect_stalls()
-    node.effects.append(Granted(record.id, holder.id, lease))
+    node.effects.append(effects.Granted(record.id, holder.id, lease))
 
 
 def return_lease(node: SchedulerState, holder_id: WorkerId, settles: bool) -> None:
@@ -66,12 +56,12 @@ def return_lease(node: SchedulerState, holder_id: WorkerId, settles: bool) -> No
     record.worker = holder.task = None
     if settles and not node.is_closing:
         node.ledger.keep_devices(lease)
-        move_worker(holder, WorkerState.SETTLING)
+        holder.move(WorkerState.SETTLING)
     else:
         del node.granted[holder.id]
         node.ledger.give_back(lease)
     node.end(record)
-    node.effects.append(Forget(record.id))
+    node.effects.append(effects.Forget(record.id))
 
 
 def end_leases(node: SchedulerState) -> None:
@@ -79,7 +69,7 @@ def end_leases(node: SchedulerState) -> None:
     for holder in list(node.granted.values()):
         assert holder.task is not None, holder
         if holder.task.state is TaskState.RUNNING:
-            node.effects.append(Fail(holder.task.id, Failure.ABANDONED))
+            node.effects.append(effects.Fail(holder.task.id, effects.Failure.ABANDONED))
         return_lease(node, holder.id, False)
 
 
@@ -114,10 +104,10 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
         worker = workers.take_unclaimed(environment)
         if worker is None:
             worker = workers.create(environment)
-            node.effects.append(Spawn(worker.id, environment))
+            node.effects.append(effects.Spawn(worker.id, environment))
             if node.outages and environment in node.outages:
                 node.outages[environment].worker = worker.id
-        move_task(record, TaskState.STARTING)
+        record.move(TaskState.STARTING)
         record.worker, worker.task, worker.lease = worker, record, lease
         lease.holder = worker.id
     if node.spares.missing(environment, workers.spares(environment)):
@@ -142,7 +132,7 @@ def refill_spares(node: SchedulerState) -> None:
         for _ in range(min(missing, node.worker_limit.now - len(node.workers))):
             spare = node.workers.create(environment)
             node.workers.put_unclaimed(spare)
-            node.effects.append(Spawn(spare.id, environment))
+            node.effects.append(effects.Spawn(spare.id, environment))
 
 
 def welcome(node: SchedulerState, worker: WorkerRecord) -> None:
@@ -162,7 +152,7 @@ def welcome(node: SchedulerState, worker: WorkerRecord) -> None:
 
 def assign(
     node: SchedulerState, record: TaskRecord, worker: WorkerRecord, lease: Lease
-) -> Assign:
+) -> effects.Assign:
     """Give a connected worker its only task."""
     spec = record.spec
     is_first = worker.binding is None
@@ -175,13 +165,13 @@ def assign(
             node.restarts.setdefault(record.id, Restarts()).began = node.now
     if spec.is_endless and node.ready.by_shape:
         node.expect_stalls()
-    move_task(record, _RUNNING)
-    move_worker(worker, WorkerState.BUSY)
+    record.move(_RUNNING)
+    worker.move(WorkerState.BUSY)
     record.worker, worker.task, worker.lease = worker, record, lease
     lease.holder = worker.id
     if worker.look_at is None:
         watch(node, worker, node.config.unheard)
-    return Assign(record.id, worker.id, lease, is_first, worker.is_last)
+    return effects.Assign(record.id, worker.id, lease, is_first, worker.is_last)
 
 
 def release(node: SchedulerState, worker: WorkerRecord) -> bool:
@@ -218,7 +208,7 @@ def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
             ahead: list[TaskId] = []
             refill(node, worker, bucket, ahead)
             if ahead:
-                node.effects.append(Ahead(worker.id, ahead))
+                node.effects.append(effects.Ahead(worker.id, ahead))
 
 
 def hand_over(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bool:
@@ -237,7 +227,7 @@ def hand_over(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> boo
     record.state = _RUNNING
     record.worker, worker.task = worker, record
     ahead = [record.id]
-    node.effects.append(Ahead(worker.id, ahead))
+    node.effects.append(effects.Ahead(worker.id, ahead))
     if bucket.size:
         refill(node, worker, bucket, ahead)
     if worker.look_at is None:
@@ -258,7 +248,7 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
         return False
     # A task that has waited took its CPUs again although others had them: those that
     # end make up for it.
-    if (lease.home or ledger).is_overdrawn:
+    if lease.home.is_overdrawn:
         return False
     clients = node.clients
     if clients is not None and not may_go_on(node, lease, bucket):

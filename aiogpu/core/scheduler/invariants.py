@@ -27,7 +27,7 @@ def check(node: SchedulerState) -> None:
     node.workers.check()
     _check_clients(node)
     leases = [holder.lease for holder in node.holders if holder.lease is not None]
-    held = [lease.id for lease in leases if lease.home is None]
+    held = [lease.id for lease in leases if lease.home is node.ledger]
     assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
     _check_gangs(node, leases)
     records = list(node.tasks.values())
@@ -67,7 +67,7 @@ def _check_gangs(node: SchedulerState, leases: list[Lease]) -> None:
         assert sorted(held) == sorted(part.leases), (part, held)
     if node.is_closing:
         return
-    homes = {id(lease.home) for lease in leases if lease.home is not None}
+    homes = {id(lease.home) for lease in leases if lease.home is not node.ledger}
     assert homes <= {id(part) for part in parts}, homes
     assert node.ledger.placement_groups.keys() <= node.placement_groups.keys(), (
         node.placement_groups

@@ -201,7 +201,7 @@ class PlacementRound:
         """A task does not fit: neither do others that ask for the same."""
         node, request = self._node, record.spec.shape.request
         kept = node.reservation
-        is_kept_away = kept is not None and not kept.lets_pass(record)
+        is_kept_away = kept is not None and not kept.lets_pass(node, record)
         if not is_kept_away and not node.exclusive.is_wanted:
             self._refused.add(request)
             for one in list(self.left.values()):

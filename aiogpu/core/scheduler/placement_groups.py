@@ -11,9 +11,9 @@ from typing import Final
 
 from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.ids import TaskId
-from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
+from aiogpu.core.model.request import PlacementGroupSpec
 from aiogpu.core.records import TaskRecord, TaskState
-from aiogpu.core.resources.placement_group import bundles_for, why_infeasible
+from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.state import (
     PlacementGroup,
     SchedulerState,
@@ -117,7 +117,7 @@ def _end(node: SchedulerState, key: str, known: PlacementGroup) -> bool:
     """Give back what it holds once nobody is left in it; whether that has been done."""
     record = known.record
     if record.state is TaskState.STOPPING:
-        if any(part.leases for part in bundles_for(node.ledger, BundleRef(key, ""))):
+        if any(part.leases for part in node.ledger.placement_groups[key]):
             return False
         holder, record.worker = record.worker, None
         assert holder is not None, record

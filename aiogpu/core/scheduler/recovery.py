@@ -33,7 +33,6 @@ from aiogpu.core.records import (
     TaskState,
     WorkerRecord,
     WorkerState,
-    move_worker,
 )
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
@@ -195,7 +194,7 @@ def on_worker_gone(
     worker.queue.clear()
     if settles and worker.lease is not None and not node.is_closing:
         node.ledger.keep_devices(worker.lease)
-        move_worker(worker, WorkerState.SETTLING)
+        worker.move(WorkerState.SETTLING)
     else:
         _remove(node, worker)
     for record in reversed(inflight[max(begun, 1) :]):

@@ -13,15 +13,14 @@ they are likely to, until what the task asks for can be taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import inf
 from typing import Final
 
-from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
+from aiogpu.core.model.request import PlacementGroupSpec, Request
 from aiogpu.core.queue.ready import precedence
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
+from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import candidates, try_on
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
 
@@ -30,14 +29,6 @@ STANDS: Final = 0.05
 
 STANDS_LONGEST: Final = 1.0
 """The same where nothing has come back meanwhile."""
-
-
-@dataclass(slots=True)
-class Hold:
-    """What is known of a lease that will end: when it does at the latest."""
-
-    lease: Lease
-    ends: float
 
 
 def reserve(
@@ -50,11 +41,11 @@ def reserve(
         record: the task.
         before: what was kept for the task until now.
     """
-    parts = [*_parts_for(node, record)]
-    if before is not None and before.part in parts:
+    homes = [*candidates(node.ledger, record.spec.shape.request)]
+    if before is not None and before.home in homes:
         # What has been kept there so far is not given up for another bundle.
-        parts.insert(0, before.part)
-    plans = (_plan(node, record, part) for part in parts)
+        homes.insert(0, before.home)
+    plans = (_plan(node, record, home) for home in homes)
     return next((plan for plan in plans if plan is not None), None)
 
 
@@ -63,31 +54,21 @@ def is_held_for_good(node: SchedulerState, record: TaskRecord) -> bool:
 
     Devices that are set aside count: they come back some time.
     """
-    for part in _parts_for(node, record):
-        rest = (part or node.ledger).emptied()
-        for lease, task in _leases(node, part):
+    request = record.spec.shape.request
+    for home in candidates(node.ledger, request):
+        rest = home.emptied()
+        for lease, task in _leases(node, home):
             if task is not None and task.spec.is_endless:
                 rest.suppose(lease, is_held=True)
-        if try_on(rest, record.spec.shape.request):
+        if try_on(rest, request):
             return False
     return True
 
 
-def _parts_for(
-    node: SchedulerState, record: TaskRecord
-) -> Sequence[BundleLedger | None]:
-    """The bundles for which a task may wait; None is the node itself."""
+def _plan(node: SchedulerState, record: TaskRecord, home: Ledger) -> Reservation | None:
+    """Plan what to keep of the node, or of a bundle."""
     request = record.spec.shape.request
-    is_member = isinstance(request.placement_group, BundleRef)
-    return candidates(node.ledger, request) if is_member else (None,)
-
-
-def _plan(
-    node: SchedulerState, record: TaskRecord, part: BundleLedger | None
-) -> Reservation | None:
-    """Plan what to keep of a bundle, or of the node for None."""
-    request, ledger = record.spec.shape.request, part or node.ledger
-    found = _find_soonest(node, record, part)
+    found = _find_soonest(node, request, home)
     if found is None:
         return None
     leases, until = found
@@ -98,73 +79,73 @@ def _plan(
     # While its devices are awaited, others may compute: they are bound to end as well.
     # A placement group needs all at once, so all of it is kept.
     is_kept = isinstance(request.placement_group, PlacementGroupSpec) or all(
-        ledger.device_sets[kind].could_serve(amount, request, barred[kind])
+        home.device_sets[kind].could_serve(amount, request, barred[kind])
         for kind, amount in request.devices
     )
     kept = dict(request.scalars) if is_kept else {}
     turn, grace = precedence(record), node.config.cancel_grace
     return Reservation(
-        *(record, turn, barred, kept, until, node.now, grace, part), seen_of(node)
+        *(home, barred, kept, record, turn, until, node.now, grace), seen_of(node)
     )
 
 
 def _find_soonest(
-    node: SchedulerState, record: TaskRecord, part: BundleLedger | None
+    node: SchedulerState, request: Request, home: Ledger
 ) -> tuple[list[Lease], float] | None:
-    """What a task would take once enough leases have ended, and when that is.
+    """What a request would take once enough leases have ended, and when that is.
 
     Costs O(leases): how many have to end is found by halves.
     """
-    ledger, request = part or node.ledger, record.spec.shape.request
-    rest = ledger.copy()
-    sets = ledger.device_sets.items()
+    rest = home.copy()
+    sets = home.device_sets.items()
     aside = {kind: devices.availability.aside_mask for kind, devices in sets}
-    held = sorted(_holds(node, part), key=lambda hold: _order(ledger, hold))
+    held = sorted(_holds(node, home), key=_order)
     found: list[Lease] = []
     ended, least, enough = 0, 0, len(held) + 1
     while least < enough:
         count = (least + enough) // 2
-        for hold in held[ended:count]:
-            rest.suppose(hold.lease, is_held=False)
-        for hold in held[count:ended]:
-            rest.suppose(hold.lease, is_held=True)
+        for _, lease in held[ended:count]:
+            rest.suppose(lease, is_held=False)
+        for _, lease in held[count:ended]:
+            rest.suppose(lease, is_held=True)
         ended = count
         if leases := try_on(rest, request, aside):
             found, enough = leases, count
         else:
             least = count + 1
-    until = held[enough - 1].ends if found and enough else 0.0
+    until = held[enough - 1][0] if found and enough else 0.0
     return (found, until) if found else None
 
 
 def _leases(
-    node: SchedulerState, part: BundleLedger | None
+    node: SchedulerState, home: Ledger
 ) -> Iterator[tuple[Lease, TaskRecord | None]]:
-    """The leases of a bundle, or of the node; no task: their process is ending."""
+    """The leases from a ledger, each with its task; None: its process is ending."""
     for holder in node.holders:
-        if holder.lease is not None and holder.lease.home is part:
+        if holder.lease is not None and holder.lease.home is home:
             yield holder.lease, holder.task
 
 
-def _holds(node: SchedulerState, part: BundleLedger | None) -> Iterator[Hold]:
-    """Those that are not held without end."""
-    for lease, task in _leases(node, part):
+def _holds(node: SchedulerState, home: Ledger) -> Iterator[tuple[float, Lease]]:
+    """Those that are not held without end, each with when it ends at the latest."""
+    for lease, task in _leases(node, home):
         if task is None:
-            yield Hold(lease, 0.0)
+            yield 0.0, lease
         elif not task.spec.is_endless:
             ends, timeout = inf, task.spec.timeout
             if timeout is not None:
                 ends = task.since + timeout + node.grace_of(task)
-            yield Hold(lease, ends)
+            yield ends, lease
 
 
-def _order(ledger: Ledger, hold: Hold) -> tuple[float, int, int]:
+def _order(hold: tuple[float, Lease]) -> tuple[float, int, int]:
     """Sorts what ends soonest first; of equals, what is on the emptiest device."""
+    ends, lease = hold
     on = (
-        (-ledger.device_sets[kind].free[index], index)
-        for kind, (index, _), _ in hold.lease.held()
+        (-lease.home.device_sets[kind].free[index], index)
+        for kind, (index, _), _ in lease.held()
     )
-    return hold.ends, *min(on, default=(0, 0))
+    return ends, *min(on, default=(0, 0))
 
 
 def stands(node: SchedulerState, plan: Reservation) -> bool:

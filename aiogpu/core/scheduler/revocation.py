@@ -15,7 +15,6 @@ from aiogpu.core.records import (
     TaskState,
     WorkerRecord,
     WorkerState,
-    move_worker,
 )
 from aiogpu.core.scheduler.state import SchedulerState
 
@@ -107,7 +106,7 @@ def _return_head(node: SchedulerState, worker: WorkerRecord) -> None:
         return
     # It is stopped or hangs where no task is: others shall not wait for it too.
     worker.is_last = True
-    move_worker(worker, WorkerState.ENDING)
+    worker.move(WorkerState.ENDING)
     node.effects.append(Kill(worker.id))
 
 
@@ -139,4 +138,4 @@ def on_skipped(node: SchedulerState, worker: WorkerRecord, record: TaskRecord) -
     else:
         # It was killed for the task before this one, and has not gone yet.
         worker.is_last, worker.is_revoking = True, False
-        move_worker(worker, WorkerState.ENDING)
+        worker.move(WorkerState.ENDING)

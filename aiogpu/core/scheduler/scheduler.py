@@ -20,45 +20,21 @@ from aiogpu.core.queue.fair_share import Clients, Limits
 from aiogpu.core.queue.ready import BucketKey
 from aiogpu.core.queue.timers import Alarm, AlarmKind
 from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
-from aiogpu.core.resources.devices import Cause, DeviceAvailability
-from aiogpu.core.scheduler.cancellation import (
-    evict_idle_worker,
-    go_on_stopping,
-    interrupt,
-    kill_worker,
-    retire_bound,
-    retire_clean,
-    retire_idle,
-    retire_spares,
-    unclaim,
-    withdraw,
+from aiogpu.core.resources.devices import Cause
+from aiogpu.core.scheduler import (
+    cancellation,
+    dispatch,
+    placement,
+    recovery,
+    revocation,
+    task_tree,
 )
-from aiogpu.core.scheduler.dispatch import (
-    end_leases,
-    hand_over,
-    refill_spares,
-    release,
-    return_lease,
-    start,
-    take_turn,
-    welcome,
-)
-from aiogpu.core.scheduler.placement import note_stuck, place
-from aiogpu.core.scheduler.recovery import (
-    end_specially,
-    on_worker_gone,
-    retry_outages,
-    returned_devices,
-    settle_all,
-)
-from aiogpu.core.scheduler.revocation import look, on_revoked, on_skipped, revoke, spoil
 from aiogpu.core.scheduler.state import (
     Reservation,
     SchedulerState,
     await_results,
     resolve,
 )
-from aiogpu.core.scheduler.task_tree import adopt, detach, end_deadlocks, on_waits, stop
 
 ABANDONED: Final = 500
 """Waiting tasks that are told of the node's end in one go."""
@@ -151,7 +127,7 @@ class Scheduler(SchedulerState):
             starter = self.tasks.get(parent)
             if starter is None or starter.state is TaskState.STOPPING:
                 return [Fail(task, Failure.DISOWNED), Forget(task)]
-            adopt(starter, record)
+            task_tree.adopt(starter, record)
         self.tasks[task] = record
         if self.clients is not None:
             is_waiting = record.client in self.ready.of_client
@@ -170,11 +146,11 @@ class Scheduler(SchedulerState):
         # Where others of its shape wait, it must wait as well; where they do not,
         # nobody who waits could use what it takes.
         if bucket is None and (lease := self.take(record)):
-            start(self, record, lease)
+            dispatch.start(self, record, lease)
             return self.effects
         if bucket is None:
             self.ready.push(record)
-            note_stuck(self, record)
+            placement.note_stuck(self, record)
             return self._place() if self.holds_back else NOTHING
         bucket.push(record)
         # A lease needs no worker, for want of which the others may wait.
@@ -227,7 +203,7 @@ class Scheduler(SchedulerState):
     def supply(self, task: TaskId) -> None:
         """All arguments of a task are there that were not."""
         if resolve(self, task):
-            end_deadlocks(self)
+            task_tree.end_deadlocks(self)
 
     def cancel(self, now: float, task: TaskId) -> Sequence[Effect]:
         """Nobody wants a task's result any more."""
@@ -238,9 +214,9 @@ class Scheduler(SchedulerState):
         is_alone = record.state is TaskState.WAITING and record.kin is None
         if is_alone and not self.holds_back and not record.spec.is_grouped:
             # It held nothing, and nobody waited for it.
-            withdraw(self, record)
+            cancellation.withdraw(self, record)
             return self.effects
-        stop(self, record)
+        task_tree.stop(self, record)
         return self._place()
 
     def finish(
@@ -279,7 +255,7 @@ class Scheduler(SchedulerState):
             assert known.lease is not None, known
             if known.lease.is_lent:
                 self.ledger.resume(known.lease)
-            end_specially(self, record, retry, ran_out)
+            recovery.end_specially(self, record, retry, ran_out)
         else:
             self.end(record)
             self.effects.append(Settle(task))
@@ -327,7 +303,7 @@ class Scheduler(SchedulerState):
             record.worker, record.state = None, _ENDED
             settled.append(record)
             if len(queue) - 1 <= worker.refill_at:
-                take_turn(self, worker)
+                dispatch.take_turn(self, worker)
             else:
                 worker.task = queue.popleft()
                 following.state = _RUNNING
@@ -344,17 +320,17 @@ class Scheduler(SchedulerState):
         """Give a worker that has ended a task of this kind its next one, if any."""
         kept = self.reservation
         if worker.queue:
-            take_turn(self, worker)
+            dispatch.take_turn(self, worker)
             self._place_if_let_go(kept)
             return
         worker.is_revoking = False
         by_shape = self.ready.by_shape
         if by_shape and not self.is_closing:
             bucket = by_shape.get(key)
-            if bucket is not None and hand_over(self, worker, bucket):
+            if bucket is not None and dispatch.hand_over(self, worker, bucket):
                 self._place_if_let_go(kept)
                 return
-        if release(self, worker):
+        if dispatch.release(self, worker):
             idle, exclusive = self.workers.idle, self.exclusive
             if by_shape or idle > self.most_idle or exclusive.is_wanted:
                 self._place()
@@ -375,11 +351,11 @@ class Scheduler(SchedulerState):
         """
         record = self.tasks.get(task)
         if record is not None:
-            on_waits(self, record, children, elsewhere)
+            task_tree.on_waits(self, record, children, elsewhere)
 
     def detach(self, _now: float, task: TaskId) -> Sequence[Effect]:
         """A task does not end with its parent, whose result has a handle to it."""
-        detach(self.tasks.get(task))
+        task_tree.detach(self.tasks.get(task))
         return NOTHING
 
     @event
@@ -402,7 +378,7 @@ class Scheduler(SchedulerState):
             return NOTHING
         self.now, self.effects = now, []
         had_outage = self.outages.pop(known.environment, None) is not None
-        welcome(self, known)
+        dispatch.welcome(self, known)
         if self.effects and not had_outage:
             return self.effects
         return self._place()
@@ -414,14 +390,14 @@ class Scheduler(SchedulerState):
         Told before that one is finished.
         """
         if known := self._busy(worker):
-            spoil(self, known)
+            revocation.spoil(self, known)
 
     @event
     def task_skipped(self, task: TaskId, worker: WorkerId) -> None:
         """A worker had a task's turn, saw that it was taken back, and left it out."""
         known, record = self.workers.get(worker), self.tasks.get(task)
         if known is not None and record is not None:
-            on_skipped(self, known, record)
+            revocation.on_skipped(self, known, record)
 
     @event
     def revoked(self, worker: WorkerId, number: int, began: TaskId | None) -> None:
@@ -433,12 +409,12 @@ class Scheduler(SchedulerState):
         known = self.workers.get(worker)
         if known is None:
             return
-        on_revoked(self, known, number, began)
-        end_deadlocks(self)
+        revocation.on_revoked(self, known, number, began)
+        task_tree.end_deadlocks(self)
         record = known.task
         if record and record.state is TaskState.STOPPING and record.stop is None:
             # It was cancelled in the queue, and has begun all the same.
-            interrupt(self, record)
+            cancellation.interrupt(self, record)
 
     @event
     def worker_gone(
@@ -463,21 +439,19 @@ class Scheduler(SchedulerState):
         """
         known = self.workers.get(worker)
         if known is not None and known.state is not WorkerState.SETTLING:
-            on_worker_gone(self, known, began, settles, is_crowded, outage)
+            recovery.on_worker_gone(self, known, began, settles, is_crowded, outage)
 
     @event
-    def memory_short(self, worker: WorkerId) -> None:
-        """Memory runs out, and this worker is the first to go."""
-        if (known := self._busy(worker)) and known.task:
-            known.task.killed_for = Memory.HOST
-            kill_worker(self, known)
+    def kill_for_memory(self, worker: WorkerId, memory: Memory) -> None:
+        """Kill a worker: host memory runs out, or its task outgrew its device memory.
 
-    @event
-    def memory_outgrown(self, worker: WorkerId) -> None:
-        """A worker's task uses more device memory than was reserved for it: end it."""
+        Args:
+            worker: for host memory, the one that the monitor has chosen to go first.
+            memory: what it is killed for; decides how its task is tried again.
+        """
         if (known := self._busy(worker)) and known.task:
-            known.task.killed_for = Memory.DEVICE
-            kill_worker(self, known)
+            known.task.killed_for = memory
+            cancellation.kill_worker(self, known)
 
     def _busy(self, worker_id: WorkerId) -> WorkerRecord | None:
         worker = self.workers.get(worker_id)
@@ -488,48 +462,47 @@ class Scheduler(SchedulerState):
     ) -> Sequence[Effect]:
         """Clean workers of this environment were forked from what is old by now."""
         self.now, self.effects = now, []
-        retire_clean(self, environment)
+        cancellation.retire_clean(self, environment)
         if self.is_closing:
             return self.effects
         if environment:
             # Its zygote may have made way for another's, to which it would do the same.
             self.spares.forget(environment)
             self.note_spares()
-        refill_spares(self)
+        dispatch.refill_spares(self)
         return self.effects
 
     # Devices and leases
 
     @event
-    def device_sick(self, kind: str, index: int, reason: str) -> None:
-        """A device is unfit for new tasks until it is well, and why."""
-        self._availability(kind).note(index, Cause.SICK, reason)
-        self._leave_unreserved(kind, index)
-        self._clear_off()
-        retire_bound(self, kind, index)
-
-    @event
-    def device_well(self, kind: str, index: int) -> None:
-        """A device that was sick may be used again."""
-        # What they have opened there may be from before a reset.
-        retire_bound(self, kind, index)
-        self._availability(kind).note(index, Cause.SICK, None)
-
-    @event
-    def device_foreign(
-        self, kind: str, index: int, reason: str | None, is_avoided: bool = False
+    def device_changed(
+        self,
+        kind: str,
+        index: int,
+        cause: Cause,
+        reason: str | None,
+        is_avoided: bool = False,
     ) -> None:
-        """Processes that are none of the node's are on a device.
+        """A device is unfit for new tasks for some cause, or no longer for that one.
 
-        `reason` says who; None: no more. `is_avoided`: others are chosen before it;
-        else it is given to nobody meanwhile.
+        Args:
+            kind: the kind of devices, such as "GPU".
+            index: of the device in its set.
+            cause: the same device may be unfit for several at a time.
+            reason: in words; None if the cause is gone.
+            is_avoided: the device is only chosen after all others.
         """
-        is_avoided &= reason is not None
-        devices = self._availability(kind)
-        devices.avoid(index, is_avoided=is_avoided)
-        devices.note(index, Cause.FOREIGN, None if is_avoided else reason)
-        self._leave_unreserved(kind, index)
-        self._clear_off()
+        availability = self.ledger.device_sets[kind].availability
+        if cause is Cause.FOREIGN:
+            availability.avoid(index, is_avoided=is_avoided and reason is not None)
+        availability.note(index, cause, None if is_avoided else reason)
+        kept, bit = self.reservation, 1 << index
+        if cause is not Cause.UNSETTLED and kept and kept.barred.get(kind, 0) & bit:
+            self.reservation = None  # made anew, and elsewhere
+        self._clear_unfit()
+        if cause is Cause.SICK:
+            # When it is well again: what they have opened may be from before a reset.
+            cancellation.retire_bound(self, kind, index)
 
     @event
     def devices_free(self, worker: WorkerId, is_verified: bool = True) -> None:
@@ -537,7 +510,7 @@ class Scheduler(SchedulerState):
 
         `is_verified`: that was seen; otherwise nobody here can see it.
         """
-        for devices, index in returned_devices(self, worker):
+        for devices, index in recovery.returned_devices(self, worker):
             if is_verified:
                 devices.unverified.discard(index)
             else:
@@ -546,14 +519,9 @@ class Scheduler(SchedulerState):
     @event
     def devices_stuck(self, worker: WorkerId, reason: str) -> None:
         """The devices of a worker that has gone do not become free, and why."""
-        for devices, index in returned_devices(self, worker):
+        for devices, index in recovery.returned_devices(self, worker):
             devices.availability.note(index, Cause.UNSETTLED, reason)
-        self._clear_off()
-
-    @event
-    def device_recovered(self, kind: str, index: int) -> None:
-        """A device that was set aside is free again."""
-        self._availability(kind).note(index, Cause.UNSETTLED, None)
+        self._clear_unfit()
 
     @event
     def lease_returned(self, holder: WorkerId, settles: bool = False) -> None:
@@ -562,27 +530,18 @@ class Scheduler(SchedulerState):
         `settles`: whether its devices are free is still to be seen; one of
         `devices_free` and `devices_stuck` follows, of that holder.
         """
-        return_lease(self, holder, settles)
+        dispatch.return_lease(self, holder, settles)
 
-    def _availability(self, kind: str) -> DeviceAvailability:
-        return self.ledger.device_sets[kind].availability
-
-    def _leave_unreserved(self, kind: str, index: int) -> None:
-        """Keep a device for nobody; what was kept is made anew, and elsewhere."""
-        kept = self.reservation
-        if kept is not None and kept.barred.get(kind, 0) >> index & 1:
-            self.reservation = None
-
-    def _clear_off(self) -> None:
-        """Take what has not begun off devices that are given to nobody."""
+    def _clear_unfit(self) -> None:
+        """Take back what has not begun on devices that are not to be used."""
         for worker in self.workers:
             if worker.lease is None or not self.ledger.drains(worker.lease):
                 continue
             if worker.queue:
-                revoke(self, worker)
+                revocation.revoke(self, worker)
             elif worker.state is WorkerState.STARTING and worker.task:
                 record = worker.task
-                unclaim(self, record)
+                cancellation.unclaim(self, record)
                 self.wait_again(record)
 
     # Programs
@@ -643,13 +602,13 @@ class Scheduler(SchedulerState):
             case AlarmKind.CLOSE:
                 self._abandon_some()
             case AlarmKind.REFILL if not self.is_closing:
-                refill_spares(self)
+                dispatch.refill_spares(self)
             case AlarmKind.SPARES if not self.is_closing:
-                retire_spares(self)
+                cancellation.retire_spares(self)
             case AlarmKind.WORKER_LIMIT:
                 self.grow()
             case AlarmKind.OUTAGE:
-                retry_outages(self)
+                recovery.retry_outages(self)
             case AlarmKind.STALL:
                 from aiogpu.core.scheduler.shortage import look_for_stalls
 
@@ -664,7 +623,7 @@ class Scheduler(SchedulerState):
         if worker is None:
             return
         if alarm.kind is AlarmKind.LOOK:
-            look(self, worker, alarm.when)
+            revocation.look(self, worker, alarm.when)
         elif worker.state is not WorkerState.SETTLING:
             self.effects.append(Kill(worker.id))
 
@@ -673,15 +632,15 @@ class Scheduler(SchedulerState):
         if record is None:
             return
         if alarm.kind is AlarmKind.STOP:
-            go_on_stopping(self, record)
+            cancellation.go_on_stopping(self, record)
         elif alarm.kind is AlarmKind.ALONE:
             self.exclusive.give_up(self, record)
         elif alarm.kind is AlarmKind.RETRY:
             self.wait_again(record)
-            end_deadlocks(self)
+            task_tree.end_deadlocks(self)
         elif record.state is not TaskState.STOPPING:
             self.effects.append(Fail(record.id, Failure.EXPIRED))
-            stop(self, record)
+            task_tree.stop(self, record)
 
     # The end
 
@@ -694,21 +653,21 @@ class Scheduler(SchedulerState):
         self.is_closing = True
         self.most_idle = 0
         self.reservation = None
-        settle_all(self)
-        end_leases(self)
+        recovery.settle_all(self)
+        dispatch.end_leases(self)
         for worker in list(self.workers):
             for record in [worker.task, *worker.queue]:
                 if record is not None and record.state is not TaskState.STOPPING:
                     self.effects.append(Fail(record.id, Failure.ABANDONED))
-                    stop(self, record)
+                    task_tree.stop(self, record)
             if worker.state is WorkerState.STARTING:
                 # It may never come: its zygote may be importing what does not end.
                 self.effects.append(Kill(worker.id))
         for worker in self.workers if at_once else ():
             if worker.state is not WorkerState.STARTING:
-                kill_worker(self, worker)
+                cancellation.kill_worker(self, worker)
         self._abandon_some()
-        retire_idle(self)
+        cancellation.retire_idle(self)
         return self.effects
 
     def _abandon_some(self) -> None:
@@ -718,7 +677,7 @@ class Scheduler(SchedulerState):
             if record is None:
                 return
             self.effects.append(Fail(record.id, Failure.ABANDONED))
-            stop(self, record)
+            task_tree.stop(self, record)
         self.timers.set(self.now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
 
     def _not_queued(self) -> TaskRecord | None:
@@ -731,17 +690,17 @@ class Scheduler(SchedulerState):
         if self.exclusive.is_wanted and not self.is_closing:
             alone = self.exclusive.begin(self)
             if alone is not None:
-                start(self, *alone)
-            evict_idle_worker(self)
+                dispatch.start(self, *alone)
+            cancellation.evict_idle_worker(self)
         if self.ready.by_shape:
             if not self.is_closing:
-                for record, lease in place(self):
-                    start(self, record, lease)
+                for record, lease in placement.place(self):
+                    dispatch.start(self, record, lease)
         else:
             self.reservation = None
         if self.workers.idle > self.most_idle:
             # After placing, so that work comes first.
-            retire_idle(self)
+            cancellation.retire_idle(self)
         if self.placement_groups and not self.is_closing:
             from aiogpu.core.scheduler.placement_groups import advance_groups
 

@@ -24,7 +24,7 @@ from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
-from aiogpu.core.resources.placement_group import roomiest
+from aiogpu.core.resources.placement_group import candidates
 from aiogpu.core.resources.topology import indices
 from aiogpu.core.scheduler.reservation import is_held_for_good
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
@@ -82,10 +82,7 @@ def find_lacks(node: SchedulerState, record: TaskRecord) -> Iterator[Lack]:
 
 def ledger_for(node: SchedulerState, record: TaskRecord) -> Ledger:
     """Of what a task takes what it asks for: the node's, or its bundle's."""
-    request = record.spec.shape.request
-    if isinstance(request.placement_group, BundleRef):
-        return roomiest(node.ledger, request) or node.ledger
-    return node.ledger
+    return next(iter(candidates(node.ledger, record.spec.shape.request)), node.ledger)
 
 
 def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
@@ -112,10 +109,9 @@ def _of_devices(
     kind = devices.kind
     name, wanted, free = kind, asked, devices.free
     if is_short_of_memory:
-        filling = devices.filling
-        sizes = [filling.capacity[index] * part // UNIT for index in indices(mask)]
+        sizes = [devices.capacity[index] * part // UNIT for index in indices(mask)]
         wanted = UNIT * (named_bytes(asked, memory) or max(sizes, default=0))
-        free = [UNIT * filling.free_memory(i) for i in range(len(devices.free))]
+        free = [UNIT * devices.free_memory(i) for i in range(len(devices.free))]
         name = GPU_MEMORY
     all_free = sum(free[index] for index in indices(given))
     kept = sum(free[index] for index in indices(given & barred))
@@ -125,7 +121,7 @@ def _of_devices(
 def rival_of(node: SchedulerState, record: TaskRecord) -> Reservation | None:
     """The reservation that this task must leave alone, None without one."""
     reservation = node.reservation
-    if reservation is None or reservation.lets_pass(record):
+    if reservation is None or reservation.lets_pass(node, record):
         return None
     return reservation
 

@@ -10,7 +10,7 @@ nothing else starts but what running tasks wait for, for a limited time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.effects import Effect
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.model.request import ANY, BundleRef, PlacementGroupSpec, Request
+from aiogpu.core.model.request import PlacementGroupSpec, Request
 from aiogpu.core.queue.ready import Precedence, ReadyQueue, precedence
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.queue.timers import AlarmKind, Timers
@@ -31,12 +31,11 @@ from aiogpu.core.records import (
     WorkerState,
     binding_of,
     limit_of,
-    move_task,
     sort_key,
 )
 from aiogpu.core.resources.devices import COLD
-from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
-from aiogpu.core.resources.placement_group import take_grouped
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.resources.placement_group import Withheld, take_grouped
 from aiogpu.core.scheduler.workers import Spares, WorkerLimit, Workers
 
 if TYPE_CHECKING:
@@ -191,43 +190,37 @@ class Restarts:
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
-    """Resources that other tasks may not take.
+class Reservation(Withheld):
+    """Resources that are kept for a task which has waited for long.
 
     Attributes:
-        record: the task that it is kept for.
+        record: the task.
         turn: its place; tasks that go before it may take anything.
-        barred: devices by kind, as bit masks.
-        kept: amounts of undivided resources, in parts.
         until: when the task can begin at the latest, infinite where that is unknown.
-        planned_at: when this was thought out.
+        planned_at: when this was planned.
         grace: seconds that a task gets to end after its timeout, unless it has
             its own.
-        part: the bundle of which it is kept, None for what is nobody's.
         seen: how many leases had ended, and which devices were set aside.
     """
 
     record: TaskRecord
     turn: Precedence
-    barred: Mapping[str, int]
-    kept: Mapping[str, int]
     until: float
     planned_at: float
     grace: float
-    part: BundleLedger | None = None
-    seen: tuple[int, ...] = ()
+    seen: tuple[int, ...]
 
     def wants(self, lease: Lease) -> bool:
         """Return whether a lease holds something of what is kept."""
-        if lease.home is not self.part:
+        if lease.home is not self.home:
             return False
         if any(name in self.kept for name, _ in lease.request.scalars):
             return True
         return any(self.barred.get(kind, 0) & mask for kind, mask in lease.masks())
 
-    def lets_pass(self, record: TaskRecord) -> bool:
+    def lets_pass(self, node: SchedulerState, record: TaskRecord) -> bool:
         """Return whether a task may take what is kept, or takes none of that."""
-        if (record.spec.is_grouped or self.part) and not self._concerns(record):
+        if self.home not in node.ledger.homes(record.spec.shape.request):
             return True
         if record.client != self.record.client:
             # Whose turn it is among programs changes; what is kept is kept.
@@ -245,15 +238,6 @@ class Reservation:
             return False
         grace = self.grace if grace is None else grace
         return record.since + timeout + grace <= self.until
-
-    def _concerns(self, record: TaskRecord) -> bool:
-        within = record.spec.shape.request.placement_group
-        if not isinstance(within, BundleRef):
-            return self.part is None
-        part = self.part
-        if part is None or part.key != within.key:
-            return False
-        return within.bundle in (ANY, part.index)
 
 
 _ENDED: Final = TaskState.ENDED
@@ -388,10 +372,10 @@ class SchedulerState:
             kind = request.devices[0][0]
             warm = self.workers.affinity(spec.shape.environment, kind, limit)
         if spec.is_grouped:
-            if reservation is not None and reservation.lets_pass(record):
+            if reservation is not None and reservation.lets_pass(self, record):
                 reservation = None
             return take_grouped(self.ledger, request, reservation, warm)
-        if reservation is None or reservation.lets_pass(record):
+        if reservation is None or reservation.lets_pass(self, record):
             return self.ledger.take(request, warm=warm)
         return self.ledger.take(request, reservation.barred, reservation.kept, warm)
 
@@ -436,7 +420,7 @@ class SchedulerState:
 
     def end(self, record: TaskRecord) -> None:
         """A task's code has stopped, or will never run: forget it."""
-        move_task(record, _ENDED)
+        record.move(_ENDED)
         if self.tasks.young.pop(record.id, None) is None:
             self.tasks.pop(record.id)
         if self.clients is not None:
@@ -468,7 +452,7 @@ class SchedulerState:
         """A task waits for nobody any more; it has its CPUs again at once."""
         if record.state is not TaskState.BLOCKED:
             return
-        move_task(record, TaskState.RUNNING)
+        record.move(TaskState.RUNNING)
         worker = record.worker
         assert worker is not None, record
         assert worker.lease is not None, worker
@@ -477,7 +461,7 @@ class SchedulerState:
     def delay(self, record: TaskRecord, until: float, alarm: AlarmKind) -> None:
         """Set a task aside that holds nothing any more, until an alarm rings."""
         record.worker = None
-        move_task(record, TaskState.DELAYED)
+        record.move(TaskState.DELAYED)
         self.delayed[record.id] = record
         self.timers.set(until, alarm, record.id)
 
@@ -487,7 +471,7 @@ class SchedulerState:
         self.delayed.pop(record.id, None)
         if self.exclusive.is_wanted:
             self.exclusive.leave(record)
-        move_task(record, TaskState.WAITING)
+        record.move(TaskState.WAITING)
         self.ready.push_back(record)
 
 
@@ -509,7 +493,7 @@ def await_results(
     node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...]
 ) -> None:
     """Set a new task aside until its arguments are there."""
-    move_task(record, TaskState.EXPECTING)
+    record.move(TaskState.EXPECTING)
     node.expecting[record.id] = needs
 
 
@@ -518,7 +502,7 @@ def resolve(node: SchedulerState, task: TaskId) -> bool:
     if node.expecting.pop(task, None) is None:
         return False
     record = node.tasks[task]
-    move_task(record, TaskState.WAITING)
+    record.move(TaskState.WAITING)
     node.ready.push_back(record)
     return True
 

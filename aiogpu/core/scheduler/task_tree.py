@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.ids import TaskId
-from aiogpu.core.records import Kin, TaskRecord, TaskState, move_task, sort_key
+from aiogpu.core.records import Kin, TaskRecord, TaskState, sort_key
 from aiogpu.core.scheduler.cancellation import withdraw
 from aiogpu.core.scheduler.revocation import revoke
 from aiogpu.core.scheduler.state import SchedulerState
@@ -99,7 +99,7 @@ def on_waits(
         node.go_on(record)
         return
     if record.state is TaskState.RUNNING:
-        move_task(record, TaskState.BLOCKED)
+        record.move(TaskState.BLOCKED)
         node.blocked[record.id] = record
         node.ledger.lend(worker.lease)
         if worker.queue:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.timers import AlarmKind
-from aiogpu.core.records import Binding, WorkerRecord, WorkerState, move_worker
+from aiogpu.core.records import Binding, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import COLD, Affinity
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ class Workers:
         """Move a worker to IDLE and remember that it can take work."""
         if record.state is WorkerState.STARTING:
             self._leave_unclaimed(record)
-        move_worker(record, WorkerState.IDLE)
+        record.move(WorkerState.IDLE)
         self.idle += 1
         binding = record.binding
         if binding is None:
@@ -409,7 +409,7 @@ class Workers:
         if record.state is WorkerState.IDLE:
             self.leave_idle(record)
         self._leave_unclaimed(record)
-        move_worker(record, WorkerState.GONE)
+        record.move(WorkerState.GONE)
         del self._records[record.id]
 
     def check(self) -> None:

@@ -1249,7 +1249,7 @@ class InlineNode:
             for job in self.stack.running:
                 lease = None if job.worker is None else job.worker.lease
                 if lease is not None and not lease.is_lent and job.id == job.task:
-                    free = (lease.home or self.scheduler.ledger).free
+                    free = lease.home.free
                     beneath.append((free, dict(lease.request.scalars).get(CPU, 0)))
         for free, cpus in beneath:
             free[CPU] += cpus

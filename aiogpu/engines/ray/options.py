@@ -20,7 +20,7 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import ActorTerms, FunctionSpec
-    from aiogpu.core.model.request import Bundle, Request, TaskSpec
+    from aiogpu.core.model.request import Request, TaskSpec
 
 RAY_NOSET: Final = "RAY_EXPERIMENTAL_NOSET_"
 """Ray's own switch, before a variable's name; see `listed_devices.NOSET`."""
@@ -83,7 +83,7 @@ def as_float(parts: int) -> float:
     return (parts + 0.5) / UNIT
 
 
-def bundle_of(bundle: Bundle) -> dict[str, float]:
+def bundle_of(bundle: Request) -> dict[str, float]:
     """Return a bundle of a placement group, as Ray names what it holds."""
     return {
         name: parts // UNIT if name == MEMORY else as_float(parts)

@@ -93,7 +93,7 @@ class PlacementGroups:
                 f"{spec.name} names gpu_memory in a bundle, which a Ray cluster cannot "
                 f"reserve; leave it out, or run on a node of aiogpu's own."
             )
-        bundles = [_without_type(bundle.request()) for bundle in spec.bundles]
+        bundles = [_without_type(bundle) for bundle in spec.bundles]
         for bundle in bundles:
             overview.check_request(f"a bundle of {spec.name}", bundle)
         if spec.strategy == STRICT_PACK:

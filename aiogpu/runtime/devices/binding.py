@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import BY_SHARE, CPU, GPU, UNIT
 from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.linux.cgroup_hierarchy import StrPath, cgroup_folders, read_bytes
 from aiogpu.wire.messages import Bind
 
@@ -198,7 +198,7 @@ def limits_of(lease: Lease, gpus: DeviceSet | None) -> tuple[int, ...]:
     asked = lease.request.gpu_memory
     if not asked or gpus is None:
         return ()
-    if lease.home is not None:
+    if isinstance(lease.home, BundleLedger):
         # In a bundle that names bytes, a share stands for its part of these.
         gpus = lease.home.device_sets[GPU]
     held = held_of(lease, GPU)

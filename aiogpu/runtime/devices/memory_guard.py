@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.units import BY_SHARE, GPU, UNIT, size
-from aiogpu.core.records import WorkerRecord, WorkerState
+from aiogpu.core.records import Memory, WorkerRecord, WorkerState
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.devices.binding import held_of, limits_of
@@ -463,7 +463,7 @@ class GpuMemoryGuard:
             self._errors[worker.id, task.id] = gpu_out_of_memory(
                 name, worker, self._scheduler, peak=use.memory, told=ENDED
             )
-            feed(Scheduler.memory_outgrown, worker.id)
+            feed(Scheduler.kill_for_memory, worker.id, Memory.DEVICE)
 
     def peak_of(self, worker: int) -> int:
         """The most bytes that a worker was seen to use of a device, 0 if never."""

@@ -20,6 +20,7 @@ from typing import Final
 
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.text import listing
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.observe.status import Observed
 from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard, ProcessAttribution
@@ -373,7 +374,11 @@ class DeviceMonitor:
         if told != self._occupied.get(key, ""):
             self._occupied[key] = told
             self._feed(
-                Scheduler.device_foreign, *key, told or None, self.foreign == AVOID
+                Scheduler.device_changed,
+                *key,
+                Cause.FOREIGN,
+                told or None,
+                self.foreign == AVOID,
             )
 
     def _conclude(self, key: Key) -> None:
@@ -387,11 +392,11 @@ class DeviceMonitor:
         if reason is None:
             del self._told[key]
             _log.warning("! %s is well again", name)
-            self._feed(Scheduler.device_well, kind, index)
+            self._feed(Scheduler.device_changed, kind, index, Cause.SICK, None)
         else:
             self._told[key] = reason
             _log.warning("! %s gets no new tasks until it is well: %s", name, reason)
-            self._feed(Scheduler.device_sick, kind, index, reason)
+            self._feed(Scheduler.device_changed, kind, index, Cause.SICK, reason)
 
     def on_failed(self) -> None:
         """Nobody looks any more: what was seen is no news."""

@@ -20,6 +20,7 @@ from typing import Final
 from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.runtime.devices.binding import held_of
@@ -363,7 +364,7 @@ class DeviceRelease:
         for key in keys:
             if not any(key in each.left for each in stuck):
                 _log.warning("! %s has recovered", self._thread.name_of(key))
-                self._feed(Scheduler.device_recovered, *key)
+                self._feed(Scheduler.device_changed, *key, Cause.UNSETTLED, None)
 
     def on_mute(self, kind: str, seconds: float) -> None:
         """A driver hangs: set aside what it was asked about."""
