@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, TypeVar
 
 from aiogpu.api.results.blocking import (
     BlockingHandle,
@@ -19,12 +19,7 @@ from aiogpu.api.results.blocking import (
     HandleBase,
     ItemBuffer,
 )
-from aiogpu.client.current import (
-    client_of_task,
-    host_of_task,
-    is_loop_running,
-    services,
-)
+from aiogpu.client.current import host_of_task, is_loop_running, services
 from aiogpu.errors import InternalError, MisuseError
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import HANDLE_MARK, PickledValue
@@ -100,10 +95,8 @@ def host_beside_loop() -> Host | None:
 
 def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]:
     """What starts tasks in this process; gives what `results_for` does."""
-    if services.client is not None:
-        return partial(_submit, returns, lambda: TaskCaller(client_of_task()))
-    if returns or window:
-        return partial(_submit, returns, _caller)
+    if services.client is not None or returns or window:
+        return partial(_submit, returns)
     import asyncio
 
     from aiogpu.api.results.handle import sessions
@@ -114,19 +107,14 @@ def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]
         loop: Any = _get_running_loop()
         session: Session | None = sessions.get(loop)
         if session is None:
-            return _submit(0, _caller, func, payload)  # type: ignore[no-any-return]
+            return _submit(0, func, payload)  # type: ignore[no-any-return]
         return session.submit(func, payload)
 
     return submit
 
 
-def _submit(
-    returns: int,
-    find_caller: Callable[[], TaskCaller | Session],
-    func: FunctionSpec,
-    payload: bytes,
-) -> Any:
-    caller = find_caller()
+def _submit(returns: int, func: FunctionSpec, payload: bytes) -> Any:
+    caller = _caller()
     start = partial(caller.start, func, payload)
     return results_for(caller, func.spec.name, caller, returns, func.window, start)
 
@@ -331,13 +319,17 @@ class ResultGroup:
 # Values that have come from elsewhere, or are put.
 
 
+NOT_ASKED: Final = -1
+"""In place of a question's number, for a value that is here already."""
+
+
 class RestoredOwner:
-    """Owns a handle that has come from elsewhere.
+    """Owns a handle that came from elsewhere.
 
     Attributes:
-        reference: the value that it stands for.
-        remote_values: who fetches that from another process; None for one of this
-            process's.
+        reference: the value that the handle stands for.
+        remote_values: fetches the value from another process; None for a value of this
+            process.
     """
 
     def __init__(self, reference: Any, remote_values: ValueStore | None) -> None:
@@ -353,15 +345,18 @@ class RestoredOwner:
         if self.remote_values is not None and not handle.task_id and not handle.done():
             handle.task_id = self.remote_values.link.fetch(self.reference.id, handle)
 
-    def cancel(self, _task: int) -> None:
-        """Stop whoever makes the value."""
+    def cancel(self, question: int) -> None:
+        """Stop the task that makes the value, and withdraw the question for it."""
         if self.remote_values is not None:
+            self.remote_values.link.cancel(question)
             self.remote_values.link.discard(self.reference.id)
         elif self.reference.stop is not None:
             self.reference.stop()
 
     async def why(self, name: str, task: int) -> Why:
-        """Return why that one waits."""
+        """Return why the task that makes the value waits."""
+        if self.remote_values is not None:
+            return await self.remote_values.link.why(name, task)
         return await session_of_caller().why(name, task)
 
 
@@ -374,12 +369,12 @@ def restore_handle(identity: int, name: str) -> Any:
     """
     caller = _caller()
     if caller.remote_values is not None:
-        return _handle_of(caller, caller.remote_values.loans.loan(identity), name)
+        return _handle_of(caller, name, caller.remote_values.loans.loan(identity))
     # Late: it is the node's, and a worker has none.
     from aiogpu.runtime.objects.values import known
 
     value = known(identity)
-    handle = _handle_of(caller, value, name)
+    handle = _handle_of(caller, name, value)
     value.watch(lambda settled: settled.tell(handle))
     return handle
 
@@ -387,23 +382,23 @@ def restore_handle(identity: int, name: str) -> Any:
 HandleBase.restore = restore_handle
 
 
-def _handle_of(caller: TaskCaller | Session, reference: Any, name: str) -> Any:
-    """The kind of handle that fits, of a value that is known by a reference."""
+def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
+    """The kind of handle that fits here, for a value that is known by a reference."""
     remote_values = caller.remote_values
-    if remote_values is not None and is_loop_running():
+    owner = RestoredOwner(reference, remote_values)
+    if remote_values is None or not is_loop_running():
+        handle = caller.new_handle(name, owner)
+    else:
         import asyncio
 
         from aiogpu.api.results.handle import BorrowedHandle
 
+        loop = asyncio.get_running_loop()
         waits = caller.client.waits if type(caller) is TaskCaller else None
-        return BorrowedHandle(
-            name, remote_values, reference, asyncio.get_running_loop(), waits
-        )
-    handle = caller.new_handle(name, RestoredOwner(reference, remote_values))
+        handle = BorrowedHandle(name, owner, loop, waits, remote_values)
+    handle.stand_for(reference)
     if remote_values is None:
-        handle.stand_for(reference)
-    else:
-        handle.shared = reference
+        handle.task_id = reference.task
     return handle
 
 
@@ -456,15 +451,17 @@ def put(value: T) -> Putting[T]:
     if isinstance(payload, PickledValue):
         payload = packed(payload)
     caller = _caller("aiogpu.put()")
+    reference: Any
     if caller.remote_values is not None:
-        handle = _handle_of(caller, caller.remote_values.shares.put(payload), "put")
-        getattr(handle, "settle_with", handle.receive)(payload)
-        return Putting(handle)
-    from aiogpu.runtime.objects.values import Value
+        reference = caller.remote_values.shares.put(payload)
+    else:
+        from aiogpu.runtime.objects.values import Value
 
-    kept = Value("put")
-    kept.receive(payload)
-    handle = _handle_of(caller, kept, "put")
+        reference = Value("put")
+        reference.receive(payload)
+    handle = _handle_of(caller, "put", reference)
+    if caller.remote_values is not None:
+        handle.task_id = NOT_ASKED
     handle.receive(payload)
     return Putting(handle)
 

@@ -169,8 +169,8 @@ class Node(EnteredOnLoop):
         await self._session.opened()
         return self
 
-    async def __aexit__(self, *raised: Any) -> None:
-        await self._session.__aexit__(*raised)
+    async def __aexit__(self, kind: object, error: Any, trace: object) -> None:
+        await self._session.leave(error)
 
     @property
     def is_open(self) -> bool:
@@ -259,9 +259,9 @@ class Opening(EnteredOnLoop):
     async def __aenter__(self) -> Node:
         return await self._open()
 
-    async def __aexit__(self, *raised: Any) -> None:
+    async def __aexit__(self, kind: object, error: Any, trace: object) -> None:
         if self._mine is not None:
-            await self._mine.__aexit__(*raised)
+            await self._mine.leave(error)
 
     async def _open(self) -> Node:
         self._is_used = True

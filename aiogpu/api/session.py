@@ -19,19 +19,17 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakSet
 
+from aiogpu.api.results.blocking import Owner, StreamOwner
 from aiogpu.api.results.handle import (
     ChildHandle,
     Handle,
-    Owner,
     RemoteHandle,
     check_home,
     sessions,
 )
-from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.client.current import current
 from aiogpu.client.interface import Receiver
 from aiogpu.engines.base import Engine, NodeOptions
@@ -39,7 +37,7 @@ from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 
 if TYPE_CHECKING:
-    from aiogpu.api.results.stream import Stream, StreamOwner
+    from aiogpu.api.results.stream import Stream
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Host
     from aiogpu.observe.why import Why
@@ -123,7 +121,7 @@ shut_down: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
 """Loops that had a node of `init`, which was shut down, and have no other since."""
 
 
-class Session(EnteredOnLoop):
+class Session:
     """One node, as this event loop's program sees it. Made by `init`.
 
     Attributes:
@@ -162,23 +160,11 @@ class Session(EnteredOnLoop):
         """True if tasks can be started."""
         return self._state is SessionState.OPEN
 
-    def _as_called(self) -> str:
-        return "aiogpu.init(...)"
-
-    async def __aenter__(self) -> Session:
-        await self.opened()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def leave(self, error: BaseException | None) -> None:
+        """Shut down at the end of an `async with` block that ends with this error."""
         # `asyncio.run` makes a first Ctrl-C a cancellation: this is the second one.
-        is_pressed = kind is not None and issubclass(kind, KeyboardInterrupt)
         try:
-            await self.shutdown(at_once=is_pressed)
+            await self.shutdown(at_once=isinstance(error, KeyboardInterrupt))
         except KeyboardInterrupt:
             self._engine.hasten()
             raise

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -68,6 +68,14 @@ def opening(engine: PaperEngine) -> Session:
     session = Session(engine, asyncio.get_running_loop())  # type: ignore[arg-type]
     session.start_opening()
     return session
+
+
+@asynccontextmanager
+async def block(engine: PaperEngine) -> AsyncIterator[Session]:
+    """The block of `async with aiogpu.init()`."""
+    session = opening(engine)
+    async with Node.of(session):
+        yield session
 
 
 async def opened(engine: PaperEngine) -> Session:
@@ -258,7 +266,7 @@ async def test_a_second_ctrl_c_in_its_block_hastens(engine: PaperEngine) -> None
     """`asyncio.run` raises it wherever it lands, here in the program's own code."""
 
     async def main() -> None:
-        async with opening(engine):
+        async with block(engine):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -291,12 +299,12 @@ async def test_an_error_of_closing_is_told_and_the_loop_is_free(
 
 
 async def test_it_is_a_block(engine: PaperEngine) -> None:
-    async with opening(engine) as session:
+    async with block(engine) as session:
         assert session.is_open
     assert engine.story[-1] == "closed"
     engine = PaperEngine()
     with pytest.raises(KeyError):
-        async with opening(engine):
+        async with block(engine):
             raise KeyError("a")
     assert engine.story[-1] == "closed"
 
@@ -395,7 +403,7 @@ async def test_a_process_that_is_not_its_own_leaves_it_alone(
 
 def test_a_fork_without_a_loop_says_whose_it_is(engine: PaperEngine) -> None:
     async def main() -> None:
-        async with opening(engine) as session:
+        async with block(engine) as session:
             session._state = SessionState.FORKED
             await asyncio.get_running_loop().run_in_executor(None, ask)
             session._state = SessionState.OPEN
@@ -420,10 +428,10 @@ async def test_each_loop_has_its_own(engine: PaperEngine) -> None:
     other = PaperEngine()
 
     async def main() -> None:
-        async with opening(other) as session:
+        async with block(other) as session:
             assert current_session() is session
 
-    async with opening(engine) as session:
+    async with block(engine) as session:
         await asyncio.get_running_loop().run_in_executor(None, asyncio.run, main())
         assert current_session() is session
     assert other.story == engine.story

@@ -24,11 +24,29 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiogpu.client.interface import Client, ValueStore
+    from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 
 
 T = TypeVar("T")
+
+
+class Owner(Protocol):
+    """Started the task of a handle, and can be asked about it: a session, an actor."""
+
+    def cancel(self, task: int) -> None:
+        """Stop the task."""
+
+    async def why(self, name: str, task: int) -> Why:
+        """Say why it waits, or what it does."""
+
+
+class StreamOwner(Owner, Protocol):
+    """The same for the task of a stream."""
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let its generator yield so many items in all."""
 
 
 class HandleBase(NotItsResult):
@@ -38,6 +56,7 @@ class HandleBase(NotItsResult):
         task_name: name of the task.
         task_id: its number, 0 before it has one.
         part: which of several results of the task this is; -1 for all of it.
+        raw: the value pickled, if it is there.
         shared: what others refer to who were given it, None for nobody.
         restore: makes the handle anew where its pickle has come to. Set by
             `api.calls`, which makes all handles and so imports this module.
@@ -51,11 +70,8 @@ class HandleBase(NotItsResult):
         task_name: str
         task_id: int
         part: int
+        raw: bytes | None
         shared: Reference | None
-
-        @property
-        def raw(self) -> bytes | None:
-            """The value pickled, if it is there."""
 
         @property
         def error(self) -> BaseException | None:
@@ -82,11 +98,10 @@ class HandleBase(NotItsResult):
             )
         return self.shared
 
-    def stand_for(self, value: Any) -> None:
-        """It has come from elsewhere: others know it by that value already."""
+    def stand_for(self, reference: Reference) -> None:
+        """It came from elsewhere: others know it by this reference already."""
         self._want()
-        self.shared = value
-        self.task_id = value.task
+        self.shared = reference
 
     def _want(self) -> None:
         """Others want the result from here on, whoever withdraws."""
@@ -292,16 +307,6 @@ def abandoned(task_name: str) -> TaskCancelledError:
     )
 
 
-class Source(Protocol):
-    """Who has started the task of a stream and reaches its producer."""
-
-    def demand(self, task: int, limit: int) -> None:
-        """Let it yield so many items in all."""
-
-    def cancel(self, task: int) -> None:
-        """Stop it."""
-
-
 class ItemBuffer:
     """The consumer's end of a stream: what has come and was not taken; how it ends.
 
@@ -310,7 +315,7 @@ class ItemBuffer:
 
     Attributes:
         task_name: name of the task.
-        task_id: its number, by which its source knows it.
+        task_id: its number, by which its owner knows it.
         window: how far it may be ahead.
         buffer: pickled items that were not taken.
         error: why no further item will come, if there is a reason.
@@ -319,11 +324,11 @@ class ItemBuffer:
     """
 
     __slots__ = (
-        *("__weakref__", "_source", "buffer", "error", "is_cancelled", "is_over"),
+        *("__weakref__", "_owner", "buffer", "error", "is_cancelled", "is_over"),
         *("task_id", "task_name", "window"),
     )
 
-    def __init__(self, task_name: str, source: Source, size: int) -> None:
+    def __init__(self, task_name: str, owner: StreamOwner, size: int) -> None:
         self.task_name = task_name
         self.task_id = 0
         self.window = Window(size)
@@ -331,7 +336,7 @@ class ItemBuffer:
         self.error: Exception | None = None
         self.is_over = False
         self.is_cancelled = False
-        self._source: Source | None = source
+        self._owner: StreamOwner | None = owner
 
     def __repr__(self) -> str:
         return f"<ItemBuffer {self.task_name} {self.task_id} {len(self.buffer)} items>"
@@ -353,8 +358,8 @@ class ItemBuffer:
         """
         payload = self.buffer.popleft()
         limit = self.window.take()
-        if limit and self._source is not None:
-            self._source.demand(self.task_id, limit)
+        if limit and self._owner is not None:
+            self._owner.demand(self.task_id, limit)
         return load_result(payload)
 
     def raise_error(self) -> None:
@@ -368,9 +373,9 @@ class ItemBuffer:
 
     def cancel(self) -> None:
         """Stop the producer, and drop what has come."""
-        source = self._source
-        if self.close() and source is not None:
-            source.cancel(self.task_id)
+        owner = self._owner
+        if self.close() and owner is not None:
+            owner.cancel(self.task_id)
 
     def close(self) -> bool:
         """Drop what has come, and take no more; False if nothing would come."""
@@ -407,7 +412,7 @@ class ItemBuffer:
         if not self.is_over:
             self.error, self.is_over = error, True
             # An actor ends although items of its calls are kept.
-            self._source = None
+            self._owner = None
             self.wake()
 
     def wake(self) -> None:

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import HandleBase, abandoned
+from aiogpu.api.results.blocking import HandleBase, Owner, abandoned
 from aiogpu.client.current import services
 from aiogpu.errors import (
     DeserializationError,
@@ -27,7 +27,7 @@ from aiogpu.errors import (
     NodeClosedError,
     TaskCancelledError,
 )
-from aiogpu.serialization.exceptions import STOPPED
+from aiogpu.serialization.exceptions import STOPPED, unpack_failure
 from aiogpu.serialization.references import closed_node_error
 from aiogpu.serialization.serializer import load_result
 
@@ -114,16 +114,6 @@ _exception: Final[Callable[[Any], BaseException | None]] = asyncio.Future.except
 _add_done_callback: Final[Callable[..., None]] = asyncio.Future.add_done_callback
 
 
-class Owner(Protocol):
-    """Who has started the task and can be asked about it: a session."""
-
-    def cancel(self, task: int) -> None:
-        """Stop the task."""
-
-    async def why(self, name: str, task: int) -> Why:
-        """Say why it waits, or what it does."""
-
-
 DECODING: Final = 5e-3
 """Seconds for which large results are unpickled in one turn of the loop."""
 
@@ -173,8 +163,8 @@ class Handle(HandleBase, asyncio.Future[T]):
 
     remote_values: ValueStore | None = None
     __slots__ = (
-        *("_callbacks_added", "_error", "_owner", "_payload", "_raw", "_value"),
-        *("_waiters", "part", "shared", "task_id", "task_name"),
+        *("_callbacks_added", "_error", "_owner", "_payload", "_value", "_waiters"),
+        *("part", "raw", "shared", "task_id", "task_name"),
     )
 
     def __init__(
@@ -187,7 +177,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks_added = 0
         self._payload: bytes | None = None
-        self._raw: bytes | None = None
+        self.raw: bytes | None = None
         self.shared: Reference | None = None
         self.part = -1
         self._value: T | None = None
@@ -203,11 +193,6 @@ class Handle(HandleBase, asyncio.Future[T]):
             # was expected", as a TaskGroup does.
             shown += " (give it handle.coro())"
         return shown
-
-    @property
-    def raw(self) -> bytes | None:
-        """The value pickled, if it is there."""
-        return self._payload or self._raw
 
     @property
     def error(self) -> BaseException | None:
@@ -319,7 +304,7 @@ class Handle(HandleBase, asyncio.Future[T]):
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
         if not self.done():
-            self._payload = payload
+            self._payload = self.raw = payload
             # An actor ends although its calls' results are kept.
             self._owner = None
             if type(payload) is bytes and not _late:
@@ -342,8 +327,9 @@ class Handle(HandleBase, asyncio.Future[T]):
 
     def reject(self, failed: Failed) -> None:
         """Take what the worker says of its failure; called by the engine."""
-        from aiogpu.serialization.exceptions import unpack_failure
-
+        if failed.kind == STOPPED:
+            self.cancel()  # another holder of the handle has cancelled the task
+            return
         if self.shared is not None:
             self._tell("reject", failed)
         self.fail(unpack_failure(failed, self.task_name))
@@ -397,7 +383,6 @@ class Handle(HandleBase, asyncio.Future[T]):
     def _decode(self) -> None:
         assert self._payload is not None, self
         payload, self._payload = self._payload, None
-        self._raw = payload
         try:
             self._value = load_result(payload)
         except DeserializationError as error:
@@ -415,9 +400,9 @@ class Handle(HandleBase, asyncio.Future[T]):
 class RemoteHandle(Handle[T]):
     """A handle of a program whose node is another process.
 
-    Others refer to its result by an id of this program's, which the node is told. They
-    may do so before its task is started, while the node is joined; the node is told
-    which task it is as soon as that has a number.
+    Other tasks refer to its result by an id that this program chooses and tells the
+    node. The id may be needed before the task is submitted, while the program joins the
+    node: it is then promised, and the node is told the task as soon as it has a number.
     """
 
     __slots__ = ("_is_promised", "_number", "remote_values")
@@ -454,30 +439,12 @@ class RemoteHandle(Handle[T]):
             self.shared = self.remote_values.shares.promise()
         return super().share()
 
-    def reject(self, failed: Failed) -> None:
-        """Take what is said of its failure; called by the engine."""
-        if failed.kind == STOPPED:
-            self.cancel()  # somebody has done so who was given it
-        else:
-            super().reject(failed)
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result; called by the engine."""
-        self._break(error)
-        super().fail(error)
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the handle and stop the work; see `Handle.cancel`."""
-        if not super().cancel(msg):
-            return False
-        self._break(TaskCancelledError(f"{self.task_name} was cancelled."))
-        return True
-
-    def _break(self, error: Exception) -> None:
-        """What was promised of it will not come."""
+    def _tell(self, how: str, told: object) -> None:
         if self._is_promised:
+            # It ends before its task was submitted, so it failed or was cancelled.
+            assert isinstance(told, Exception), told
             self._is_promised = False
-            self.remote_values.shares.fail(self.shared, error)
+            self.remote_values.shares.fail(self.shared, told)
 
 
 class ChildHandle(Handle[T]):
@@ -541,12 +508,8 @@ class ChildHandle(Handle[T]):
 
     def reject(self, failed: Failed) -> None:
         """Take what is said of its failure; called by the engine."""
-        if failed.kind != STOPPED:
+        if self._is_its_loop("reject", failed):
             super().reject(failed)
-        elif asyncio._get_running_loop() is self.get_loop():
-            self.cancel()  # somebody has done so who was given it
-        else:
-            self._call_soon(self.cancel)
 
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
@@ -575,35 +538,24 @@ class ChildHandle(Handle[T]):
             self.get_loop().call_soon_threadsafe(tell, *told)
 
 
-NEVER_ASKED: Final = -1
-"""In place of the number of a question."""
-
-
 class BorrowedHandle(ChildHandle[T]):
-    """A handle that has come from elsewhere; asks for its value when it is wanted."""
+    """A handle that came from elsewhere; asks for its value when that is wanted."""
 
     __slots__ = ("remote_values",)
 
     def __init__(
         self,
         task_name: str,
-        remote_values: ValueStore,
-        loan: Reference,
+        owner: Owner,
         loop: asyncio.AbstractEventLoop,
         waits: Waits | None,
+        remote_values: ValueStore,
     ) -> None:
-        super().__init__(task_name, remote_values.link, loop, waits)
+        super().__init__(task_name, owner, loop, waits)
         self.remote_values: ValueStore = remote_values
-        self.shared = loan
-        self._want()
 
     def _store(self) -> ValueStore | None:
         return self.remote_values
-
-    def settle_with(self, payload: bytes) -> None:
-        """The value is here already, and need not be asked for."""
-        self.task_id = self.task_id or NEVER_ASKED
-        super().receive(payload)
 
     def _fetch(self) -> None:
         if not self.task_id and not super().done():
@@ -625,11 +577,3 @@ class BorrowedHandle(ChildHandle[T]):
         """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
         self._fetch()
         super().add_done_callback(fn, context=context)
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        """Stop whoever makes the value; False if it was here before."""
-        if not super().cancel(msg):
-            return False
-        assert self.shared is not None, self
-        self.remote_values.link.discard(self.shared.id)
-        return True

@@ -11,19 +11,10 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Final,
-    NoReturn,
-    Protocol,
-    Self,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, TypeVar
 
-from aiogpu.api.results.blocking import ItemBuffer, StreamBase
-from aiogpu.api.results.handle import Owner, check_thread, why_of
+from aiogpu.api.results.blocking import ItemBuffer, StreamBase, StreamOwner
+from aiogpu.api.results.handle import check_thread, why_of
 from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.errors import MisuseError
 
@@ -125,13 +116,6 @@ class IteratedOnce(AsyncIterator[T]):
             # A loop that is closed, and its node with it, refuses.
             with suppress(RuntimeError):
                 source.loop.call_soon_threadsafe(source.cancel)
-
-
-class StreamOwner(Owner, Protocol):
-    """Who has started the task and can be asked about it: a session."""
-
-    def demand(self, task: int, limit: int) -> None:
-        """Let its generator yield so many items in all."""
 
 
 class LoopItemBuffer(ItemBuffer, LoopSource):
