@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from aiogpu.api.actors.actor import exit_actor as exit_actor
     from aiogpu.api.actors.actor import get_actor as get_actor
     from aiogpu.api.actors.actor import kill as kill
-    from aiogpu.api.actors.methods import method as method
     from aiogpu.api.actors.pool import ActorPool as ActorPool
     from aiogpu.api.actors.pool import typed as typed
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.calls import put as put
+    from aiogpu.api.decorator import method as method
     from aiogpu.api.decorator import remote as remote
     from aiogpu.api.map import Results as Results
     from aiogpu.api.node import available_resources as available_resources
@@ -68,7 +68,6 @@ _MODULES = {
     "api.results.handle": ("Handle",),
     "api.results.stream": ("Stream",),
     "api.map": ("Results",),
-    "api.actors.methods": ("method",),
     "api.node": (
         "available_resources",
         "cluster_resources",
@@ -82,7 +81,7 @@ _MODULES = {
     "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),
     "api.run": ("run",),
-    "api.decorator": ("remote",),
+    "api.decorator": ("method", "remote"),
     "errors": (
         "ActorDiedError",
         "AiogpuError",

@@ -1,4 +1,4 @@
-"""`@remote`: what it makes of a function, a generator or a class.
+"""`@remote` and `@method`: what they make of a function, a class or a method.
 
 Light on purpose, as `api.remote_function` is: user modules bring this file into every
 worker.
@@ -7,11 +7,14 @@ worker.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from inspect import isfunction
 from typing import (
     TYPE_CHECKING,
     Any,
+    Concatenate,
     ParamSpec,
     Protocol,
+    Self,
     TypeVar,
     Unpack,
     cast,
@@ -19,14 +22,33 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.options import CHECKS, TaskOptions, check_options, merged
-from aiogpu.api.remote_function import Definition, RemoteFunction, made
+from aiogpu.api.options import (
+    CHECKS,
+    METHOD_MARK,
+    MethodOptions,
+    TaskOptions,
+    check_options,
+    merged,
+    not_buffered,
+    not_counted,
+)
+from aiogpu.api.remote_function import (
+    Definition,
+    RemoteFunction,
+    RemoteGenerator,
+    kind_of,
+    made,
+)
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
     from aiogpu.api.actors.actor import RemoteClass
-    from aiogpu.api.keywords import AnyKeywords, Options
-    from aiogpu.api.remote_function import RemoteGenerator
+    from aiogpu.api.keywords import (
+        AnyKeywords,
+        MethodCallKeywords,
+        MethodKeywords,
+        Options,
+    )
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,3 +156,113 @@ def _decorate(function: object, options: dict[str, Any]) -> object:
             f"remote() was given {function!r}; give it a function, or options by name."
         )
     return made(Definition(function), checked)
+
+
+# Methods.
+
+if TYPE_CHECKING:
+
+    class TypedMethod(RemoteFunction[P, R]):
+        """What a type checker sees of a method under `@aiogpu.method`.
+
+        On an object it can be called, as the class's own code does; `typed(handle)`
+        makes a handle look like one, so that `.remote` has its parameters and result.
+        """
+
+        def __get__(self, instance: object, owner: Any) -> Self:
+            """The same on an object."""
+
+        def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+            """Call it here."""
+
+        def options(  # type: ignore[override]
+            self, **options: Unpack[MethodCallKeywords]
+        ) -> TypedMethod[P, Any]:
+            """Return the same method with other options; see `MethodCallKeywords`."""
+
+    class TypedGenerator(RemoteGenerator[P, R]):
+        """What a type checker sees of a generator method; see `TypedMethod`."""
+
+        def __get__(self, instance: object, owner: Any) -> Self:
+            """The same on an object."""
+
+        def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+            """Call it here."""
+
+        def options(  # type: ignore[override]
+            self, **options: Unpack[MethodCallKeywords]
+        ) -> Self:
+            """Return the same method with other options; see `MethodCallKeywords`."""
+
+
+class MethodDecorator(Protocol):
+    """What `@method(...)` with options gives."""
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+    ) -> TypedMethod[P, R]: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self,
+        function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]],
+        /,
+    ) -> TypedGenerator[P, R]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], R], /
+    ) -> TypedMethod[P, R]: ...
+
+
+@overload
+def method(
+    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+) -> TypedMethod[P, R]: ...
+
+
+@overload
+def method(  # type: ignore[overload-overlap]
+    function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]], /
+) -> TypedGenerator[P, R]: ...
+
+
+@overload
+def method(function: Callable[Concatenate[Any, P], R], /) -> TypedMethod[P, R]: ...
+
+
+@overload
+def method(**options: Unpack[MethodKeywords]) -> MethodDecorator: ...
+
+
+def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
+    """Give a method options, and type checkers its parameters and result.
+
+    The method itself stays as it is; all public methods of an actor's class can be
+    called, with this or without.
+
+    Args:
+        function: the method.
+        **options: see `MethodKeywords`.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+        MisuseError: it is no function.
+    """
+    checked = MethodOptions(**check_options(dict(options), "method"))
+
+    def mark(function: Any) -> Any:
+        if not isfunction(function):
+            raise MisuseError(
+                f"method() was given {function!r}; write it above a method of a class."
+            )
+        _, is_generator = kind_of(function)
+        if checked.max_buffered is not None and not is_generator:
+            raise not_buffered(function.__qualname__)
+        if checked.num_returns != 1 and is_generator:
+            raise not_counted(function.__qualname__, checked.num_returns)
+        setattr(function, METHOD_MARK, checked)
+        return function
+
+    return mark if function is None else mark(function)

@@ -656,13 +656,18 @@ def not_counted(name: str, value: int) -> OptionError:
 
 def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
     """The error for an option that does not exist, with the likeliest that does."""
+    return OptionError(
+        f"{name} is no option of {of_what}.{did_you_mean(name, known)} There are: "
+        f"{', '.join(known)}."
+    )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The most similar of the known names, as a question; "" if there is none."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return OptionError(
-        f"{name} is no option of {of_what}.{hint} There are: {', '.join(known)}."
-    )
+    near = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def check_text(option: str, value: object) -> str | None:
@@ -761,6 +766,10 @@ THREADS: Final = 1
 
 INTERLEAVED: Final = 1000
 """Coroutine methods that run at once unless the options say otherwise."""
+
+
+METHOD_MARK: Final = "__aiogpu_method__"
+"""Attribute of a function under `@aiogpu.method`: its options."""
 
 
 class MethodOptions(NamedTuple):

@@ -20,7 +20,6 @@ from typing import (
     Literal,
     NamedTuple,
     Never,
-    NoReturn,
     ParamSpec,
     Self,
     TypeVar,
@@ -148,6 +147,15 @@ def without_self(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters[1:])
 
 
+def kind_of(function: object) -> tuple[bool, bool]:
+    """Whether it needs an event loop, and whether it yields items."""
+    is_async_generator = inspect.isasyncgenfunction(function)
+    return (
+        is_async_generator or inspect.iscoroutinefunction(function),
+        is_async_generator or inspect.isgeneratorfunction(function),
+    )
+
+
 _MAIN: Final = ("__main__", "__mp_main__")
 
 
@@ -168,9 +176,7 @@ class Definition:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
-        is_async_generator = inspect.isasyncgenfunction(function)
-        self.is_coroutine = is_async_generator or inspect.iscoroutinefunction(function)
-        self.is_generator = is_async_generator or inspect.isgeneratorfunction(function)
+        self.is_coroutine, self.is_generator = kind_of(function)
         self._sent: Function | None = None
 
     @cached_property
@@ -307,14 +313,6 @@ class Mapper:
     def _again_after(self, error: Exception) -> Any:
         """What calls an item once more that has raised this, None for nothing."""
         return None
-
-
-def no_map(name: str) -> MisuseError:
-    """The error for mapping a generator."""
-    return MisuseError(
-        f"{name} is a generator, and map() takes one result a call; write `async for "
-        f"item in {name}.remote(...)` for each argument."
-    )
 
 
 P = ParamSpec("P")
@@ -473,15 +471,12 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         """
         return type(self)(self._definition, merged(self._options, options))
 
-    if not TYPE_CHECKING:
-        # Visible, it would make type checkers accept every direct call.
-        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
-            """Always raises `MisuseError`: a remote function is not called directly."""
-            raise MisuseError(
-                f"{self.__name__} is a remote function and runs in a worker: write "
-                f"`await {self.__name__}.remote(...)`. To call it here, in this "
-                f"process, write `{self.__name__}.__wrapped__(...)`."
-            )
+    def _what_to_write(self) -> str:
+        return (
+            f"{self.__name__} is a remote function and runs in a worker: write "
+            f"`await {self.__name__}.remote(...)`. To call it here, in this process, "
+            f"write `{self.__name__}.__wrapped__(...)`."
+        )
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         source = self._known_as() or self._definition.function
@@ -531,16 +526,9 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
                 SerializationError: the function or an argument cannot be pickled.
             """
 
-    if not TYPE_CHECKING:
-
-        def map(self, *_args: object, **_options: object) -> NoReturn:
-            """Always raises `MisuseError`: a generator gives many results a call."""
-            raise no_map(self.__name__)
-
-        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
-            """Always raises `MisuseError`: a generator is not called directly."""
-            raise MisuseError(
-                f"{self.__name__} is a remote generator and runs in a worker: write "
-                f"`async for item in {self.__name__}.remote(...)`. To call it here, in "
-                f"this process, write `{self.__name__}.__wrapped__(...)`."
-            )
+    def _what_to_write(self) -> str:
+        return (
+            f"{self.__name__} is a remote generator and runs in a worker: write "
+            f"`async for item in {self.__name__}.remote(...)`. To call it here, in "
+            f"this process, write `{self.__name__}.__wrapped__(...)`."
+        )

@@ -106,23 +106,43 @@ class NotItsResult:
 
 
 class CalledFirst:
-    """What gives something to await by `.remote(...)`; calling it says so."""
+    """Called by `.remote(...)`, which gives something to await; any other use says so.
+
+    Type checkers do not see these methods: with `__call__` they would accept every
+    direct call.
+    """
 
     __slots__ = ()
 
+    def _what_to_write(self) -> str:
+        """Why it is not called directly, and what to write instead."""
+        raise NotImplementedError
+
     if not TYPE_CHECKING:
+
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: it is called by `.remote()`."""
+            raise MisuseError(self._what_to_write())
 
         def __await__(self) -> NoReturn:
             self()
 
 
 class CalledFirstToIterate(CalledFirst):
-    """The same of a generator."""
+    """The same of a generator, whose `.remote(...)` gives something to iterate."""
 
     __slots__ = ()
 
     if not TYPE_CHECKING:
         __iter__ = __aiter__ = CalledFirst.__await__
+
+        def map(self, *_args: object, **_options: object) -> NoReturn:
+            """Always raises `MisuseError`: a generator gives many results a call."""
+            raise MisuseError(
+                f"{self.__name__} is a generator, and map() takes one result a call; "
+                f"write `async for item in {self.__name__}.remote(...)` for each "
+                f"argument."
+            )
 
 
 def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

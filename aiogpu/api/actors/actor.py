@@ -15,20 +15,21 @@ from typing import (
     Generic,
     NoReturn,
     ParamSpec,
+    Self,
     TypeVar,
     Unpack,
     cast,
 )
 
-from aiogpu.api.actors.methods import (
-    ActorInterface,
-    LateMethod,
-    RemoteMethod,
-    method_of,
+from aiogpu.api.actors.methods import ActorInterface, Method, no_method
+from aiogpu.api.options import TaskOptions, check_options, merged
+from aiogpu.api.remote_function import Decorated, Definition, FunctionName, Mapper
+from aiogpu.api.usage_errors import (
+    CalledFirst,
+    CalledFirstToIterate,
+    EnteredOnLoop,
+    options_of,
 )
-from aiogpu.api.options import TaskOptions, merged
-from aiogpu.api.remote_function import Decorated, Definition, FunctionName
-from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import (
     ActorExit,
     current,
@@ -40,10 +41,12 @@ from aiogpu.core.model.units import CPU
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
+from aiogpu.worker.chunk import CHUNKED
 
 if TYPE_CHECKING:
-    from aiogpu.api.actors.methods import Link
-    from aiogpu.api.keywords import ActorKeywords
+    from aiogpu.api.actors.link import Link
+    from aiogpu.api.keywords import ActorKeywords, MethodCallKeywords
+    from aiogpu.api.results.handle import Handle
     from aiogpu.client.function_spec import FunctionSpec
 
 
@@ -51,6 +54,126 @@ P = ParamSpec("P")
 
 
 A = TypeVar("A")
+
+
+class RemoteMethod(CalledFirst, Mapper):
+    """A method of an actor; call it by `.remote(...)`."""
+
+    __slots__ = ("_groups", "_link", "_method")
+
+    def __init__(self, link: Link, method: Method, groups: tuple[str, ...]) -> None:
+        self._link = link
+        self._method = method
+        self._groups = groups
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> Self:
+        """Return the same method with other options; this one stays as it is.
+
+        What is not given stays as `@aiogpu.method(...)` says.
+
+        Raises:
+            OptionError: names the option, the value and what is allowed.
+
+        Example:
+            `first, second = actor.split.options(num_returns=2).remote(text)`
+        """
+        checked = check_options(options, "method")
+        method = self._method.with_options(checked, self._groups)
+        return type(self)(self._link, method, self._groups)
+
+    def __repr__(self) -> str:
+        return f"<RemoteMethod {self._method.label}>"
+
+    @property
+    def __name__(self) -> str:
+        """How errors call it."""
+        return self._method.label
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"{self._method.label} is a method of one actor: pass the actor's handle, "
+            f"and call `actor.{self._method.attribute}.remote(...)` there."
+        )
+
+    def remote(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call it; gives the call's handle at once, a generator's stream of items.
+
+        Raises:
+            MisuseError: it takes other arguments.
+            SerializationError: an argument cannot be pickled.
+            NodeError: the actor's node is closed.
+        """
+        method = self._method
+        payload = method.pack(args, kwargs)
+        return self._link.call(
+            method.label, method.name, payload, method.returns, method.window
+        )
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        method = self._method
+        payload = method.pack(arguments, {}, is_chunk=True)
+        return self._link.call(  # type: ignore[no-any-return]
+            method.label, method.name + CHUNKED, payload
+        )
+
+    def _what_to_write(self) -> str:
+        return (
+            f"{self._method.label} runs in its actor's process: write `await "
+            f"actor.{self._method.attribute}.remote(...)`."
+        )
+
+
+class GeneratorMethod(CalledFirstToIterate, RemoteMethod):
+    """A method of an actor that is a generator; iterate what `.remote(...)` gives."""
+
+    __slots__ = ()
+
+    def _what_to_write(self) -> str:
+        return (
+            f"{self._method.label} is a generator and runs in its actor's process: "
+            f"write `async for item in actor.{self._method.attribute}.remote(...)`."
+        )
+
+
+def method_of(link: Link, interface: ActorInterface, name: str) -> RemoteMethod:
+    """Return what a handle has under the name of a method.
+
+    Raises:
+        AttributeError: the class has no such method.
+    """
+    method = interface.methods.get(name)
+    if method is None:
+        raise no_method(interface, name)
+    kind = GeneratorMethod if method.window else RemoteMethod
+    return kind(link, method, interface.group_names)
+
+
+class LateMethod(RemoteMethod):
+    """A method of an actor whose class the node has yet to tell."""
+
+    __slots__ = ()
+
+    def __init__(self, link: Link, name: str) -> None:
+        super().__init__(link, Method(link.name, name, None), ())
+
+    def remote(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call it; a call that the class cannot serve fails when that is known."""
+        interface = self._link.interface
+        if interface is None:
+            return super().remote(*args, **kwargs)
+        known = method_of(self._link, interface, self._method.name)
+        return known.remote(*args, **kwargs)
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        interface = self._link.interface
+        if interface is None:
+            raise MisuseError(
+                f"{self._method.label}.map() with chunk= needs to know the method, and "
+                f"the node has not answered yet. Await the handle first: `actor = "
+                f"await aiogpu.get_actor(...)`."
+            )
+        known = method_of(self._link, interface, self._method.name)
+        return known._remote_chunk(arguments)
 
 
 class ActorHandle(EnteredOnLoop, Generic[A]):
@@ -69,7 +192,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
     def __repr__(self) -> str:
         return f"<ActorHandle {self._link.name}>"
 
-    def __getattr__(self, name: str) -> RemoteMethod[..., Any]:
+    def __getattr__(self, name: str) -> RemoteMethod:
         link = self._link
         if link.interface is None:
             if link.own is not None:
@@ -118,13 +241,9 @@ def revive(
 
 def _links() -> Any:
     """The class of this process's ties to actors: of a worker, or of a program."""
-    if services.client is not None:
-        from aiogpu.api.actors.worker_link import WorkerActorLink
+    from aiogpu.api.actors.link import ActorLink, WorkerActorLink
 
-        return WorkerActorLink
-    from aiogpu.api.actors.link import ActorLink
-
-    return ActorLink
+    return ActorLink if services.client is None else WorkerActorLink
 
 
 class RemoteClass(Decorated, Generic[P, A]):
@@ -160,25 +279,13 @@ class RemoteClass(Decorated, Generic[P, A]):
 
     def _prepare(self) -> FunctionSpec:
         """All that is done once per class: checks, pickling, the request."""
-        from aiogpu.client.function_spec import ActorTerms
-
-        options, interface = self._options, self._interface
+        options = self._options
         spec = options.actor_spec(self.__name__, self._definition.sent().id)
         resources = spec.shape.request.as_numbers()
         if options.num_cpus is None:
             # The CPU by which it is placed is given back; it holds none.
             resources.pop(CPU, None)
-        mode, limits = interface.limits(options)
-        terms = ActorTerms(
-            mode,
-            limits,
-            interface.groups(options),
-            options.max_task_retries,
-            options.num_cpus is not None,
-            interface,
-            interface.windows(),
-        )
-        return self._made(spec, resources, actor=terms)
+        return self._made(spec, resources, actor=self._interface.terms(options))
 
     def options(self, **options: Unpack[ActorKeywords]) -> RemoteClass[P, A]:
         """The same class with other options; this one is left as it is.
@@ -199,15 +306,14 @@ class RemoteClass(Decorated, Generic[P, A]):
         """Have a class that names this one as a base inherit from the plain class."""
         return (cast("type", self.__wrapped__),)
 
+    def _what_to_write(self) -> str:
+        return (
+            f"{self.__name__} is an actor's class: write "
+            f"`{self.__name__}.remote(...)`. To make an object here, in this process, "
+            f"write `{self.__name__}.__wrapped__(...)`."
+        )
+
     if not TYPE_CHECKING:
-        # Visible, it would make type checkers accept every direct call.
-        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
-            """Always raises `MisuseError`: an actor is made by `.remote()`."""
-            raise MisuseError(
-                f"{self.__name__} is an actor's class: write "
-                f"`{self.__name__}.remote(...)`. To make an object here, in this "
-                f"process, write `{self.__name__}.__wrapped__(...)`."
-            )
 
         def __getattr__(self, name: str) -> Any:
             """A class attribute, static or class method of the plain class."""

@@ -1,23 +1,20 @@
-"""A program's tie to one actor, shared by all handles to it in this process.
+"""A process's tie to one actor, shared by all handles to it in this process.
 
-The actor knows how many hold a tie, and ends when nobody does. This file imports
-asyncio, so it is itself imported late.
+The actor counts the ties, and ends when there is none. A program's goes by its session,
+a task's in a worker over the worker's own socket. asyncio stays out: plain functions of
+a worker need none.
 """
 
 from __future__ import annotations
 
-import asyncio
 from _thread import get_ident
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
+from weakref import WeakValueDictionary
 
-from aiogpu.api.actors.methods import (
-    interface_in,
-    late_call_problem,
-    stranger,
-)
+from aiogpu.api.actors.methods import ActorInterface, no_method
 from aiogpu.api.calls import (
     host_beside_loop,
     may_use,
@@ -25,18 +22,62 @@ from aiogpu.api.calls import (
     results_for,
     session_of_caller,
 )
-from aiogpu.client.current import host_of_task
+from aiogpu.client.current import client_of_task, current, host_of_task
 from aiogpu.client.function_spec import placeholder_func
 from aiogpu.errors import ActorNameError, AiogpuError, MisuseError, NodeClosedError
-from aiogpu.observe.why import Why
+from aiogpu.serialization.references import add_actor
+from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
+from aiogpu.wire.messages import AFTER_ALL, AGAIN, AT_ONCE, CAPACITY, ENDED, READY
 
 if TYPE_CHECKING:
-    from aiogpu.api.actors.methods import ActorInterface
+    from asyncio import Future
+
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Host, Receiver
+    from aiogpu.client.references import Loan
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
+    from aiogpu.observe.why import Why
+    from aiogpu.worker.nested import TaskClient
+
+
+def stranger(name: str) -> MisuseError:
+    """The error for a handle to an actor that is none of this node's."""
+    return MisuseError(
+        f"the handle of {name} belongs to another node, or to one that was closed. "
+        f"Give tasks an actor of this node, as an argument: a function that uses a "
+        f"handle of the program's keeps the one that it had at its first .remote()."
+    )
+
+
+def interface_in(func: FunctionSpec) -> ActorInterface:
+    """Return what handles are made of; it comes pickled from another process's class.
+
+    Raises:
+        DeserializationError: what it refers to cannot be imported here.
+    """
+    assert func.actor is not None, func
+    interface = func.actor.interface
+    return cast(
+        "ActorInterface",
+        load_result(interface) if type(interface) is bytes else interface,
+    )
+
+
+def late_call_problem(interface: ActorInterface, name: str) -> Exception | None:
+    """Return why a call that was made before the class was known cannot be made."""
+    method = interface.methods.get(name)
+    if method is None:
+        return no_method(interface, name)
+    if method.window or method.returns:
+        what = "is a generator" if method.window else "has several results"
+        return MisuseError(
+            f"{method.label} {what}, which was not known yet when it was called: the "
+            f"node had not answered. Await the handle first: `actor = await "
+            f"aiogpu.get_actor(...)`."
+        )
+    return None
 
 
 UNCHECKED: Final = 1 << 20
@@ -47,7 +88,7 @@ EarlyCall = tuple[Callable[[Any], object], Callable[[Exception], object]]
 
 
 class ActorLink:
-    """See above.
+    """The tie of a program.
 
     Attributes:
         name: how errors call the actor.
@@ -88,9 +129,11 @@ class ActorLink:
         link.own = link.interface
 
         def make(engine: Engine) -> None:
+            from asyncio import Future
+
             link._actors = engine.actors
             actor = link._actors.create(func, payload, key, get_if_exists)
-            if isinstance(actor, asyncio.Future):
+            if isinstance(actor, Future):
                 link._await(actor, partial(_no_actor, link.name, ""))
             else:
                 link._take(actor)
@@ -106,13 +149,15 @@ class ActorLink:
             ActorNameError: no actor has that name, as far as that is known now.
             NodeError: the node is not open.
         """
+        from asyncio import Future
+
         session = session_of_caller("aiogpu.get_actor()")
         actors = session.engine.actors
         found = actors.find((namespace, name))
         missing = partial(_no_actor, name, namespace)
         if found is None:
             raise missing()
-        if isinstance(found, asyncio.Future):
+        if isinstance(found, Future):
             link = cls(session, placeholder_func(f"the actor {name!r}"), None)
             link._await(found, missing)
         else:
@@ -140,13 +185,11 @@ class ActorLink:
         link._actor, link._actors, link._hold = found, actors, found.holder()
         return link
 
-    def _await(
-        self, answer: asyncio.Future[Any], missing: Callable[[], Exception]
-    ) -> None:
+    def _await(self, answer: Future[Any], missing: Callable[[], Exception]) -> None:
         """Take the actor that the node tells later; None means that it has none."""
         self.interface = None
 
-        def take(answer: asyncio.Future[Any]) -> None:
+        def take(answer: Future[Any]) -> None:
             error = NodeClosedError("the node was left before it had answered.")
             told = error if answer.cancelled() else answer.exception()
             actor = None if told is not None else answer.result()
@@ -332,6 +375,8 @@ class ActorLink:
 
     async def why(self, name: str, number: int) -> Why:
         """Return why a call waits: what its actor does."""
+        from aiogpu.observe.why import Why
+
         if self._actor is None:
             return Why(name, number, "opening")
         found = await self._session.why(self.name, self._actor.id)
@@ -344,3 +389,127 @@ def _no_actor(name: str, namespace: str) -> ActorNameError:
         f"no actor named {name!r}{where} lives on this node. Make one by "
         f".options(name={name!r}).remote(...)."
     )
+
+
+# In a worker.
+
+
+_links: Final[WeakValueDictionary[int, WorkerActorLink]] = WeakValueDictionary()
+
+
+class WorkerActorLink:
+    """The tie of a task in a worker.
+
+    Attributes:
+        name: how errors call the actor.
+        actor: its id.
+        interface: what handles are made of.
+    """
+
+    own = None
+
+    def __init__(self, name: str, hold: Loan, interface: ActorInterface | None) -> None:
+        self.name = name
+        self.actor = hold.id
+        self._hold = hold
+        self.interface = interface
+        self._client = _client()
+        _links[self.actor] = self
+
+    def __repr__(self) -> str:
+        return f"<WorkerActorLink {self.name} {self.actor}>"
+
+    @classmethod
+    def known(
+        cls, actor: int, name: str, home: str, interface: ActorInterface
+    ) -> WorkerActorLink:
+        """The tie to an actor of which a handle has come; raises `MisuseError`."""
+        if home != current.home:
+            raise stranger(name)
+        return _links.get(actor) or cls(name, _client().actor(actor), interface)
+
+    @classmethod
+    def create(
+        cls,
+        func: FunctionSpec,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
+    ) -> WorkerActorLink:
+        """Have an actor made, which ends with this process if nobody else has it."""
+        client = _client()
+        actor = client.make(func, payload, key, get_if_exists)
+        return cls(func.spec.name, client.own(actor), interface_in(func))
+
+    @classmethod
+    def find(cls, name: str, namespace: str) -> WorkerActorLink:
+        """Tie the living actor of a name; waits for the node's answer.
+
+        Raises:
+            ActorNameError: no actor has that name.
+            DeserializationError: what its class refers to cannot be imported here.
+        """
+        from aiogpu.api.results.wait import get
+
+        return cls._found(*get(_ask_for(name, namespace)))
+
+    @classmethod
+    async def find_on_loop(cls, name: str, namespace: str) -> WorkerActorLink:
+        """The same on the event loop that runs; raises as `find` does."""
+        return cls._found(*await _ask_for(name, namespace))
+
+    @classmethod
+    def _found(cls, actor: int, of_class: str, interface: bytes) -> WorkerActorLink:
+        hold = _client().own(actor)
+        return _links.get(actor) or cls(of_class, hold, load_result(interface))
+
+    def reference(self) -> tuple[int, str, str]:
+        """Return what a handle is pickled as; whoever gets it counts as a holder."""
+        add_actor(self.actor, self._hold)
+        return self.actor, self.name, current.home
+
+    def call(
+        self, label: str, method: str, payload: bytes, returns: int = 0, window: int = 0
+    ) -> Any:
+        """Call a method; gives the kind of handle, handles or stream that fits.
+
+        Raises:
+            MisuseError: no task runs any more.
+            SerializationError: the arguments are too large to be sent.
+        """
+        call = partial(self._client.call, self.actor, method, payload)
+        return request(self._client, label, call, returns, window)
+
+    def ready(self) -> Any:
+        """Settled when the constructor has returned."""
+        return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
+
+    def ended(self) -> Any:
+        """Settled when the actor's process has ended."""
+        return self.call(f"{self.name}()", ENDED, NONE_PAYLOAD)
+
+    def room(self) -> Any:
+        """Return how many actors of its kind can live at once."""
+        return self.call(f"{self.name}()", CAPACITY, NONE_PAYLOAD)
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        self._client.stop(self.actor, AT_ONCE if no_restart else AGAIN)
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        self._client.stop(self.actor, AFTER_ALL)
+
+
+def _client() -> TaskClient:
+    return cast("TaskClient", client_of_task())
+
+
+def _ask_for(name: str, namespace: str) -> Any:
+    client = _client()
+    start = partial(client.find, name, namespace)
+    return request(client, f"get_actor({name!r})", start)
+
+
+Link = ActorLink | WorkerActorLink
+"""What a handle holds."""

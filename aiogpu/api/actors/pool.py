@@ -27,13 +27,14 @@ from typing import (
     cast,
 )
 
-from aiogpu.api.actors.actor import ActorHandle, RemoteClass, link_of
-from aiogpu.api.actors.methods import (
-    ActorInterface,
+from aiogpu.api.actors.actor import (
+    ActorHandle,
     GeneratorMethod,
+    RemoteClass,
     RemoteMethod,
-    no_method,
+    link_of,
 )
+from aiogpu.api.actors.methods import ActorInterface, no_method
 from aiogpu.api.options import check_duration, check_options, optional, whole
 from aiogpu.api.remote_function import Decorated, Mapper
 from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
@@ -48,7 +49,7 @@ from aiogpu.errors import (
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.api.actors.methods import Link
+    from aiogpu.api.actors.link import Link
     from aiogpu.api.results.handle import Handle
 
 
@@ -569,9 +570,7 @@ class PoolMethod(CalledFirst, Mapper):
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         return self._called(lambda method: method._remote_chunk(arguments))
 
-    def _called(
-        self, call: Callable[[RemoteMethod[..., Any]], Handle[Any]]
-    ) -> Handle[Any]:
+    def _called(self, call: Callable[[RemoteMethod], Handle[Any]]) -> Handle[Any]:
         # Late: `session` imports asyncio.
         from aiogpu.api.results.handle import check_thread
 
@@ -600,13 +599,11 @@ class PoolMethod(CalledFirst, Mapper):
                 f"it, and call it by `.remote(...)`."
             )
 
-        # Visible, it would make type checkers accept every direct call.
-        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
-            """Always raises `MisuseError`: an actor's method is not called directly."""
-            raise MisuseError(
-                f"{self.__name__} runs in an actor's process: write `await "
-                f"pool.{self._name}.remote(...)`."
-            )
+    def _what_to_write(self) -> str:
+        return (
+            f"{self.__name__} runs in an actor's process: write `await "
+            f"pool.{self._name}.remote(...)`."
+        )
 
 
 class ActorPool(EnteredOnLoop, Generic[A]):
