@@ -255,7 +255,14 @@ def wait(
         check_duration("timeout", timeout, what)
     if is_loop_running():
         return Waiting(_wait_on_loop(found, num_returns, timeout))
-    return _wait_here(found, num_returns, timeout)  # type: ignore[return-value]
+    look, deadline = _Look(found), None
+    if timeout is not None:
+        deadline = time.monotonic() + (timeout or GLANCE)
+    try:
+        look.until(num_returns, list(look.pending), deadline)
+    finally:
+        look.leave()
+    return _parted(found, num_returns)  # type: ignore[return-value]
 
 
 def as_completed(handles: Collection[Handle[T]], /) -> Completions[T]:
@@ -322,30 +329,29 @@ def _check_on_loop(what: str, handles: list[Any]) -> None:
 
     loop = asyncio.get_running_loop()
     for one in handles:
-        if isinstance(one, Handle):
-            if one.get_loop() is not loop:
-                raise MisuseError(
-                    f"the handle of {one.task_name} belongs to another event loop; "
-                    f"call {what} where .remote() was called."
-                )
-        elif hasattr(one, "task_name"):
+        if not hasattr(one, "task_name"):
+            raise _no_handle(what, one)
+        if not isinstance(one, Handle):
             raise MisuseError(
                 f"the handle of {one.task_name} was made in a plain function, where "
                 f"no event loop runs; {what} must be called there too."
             )
-        else:
-            raise _no_handle(what, one)
+        if one.get_loop() is not loop:
+            raise MisuseError(
+                f"the handle of {one.task_name} belongs to another event loop; "
+                f"call {what} where .remote() was called."
+            )
 
 
 def _check_here(what: str, handles: list[Any]) -> None:
     for one in handles:
-        if not isinstance(one, BlockingHandle):
-            if hasattr(one, "task_name"):
-                raise NoLoopError(
-                    f"{what} was called where no event loop runs; the handle of "
-                    f"{one.task_name} belongs to one: call it there."
-                )
+        if not hasattr(one, "task_name"):
             raise _no_handle(what, one)
+        if not isinstance(one, BlockingHandle):
+            raise NoLoopError(
+                f"{what} was called where no event loop runs; the handle of "
+                f"{one.task_name} belongs to one: call it there."
+            )
     _fetch(handles)
     try:
         client = client_of_task()
@@ -411,6 +417,19 @@ class _Look:
     def _detach(self, handle: Any) -> None:
         handle.on_end = tuple(one for one in handle.on_end if one != self._note)
 
+    def until(
+        self, count: int, awaited: list[Any], deadline: float | None = None
+    ) -> None:
+        """Wait until so many have ended, or time is up; the node is told of some."""
+        if len(self.ended) < count and awaited:
+            block(
+                client_of_task(),
+                tuple(one.task_id for one in awaited),
+                lambda: len(self.ended) >= count,
+                lambda: all(one.done() for one in awaited),
+                deadline,
+            )
+
     def first(self) -> Any:
         """The first that has not ended; None if all have."""
         in_turn = self._in_turn
@@ -424,32 +443,6 @@ class _Look:
             self._detach(handle)
 
     leave_soon = leave
-
-
-def _wait_until_ended(
-    look: _Look, handles: list[Any], count: int, deadline: float | None = None
-) -> None:
-    """Wait in plain code until so many have ended; the node is told of `handles`."""
-    block(
-        client_of_task(),
-        tuple(one.task_id for one in handles),
-        lambda: len(look.ended) >= count,
-        lambda: all(one.done() for one in handles),
-        deadline,
-    )
-
-
-def _wait_here(handles: list[Any], count: int, timeout: float | None) -> Lists:
-    deadline = None
-    if timeout is not None:
-        deadline = time.monotonic() + (timeout or GLANCE)
-    look = _Look(handles)
-    try:
-        if handles and len(look.ended) < count:
-            _wait_until_ended(look, list(look.pending), count, deadline)
-    finally:
-        look.leave()
-    return _parted(handles, count)
 
 
 # On an event loop.
@@ -490,47 +483,20 @@ class Waiting(Coroutine[Any, Any, Lists]):
 async def _wait_on_loop(
     handles: list[Handle[Any]], count: int, timeout: float | None
 ) -> Lists:
-    import asyncio
-
-    pending = [handle for handle in handles if not handle.done()]
-    missing = count - (len(handles) - len(pending))
-    if missing > 0 and pending:
+    look = _LookOnLoop(handles)
+    try:
         if timeout == 0:
-            await asyncio.sleep(0)  # what has come is read
+            from asyncio import sleep
+
+            await sleep(0)  # what has come is read
         else:
-            await _wait_for(pending, missing, timeout)
+            await look.wait(count, list(look.pending), timeout)
+    finally:
+        look.leave()
     return _parted(handles, count)
 
 
 _wait_on_loop.__qualname__ = "wait"  # for Python's warnings
-
-
-async def _wait_for(
-    pending: list[Handle[Any]], missing: int, timeout: float | None
-) -> None:
-    loop = pending[0].get_loop()
-    waiter = loop.create_future()
-
-    def note(_handle: Handle[Any]) -> None:
-        nonlocal missing
-        missing -= 1
-        if not missing:
-            tell()
-
-    def tell() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    timer = None if timeout is None else loop.call_later(timeout, tell)
-    for handle in pending:
-        handle.add_done_callback(note)
-    try:
-        await waiter
-    finally:
-        if timer is not None:
-            timer.cancel()
-        for handle in pending:
-            handle.remove_done_callback(note)
 
 
 class _LookOnLoop(_Look):
@@ -548,6 +514,7 @@ class _LookOnLoop(_Look):
 
         self.loop = asyncio.get_running_loop()
         self.waiter: asyncio.Future[None] | None = None
+        self._count = 1
         self._kind = Handle
         super().__init__(handles)
 
@@ -561,6 +528,10 @@ class _LookOnLoop(_Look):
 
     def _note(self, handle: Any) -> None:
         super()._note(handle)
+        if len(self.ended) >= self._count:
+            self._wake()
+
+    def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -569,20 +540,26 @@ class _LookOnLoop(_Look):
         with suppress(RuntimeError):  # the loop is closed: nobody is told anything
             self.loop.call_soon_threadsafe(self.leave)
 
-    async def news(self) -> None:
-        """Wait until another one has ended."""
-        # The first stands for all: a task's node must know that it waits for one.
-        first = self.first()
-        waits = getattr(first, "_waits", None)
-        self.waiter = self.loop.create_future()
-        if waits is not None:
-            waits.begin_wait(first.task_id)
+    async def wait(
+        self, count: int, awaited: list[Any], timeout: float | None = None
+    ) -> None:
+        """Wait until so many have ended, or time is up; the node is told of some."""
+        if len(self.ended) >= count or not awaited:
+            return
+        waits: Any = getattr(awaited[0], "_waits", None)
+        told = [one.task_id for one in awaited] if waits is not None else []
+        timer = None if timeout is None else self.loop.call_later(timeout, self._wake)
+        self._count, self.waiter = count, self.loop.create_future()
+        for task in told:
+            waits.begin_wait(task)
         try:
             await self.waiter
         finally:
             self.waiter = None
-            if waits is not None:
-                waits.end_wait(first.task_id)
+            for task in told:
+                waits.end_wait(task)
+            if timer is not None:
+                timer.cancel()
 
 
 class Completions(Generic[T]):
@@ -619,7 +596,7 @@ class Completions(Generic[T]):
         if not look.ended and (first := look.first()) is not None:
             # It stands for all: its task waits for one of them, and that is all that
             # the node must know.
-            _wait_until_ended(look, [first], 1)
+            look.until(1, [first])
         if not look.ended:
             raise StopIteration
         return look.ended.popleft()  # type: ignore[no-any-return]
@@ -643,7 +620,8 @@ class Completions(Generic[T]):
         while not look.ended:
             if not look.pending:
                 raise StopAsyncIteration
-            await look.news()
+            # The first stands for all: the node must know that it waits for one.
+            await look.wait(1, [look.first()])
         return look.ended.popleft()  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
