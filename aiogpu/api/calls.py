@@ -19,7 +19,12 @@ from aiogpu.api.results.blocking import (
     HandleBase,
     ItemBuffer,
 )
-from aiogpu.client.current import host_of_task, is_loop_running, services
+from aiogpu.client.current import (
+    client_of_task,
+    host_of_task,
+    is_loop_running,
+    services,
+)
 from aiogpu.errors import InternalError, MisuseError
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import HANDLE_MARK, PickledValue
@@ -95,8 +100,10 @@ def host_beside_loop() -> Host | None:
 
 def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]:
     """What starts tasks in this process; gives what `results_for` does."""
-    if services.client is not None or returns or window:
-        return partial(_submit, returns)
+    if services.client is not None:
+        return partial(_submit, returns, lambda: TaskCaller(client_of_task()))
+    if returns or window:
+        return partial(_submit, returns, _caller)
     import asyncio
 
     from aiogpu.api.results.handle import sessions
@@ -107,14 +114,19 @@ def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]
         loop: Any = _get_running_loop()
         session: Session | None = sessions.get(loop)
         if session is None:
-            return _submit(0, func, payload)  # type: ignore[no-any-return]
+            return _submit(0, _caller, func, payload)  # type: ignore[no-any-return]
         return session.submit(func, payload)
 
     return submit
 
 
-def _submit(returns: int, func: FunctionSpec, payload: bytes) -> Any:
-    caller = _caller()
+def _submit(
+    returns: int,
+    find_caller: Callable[[], TaskCaller | Session],
+    func: FunctionSpec,
+    payload: bytes,
+) -> Any:
+    caller = find_caller()
     start = partial(caller.start, func, payload)
     return results_for(caller, func.spec.name, caller, returns, func.window, start)
 

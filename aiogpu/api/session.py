@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from aiogpu.api.results.blocking import Owner, StreamOwner
@@ -71,8 +71,38 @@ HandleMaker = Callable[[str, Owner], Handle[Any]]
 """Makes a handle of a loop, given its name and who will settle it."""
 
 
-EarlyRequest = tuple[Callable[[Engine], object], Callable[[Exception], None]]
-"""What asks something of an engine that opens, and is told why it never does."""
+T = TypeVar("T")
+
+
+class EarlyRequests(Generic[T]):
+    """Requests to something that is not there yet: an opening engine, an actor."""
+
+    def __init__(self) -> None:
+        self._requests: list[
+            tuple[Callable[[T], object], Callable[[Exception], object]]
+        ] = []
+
+    def add(
+        self, ask: Callable[[T], object], fail: Callable[[Exception], object]
+    ) -> None:
+        """Keep a request; `fail` is told why it is never made, or what it raises."""
+        self._requests.append((ask, fail))
+
+    def make(self, there: T) -> None:
+        """It is there: make the requests, in order."""
+        requests, self._requests = self._requests, []
+        for ask, fail in requests:
+            try:
+                ask(there)
+            except Exception as error:  # noqa: BLE001 - it is the handle's
+                fail(error)
+
+    def fail(self, error: Exception) -> bool:
+        """It will never be there; False if nobody has asked."""
+        requests, self._requests = self._requests, []
+        for _, fail in requests:
+            fail(error)
+        return bool(requests)
 
 
 class SessionState(Enum):
@@ -145,7 +175,7 @@ class Session:
             self.new_handle = partial(ChildHandle, loop=loop, waits=engine.waits)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
-        self._early: list[EarlyRequest] = []
+        self._early: EarlyRequests[Engine] = EarlyRequests()
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
@@ -216,7 +246,7 @@ class Session:
         if self._state is SessionState.OPEN:
             start(self._engine)
         elif self._state is SessionState.OPENING:
-            self._early.append((start, fail))
+            self._early.add(start, fail)
         else:
             raise self.unusable()
 
@@ -322,20 +352,12 @@ class Session:
         except BaseException as error:
             self._forget(SessionState.CLOSED)
             told = error if isinstance(error, Exception) else NodeClosedError(_GIVEN_UP)
-            early, self._early = self._early, []
-            for _, fail in early:
-                fail(told)
-            if early and self._opening is not None:
+            if self._early.fail(told) and self._opening is not None:
                 # The handles carry the error; the task need not warn of it as well.
                 self._opening.add_done_callback(retrieve)
             raise
         self._state = SessionState.OPEN
-        early, self._early = self._early, []
-        for start, fail in early:
-            try:
-                start(self._engine)
-            except Exception as error:  # noqa: BLE001 - it is the handle's
-                fail(error)
+        self._early.make(self._engine)
 
     async def _close_with_loop(self) -> AsyncGenerator[None, None]:
         try:

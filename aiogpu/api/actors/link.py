@@ -65,26 +65,27 @@ def interface_in(func: FunctionSpec) -> ActorInterface:
     )
 
 
-def late_call_problem(interface: ActorInterface, name: str) -> Exception | None:
-    """Return why a call that was made before the class was known cannot be made."""
+def check_late_call(interface: ActorInterface, name: str) -> None:
+    """Refuse a call that was made before the class was known, and that it cannot serve.
+
+    Raises:
+        AttributeError: the class has no such method.
+        MisuseError: the method is a generator or has several results.
+    """
     method = interface.methods.get(name)
     if method is None:
-        return no_method(interface, name)
+        raise no_method(interface, name)
     if method.window or method.returns:
         what = "is a generator" if method.window else "has several results"
-        return MisuseError(
+        raise MisuseError(
             f"{method.label} {what}, which was not known yet when it was called: the "
             f"node had not answered. Await the handle first: `actor = await "
             f"aiogpu.get_actor(...)`."
         )
-    return None
 
 
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
-
-EarlyCall = tuple[Callable[[Any], object], Callable[[Exception], object]]
-"""What asks something of an actor once it is known, and is told if it never is."""
 
 
 class ActorLink:
@@ -101,6 +102,8 @@ class ActorLink:
     def __init__(
         self, session: Session, func: FunctionSpec, interface: ActorInterface | None
     ) -> None:
+        from aiogpu.api.session import EarlyRequests
+
         self.name = func.spec.name
         self.func = func
         self.interface = interface
@@ -110,7 +113,7 @@ class ActorLink:
         self._hold: object = None
         self._actors: ActorsPort  # known when the actor is, or before
         self._error: Exception | None = None
-        self._early: list[EarlyCall] = []
+        self._early: EarlyRequests[ActorPort] = EarlyRequests()
 
     def __repr__(self) -> str:
         return f"<ActorLink {self.name} {self._actor!r}>"
@@ -211,15 +214,11 @@ class ActorLink:
             except AiogpuError as error:
                 self._fail(error)
                 return
-        early, self._early = self._early, []
-        for ask, _ in early:
-            ask(actor)
+        self._early.make(actor)
 
     def _fail(self, error: Exception) -> None:
         self._error = error
-        early, self._early = self._early, []
-        for _, fail in early:
-            fail(error)
+        self._early.fail(error)
 
     def reference(self) -> tuple[int, str, str]:
         """Return what a handle is pickled as; whoever gets it counts as a holder.
@@ -291,16 +290,9 @@ class ActorLink:
         def call(actor: ActorPort) -> None:
             if handle.done():
                 return
-            problem: Exception | None = None
             if self.own is None and self.interface is not None:
-                problem = late_call_problem(self.interface, method)
-            if problem is None:
-                try:
-                    handle.task_id = actor.call(method, payload, handle)
-                except AiogpuError as error:
-                    problem = error  # the others go on
-            if problem is not None:
-                handle.fail(problem)
+                check_late_call(self.interface, method)
+            handle.task_id = actor.call(method, payload, handle)
 
         self._ask(call, handle.fail)
 
@@ -347,7 +339,7 @@ class ActorLink:
         elif self._actor is not None:
             ask(self._actor)
         else:
-            self._early.append((ask, fail))
+            self._early.add(ask, fail)
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""
