@@ -304,13 +304,13 @@ class GpuWhere(TypedDict, total=False):
     name: str
 
 
-def check_size(option: str, value: object, purpose: str = "what it is to have") -> int:
-    """Check a number of bytes above 0; raises `OptionError`."""
+def check_size(option: str, value: object) -> int:
+    """Check a number of bytes of each GPU, above 0; raises `OptionError`."""
     count = memory_size(option, value)
     if count == 0:
         raise OptionError(
-            f"{option}={value!r} asks for nothing; leave it out, or give {purpose} of "
-            f'each GPU, such as "6GiB".'
+            f"{option}={value!r} asks for nothing; leave it out, or give what it is to "
+            f'have of each GPU, such as "6GiB".'
         )
     return count
 
@@ -370,10 +370,6 @@ def _pattern(option: str, value: object) -> str:
     return value.lower()
 
 
-NOSET: Final = "AIOGPU_NOSET_"
-"""Before a variable's name: a switch that leaves it to the task."""
-
-
 CUDA: Final = "CUDA_VISIBLE_DEVICES"
 
 
@@ -387,9 +383,6 @@ ROCR: Final = "ROCR_VISIBLE_DEVICES"
 
 
 BY_BUS: Final = "PCI_BUS_ID"
-
-
-_ON: Final = ("1", "true", "yes", "on")
 
 
 def check_runtime_env(option: str, value: object) -> dict[str, str]:
@@ -419,33 +412,30 @@ def check_runtime_env(option: str, value: object) -> dict[str, str]:
 
 def _check_managed(option: str, variables: Mapping[str, str]) -> None:
     """Refuse variables that would fight the assignment of devices."""
+    from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
     from aiogpu.accelerators.registry import variables as managed
 
     for name in managed():
-        if name in variables and not _is_left_alone(name, variables):
+        if name in variables and not is_left_alone(name, variables):
             raise OptionError(
                 f"{option}['env_vars'] sets {name}, which aiogpu sets to the devices "
                 f"that the task is given. Leave it out, or add {NOSET}{name}='1' to "
                 f"see to it yourself."
             )
-    if ROCR in variables and not _is_left_alone(HIP, variables):
+    if ROCR in variables and not is_left_alone(HIP, variables):
         raise OptionError(
             f"{option}['env_vars'] sets {ROCR}, and {HIP} counts what that leaves: the "
             f"task would see other GPUs than it is given. Leave it out, or add "
             f"{NOSET}{HIP}='1' to see to both yourself."
         )
     order = variables.get(ORDER)
-    if order not in (None, BY_BUS) and not _is_left_alone(CUDA, variables):
+    if order not in (None, BY_BUS) and not is_left_alone(CUDA, variables):
         raise OptionError(
             f"{option}['env_vars'] sets {ORDER}={order!r}, but {CUDA} is set by the "
             f"order of the bus: the task would see other GPUs than it is given. Leave "
             f"it out; set it for the whole program, before it starts, and GPUs go by "
             f"their UUIDs; or add {NOSET}{CUDA}='1' to see to both yourself."
         )
-
-
-def _is_left_alone(name: str, variables: Mapping[str, str]) -> bool:
-    return variables.get(NOSET + name, "").strip().lower() in _ON
 
 
 def _is_variable(name: str, text: str) -> bool:
@@ -699,9 +689,9 @@ def check_seconds(option: str, value: object) -> float:
     return check_duration(option, value, allowed, is_zero_allowed=False)
 
 
-def _check_grace(option: str, value: object) -> float:
-    allowed = "a number of seconds, 0 to kill at once, or None for that of init()"
-    return check_duration(option, value, allowed)
+def duration(allowed: str) -> Check:
+    """Return what checks a number of seconds, 0 or more."""
+    return lambda option, value: check_duration(option, value, allowed)
 
 
 def whole_number(
@@ -860,7 +850,9 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
         "retry_exceptions": _check_retried,
         **_OF_RESULTS,
         "timeout": check_seconds,
-        "cancel_grace": _check_grace,
+        "cancel_grace": duration(
+            "a number of seconds, 0 to kill at once, or None for that of init()"
+        ),
         **_OF_PROCESSES,
     },
     "actor": {

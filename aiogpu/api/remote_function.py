@@ -75,14 +75,19 @@ class Parameters:
         self._accepted: tuple[object, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        if self._signature is None:
-            return Parameters, (self._name, None)
-        # Defaults and annotations may be anything; that there are some is enough.
-        described = [
-            (one.name, int(one.kind), one.default is not one.empty)
-            for one in self._signature.parameters.values()
-        ]
-        return _parameters, (self._name, described)
+        signature = self._signature
+        if signature is not None:
+            # Defaults and annotations may be anything; that there are some is enough.
+            plain = [
+                inspect.Parameter(
+                    one.name,
+                    one.kind,
+                    default=one.default if one.default is one.empty else ...,
+                )
+                for one in signature.parameters.values()
+            ]
+            signature = inspect.Signature(plain)
+        return Parameters, (self._name, signature)
 
     def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Raise `MisuseError` unless it takes these arguments."""
@@ -100,17 +105,6 @@ class Parameters:
                 f"{error}."
             ) from None
         self._accepted = shape
-
-
-def _parameters(name: str, described: list[tuple[str, int, bool]]) -> Parameters:
-    """The parameters of which only names, kinds and who has a default is known."""
-    kinds = {int(kind): kind for kind in inspect._ParameterKind}
-    empty = inspect.Parameter.empty
-    parameters = [
-        inspect.Parameter(one, kinds[kind], default=... if has_default else empty)
-        for one, kind, has_default in described
-    ]
-    return Parameters(name, inspect.Signature(parameters))
 
 
 def _positions(signature: inspect.Signature) -> tuple[int, float]:

@@ -32,7 +32,6 @@ from aiogpu.api.actors.actor import (
     GeneratorMethod,
     RemoteClass,
     RemoteMethod,
-    link_of,
 )
 from aiogpu.api.actors.methods import ActorInterface, no_method
 from aiogpu.api.options import check_duration, check_options, optional, whole
@@ -92,11 +91,11 @@ class PoolActor:
         *("has_been_ready", "is_ready", "link", "number", "on_answer"),
     )
 
-    def __init__(self, number: int, handle: ActorHandle[Any], link: Link) -> None:
+    def __init__(self, number: int, handle: ActorHandle[Any]) -> None:
         self.number = number
         self.handle = handle
-        self.link = link
-        self.ended: Handle[None] = link.ended()
+        self.link = handle._link
+        self.ended: Handle[None] = self.link.ended()
         self.calls = 0
         self.idle_since = 0.0
         self.is_ready = False
@@ -119,12 +118,6 @@ def _when_done(handle: Any, call: Callable[[Any], object]) -> None:
 
     # That of a handle would count as somebody who waits for it.
     Future.add_done_callback(handle, call)
-
-
-def _error_of(handle: Any) -> BaseException | None:
-    from asyncio import Future
-
-    return Future.exception(handle)
 
 
 def _warn(text: str, *args: object, **more: Any) -> None:
@@ -267,7 +260,7 @@ class PoolScheduler:
         self.interface = handle._link.interface
         taken = {member.number for member in self._members}
         number = next(number for number in count() if number not in taken)
-        member = PoolActor(number, handle, link_of(handle, "ActorPool()"))
+        member = PoolActor(number, handle)
         member.on_answer = partial(self._on_answer, member)
         insort(self._members, member, key=_number)
         _when_done(member.ended, partial(self._on_ended, member))
@@ -293,7 +286,7 @@ class PoolScheduler:
     def _on_ready(self, member: PoolActor, handle: Handle[None]) -> None:
         if handle.cancelled():
             return
-        error = _error_of(handle)
+        error = handle.exception()
         if error is not None:
             self._lose(member, error)
             return
@@ -307,7 +300,7 @@ class PoolScheduler:
         self._leaving.discard(member)
         if member in self._members and not handle.cancelled():
             # Why, it says to whoever asks whether it is ready.
-            _error_of(handle)
+            handle.exception()
             self._doubt(member)
 
     def _lose(self, member: PoolActor, error: BaseException) -> None:
@@ -494,9 +487,8 @@ def check_bounds(
     most = first if max_size is None else _MOST("max_size", max_size)
     if not least <= first <= most or not most:
         raise OptionError(
-            f"of ActorPool(size={size!r}, min_size={min_size!r}, "
-            f"max_size={max_size!r}) size must lie between the others, and max_size be "
-            f"1 or more."
+            f"ActorPool(size={size!r}, min_size={min_size!r}, max_size={max_size!r}) "
+            f"must have min_size <= size <= max_size, and a max_size of 1 or more."
         )
     seconds = 60.0
     if idle_after is not None:
