@@ -1,10 +1,10 @@
-"""How a call is made, from wherever: on the running loop's node, or by a task's client.
+"""Making calls: in a program through its session, in a task through its client.
 
-Tells which of the two the running code has, makes the kind of handle or stream that
-fits it, and the payload of what it sends. On an inline node plain code of a task has no
-event loop, and may run one of its own; the node is the one that its program has opened
-all the same. Light on purpose: workers bring this file for a task's own calls, and so
-asyncio and the session are imported where a program calls.
+This module finds out which of the two serves the running code, makes the matching kind
+of handle or stream, and builds the payload. On an inline node, plain code of a task has
+no event loop or runs one of its own; either way its node is the program's. Light to
+import, because workers load this file for nested calls: asyncio and the session are
+imported only where a program calls.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Who calls.
+# Who serves the caller.
 
 
 def session_of_caller(what: str = ".remote()") -> Session:
-    """The session of the program to which the code belongs that asks.
+    """The session of the program that the running code belongs to.
 
     Args:
-        what: what it calls, for the message.
+        what: the call, for the error message.
 
     Raises:
         NoLoopError: no event loop is running in this thread.
@@ -69,7 +69,7 @@ def session_of_caller(what: str = ".remote()") -> Session:
 
 
 def may_use(session: Session) -> bool:
-    """Whether the code that runs works with a session, which is open, or with none."""
+    """Return whether the session is open and the running code may use it."""
     import asyncio
 
     from aiogpu.api.results.handle import session_of
@@ -80,7 +80,7 @@ def may_use(session: Session) -> bool:
 
 
 def host_beside_loop() -> Host | None:
-    """The host of the task whose code asks, if no loop with a session runs it."""
+    """The host of the running task; None if the running loop has a session."""
     host = host_of_task.get()
     if host is None:
         return None
@@ -99,7 +99,7 @@ def host_beside_loop() -> Host | None:
 
 
 def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]:
-    """What starts tasks in this process; gives what `results_for` does."""
+    """Return what submits tasks in this process, and returns as `results_for` does."""
     if services.client is not None:
         return partial(_submit, returns, lambda: TaskCaller(client_of_task()))
     if returns or window:
@@ -132,10 +132,10 @@ def _submit(
 
 
 def _caller(what: str = ".remote()") -> TaskCaller | Session:
-    """What makes handles for the code that asks.
+    """The session or task client that makes handles for the running code.
 
     Raises:
-        MisuseError: no task runs, but what one has left behind.
+        MisuseError: no task runs any more, only threads that it left behind.
     """
     client: Client | None = services.client or host_beside_loop()
     return session_of_caller(what) if client is None else TaskCaller(client)
@@ -148,9 +148,9 @@ def request(
     returns: int = 0,
     window: int = 0,
 ) -> Any:
-    """Make a request for the task whose code asks; see `results_for`.
+    """Make a request of the running task; see `results_for`.
 
-    `ask` makes the request, given who waits for its end, and gives its number.
+    `ask` sends the request for a receiver and returns its number.
     """
     caller = TaskCaller(client)
 
@@ -168,15 +168,15 @@ def results_for(
     window: int,
     start: Callable[[Awaited], object],
 ) -> Any:
-    """Make a call; gives its handle, the handles of its results, or its stream.
+    """Make a call; returns its handle, a tuple of handles, or its stream.
 
     Args:
-        caller: makes the kind of handles that fit the code that calls.
-        name: what the handle is called.
-        owner: stops the work and is asked about it.
-        returns: how many results the call has, 0 for one.
-        window: for a generator, how many items it may be ahead; else 0.
-        start: makes the call, given who waits for its end.
+        caller: makes the kind of handle that fits the calling code.
+        name: name of the handle.
+        owner: cancels the work and answers `why`.
+        returns: number of results, 0 for a single one.
+        window: items that a generator may be ahead; 0 for other functions.
+        start: sends the call for a receiver.
     """
     if window:
         stream = caller.new_stream(name, owner, window)
@@ -192,21 +192,21 @@ def results_for(
 
 
 class TaskCaller(NamedTuple):
-    """Makes the handles and streams of what a task asks for, and reaches its children.
+    """Makes handles and streams for calls of a task, and reaches its children.
 
     Attributes:
-        client: of the task whose code asks.
+        client: the client of the running task.
     """
 
     client: Client
 
     @property
     def remote_values(self) -> ValueStore | None:
-        """Who knows values that another process keeps; None where none does."""
+        """The store of values that another process keeps; None if there is none."""
         return self.client.remote_values
 
     def new_handle(self, name: str, owner: Any) -> Any:
-        """The kind of handle that fits; `owner` stops the work."""
+        """A handle that fits the running code; `owner` cancels the work."""
         if not is_loop_running():
             return BlockingHandle(name, self.client, owner)
         import asyncio
@@ -217,7 +217,7 @@ class TaskCaller(NamedTuple):
         return ChildHandle(name, owner, loop, client.waits)
 
     def new_stream(self, name: str, _owner: Any, size: int) -> Any:
-        """The kind of stream that fits; `size` is how many items it may be ahead."""
+        """A stream that fits the running code and may be `size` items ahead."""
         client = self.client
         if not is_loop_running():
             return BlockingStream(ItemBuffer(name, self, size), client)
@@ -232,7 +232,7 @@ class TaskCaller(NamedTuple):
         receiver.task_id = self.client.submit(func, payload, receiver)
 
     def demand(self, task: int, limit: int) -> None:
-        """Let a child yield so many items in all; see `Source`."""
+        """Let a child yield so many items in all; see `StreamOwner`."""
         self.client.demand(task, limit)
 
     def cancel(self, task: int) -> None:
@@ -245,10 +245,10 @@ class TaskCaller(NamedTuple):
 
 
 class ResultGroup:
-    """The receiver of a call that has several results, and the owner of its handles.
+    """The receiver of a call with several results, and the owner of its handles.
 
-    Each result is a value of its own. The work goes on as long as somebody wants one of
-    them; when all are cancelled, it is stopped.
+    Each result is a value of its own. The call is cancelled when all of its handles are
+    cancelled.
 
     Attributes:
         handles: one for each result.
@@ -276,17 +276,17 @@ class ResultGroup:
 
     @task_id.setter
     def task_id(self, number: int) -> None:
-        """The call was made, under that number."""
+        """The call was made under this number."""
         self._number = number
         for handle in self.handles:
-            handle.task_id = number  # some were given to others before
+            handle.task_id = number  # some may have been shared before
 
     def done(self) -> bool:
-        """Return whether nobody wants a result any more, or all have come."""
+        """Return whether all handles have ended."""
         return all(handle.done() for handle in self.handles)
 
     def cancel(self, _task: int) -> None:
-        """One of them is not wanted; see `Owner`."""
+        """One of the handles was cancelled; see `Owner`."""
         self._wanted -= 1
         if not self._wanted:
             self._owner.cancel(self._number)
@@ -305,30 +305,30 @@ class ResultGroup:
             handle.receive(part)
 
     def reject(self, failed: Failed) -> None:
-        """It has no results."""
+        """The call failed in the worker; see `Receiver`."""
         for handle in self.handles:
             handle.reject(failed)
         self._quieten()
 
     def fail(self, error: Exception) -> None:
-        """It has none, for that reason."""
+        """The call failed with this error; see `Receiver`."""
         for handle in self.handles:
             handle.fail(error)
         self._quieten()
 
     def _quieten(self) -> None:
-        """One of them tells asyncio of the failure, if nobody looks at it."""
+        """Leave it to one handle that asyncio warns if nobody retrieves the error."""
         for handle in self.handles[1:]:
             if not handle.cancelled():
                 handle.exception()
 
     def abandon(self) -> None:
-        """The task that made the call has ended first."""
+        """The task that made the call has ended before the call."""
         for handle in self.handles:
             handle.abandon()
 
 
-# Values that have come from elsewhere, or are put.
+# Values of `put`, and handles that came in a pickle.
 
 
 NOT_ASKED: Final = -1
@@ -349,11 +349,11 @@ class RestoredOwner:
         self.remote_values = remote_values
 
     def on_loop(self, name: str) -> Any:
-        """The same handle for the event loop that runs."""
+        """The same handle for the running event loop."""
         return restore_handle(self.reference.id, name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
-        """Ask for the value, unless it is there or was asked for."""
+        """Ask for the value unless it is here or was asked for already."""
         if self.remote_values is not None and not handle.task_id and not handle.done():
             handle.task_id = self.remote_values.link.fetch(self.reference.id, handle)
 
@@ -373,16 +373,16 @@ class RestoredOwner:
 
 
 def restore_handle(identity: int, name: str) -> Any:
-    """The handle that was pickled, in the process that it has come to.
+    """Unpickle a handle, in any process.
 
     Args:
-        identity: of the value that it stands for.
-        name: of its task.
+        identity: id of the value that the handle stands for.
+        name: name of its task.
     """
     caller = _caller()
     if caller.remote_values is not None:
         return _handle_of(caller, name, caller.remote_values.loans.loan(identity))
-    # Late: it is the node's, and a worker has none.
+    # Late: this module belongs to the node; workers do not load it.
     from aiogpu.runtime.objects.values import known
 
     value = known(identity)
@@ -415,7 +415,7 @@ def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
 
 
 class Putting(Generic[T]):
-    """What `put` gives: awaited, or given to `get`, it is the value's handle."""
+    """What `put` returns; `await` it, or pass it to `get`, for the value's handle."""
 
     __slots__ = ("handle",)
 
@@ -487,15 +487,15 @@ def packed_call(
     kwargs: Mapping[str, object],
     outgoing: PickledValue,
 ) -> bytes:
-    """The payload of a call's arguments that are more than a pickle.
+    """The payload of arguments that contain handles, actors or large buffers.
 
-    Who passes the same large object again and again is told of `put`.
+    Warns and names `put` if the same large object is passed again and again.
 
     Args:
-        name: what is called.
+        name: name of the function.
         args: positional arguments.
         kwargs: arguments by name.
-        outgoing: the same, pickled.
+        outgoing: the pickled arguments.
 
     Raises:
         Exception: see `packed`.
@@ -511,7 +511,7 @@ def packed_call(
 
 
 def packed(outgoing: PickledValue) -> bytes:
-    """The payload of what is more than a pickle.
+    """The payload of a pickle with handles, actors or large buffers.
 
     Raises:
         MisuseError: a handle among them belongs to another event loop.

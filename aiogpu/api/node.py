@@ -326,27 +326,27 @@ def init(  # noqa: D417 - all by keyword, each an option of its own
     """Open a node for this event loop: `await` it, or `async with` it.
 
     Args:
-        address: "local", "auto" or a socket's path to join a node that runs, "inline"
+        address: "local", "auto" or a socket's path to join a running node, "inline"
             for tests, "ray"; None: AIOGPU_ADDRESS, else "local".
-        num_cpus: CPUs to share out; what this process may use unless given.
-        num_gpus: GPUs to share out, maybe more than there are; those detected else.
+        num_cpus: CPUs to share out; None: those that this process may use.
+        num_gpus: GPUs to share out, may exceed the real ones; None: those detected.
         resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.
-        accelerator_type, gpu_memory: of the GPUs ("A100", "80GiB") where not detected.
-        gpu_memory_enforce: end a task that uses more than the `gpu_memory` it asked.
-        foreign: "avoid" devices with others' processes, or "wait" for these to go.
-        mps, cpu_affinity: "auto" or "off"; shares limited by MPS, CPUs near the GPUs.
-        preload: modules that workers are forked with; "auto": those that prove dear.
+        accelerator_type, gpu_memory: of GPUs not detected, such as "A100", "80GiB".
+        gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for.
+        foreign: "avoid" devices with other processes, or "wait" until they are gone.
+        mps, cpu_affinity: "auto" or "off": limit shares by MPS, pin to near CPUs.
+        preload: modules imported before workers fork; "auto": those slow to import.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.
-        spare_workers: processes kept ready, once tasks want one of their own.
-        memory: bytes or "64GiB" for tasks that ask; 95 % of what is there else.
-        memory_guard: end who uses most before memory runs out, and try him alone.
-        object_memory: bytes or "8GiB" for large values; 30 % of what is there else.
-        spill_directory: where values go beyond that; the temporary directory else.
-        ignore_reinit_error: give this loop's node, should it have one.
+        spare_workers: processes kept ready for tasks that need a fresh one.
+        memory: bytes or "64GiB" for tasks that ask; None: 95 % of what there is.
+        memory_guard: end the largest task before memory runs out, retry it alone.
+        object_memory: bytes or "8GiB" for large values; None: 30 % of what there is.
+        spill_directory: for values beyond that; None: the temporary directory.
+        ignore_reinit_error: return this loop's node if it already has one.
 
     Raises:
-        OptionError: an option is ill-valued; or, at the await, asks for more than the
+        OptionError: an option is invalid; or, at the await, asks for more than the
             node has that this program joins.
         NodeError: at the await; this loop has a node already, or it cannot start.
         DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.

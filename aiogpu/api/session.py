@@ -1,10 +1,9 @@
-"""A program's tie to a node, one for each event loop: opened, asked, closed, inherited.
+"""Sessions: a program's connection to a node, one for each event loop.
 
 A `.remote()` without one opens an embedded node with the defaults, which closes with
-its loop. A fork of the program inherits an inert session: it neither works nor harms
-the parent's. Where the engine itself is no process of ours (Ray), a task's process is
-to its engine one program more: each event loop in it has a session, and plain code one
-of its thread's own.
+its loop. A fork of the program inherits an inert session, which does not touch the
+parent's node. In a task on a Ray cluster, each event loop has a session of its own, as
+has plain code for its thread.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def refuse_in_worker(what: str) -> None:
 
 
 HandleMaker = Callable[[str, Owner], Handle[Any]]
-"""Makes a handle of a loop, given its name and who will settle it."""
+"""Makes a handle of a loop, given its name and its owner."""
 
 
 T = TypeVar("T")
@@ -106,7 +105,7 @@ class EarlyRequests(Generic[T]):
 
 
 class SessionState(Enum):
-    """Where a session is."""
+    """The state of a session."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -117,7 +116,7 @@ class SessionState(Enum):
 
 
 class Awaited(Receiver, Protocol):
-    """A handle, or the end of a stream at which its items come in.
+    """A handle, or the buffer of a stream's items.
 
     Attributes:
         task_id: the task's number, set when it is started.
@@ -126,12 +125,12 @@ class Awaited(Receiver, Protocol):
     task_id: int
 
     def done(self) -> bool:
-        """Return whether nobody wants it any more, or it has ended."""
+        """Return whether it has ended or was cancelled."""
         ...
 
 
 def retrieve(opening: asyncio.Task[None]) -> None:
-    """Look at its error, which is told elsewhere, so that asyncio does not."""
+    """Mark the error as retrieved: it is reported elsewhere, so none must warn."""
     if not opening.cancelled():
         opening.exception()
 
@@ -144,11 +143,11 @@ FROM_A_THREAD: Final = (
     "run_coroutine_threadsafe(call(), loop).result()`: `async def call()` awaits it, "
     "and `loop` is the event loop of the program."
 )
-"""What to write in a thread that has no event loop, beside a program that has one."""
+"""What to write in a thread without an event loop, if another thread runs one."""
 
 
 shut_down: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
-"""Loops that had a node of `init`, which was shut down, and have no other since."""
+"""Loops whose node was shut down and that have opened no other since."""
 
 
 class Session:
@@ -157,8 +156,8 @@ class Session:
     Attributes:
         loop: the event loop.
         thread: the number of the thread that runs it.
-        remote_values: who knows the values of a node that is another process.
-        new_handle: makes a handle of this loop, for who settles it.
+        remote_values: the store of values if the node is another process, else None.
+        new_handle: makes a handle of this loop.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
@@ -218,13 +217,13 @@ class Session:
         self.when_open(start, handle.fail)
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
-        """A stream of this loop, of which its owner tells."""
+        """A stream of this loop."""
         from aiogpu.api.results.stream import Stream
 
         return Stream(name, owner, size, self.loop, self._engine.waits)
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload of arguments, whose handles must be of this node."""
+        """Make a payload of arguments; their handles must belong to this node."""
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()
         for handle in outgoing.handles:
@@ -237,8 +236,8 @@ class Session:
         """Ask something of the engine, now or as soon as it is open.
 
         Args:
-            start: asks; what it raises later than now goes to `fail`.
-            fail: told why the engine never opens.
+            start: makes the request; if it is made later, its error goes to `fail`.
+            fail: called with the reason if the engine never opens.
 
         Raises:
             NodeError: it is closed, or belongs to another process.
@@ -268,9 +267,9 @@ class Session:
             )
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Have something done on the loop, from whichever thread; or never.
+        """Call something on the loop, from any thread, unless the loop is closed.
 
-        Never in a fork: the loop's node is the parent's.
+        Does nothing in a fork, where the loop and its node are the parent's.
         """
         if self._state is not SessionState.FORKED and not self.loop.is_closed():
             with suppress(RuntimeError):  # it was closed in this very moment
@@ -302,7 +301,7 @@ class Session:
 
     @property
     def has_lost_its_node(self) -> bool:
-        """True if that has ended by itself: `init` may open another."""
+        """True if the node has ended by itself, so that `init` may open another."""
         return self._state is SessionState.OPEN and self._engine.has_gone
 
     @property
@@ -370,7 +369,7 @@ class Session:
     async def shutdown(self, at_once: bool = False) -> None:
         """Stop all tasks and wait until nothing of the node is left; idempotent.
 
-        `at_once` is by force: nobody is given time to stop.
+        With `at_once`, tasks are given no time to stop by themselves.
         """
         if self._state is SessionState.FORKED or self._pid != os.getpid():
             return

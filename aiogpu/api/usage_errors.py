@@ -1,9 +1,9 @@
-"""What Python's own words would not tell: the wrong loop or `with`, a misspelt name.
+"""Error messages for common mistakes: the wrong loop or `with`, a misspelt name.
 
-Each class here is mixed into those that newcomers use in that way. It costs their
-objects nothing, and is hidden from type checkers, which have words of their own. A name
-that the package does not have is mostly one of Ray's. Light on purpose, as
-`api.remote_function` is: user modules bring this file into every worker.
+Each mixin here gives a public class methods that only raise `MisuseError` and say what
+to write instead. They are hidden from type checkers, which report the mistake
+themselves. Unknown names are mostly Ray's. Light to import, as `api.remote_function`
+is: user modules load this file in every worker.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ R = TypeVar("R")
 
 
 class EnteredOnLoop:
-    """What is used by `async with`, and not by `with`."""
+    """Mixin: `with` raises and says `async with`."""
 
     __slots__ = ()
 
     if not TYPE_CHECKING:
 
         def _as_called(self) -> str:
-            """The call that has given it, in the program's words."""
+            """The call that made this object, as the program writes it."""
             raise NotImplementedError
 
         def __enter__(self) -> NoReturn:
@@ -42,14 +42,14 @@ class EnteredOnLoop:
             )
 
         def __exit__(self, *_: object) -> None:
-            """Python looks for both of them before it calls either."""
+            """Python looks up both methods before it calls `__enter__`."""
 
 
 class IteratedOnLoop(EnteredOnLoop):
-    """What is iterated by `async for`, and not by `for`.
+    """Mixin: `for` raises and says `async for`.
 
-    To `isinstance` it is an `Iterable`, and so to libraries that take both kinds: not
-    for what is given to them, as a `Stream` is.
+    `isinstance(x, Iterable)` is true for such objects. A `Stream` is given to libraries
+    that accept both kinds of iterables, so it must not use this mixin.
     """
 
     __slots__ = ()
@@ -69,7 +69,7 @@ class IteratedOnLoop(EnteredOnLoop):
 
 
 class NotItsResult:
-    """What has to be awaited, or given to `get`, before it is of use."""
+    """Mixin of handles: using one as if it were its result raises."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ class NotItsResult:
         )
 
     def _how_to_wait(self) -> str:
-        """For the result."""
+        """What to write to get the result."""
         raise NotImplementedError
 
     if not TYPE_CHECKING:
@@ -106,7 +106,7 @@ class NotItsResult:
 
 
 class CalledFirst:
-    """Called by `.remote(...)`, which gives something to await; any other use says so.
+    """Mixin: a direct call or `await` raises and says `.remote(...)`.
 
     Type checkers do not see these methods: with `__call__` they would accept every
     direct call.
@@ -146,14 +146,13 @@ class CalledFirstToIterate(CalledFirst):
 
 
 def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function refuse options that it has not by an `OptionError`.
+    """Decorator: unknown keyword arguments raise `OptionError` with a suggestion.
 
-    It costs each call a quarter of a microsecond: not for what is called often.
-
-    Where all options go by name, a positional argument is a `MisuseError`.
+    If all options are keyword-only, a positional argument raises `MisuseError`. Adds
+    about 0.25 microseconds to each call, so it is not for hot functions.
 
     Args:
-        what: has the options, as the error calls it: "a lease".
+        what: owner of the options in the error message, such as "a lease".
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -182,7 +181,7 @@ def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def refuse(options: dict[str, Any], known: dict[str, Any], what: str) -> None:
-    """Raise the `OptionError` for the first of some options that is not known."""
+    """Raise `OptionError` for the first unknown option."""
     from aiogpu.api.options import unknown_option
 
     misspelt = next(name for name in options if name not in known)
@@ -203,18 +202,18 @@ NAMES_OF_RAY: Final = MappingProxyType(
         "what it has here",
     }
 )
-"""Of names that Ray's users look for, what there is."""
+"""What to use instead of names that Ray's users look for."""
 
 
 def no_such_name(
     name: str, known: Sequence[str], below: Iterable[ModuleType] = ()
 ) -> AttributeError:
-    """The error for an attribute that the package has not.
+    """The error for an unknown attribute of the package.
 
     Args:
-        name: what was asked for.
-        known: the names that there are.
-        below: public modules, in one of which it may stand.
+        name: the attribute.
+        known: the public names.
+        below: public submodules that may define the name.
     """
     hint = NAMES_OF_RAY.get(name, "")
     for module in below:
