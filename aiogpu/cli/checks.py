@@ -1,8 +1,8 @@
 """What this machine allows: each mechanism is tried, harmlessly and in bounded time.
 
-For `aiogpu doctor`. A check gives findings and prints nothing; it leaves no process,
-file or group behind. What may hang or end a process is tried in a child of its own
-(`try_out`).
+For `aiogpu doctor`. `CHECKS` has a row for each mechanism. A check returns what it has
+seen, or yields findings, and prints nothing; it leaves no process, file or group
+behind. What may hang or end a process is tried in a child process (`try_out`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+import aiogpu
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.accelerators.nvidia import Nvidia, inventory
 from aiogpu.accelerators.nvml.watch import NvmlWatch
@@ -34,24 +35,11 @@ from aiogpu.accelerators.visible import VISIBLE, Inventory
 from aiogpu.core.model.request import Device
 from aiogpu.daemon.place import Place, Record, read_record
 from aiogpu.errors import AiogpuError
+from aiogpu.linux import cgroup_hierarchy as cgroups
 from aiogpu.linux.cgroup import Cgroup
-from aiogpu.linux.cgroup_hierarchy import (
-    PROC,
-    UNIFIED,
-    StrPath,
-    find_cgroup,
-    find_hierarchy,
-    read_limit,
-    usable_cpus,
-)
-from aiogpu.linux.cgroup_hierarchy import Place as CgroupPlace
 from aiogpu.linux.procfs import MemoryBounds
+from aiogpu.runtime import directories
 from aiogpu.runtime.descriptors import PER_SLOT, raised, slots_within, used_descriptors
-from aiogpu.runtime.directories import (
-    create_directory,
-    remove_directory,
-    unfit_directory,
-)
 from aiogpu.runtime.workers.slots import most_workers
 
 
@@ -90,12 +78,12 @@ class Finding:
 
 
 class CheckError(Exception):
-    """What was tried does not work; the text says what was seen.
+    """A mechanism does not work; the text says what was seen.
 
     Attributes:
-        means: what that means, in place of the check's own words; "" for these.
-        advice: what to do about it; the same.
-        level: how bad it is; None for what the check says.
+        means: what that means, in place of the words of the check; "" for those.
+        advice: what to do about it; likewise.
+        level: how bad it is; None for the level of the check.
     """
 
     def __init__(
@@ -107,16 +95,16 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to try.
+    """One mechanism to try.
 
     Attributes:
-        name: what it is about.
-        run: tries it; gives what was seen if all is well, or findings. Whatever it
-            raises is a finding too.
-        means: what it means if that fails.
-        advice: what to do then.
-        limit: seconds after which it counts as one that hangs.
-        is_essential: no node starts where it fails as a whole.
+        name: the mechanism.
+        run: tries it; returns what was seen if all is well, or findings. Any exception
+            becomes a finding.
+        means: what a failure means.
+        advice: what to do about it.
+        limit: seconds after which the check counts as hung.
+        is_essential: no node starts if it fails.
     """
 
     name: str
@@ -127,47 +115,50 @@ class Check:
     is_essential: bool = False
 
     def failed(self, error: Exception) -> Finding:
-        """What an exception means that it has raised."""
+        """The finding for an exception."""
         level = Level.MISSING if self.is_essential else Level.WARN
-        means, advice = self.means, self.advice
-        found = f"{type(error).__name__}: {error}"
+        means, advice, found = self.means, self.advice, str(error)
         if isinstance(error, CheckError):
-            found, level = str(error), error.level or level
+            level = error.level or level
             if error.means:
                 means, advice = error.means, error.advice
-        elif isinstance(error, AiogpuError):
-            found = str(error)
         elif isinstance(error, OSError) and error.filename:
             found = f"{error.filename}: {error.strerror}"
+        elif not isinstance(error, AiogpuError):
+            found = f"{type(error).__name__}: {error}"
         return Finding(self.name, level, found, means, advice, self.is_essential)
+
+    def collect(self, findings: list[Finding]) -> None:
+        """Run it and append what it finds."""
+        try:
+            found = self.run()
+            if isinstance(found, str):
+                found = [_ok(self.name, found, self.is_essential)]
+            findings.extend(found)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+            findings.append(self.failed(error))
 
 
 def examine(checks: Iterable[Check]) -> Iterator[Finding]:
     """Run the checks one after the other, each in a thread that may be given up."""
     for check in checks:
-        yield from _bounded(check)
+        findings: list[Finding] = []
+        thread = threading.Thread(
+            *(None, check.collect, f"check {check.name}", [findings]), daemon=True
+        )
+        thread.start()
+        thread.join(check.limit)
+        if thread.is_alive():
+            findings = [check.failed(CheckError(f"no answer within {check.limit:g} s"))]
+        yield from findings
 
 
-def _bounded(check: Check) -> Sequence[Finding]:
-    findings: list[Finding] = []
+def _ok(name: str, found: str, is_essential: bool = False) -> Finding:
+    return Finding(name, Level.OK, found, is_essential=is_essential)
 
-    def run() -> None:
-        try:
-            found = check.run()
-            if isinstance(found, str):
-                found = [
-                    Finding(check.name, Level.OK, found, "", "", check.is_essential)
-                ]
-            findings.extend(found)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-            findings.append(check.failed(error))
 
-    thread = threading.Thread(target=run, name=f"check {check.name}", daemon=True)
-    thread.start()
-    thread.join(check.limit)
-    if thread.is_alive():
-        return [check.failed(CheckError(f"no answer within {check.limit:g} s"))]
-    return findings
+def _warn(name: str, found: str, means: str, advice: str = "") -> Finding:
+    return Finding(name, Level.WARN, found, means, advice)
 
 
 def try_out(
@@ -176,20 +167,20 @@ def try_out(
     limit: float = 20.0,
     executable: str = sys.executable,
 ) -> Any:
-    """Run a program that prints one line of JSON last, and give that.
+    """Run a program that prints one line of JSON last, and return the value.
 
-    It has a session of its own, all of which is killed when time is up.
+    It has a session of its own, which is killed as a whole when time is up.
 
     Args:
-        source: the program's text.
+        source: the text of the program.
         arguments: its `sys.argv[1:]`.
         limit: seconds.
         executable: the interpreter.
 
     Raises:
-        CheckError: it cannot be started, fails, hangs, or says something else.
+        CheckError: it cannot be started, fails, hangs, or prints something else.
     """
-    # What this program can import, the trial can as well.
+    # The program can import what this one can.
     path = os.pathsep.join(path for path in sys.path if path)
     try:
         child = subprocess.Popen(
@@ -215,14 +206,18 @@ def try_out(
         return json.loads(out.splitlines()[-1])
     except (IndexError, ValueError):
         last = (err.strip().splitlines() or ["it says nothing"])[-1]
-        raise CheckError(f"{_ended(child.returncode)}: {last}") from None
+        code = child.returncode
+        ended = f"exit code {code}"
+        if code < 0:
+            ended = f"killed by {signal.Signals(-code).name}"
+        raise CheckError(f"{ended}: {last}") from None
 
 
-def _ended(code: int) -> str:
-    if code < 0:
-        with suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+def try_mechanism(source: str, works: str, executable: str = sys.executable) -> str:
+    """Run a program that says what fails; returns `works` if nothing does."""
+    if problem := try_out(source, executable=executable):
+        raise CheckError(problem)
+    return works
 
 
 OLDEST: Final = (3, 11)
@@ -246,8 +241,8 @@ def check_python(
     return f"{told}, {executable}"
 
 
-def check_directory(create: Callable[[], str] = create_directory) -> str:
-    """Where a node's socket would be: made, entered, taken away again."""
+def check_directory(create: Callable[[], str] = directories.create_directory) -> str:
+    """Make the directory of a node's socket, bind there, remove it."""
     directory = create()
     try:
         mode = os.stat(directory).st_mode & 0o777
@@ -256,22 +251,19 @@ def check_directory(create: Callable[[], str] = create_directory) -> str:
     except OSError as error:
         raise CheckError(f"{directory}: {error}") from error
     finally:
-        remove_directory(directory)
+        directories.remove_directory(directory)
     if mode & 0o077:
         raise CheckError(
             f"{directory} has mode {mode:o}, not 700",
             "Other users can see a node's socket; they are still turned away there.",
-            f"Set {_place()} to a directory on a filesystem that keeps modes.",
+            f"Set {PARENT} to a directory on a filesystem that keeps modes.",
             Level.WARN,
         )
     return f"{os.path.dirname(directory)}, mode {mode:o}"
 
 
-def _place() -> str:
-    """The variable that says where a node's directory is made."""
-    return "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "TMPDIR"
-
-
+PARENT: Final = "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "TMPDIR"
+"""The variable that says where a node's directory is made."""
 NODE: Final = """
 import asyncio, json, time
 import aiogpu
@@ -309,18 +301,13 @@ def check_node(limit: float = 60.0, executable: str = sys.executable) -> str:
 
 
 SUBREAPER: Final = """
-import json, os
+import json, os, subprocess
 from aiogpu.linux import syscalls
 
 syscalls.adopt_orphans()
 reading, writing = os.pipe()
-child = os.fork()
-if child == 0:
-    if os.fork() == 0:
-        os.close(writing)
-        os.read(reading, 1)
-    os._exit(0)
-os.waitpid(child, 0)
+orphan = f"cat <&{reading} >/dev/null 2>&1 &"
+subprocess.run(["/bin/sh", "-c", orphan], pass_fds=[reading], check=True)
 orphans = syscalls.children()
 os.close(writing)
 for orphan in orphans:
@@ -328,47 +315,57 @@ for orphan in orphans:
 print(json.dumps("" if orphans else "the orphan went to another process"))
 """
 """Adopts an orphan; says what fails."""
-
-
 PIDFD: Final = """
-import json, os, select, signal
+import json, os, select, signal, subprocess
 
-child = os.fork()
-if child == 0:
-    signal.pause()
-    os._exit(0)
-try:
-    pidfd = os.pidfd_open(child)
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    ended = select.select([pidfd], [], [], 5)[0]
-finally:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+with subprocess.Popen(["/bin/sleep", "20"]) as child:
+    try:
+        pidfd = os.pidfd_open(child.pid)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        ended = select.select([pidfd], [], [], 5)[0]
+    finally:
+        child.kill()
 print(json.dumps("" if ended else "it does not show a process's end"))
 """
 """Ends a child through its pidfd; says what fails."""
-
-
-def try_mechanism(source: str, works: str, executable: str = sys.executable) -> str:
-    """Run a program that says what fails; gives what it means that nothing does."""
-    if problem := try_out(source, executable=executable):
-        raise CheckError(problem)
-    return works
-
-
+ADJUST: Final = """
+import json
+with open("/proc/self/oom_score_adj", "r+") as file:
+    before = int(file.read())
+    file.write(str(min(before + 1, 1000)))
+    file.seek(0)
+    fails = int(file.read()) <= before != 1000
+print(json.dumps("it stays what it was" if fails else ""))
+"""
+"""Raises its own `oom_score_adj` by one; says what fails."""
 LIMIT: Final = 5.0
 """Seconds for which the end of what was killed is waited for."""
 
 
-def check_cgroup(find: Callable[[], CgroupPlace] = find_cgroup) -> str:
+def check_cgroup(
+    find: Callable[[], cgroups.Place] = cgroups.find_cgroup,
+) -> str:
     """Make a group, move a sleeping process into it, kill the group, remove it."""
     place = find()
     if place.directory is None:
         raise CheckError(place.reason)  # which says what to do as well
     group = Cgroup(f"{place.directory}/aiogpu-doctor-{os.getpid()}")
     group.make()
+    program = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
     try:
-        seconds = _kill_sleeper(group)
+        # Its output ends with it, so its end is seen without polling.
+        with subprocess.Popen(program, stdout=subprocess.PIPE) as sleeper:
+            try:
+                Path(group.path, "cgroup.procs").write_text(str(sleeper.pid))
+                begin = time.perf_counter()
+                group.kill()
+                sleeper.communicate(timeout=LIMIT)
+                seconds = time.perf_counter() - begin
+            except subprocess.TimeoutExpired:
+                told = f"{place.directory}: killing a group ended nobody"
+                raise CheckError(f"{told} within {LIMIT:g} s") from None
+            finally:
+                sleeper.kill()
     finally:
         group.wait_until_empty(LIMIT)
         is_gone = group.remove()
@@ -377,31 +374,13 @@ def check_cgroup(find: Callable[[], CgroupPlace] = find_cgroup) -> str:
     return f"{place.directory}, a group was killed in {1e3 * seconds:.0f} ms"
 
 
-def _kill_sleeper(group: Cgroup) -> float:
-    """Return how long it took to end a process by its group."""
-    program = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
-    # Its output ends with it, and so is waited for without a pause between two looks.
-    with subprocess.Popen(program, stdout=subprocess.PIPE) as sleeper:
-        try:
-            Path(group.path, "cgroup.procs").write_text(str(sleeper.pid))
-            begin = time.perf_counter()
-            group.kill()
-            sleeper.communicate(timeout=LIMIT)
-            return time.perf_counter() - begin
-        except subprocess.TimeoutExpired:
-            told = f"{os.path.dirname(group.path)}: killing a group ended nobody"
-            raise CheckError(f"{told} within {LIMIT:g} s") from None
-        finally:
-            sleeper.kill()
-
-
 def check_cpus(
     there: int | None = None, affinity: int | None = None, usable: float | None = None
 ) -> str:
     """The CPUs that a node shares out unless `num_cpus` says otherwise."""
     there = there or os.cpu_count() or 1
     affinity = affinity or len(os.sched_getaffinity(0))
-    usable = usable or usable_cpus()
+    usable = usable or cgroups.usable_cpus()
     why = []
     if affinity < there:
         why.append(f"affinity allows {affinity}")
@@ -412,21 +391,19 @@ def check_cpus(
 
 
 FEW: Final = 64
-"""Workers below which a limit is worth a word."""
+"""Workers below which a limit is reported."""
 
 
-TOO_FEW: Final = "Tasks that would need more workers wait for one."
-
-
-def _room(workers: int, found: str, advice: str) -> str:
-    """Say what was found if there is room for enough workers."""
+def _enough(workers: int, found: str, advice: str) -> str:
+    """Return `found` if there is room for enough workers."""
     if workers >= FEW:
         return found
-    raise CheckError(found, TOO_FEW, advice, Level.WARN if workers else None)
+    means = "Tasks that would need more workers wait for one."
+    raise CheckError(found, means, advice, Level.WARN if workers else None)
 
 
 def _workers(soft: int, hard: int, used: int) -> int:
-    """For how many workers there is room within limits on descriptors."""
+    """For how many workers limits on descriptors have room."""
     slots = slots_within(raised(soft, hard, used), used)
     return most_workers(slots) if slots else 0
 
@@ -441,7 +418,7 @@ def check_descriptors(
     found = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} may be open"
     if reached != soft:
         found += f", {reached} while there is a node"
-    return _room(
+    return _enough(
         workers,
         f"{found}; room for {workers} workers at a time, {PER_SLOT} for each",
         f"Raise the hard limit ({hard}): `ulimit -Hn`, LimitNOFILE= of systemd, "
@@ -449,14 +426,16 @@ def check_descriptors(
     )
 
 
-def check_processes(proc: StrPath = PROC, euid: int | None = None) -> str:
+def check_processes(
+    proc: cgroups.StrPath = cgroups.PROC, euid: int | None = None
+) -> str:
     """How many processes there may be: two for each worker, its keeper and itself."""
     bounds = list(_process_limits(proc, os.geteuid() if euid is None else euid))
     if not bounds:
         return "no limit"
     limit, there, source = min(bounds, key=lambda bound: bound[0] - bound[1])
     workers = max(0, limit - there - 1) // 2
-    return _room(
+    return _enough(
         workers,
         f"{limit} by {source}, {there} are there; room for about {workers} workers at "
         f"a time, 2 for each",
@@ -464,21 +443,21 @@ def check_processes(proc: StrPath = PROC, euid: int | None = None) -> str:
     )
 
 
-def _process_limits(proc: StrPath, euid: int) -> Iterator[tuple[int, int, str]]:
+def _process_limits(proc: cgroups.StrPath, euid: int) -> Iterator[tuple[int, int, str]]:
     """How many processes there may be, how many there are, and what bounds them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if euid and soft != resource.RLIM_INFINITY:  # root has none
         yield soft, _threads_of(proc, euid), "ulimit -u"
-    for controller in (UNIFIED, "pids"):
-        hierarchy = find_hierarchy(controller, proc)
+    for controller in (cgroups.UNIFIED, "pids"):
+        hierarchy = cgroups.find_hierarchy(controller, proc)
         for group in hierarchy.groups if hierarchy else ():
-            limit = read_limit(f"{group}/pids.max")
-            there = read_limit(f"{group}/pids.current")
+            limit = cgroups.read_limit(f"{group}/pids.max")
+            there = cgroups.read_limit(f"{group}/pids.current")
             if limit is not None and there is not None:
                 yield limit, there, f"{group}/pids.max"
 
 
-def _threads_of(proc: StrPath, euid: int) -> int:
+def _threads_of(proc: cgroups.StrPath, euid: int) -> int:
     """How many threads a user has, which is what the kernel counts (setrlimit(2))."""
     count = 0
     for process in os.scandir(proc):
@@ -492,33 +471,12 @@ BOUNDLESS: Final = 1 << 60
 """Bytes from which on a limit on memory is none."""
 
 
-def check_memory(proc: StrPath = PROC) -> str:
+def check_memory(proc: cgroups.StrPath = cgroups.PROC) -> str:
     """How much memory there is before the kernel ends something, by which measure."""
     usage = MemoryBounds(proc).tightest()
     if usage.limit >= BOUNDLESS:
         raise CheckError(f"neither {proc}/meminfo nor a cgroup says how much there is")
     return f"{usage.limit / 2**30:.1f} GiB by {usage.where}"
-
-
-ADJUST: Final = """
-import json
-path = "/proc/self/oom_score_adj"
-with open(path) as file:
-    now = int(file.read())
-with open(path, "w") as file:
-    file.write(str(min(now + 1, 1000)))
-with open(path) as file:
-    print(json.dumps([now, int(file.read())]))
-"""
-"""Raises its own `oom_score_adj` by one; says what it was and what it is."""
-
-
-def check_oom_score(executable: str = sys.executable) -> str:
-    """A worker can offer itself to the kernel before the driver."""
-    before, after = try_out(ADJUST, limit=10, executable=executable)
-    if after <= before != 1000:
-        raise CheckError("it stays what it was")
-    return "a worker may raise its own"
 
 
 def check_kernel_log(path: str = "/dev/kmsg") -> str:
@@ -532,14 +490,6 @@ def check_kernel_log(path: str = "/dev/kmsg") -> str:
     return f"{path} is readable"
 
 
-def _ok(name: str, found: str) -> Finding:
-    return Finding(name, Level.OK, found)
-
-
-def _warn(name: str, found: str, means: str, advice: str = "") -> Finding:
-    return Finding(name, Level.WARN, found, means, advice)
-
-
 UNVERIFIED: Final = "Shares come back when their processes end, and are `unverified`."
 
 
@@ -550,8 +500,7 @@ def check_gpus(
     """NVML, and each GPU."""
     there = take()
     if there.count is None:
-        found = there.problem or "it says nothing"
-        raise CheckError(found, level=Level.MISSING)
+        raise CheckError(there.problem or "it says nothing", level=Level.MISSING)
     watch = make_watch()
     watch.open()
     try:
@@ -564,36 +513,29 @@ def check_gpus(
                 "nvml",
                 f"{told}; {there.problem}",
                 "A GPU that does not answer is not shared out.",
-                "See what `nvidia-smi` says of it.",
+                NVIDIA_SMI,
             )
-        yield from _unused(there)
+        for mig in there.mig:
+            if not mig.instances:
+                told = f"{mig.gpu.name or UNNAMED}: in MIG mode, without an instance"
+                means = "No task can use it, and it is not shared out."
+                advice = "Make instances (`nvidia-smi mig -cgi`), or leave MIG mode."
+                yield _warn(f"gpu {mig.gpu.id}", told, means, advice)
         for device in there.devices:
             yield _device(device, watch.look(device), watch.check(device))
     finally:
         watch.close()
 
 
-def _unused(there: Inventory) -> Iterator[Finding]:
-    for mig in there.mig:
-        if not mig.instances:
-            yield _warn(
-                f"gpu {mig.gpu.id}",
-                f"{mig.gpu.name or 'without a name'}: in MIG mode, without an instance",
-                "No task can use it, and it is not shared out.",
-                "Make instances (`nvidia-smi mig -cgi`), or leave MIG mode.",
-            )
+UNNAMED: Final = "without a name"
+NVIDIA_SMI: Final = "See what `nvidia-smi` says of it."
 
 
 def _device(device: Device, sample: Sample, health: Health) -> Finding:
-    name = f"gpu {device.id}"
-    told = device.name or "without a name"
+    name, told = f"gpu {device.id}", device.name or UNNAMED
     if sample.problem is not None:
-        return _warn(
-            name,
-            f"{told}: {sample.problem}",
-            "It is set aside." if sample.is_lost else UNVERIFIED,
-            "See what `nvidia-smi` says of it.",
-        )
+        means = "It is set aside." if sample.is_lost else UNVERIFIED
+        return _warn(name, f"{told}: {sample.problem}", means, NVIDIA_SMI)
     if health.action:
         return _warn(
             name,
@@ -601,17 +543,14 @@ def _device(device: Device, sample: Sample, health: Health) -> Finding:
             "It is not given to tasks until that is done.",
             "See what `nvidia-smi -q` says of it.",
         )
-    parts = [told]
     if sample.used is not None:
-        parts.append(f"{sample.used / 2**30:.1f} GiB in use")
-    if sample.processes is not None:
-        parts.append(f"{len(sample.processes)} processes listed")
-    told = ", ".join(parts)
+        told += f", {sample.used / 2**30:.1f} GiB in use"
     if sample.processes is None:
         means = "A share of it comes back `unverified`."
         if sample.used is None:
             means = UNVERIFIED
         return _warn(name, f"{told}; it lists no processes", means)
+    told += f", {len(sample.processes)} processes listed"
     if not sample.reads_pids:
         return _warn(
             name,
@@ -633,18 +572,10 @@ def check_visible(environ: Mapping[str, str] = os.environ) -> str:
 
 
 SERVICE: Final = "service"
-
-
 PATIENCE: Final = 2.0
-"""Seconds in which a node that runs takes up a connection."""
-
-
+"""Seconds in which a running node accepts a connection."""
 LINGER: Final = Path("/var/lib/systemd/linger")
-
-
 RUN_USER: Final = "/run/user/"
-
-
 START: Final = "`aiogpu start --head` starts one"
 
 
@@ -660,25 +591,26 @@ def check_service(
     place = Place.at(socket_path)
     path, directory = place.socket, os.path.dirname(place.socket)
     with suppress(OSError):  # it is made when a node starts
-        if unfit := unfit_directory(directory):
+        if unfit := directories.unfit_directory(directory):
             raise CheckError(
                 f"{directory} {unfit.problem}",
                 "No node starts there, and no program joins one there.",
                 f"{unfit.remedy}, or name another place by `aiogpu start --socket`.",
             )
     record, problem = read_record(place.pidfile), _reach(path)
-    is_alive = record is not None and record.is_alive
+    living = record if record is not None and record.is_alive else None
     if problem is None:
         yield _running(path, record)
         with suppress(OSError):  # it has ended meanwhile
-            if is_alive and record is not None:
-                yield _limits(record.pid)
+            if living is not None:
+                limits = Check(f"{SERVICE} limits", partial(_service_limits, living))
+                yield from examine([limits])
         yield from _lingers(path, linger)
-    elif is_alive and record is not None:
+    elif living is not None:
         raise CheckError(
-            f"{path}: {problem}, though process {record.pid} lives",
+            f"{path}: {problem}, though process {living.pid} lives",
             "Programs cannot join the node, if it is one.",
-            f"See its logs, or end it: `aiogpu stop --force`, `kill {record.pid}`.",
+            f"See its logs, or end it: `aiogpu stop --force`, `kill {living.pid}`.",
         )
     elif os.path.lexists(path):
         raise CheckError(
@@ -697,7 +629,7 @@ def check_service(
 
 
 def _reach(path: str) -> str | None:
-    """Return why no node answers at a socket; None if one does."""
+    """Why no node answers at a socket; None if one does."""
     with socket.socket(socket.AF_UNIX) as caller:
         # Not `settimeout`: without blocking, a full queue of connections is EAGAIN at
         # once, and not only after that time; see unix(7).
@@ -713,44 +645,34 @@ def _reach(path: str) -> str | None:
 
 
 def _running(path: str, record: Record | None) -> Finding:
-    from aiogpu import __version__
-
-    found = f"a node runs at {path}"
-    if record is None:
-        return _ok(SERVICE, found)
-    found = f"{found}, pid {record.pid}"
-    if record.version == __version__:
+    found = f"a node runs at {path}" + (f", pid {record.pid}" if record else "")
+    if record is None or record.version == aiogpu.__version__:
         return _ok(SERVICE, found)
     return _warn(
         SERVICE,
-        f"{found}; it runs aiogpu {record.version}, this is {__version__}",
+        f"{found}; it runs aiogpu {record.version}, this is {aiogpu.__version__}",
         "Programs of another version are turned away.",
         "Start the node anew: `aiogpu stop`, then `aiogpu start --head`.",
     )
 
 
-def _limits(pid: int) -> Finding:
-    """For how many workers there is room in the node that runs."""
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    tasks, _ = resource.prlimit(pid, resource.RLIMIT_NPROC)
-    used = len(os.listdir(f"/proc/{pid}/fd"))
+def _service_limits(node: Record) -> str:
+    """For how many workers the running node has room."""
+    soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+    tasks, _ = resource.prlimit(node.pid, resource.RLIMIT_NPROC)
+    used = len(os.listdir(f"/proc/{node.pid}/fd"))
     workers = _workers(soft, hard, used)
     processes = "any number of" if tasks < 0 else str(tasks)
-    check = Check(f"{SERVICE} limits", str)
-    try:
-        found = _room(
-            workers,
-            f"{soft} may be open, {used} are; room for {workers} workers, "
-            f"{processes} processes",
-            "Start the node with a higher `ulimit -Hn`, or LimitNOFILE= in its unit.",
-        )
-    except CheckError as problem:
-        return check.failed(problem)
-    return _ok(check.name, found)
+    return _enough(
+        workers,
+        f"{soft} may be open, {used} are; room for {workers} workers, "
+        f"{processes} processes",
+        "Start the node with a higher `ulimit -Hn`, or LimitNOFILE= in its unit.",
+    )
 
 
 def _lingers(path: str, linger: Path) -> Iterator[Finding]:
-    """Whether systemd takes the directory away with the user's last login."""
+    """Whether systemd removes the directory with the user's last login."""
     if not path.startswith(RUN_USER) or not linger.parent.is_dir():
         return
     with suppress(KeyError):
@@ -795,115 +717,109 @@ def check_import(library: str) -> str:
 
 IMPORT_LIMIT: Final = 120.0
 """Seconds that one import may take."""
-
-
-REPORT: Final = "Please report it, with this line."
-
-
 KERNEL: Final = (
     "Use Linux 5.4 or newer, and a container whose seccomp profile allows it."
 )
+essential: Final = partial(Check, is_essential=True)
+CHECKS: Final = (
+    essential(
+        "python",
+        check_python,
+        "Workers are started from that path, and it cannot be run.",
+        "Set sys.executable to a Python interpreter that can import aiogpu.",
+    ),
+    essential(
+        "directory",
+        check_directory,
+        "A node has no place for its socket.",
+        f"Set {PARENT} to a short path that you may write to.",
+    ),
+    essential(
+        "node",
+        check_node,
+        "No node starts on this machine.",
+        "Please report it, with this line.",
+        limit=70,
+    ),
+    essential(
+        "subreaper",
+        partial(
+            try_mechanism,
+            SUBREAPER,
+            "a keeper adopts what its worker leaves behind",
+        ),
+        "What a task starts could outlive it.",
+        KERNEL,
+        limit=30,
+    ),
+    essential(
+        "pidfd",
+        partial(
+            try_mechanism,
+            PIDFD,
+            "a process's end is seen at once, and no other is taken for it",
+        ),
+        "Nobody would see a driver or a zygote end.",
+        KERNEL,
+        limit=30,
+    ),
+    Check(
+        "cgroup2",
+        check_cgroup,
+        "Nodes work without, by keepers; both killed at once may leave a process.",
+        limit=20,
+    ),
+    Check("cpus", check_cpus),
+    essential("descriptors", check_descriptors),
+    Check("processes", check_processes),
+    Check(
+        "memory",
+        check_memory,
+        "Nothing can end a task before the kernel does.",
+        "Mount the proc filesystem.",
+    ),
+    Check(
+        "oom_score_adj",
+        partial(try_mechanism, ADJUST, "a worker may raise its own"),
+        "Where memory runs out, the kernel may end the driver instead of a worker.",
+        "Mount /proc writable, or set memory= on tasks that need much.",
+        limit=30,
+    ),
+    Check(
+        "kernel log",
+        check_kernel_log,
+        "That the kernel ended a worker for memory is known from cgroups alone.",
+        "It is not needed; to have it, set kernel.dmesg_restrict=0.",
+    ),
+    Check(
+        "nvml",
+        check_gpus,
+        "GPUs are not detected; `num_gpus=` makes logical ones.",
+        "Install NVIDIA's driver, or give the container `--gpus all`.",
+        limit=30,
+    ),
+    Check(
+        "visible gpus",
+        check_visible,
+        "A node does not start, unless num_gpus=0.",
+        f"Correct {VISIBLE}.",
+        limit=30,
+    ),
+    Check(SERVICE, check_service),
+)
+"""What is tried on every machine, in the order of the report."""
 
 
-def all_checks(*, with_imports: bool = False) -> list[Check]:
-    """What to try on this machine, and what it means where that fails.
-
-    Args:
-        with_imports: also import the usual libraries, which takes seconds each.
-    """
-    essential = partial(Check, is_essential=True)
-    checks = [
-        essential(
-            "python",
-            check_python,
-            "Workers are started from that path, and it cannot be run.",
-            "Set sys.executable to a Python interpreter that can import aiogpu.",
-        ),
-        essential(
-            "directory",
-            check_directory,
-            "A node has no place for its socket.",
-            f"Set {_place()} to a short path that you may write to.",
-        ),
-        essential(
-            "node", check_node, "No node starts on this machine.", REPORT, limit=70
-        ),
-        essential(
-            "subreaper",
-            partial(
-                try_mechanism,
-                SUBREAPER,
-                "a keeper adopts what its worker leaves behind",
-            ),
-            "What a task starts could outlive it.",
-            KERNEL,
-            limit=30,
-        ),
-        essential(
-            "pidfd",
-            partial(
-                try_mechanism,
-                PIDFD,
-                "a process's end is seen at once, and no other is taken for it",
-            ),
-            "Nobody would see a driver or a zygote end.",
-            KERNEL,
-            limit=30,
-        ),
+def import_checks() -> list[Check]:
+    """A check for each of the usual libraries that is installed; takes seconds each."""
+    return [
         Check(
-            "cgroup2",
-            check_cgroup,
-            "Nodes work without, by keepers; both killed at once may leave a process.",
-            limit=20,
-        ),
-        Check("cpus", check_cpus),
-        essential("descriptors", check_descriptors),
-        Check("processes", check_processes),
-        Check(
-            "memory",
-            check_memory,
-            "Nothing can end a task before the kernel does.",
-            "Mount the proc filesystem.",
-        ),
-        Check(
-            "oom_score_adj",
-            check_oom_score,
-            "Where memory runs out, the kernel may end the driver instead of a worker.",
-            "Mount /proc writable, or set memory= on tasks that need much.",
-            limit=15,
-        ),
-        Check(
-            "kernel log",
-            check_kernel_log,
-            "That the kernel ended a worker for memory is known from cgroups alone.",
-            "It is not needed; to have it, set kernel.dmesg_restrict=0.",
-        ),
-        Check(
-            "nvml",
-            check_gpus,
-            "GPUs are not detected; `num_gpus=` makes logical ones.",
-            "Install NVIDIA's driver, or give the container `--gpus all`.",
-            limit=30,
-        ),
-        Check(
-            "visible gpus",
-            check_visible,
-            "A node does not start, unless num_gpus=0.",
-            f"Correct {VISIBLE}.",
-            limit=30,
-        ),
-        Check(SERVICE, check_service),
+            f"import {library}",
+            partial(check_import, library),
+            "It cannot be preloaded, and tasks that import it fail as well.",
+            f"See what `python -c 'import {library}'` says.",
+            limit=IMPORT_LIMIT + 10,
+        )
+        for library in LIBRARIES
+        if find_spec(library) is not None
     ]
-    if with_imports:
-        checks += [
-            Check(
-                f"import {library}",
-                partial(check_import, library),
-                "It cannot be preloaded, and tasks that import it fail as well.",
-                f"See what `python -c 'import {library}'` says.",
-                limit=IMPORT_LIMIT + 10,
-            )
-            for library in LIBRARIES
-            if find_spec(library) is not None
-        ]
-    return checks

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
@@ -26,13 +27,13 @@ from rich.text import Text
 
 import aiogpu
 from aiogpu.cli import connect
-from aiogpu.cli.checks import Check, Finding, Level, all_checks, examine
+from aiogpu.cli.checks import CHECKS, Check, Finding, Level, examine, import_checks
 from aiogpu.cli.status import data_of
 from aiogpu.cli.tables import held_by
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import printable
 from aiogpu.engines.device_report import Box, Seen, look_around
-from aiogpu.observe.status import DeviceStatus, OtherProcess, amount
+from aiogpu.observe.status import DeviceStatus, OtherProcess, amount, memory_use
 
 STYLES: Final = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 
@@ -50,33 +51,28 @@ def doctor(imports: bool, as_json: bool) -> int:
     Nothing is changed or left behind. The exit code is 1 if no node can start here,
     0 otherwise.
     """
-    return run(all_checks(with_imports=imports), as_json=as_json)
+    return run([*CHECKS, *(import_checks() if imports else ())], as_json=as_json)
 
 
 def run(checks: Sequence[Check], *, as_json: bool = False) -> int:
-    """Run checks and print what they find; gives the exit code."""
-    # What a check logs, it finds as well.
+    """Run checks and print what they find; returns the exit code."""
+    # What a check logs, it reports as a finding as well.
     logging.getLogger("aiogpu").addHandler(logging.NullHandler())
+    screen = Console(highlight=False)
+    findings = []
+    for finding in examine(checks):
+        findings.append(finding)
+        if not as_json:
+            screen.print(line(finding), soft_wrap=True)
+    is_fatal = any(finding.is_fatal for finding in findings)
     if as_json:
-        findings = list(examine(checks))
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
-        findings = list(_shown(examine(checks), Console(highlight=False)))
-    return int(any(finding.is_fatal for finding in findings))
-
-
-def _shown(findings: Iterable[Finding], screen: Console) -> Iterator[Finding]:
-    """Print each finding as it comes, and a line that sums up."""
-    counts = dict.fromkeys(Level, 0)
-    is_fatal = False
-    for finding in findings:
-        screen.print(line(finding), soft_wrap=True)
-        counts[finding.level] += 1
-        is_fatal = is_fatal or finding.is_fatal
-        yield finding
-    told = ", ".join(f"{count} {level.value}" for level, count in counts.items())
+        return int(is_fatal)
+    counts = Counter(finding.level for finding in findings)
+    told = ", ".join(f"{counts[level]} {level.value}" for level in Level)
     verdict = "No node can start here" if is_fatal else "Nodes can start here"
     screen.print(f"{verdict}: {told}.", soft_wrap=True)
+    return int(is_fatal)
 
 
 def line(finding: Finding) -> Text:
@@ -98,15 +94,15 @@ class Shares(NamedTuple):
     """What the user's node says of its devices.
 
     Attributes:
-        devices: those that it has.
-        note: why nothing is known of them, though there may be a node; "" otherwise.
+        devices: the devices of the node.
+        note: why they are not known although there may be a node; "" otherwise.
     """
 
     devices: tuple[DeviceStatus, ...] = ()
     note: str = ""
 
     def of(self, kind: str, device: Device) -> DeviceStatus | None:
-        """Return what the node says of a device; None if it does not have it."""
+        """What the node says of a device; None if it does not have it."""
         for one in self.devices:
             is_known = one.uuid is not None and device.uuid is not None
             is_it = one.uuid == device.uuid if is_known else one.id == device.id
@@ -115,7 +111,7 @@ class Shares(NamedTuple):
         return None
 
     def told(self, kind: str, device: Device) -> str:
-        """Who holds what of a device, and how much is free, in words."""
+        """Who holds what of a device and how much is free, in words."""
         found = self.of(kind, device)
         if found is None:
             return ""
@@ -125,34 +121,24 @@ class Shares(NamedTuple):
         free = f"{found.free:g} free"
         return f"{holders}; {free}" if holders else free
 
-    def data(self, kind: str, device: Device) -> dict[str, Any]:
-        """The same for programs; nothing if the node does not have it."""
-        found = self.of(kind, device)
-        if found is None:
-            return {}
-        holders = [data_of(one) for one in found.holders]
-        return {"free": found.free, "aside": found.aside, "holders": holders}
-
 
 async def ask_shares() -> Shares:
-    """Ask the user's node, if there may be one; no node is no failure."""
+    """Ask the user's node, if there may be one; without a node there are no shares."""
     address = connect.default_address()
     try:
         connect.check_there(address)
     except click.ClickException:
         return Shares()
     except aiogpu.errors.NodeError as error:
-        return _unknown(str(error))
-    try:
-        async with connect.joined(address, PATIENCE) as node:
-            return Shares((await node.status()).devices)
-    except (click.ClickException, aiogpu.AiogpuError) as error:
-        told = error.message if isinstance(error, click.ClickException) else str(error)
-        return _unknown(told)
-
-
-def _unknown(told: str) -> Shares:
-    """Nothing is known of the shares, for the reason that an error has told."""
+        told = str(error)
+    else:
+        try:
+            async with connect.joined(address, PATIENCE) as node:
+                return Shares((await node.status()).devices)
+        except click.ClickException as error:
+            told = error.message
+        except aiogpu.AiogpuError as error:
+            told = str(error)
     why = told.partition(". ")[0].rstrip(".")
     return Shares(note=f"Who holds what is not known: {why}.")
 
@@ -182,7 +168,7 @@ def gpus(as_json: bool) -> int:
       aiogpu gpus --json
     """  # noqa: D301 - click's mark for lines to be left as they are
     log = logging.getLogger("aiogpu")
-    heard = Heard()
+    heard = Warnings()
     log.addHandler(heard)
     try:
         box = heard.added_to(asyncio.run(look_around()))
@@ -202,36 +188,38 @@ def gpus(as_json: bool) -> int:
     return 0
 
 
-class Heard(logging.Handler):
-    """What detection warns of, which is as good as what it says."""
+class Warnings(logging.Handler):
+    """The warnings of detection, each once: they count as notes.
+
+    Attributes:
+        lines: their texts.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._lines: dict[str, None] = {}
+        self.lines: dict[str, None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning, each once."""
-        self._lines[record.getMessage().removeprefix("! ")] = None
+        """Keep a warning."""
+        self.lines[record.getMessage().removeprefix("! ")] = None
 
     def added_to(self, box: Box) -> Box:
-        """With what was not said before."""
-        fresh = [
-            line
-            for line in self._lines
-            if not any(line.partition(";")[0] in note for note in box.notes)
-        ]
+        """The box with the warnings that its notes do not contain."""
+        notes = "\n".join(box.notes)
+        fresh = [line for line in self.lines if line.partition(";")[0] not in notes]
         return box._replace(notes=(*fresh, *box.notes))
 
 
 def as_data(box: Box, shares: Shares = NOTHING) -> dict[str, Any]:
-    """All that was seen, as JSON has it: bytes as they are, None for the unknown."""
-    return {
-        "devices": [
-            _device_data(seen) | shares.data(seen.kind, seen.device)
-            for seen in box.seen
-        ],
-        "notes": list(box.notes),
-    }
+    """Everything as JSON: bytes in full, None for what is unknown."""
+    devices = []
+    for seen in box.seen:
+        data = _device_data(seen)
+        if held := shares.of(seen.kind, seen.device):
+            data["free"], data["aside"] = held.free, held.aside
+            data["holders"] = data_of(held.holders)
+        devices.append(data)
+    return {"devices": devices, "notes": list(box.notes)}
 
 
 def _device_data(seen: Seen) -> dict[str, Any]:
@@ -286,9 +274,16 @@ def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str,
         ("pci", device.pci),
         ("part of", device.parent),
         ("held", printable(shares.told(seen.kind, device))),
-        ("memory", memory(seen)),
+        ("memory", memory_use(None if sample is None else sample.used, device.memory)),
         ("busy", None if busy is None else f"{busy} %"),
-        ("linked to", ", ".join(_ids_of(device.links, box))),
+        (
+            "linked to",
+            ", ".join(
+                str(one.device.id)
+                for one in box.seen
+                if one.device.uuid in device.links
+            ),
+        ),
         ("near", near(seen)),
         ("health", health(seen)),
         ("processes", processes(seen)),
@@ -296,15 +291,6 @@ def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str,
     for name, told in known:
         if told:
             yield name, told
-
-
-def memory(seen: Seen) -> str:
-    """Return how much of it is in use, and how much there is."""
-    there = amount(seen.device.memory)
-    if seen.sample is None or seen.sample.used is None:
-        return there
-    used = f"{amount(seen.sample.used, '0')} used"
-    return f"{used} of {there}" if there else used
 
 
 def near(seen: Seen) -> str:
@@ -346,10 +332,6 @@ def processes(seen: Seen) -> str:
 def _process(process: OtherProcess) -> str:
     told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
     return told if process.memory is None else f"{told} {amount(process.memory, '0')}"
-
-
-def _ids_of(uuids: frozenset[str], box: Box) -> list[str]:
-    return [str(one.device.id) for one in box.seen if one.device.uuid in uuids]
 
 
 def show_table(box: Box, screen: Console, shares: Shares = NOTHING) -> None:

@@ -78,9 +78,9 @@ COMMANDS: Final = {
     "start": ("start", "start"),
     "status": ("status", "status"),
     "stop": ("start", "stop"),
-    "timeline": ("trace", "timeline"),
+    "timeline": ("logs", "timeline"),
     "top": ("top", "top"),
-    "why": ("why", "why"),
+    "why": ("status", "why"),
 }
 """The module of each in `aiogpu.cli`, and what it is there."""
 COMPLETE: Final = "_AIOGPU_COMPLETE"

@@ -1,9 +1,9 @@
-"""`aiogpu status` and `aiogpu list`: who holds what, what waits and why, at one glance.
+"""`aiogpu status`, `list` and `why`: who holds what, what waits and why.
 
 As JSON a `NodeStatus` has the schema that `docs/service-json.md` describes. Names and
-meanings stay while `VERSION` does; what is new is added, and readers leave alone what
-they do not know. All numbers are in base units: bytes, seconds, whole devices. None is
-for what is not known, or not there.
+meanings stay while `VERSION` does; new names are added, and readers ignore names that
+they do not know. All numbers are in base units: bytes, seconds, whole devices. None
+stands for what is unknown or absent.
 """
 
 from __future__ import annotations
@@ -18,24 +18,14 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import click
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 import aiogpu
 from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
-from aiogpu.cli.terminal import (
-    Table,
-    cut,
-    grid,
-    is_terminal,
-    live,
-    print_lines,
-    print_table,
-    printable_all,
-    text,
-)
-from aiogpu.core.model.text import SHOWN, span
+from aiogpu.cli.tables import Table, is_terminal, live, printable_all, show, text
+from aiogpu.core.model.text import SHOWN, printable
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.observe.status import (
     ClientStatus,
@@ -45,6 +35,7 @@ from aiogpu.observe.status import (
     OtherProcess,
     held_tasks,
     overview,
+    reservation_line,
     shown_clients,
     state_of,
 )
@@ -125,14 +116,14 @@ def data_of(thing: Any) -> Any:
     return data
 
 
-def sections(status: NodeStatus, width: int) -> Iterator[Text]:
+def sections(status: NodeStatus) -> Iterator[RenderableType]:
     """Resources, then a table for each kind of thing that there is any of."""
     for line in overview(status):
-        yield cut(text(line), width)
+        yield text(line)
     for told in _set_aside(status):
-        yield cut(text(told, "bold red"), width)
-    yield from _section("", tables.device_table(status.devices, status), width)
+        yield text(told, "bold red")
     for title, table, count in (
+        ("", tables.device_table(status.devices, status), 0),
         ("programs", tables.client_table(shown_clients(status), status), 0),
         ("running and leased", tables.task_table(held_tasks(status), status), 0),
         ("placements", tables.placement_table(status.placements, status), 0),
@@ -140,24 +131,17 @@ def sections(status: NodeStatus, width: int) -> Iterator[Text]:
         ("actors", tables.actor_table(status.actors, status), 0),
         ("failed", tables.failure_table(status.failures, status), 0),
     ):
-        left_out = max(count, len(table.rows)) - SHOWN
-        del table.rows[SHOWN:]
-        yield from _section(title, table, width, left_out)
-        if title == "waiting" and (kept := status.reservation) is not None:
-            when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
-            told = f"kept for {kept.name} (task {kept.task}): {kept}{when}"
-            yield cut(text(told, "cyan"), width)
-
-
-def _section(title: str, table: Table, width: int, left_out: int = 0) -> Iterator[Text]:
-    if not table.rows:
-        return
-    yield Text()
-    if title:
-        yield Text(title, "bold underline")
-    yield from grid(table, width)
-    if left_out > 0:
-        yield Text(f"and {left_out} more", "dim")
+        if table.rows:
+            yield Text()
+            if title:
+                yield text(title, "bold underline")
+            yield table.part(0, SHOWN + 1)
+            left_out = max(count, len(table.rows)) - SHOWN
+            if left_out > 0:
+                yield text(f"and {left_out} more", "dim")
+        if title == "waiting":
+            for line in reservation_line(status):
+                yield text(line, "cyan")
 
 
 UNHEALTHY: Final = 3
@@ -202,30 +186,29 @@ def status(
 
 
 async def _look(address: str, as_json: bool, interval: float | None) -> NodeStatus:
-    """Show it once, or until somebody has seen enough."""
+    """Show it once, or until Ctrl-C."""
     async with connect.joined(address) as node:
         seen = await node.status()
         is_drawn = is_terminal() and not as_json
+        if interval is None and is_drawn:
+            show(*sections(seen))
+        elif interval is None:
+            click.echo(_told(seen, as_json, indent=1))
         if interval is None:
-            if is_drawn:
-                print_lines(partial(sections, seen))
-            else:
-                click.echo(told(seen, as_json, indent=1))
             return seen
         screen = live()
         with screen if is_drawn else nullcontext():
             while True:
                 if is_drawn:
-                    lines = sections(seen, screen.console.width)
-                    screen.update(Group(*lines), refresh=True)
+                    screen.update(Group(*sections(seen)), refresh=True)
                 else:
-                    click.echo(told(seen, as_json) + "\n" * (not as_json))
+                    click.echo(_told(seen, as_json) + "\n" * (not as_json))
                 await asyncio.sleep(interval)
                 seen = await node.status()
 
 
-def told(seen: NodeStatus, as_json: bool, indent: int | None = None) -> str:
-    """A picture as it is printed where no terminal is."""
+def _told(seen: NodeStatus, as_json: bool, indent: int | None = None) -> str:
+    """A picture as it is printed if there is no terminal."""
     if as_json:
         return json.dumps(status_data(seen), indent=indent)
     return plain_report(seen)
@@ -364,9 +347,84 @@ def list_command(
         click.echo(json.dumps(told, indent=1))
         return
     if shown:
-        print_table(kind.table(shown, status))
+        show(kind.table(shown, status))
     if left_out:
         click.echo(f"and {left_out} more", err=True)
     if not shown:
         told_of = " that fit" if state or name else ""
         click.echo(f"There are no {what}{told_of}.", err=True)
+
+
+COMPLETED: Final = 1.0
+"""Seconds that a node has to tell which tasks there are, when a shell asks."""
+
+
+def known_tasks(
+    context: click.Context, _argument: click.Parameter, begun: str
+) -> list[str]:
+    """The tasks and actors of the running node that begin so; none if none runs."""
+    address = context.params.get("address") or connect.default_address()
+
+    async def names(node: connect.Node) -> list[str]:
+        status = await node.status()
+        actors = [one.name for one in status.actors if one.name is not None]
+        tasks = [told for one in status.tasks for told in (str(one.id), one.name)]
+        return sorted({*actors, *tasks})
+
+    try:
+        known = connect.ask(address, names, COMPLETED)
+    except (click.ClickException, aiogpu.AiogpuError, OSError):
+        return []  # a shell has no place to show why
+    return [name for name in known if name.startswith(begun) and name.isprintable()]
+
+
+@click.command()
+@click.argument("task", metavar="TASK", shell_complete=known_tasks)
+@connect.address_option
+def why(task: str, address: str) -> None:
+    """Say why TASK waits, who holds what it needs, and whose turn it is.
+
+    TASK is a number, as `aiogpu status` shows it, or a name. Several tasks of that
+    name are listed, with the reason of each; an actor is known by its name as well.
+
+    \b
+    Examples:
+      aiogpu why 12
+      aiogpu why train
+
+    \b
+    Exit codes:
+      0  it is said
+      1  no node runs, or it has no such task
+      2  bad input
+    """  # noqa: D301 - click's mark for lines to be left as they are
+    if not task:
+        raise click.BadParameter("is empty.", param_hint="TASK")
+    if task.isdecimal() and task.isascii():
+        say(connect.ask(address, lambda node: node.why(int(task))))
+        return
+    connect.ask(address, lambda node: _of_name(node, task))
+
+
+def say(told: aiogpu.types.Why) -> None:
+    """Print it as a person wants it."""
+    click.echo(str(printable_all(told)))
+
+
+async def _of_name(node: connect.Node, name: str) -> None:
+    status = await node.status()
+    named = {
+        one.id for one in status.actors if name in (one.name, tables.full_name(one))
+    }
+    found = [one for one in status.tasks if one.name == name or one.id in named]
+    if not found:
+        known = "the first 100 of those that wait are known by name"
+        left = status.waiting_count > len(status.waiting)
+        raise click.ClickException(
+            f"no task and no actor named {printable(name)!r} waits or runs"
+            f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
+        )
+    if len(found) == 1:
+        say(await node.why(found[0].id))
+    else:
+        show(tables.task_table(found, status))

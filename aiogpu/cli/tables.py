@@ -1,15 +1,24 @@
-"""What a `NodeStatus` has, as tables: one for each kind of thing in it."""
+"""What a `NodeStatus` has, as rich tables: one for each kind of thing in it.
+
+rich cuts cells, but cannot leave columns out: `Table` does, if the screen has no room.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+import io
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
+import click
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from aiogpu.cli.terminal import Column, Table, text
 from aiogpu.core.model.ids import OWN
-from aiogpu.core.model.text import span, terms
+from aiogpu.core.model.text import printable, span, terms
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.status import (
     ActorStatus,
@@ -19,14 +28,162 @@ from aiogpu.observe.status import (
     Holder,
     NodeStatus,
     PlacementStatus,
-    Program,
     ShapeStatus,
     TaskStatus,
     WorkerStatus,
     amount,
-    name_of,
+    asked_for,
+    client_name,
     state_of,
 )
+
+T = TypeVar("T")
+GAP: Final = 2
+"""Blanks between two columns."""
+WIDE: Final = 10_000
+"""Columns of a screen on which any table fits."""
+
+
+class Column(NamedTuple, Generic[T]):
+    """One column of a table.
+
+    Attributes:
+        name: its heading.
+        cell: returns the cell of an entry: text, or text with a style.
+        is_number: whether its cells are aligned to the right.
+        least: to how few characters its cells may be cut; 0 if they are never cut.
+        rank: the higher it is, the sooner the column is left out; 0 for never.
+    """
+
+    name: str
+    cell: Callable[[T], str | Text]
+    is_number: bool = False
+    least: int = 0
+    rank: int = 0
+
+
+class Table:
+    """A row for each entry.
+
+    Attributes:
+        columns: its columns.
+        rows: their cells.
+        has_head: whether the headings are shown.
+    """
+
+    def __init__(self, entries: Iterable[T], *columns: Column[T]) -> None:
+        self.columns: tuple[Column[Any], ...] = columns
+        self.rows = [[text(one.cell(entry)) for one in columns] for entry in entries]
+        self.has_head = True
+
+    def part(self, first: int, last: int) -> Table:
+        """The lines from `first` to before `last`; line 0 has the headings."""
+        found = Table((), *self.columns)
+        found.has_head = first == 0
+        found.rows = self.rows[max(first - 1, 0) : max(last - 1, 0)]
+        return found
+
+    def __rich_console__(
+        self, _console: Console, options: ConsoleOptions
+    ) -> Iterator[RichTable]:
+        cells = [[row[at] for row in self.rows] for at in range(len(self.columns))]
+        # A column in which every cell is empty is left out.
+        natural = {
+            at: max(len(column.name), *(cell.cell_len for cell in cells[at]))
+            for at, column in enumerate(self.columns)
+            if any(cells[at])
+        }
+        least = {
+            at: min(self.columns[at].least or has, has) for at, has in natural.items()
+        }
+        # So is what has no room, the least important first.
+        for at in sorted(natural, key=lambda at: -self.columns[at].rank):
+            needed = sum(least.values()) + GAP * (len(least) - 1)
+            if needed <= options.max_width or not self.columns[at].rank:
+                break
+            del least[at]
+        table = RichTable(
+            box=None,
+            padding=(0, GAP, 0, 0),
+            pad_edge=False,
+            header_style="bold",
+            show_header=self.has_head,
+        )
+        for at in sorted(least):
+            column = self.columns[at]
+            table.add_column(
+                text(column.name),
+                justify="right" if column.is_number else "left",
+                no_wrap=not column.least,
+            )
+        for row in self.rows:
+            table.add_row(*(row[at] for at in sorted(least)))
+        yield table
+
+
+def text(told: str | Text, style: str = "") -> Text:
+    """A text of one line that can do nothing to a terminal."""
+    if isinstance(told, Text):
+        return told
+    return Text(printable(told), style, no_wrap=True, overflow="ellipsis")
+
+
+def printable_all(told: T, done: dict[int, Any] | None = None) -> T:
+    """A status, or a part of it, with every text made `printable`.
+
+    Otherwise a name of two lines would make two of one line. What was one object stays
+    one.
+    """
+    done = {} if done is None else done
+    if isinstance(told, str):
+        return cast("T", printable(told))
+    if id(told) in done:
+        return cast("T", done[id(told)])
+    found: Any = told
+    if isinstance(told, Mapping):
+        items = told.items()
+        found = {printable_all(name): printable_all(it, done) for name, it in items}
+    elif isinstance(told, tuple | list):
+        parts = [printable_all(one, done) for one in told]
+        found = getattr(told, "_make", type(told))(parts)
+    elif is_dataclass(told) and not isinstance(told, type):
+        values = {it.name: getattr(told, it.name) for it in fields(told)}
+        values = {name: printable_all(it, done) for name, it in values.items()}
+        found = replace(told, **values)
+    done[id(told)] = found
+    return cast("T", found)
+
+
+def plain(drawn: RenderableType, width: int = WIDE) -> Iterator[str]:
+    """The lines of what rich draws, without their styles."""
+    console = Console(width=width, height=WIDE, file=io.StringIO(), highlight=False)
+    for line in console.render_lines(drawn, pad=False):
+        yield "".join(segment.text for segment in line).rstrip()
+
+
+def is_terminal() -> bool:
+    """Whether a person looks at what is printed."""
+    return sys.stdout.isatty()
+
+
+def live(*, is_whole_screen: bool = False) -> Live:
+    """A picture that is drawn anew in the same place, by its `update`."""
+    return Live(
+        console=Console(highlight=False),
+        auto_refresh=False,
+        screen=is_whole_screen,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def show(*drawn: RenderableType) -> None:
+    """Print as wide as the terminal is, or in full if there is no terminal."""
+    if is_terminal():
+        Console(highlight=False).print(Group(*drawn))
+    else:
+        click.echo("\n".join(plain(Group(*drawn))))
+
 
 STATE_STYLES: Final = {
     **dict.fromkeys(("running", "leased", "busy", "alive", "ready"), "green"),
@@ -35,7 +192,7 @@ STATE_STYLES: Final = {
     **dict.fromkeys(("starting", "queued", "blocked"), "cyan"),
     **dict.fromkeys(("set aside",), "bold red"),
 }
-"""How the words for states are coloured; they say all without colour as well."""
+"""Colours of states."""
 
 
 def state(word: str) -> Text:
@@ -44,7 +201,7 @@ def state(word: str) -> Text:
 
 
 class Programs(dict[int, str]):
-    """What the programs of a node are called by, with their process ids."""
+    """The names of the programs of a node, with their process ids."""
 
     def __init__(self, status: NodeStatus) -> None:
         super().__init__(
@@ -81,16 +238,17 @@ def held_table(
     status: NodeStatus,
     holders: Mapping[tuple[int, str | None], Holder],
 ) -> Table:
-    """Tasks on workers with what they hold: for how long, and how much memory of it."""
+    """Tasks on workers: what they hold, for how long, and how much memory they use."""
     programs = Programs(status)
+    nothing = Holder(0.0, 0, 0, None)
 
     def seconds(task: TaskStatus) -> str:
-        holder = holders.get((task.pid, task.name))
-        return "" if holder is None or holder.seconds is None else span(holder.seconds)
+        held = holders.get((task.pid, task.name), nothing).seconds
+        return "" if held is None else span(held)
 
     def used(task: TaskStatus) -> str:
-        holder = holders.get((task.pid, task.name))
-        return "" if holder is None or holder.used is None else amount(holder.used, "0")
+        memory = holders.get((task.pid, task.name), nothing).used
+        return "" if memory is None else amount(memory, "0")
 
     return Table(
         tasks,
@@ -169,15 +327,12 @@ def client_table(
         with_ids: show what `aiogpu logs --client` wants; a screen has no room for it.
     """
 
-    def name(one: ClientStatus) -> str:
-        return name_of(one.id, {one.id: Program(one.name, one.pid)})
-
     def id_of(one: ClientStatus) -> str:
         return str(one.id) if with_ids and one.id != OWN else ""
 
     return Table(
         clients,
-        Column("PROGRAM", name, least=8),
+        Column("PROGRAM", client_name, least=8),
         Column("PID", lambda one: number(one.pid), is_number=True, rank=1),
         Column("ID", id_of, is_number=True),
         Column("RUN", lambda one: str(one.running), is_number=True),
@@ -201,7 +356,7 @@ def client_table(
 
 
 def bounds(limits: Limits) -> Iterator[str]:
-    """Return what a program may have at most."""
+    """What a program may have at most."""
     if limits.max_waiting is not None:
         yield f"{limits.max_waiting} tasks"
     for name, share in limits.max_share.items():
@@ -209,7 +364,7 @@ def bounds(limits: Limits) -> Iterator[str]:
 
 
 def device_state(device: DeviceStatus) -> str:
-    """Return whether there is room on a device, in a word."""
+    """Whether there is room on a device, in one word."""
     if device.aside is not None:
         return "set aside"
     if device.free >= 1 and not device.holders:
@@ -223,7 +378,7 @@ def device_name(device: DeviceStatus) -> str:
 
 
 def memory(device: DeviceStatus) -> str:
-    """Return how much of a device's memory is in use, as far as it is known."""
+    """How much of the memory of a device is used, as far as it is known."""
     there = amount(device.memory)
     if device.used is None:
         return there
@@ -252,7 +407,7 @@ def device_table(devices: Iterable[DeviceStatus], _status: NodeStatus) -> Table:
 
 
 def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterator[str]:
-    """Each holder of a device with its share; then, if wanted, who else is on it."""
+    """Each holder of a device with its share; then other processes on it."""
     for one in device.holders:
         share = f"{one.share:g}" if one.share else amount(one.memory)
         yield f"{share} {one.task or '(ending)'}"
@@ -261,17 +416,11 @@ def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterator[str]:
 
 
 def shape_table(shapes: Iterable[ShapeStatus], _status: NodeStatus) -> Table:
-    """Return what waits, those that ask for the same on one line."""
-
-    def request(shape: ShapeStatus) -> str:
-        return terms(shape.request.items()) + (
-            f" of {shape.where}" if shape.where else ""
-        )
-
+    """What waits, one line for all tasks with the same request."""
     return Table(
         shapes,
         Column("WAIT", lambda shape: text(str(shape.count), "yellow"), is_number=True),
-        Column("ASK FOR", request, least=14),
+        Column("ASK FOR", asked_for, least=14),
         Column("FIRST", lambda shape: shape.first, least=8, rank=2),
         Column("SINCE", lambda shape: span(shape.seconds), is_number=True, rank=1),
         Column("WHY", lambda shape: shape.reason, least=16),
@@ -279,7 +428,7 @@ def shape_table(shapes: Iterable[ShapeStatus], _status: NodeStatus) -> Table:
 
 
 def failure_table(failures: Iterable[FailureStatus], status: NodeStatus) -> Table:
-    """Return what has failed, the latest first."""
+    """What has failed, the latest first."""
     programs = Programs(status)
 
     def error(one: FailureStatus) -> Text:

@@ -26,7 +26,7 @@ from rich.text import Text
 from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
 from aiogpu.cli.status import plain_report
-from aiogpu.cli.terminal import GAP, cut, drawers, is_terminal, live, text
+from aiogpu.cli.tables import GAP, Table, is_terminal, live, text
 from aiogpu.core.model.text import printable, span
 from aiogpu.observe.status import (
     DeviceStatus,
@@ -117,11 +117,11 @@ ORDERS: Final = ("number", "name", "memory", "time")
 
 @dataclass(slots=True)
 class View:
-    """See above; changed by keys.
+    """What of the picture is shown; changed by keys.
 
     Attributes:
         is_paused: whether the picture stays as it is.
-        has_ended: whether the person wants no more of it.
+        has_ended: whether the user has quit.
         offset: how many lines of the picture are above the screen.
         order: one of `ORDERS`.
         bottom: the offset that shows the last line; noted when it is drawn.
@@ -166,30 +166,32 @@ class View:
 
 
 COLORS: Final = ("cyan", "magenta", "green", "yellow", "blue")
-"""Of holders, one after the other."""
+"""Colours of holders, in turn."""
 FULL, EMPTY = "█", "░"
 NARROW_BARS: Final = 60
 """Columns below which there is one bar."""
 WIDE: Final = 110
-"""Columns from which on bars are long, and the device's name stands beside them."""
+"""Columns from which on bars are long and followed by the name of the device."""
 
 
 def device_lines(devices: Sequence[DeviceStatus], width: int) -> Iterator[Text]:
-    """A line of bars for each device, and one for who holds it."""
+    """A line of bars for each device, and one for its holders."""
     names = [tables.device_name(device) for device in devices]
     margin = min(max(map(len, names), default=0), max(8, width // 4))
     for name, device in zip(names, devices, strict=True):
-        head = cut(text(name, "bold"), margin)
+        head = text(name, "bold")
+        head.truncate(margin, overflow="ellipsis")
         head.align("left", margin + GAP)
+        line = text("")
+        line.append_text(head)
         if device.aside is None:
-            line = Text.assemble(head, *_bars(device, width))
+            for told, style in _bars(device, width):
+                line.append(told, style)
         else:
-            aside = printable(f"set aside: {device.aside}")
-            line = Text.assemble(head, (aside, "bold red"))
-        yield cut(line, width)
-        if holders := printable("  ".join(tables.held_by(device))):
-            line = Text.assemble(" " * (margin + GAP), (holders, "dim"))
-            yield cut(line, width)
+            line.append(printable(f"set aside: {device.aside}"), "bold red")
+        yield line
+        if holders := "  ".join(tables.held_by(device)):
+            yield text(" " * (margin + GAP) + holders, "dim")
 
 
 def _bars(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
@@ -223,7 +225,7 @@ def share_bar(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
 
 
 def part_bar(part: float, width: int, style: str) -> Iterator[tuple[str, str]]:
-    """Return how much of something is used."""
+    """A bar of which a part is full."""
     full = round(min(max(part, 0.0), 1.0) * width)
     yield (FULL * full, style)
     yield (EMPTY * (width - full), "dim")
@@ -234,41 +236,45 @@ KEYS: Final = "q quit  p pause  s sort  j/k scroll"
 
 def board(
     status: NodeStatus, view: View, width: int, height: int, note: str = ""
-) -> list[Text]:
+) -> Group:
     """The screen: a line on top, as much of the picture as there is room for, keys.
 
     Args:
         status: the picture.
-        view: what of it is shown; is told how much there is.
+        view: what of it is shown; is told how many lines there are.
         width: columns of the screen.
         height: lines of the screen.
         note: what else is to be said, on top.
     """
     body = list(picture(status, view.order, width))
+    heights = [len(one.rows) + 1 if isinstance(one, Table) else 1 for one in body]
     room = max(1, height - 2)
-    view.fit(len(body), room)
-    shown = [
-        line() if callable(line) else cut(line, width)
-        for line in body[view.offset : view.offset + room]
-    ]
-    shown += [Text() for _ in range(room - len(shown))]
-    said = (
-        f"{' PAUSED ' * view.is_paused} {note}" if note else " PAUSED " * view.is_paused
-    )
-    top = cut(text(f"aiogpu  {summary(status)}", "bold"), width - len(said) - 1)
-    top.align("left", max(0, width - len(said)))
-    top = cut(Text.assemble(top, (said, "bold reverse yellow")), width)
-    last = min(view.offset + view.page, len(body))
-    place = f"  {view.offset + 1}-{last} of {len(body)}" if view.bottom else ""
-    keys = cut(Text(f"{KEYS}  by {view.order}{place}", "reverse"), width)
-    keys.align("left", width)
-    return [top, *shown, keys]
+    view.fit(sum(heights), room)
+    # Only what is seen is drawn: a node may have thousands of tasks.
+    shown: list[Text | Table] = []
+    first, last = view.offset, view.offset + room
+    for one, lines in zip(body, heights, strict=True):
+        if first < lines and last > 0 and isinstance(one, Table):
+            shown.append(one.part(max(first, 0), last))
+        elif first < lines and last > 0:
+            shown.append(one)
+        first, last = first - lines, last - lines
+    shown += [Text()] * last
+    said = " PAUSED " * view.is_paused + (f" {note}" if note else "")
+    top = text(f"aiogpu  {summary(status)}", "bold")
+    top.truncate(max(0, width - len(said)), overflow="ellipsis", pad=True)
+    top = Text.assemble(top, (said, "bold reverse yellow"))
+    total = sum(heights)
+    seen = min(view.offset + view.page, total)
+    place = f"  {view.offset + 1}-{seen} of {total}" if view.bottom else ""
+    keys = text(f"{KEYS}  by {view.order}{place}", "reverse")
+    for line in (top, keys):
+        line.truncate(width, overflow="ellipsis", pad=True)
+    return Group(top, *shown, keys)
 
 
-def picture(
-    status: NodeStatus, order: str, width: int
-) -> Iterator[Text | Callable[[], Text]]:
-    """All that there is to see, from top to bottom; some of it drawn when called."""
+def picture(status: NodeStatus, order: str, width: int) -> Iterator[Text | Table]:
+    """Everything that there is to see, from top to bottom."""
     yield from device_lines(status.devices, width)
     holders = {
         (holder.pid, holder.task): holder
@@ -290,14 +296,14 @@ def picture(
     ):
         if table.rows:
             yield Text()
-            yield Text(title, "bold underline")
-            yield from drawers(table, width)
+            yield text(title, "bold underline")
+            yield table
         if status.reservation is not None and title.startswith("waiting"):
             told = f"kept for {status.reservation.name}: {status.reservation}"
             yield text(told, "cyan")
     if not tasks and not status.waiting_count:
         yield Text()
-        yield Text("Nothing runs, and nothing waits.", "dim")
+        yield text("Nothing runs, and nothing waits.", "dim")
 
 
 def in_order(
@@ -305,7 +311,7 @@ def in_order(
     holders: Mapping[tuple[int, str | None], Holder],
     order: str,
 ) -> list[TaskStatus]:
-    """The tasks as the view wants them; what is large, or old, comes first."""
+    """The tasks in the order of the view; the largest, or oldest, first."""
 
     def key(task: TaskStatus) -> tuple[str | float, int]:
         holder = holders.get((task.pid, task.name))
@@ -364,7 +370,7 @@ def top(address: str, interval: float) -> int:
 
 
 class Top:
-    """The screen while it is shown, and how it comes to its end."""
+    """The live screen, its keys and signals."""
 
     def __init__(self, node: connect.Node, interval: float) -> None:
         self._node = node
@@ -413,8 +419,8 @@ class Top:
         is_late = age > LATE + self._interval and not self._view.is_paused
         note = f"no answer for {span(age)}" if is_late else ""
         size = self._screen.console.size
-        lines = board(self._seen, self._view, size.width, size.height, note)
-        self._screen.update(Group(*lines), refresh=True)
+        drawn = board(self._seen, self._view, size.width, size.height, note)
+        self._screen.update(drawn, refresh=True)
 
     async def _ask(self) -> None:
         """Ask again and again."""

@@ -20,6 +20,8 @@ from aiogpu.accelerators.base import Health, Sample
 from aiogpu.accelerators.visible import Inventory, MigGpu
 from aiogpu.cli import checks
 from aiogpu.cli.checks import (
+    ADJUST,
+    CHECKS,
     LIBRARIES,
     PIDFD,
     SUBREAPER,
@@ -28,7 +30,6 @@ from aiogpu.cli.checks import (
     Finding,
     Level,
     _process_limits,
-    all_checks,
     check_cgroup,
     check_cpus,
     check_descriptors,
@@ -38,11 +39,11 @@ from aiogpu.cli.checks import (
     check_kernel_log,
     check_memory,
     check_node,
-    check_oom_score,
     check_processes,
     check_python,
     check_visible,
     examine,
+    import_checks,
     try_mechanism,
     try_out,
 )
@@ -61,7 +62,7 @@ def one(findings: Iterable[Finding]) -> Finding:
 
 def tried(name: str, check: Callable[..., Any], *args: Any, **named: Any) -> Finding:
     """What the doctor finds where a check of its table is given these."""
-    (row,) = (each for each in all_checks() if each.name == name)
+    (row,) = (each for each in CHECKS if each.name == name)
     return one(examine([replace(row, run=partial(check, *args, **named))]))
 
 
@@ -322,13 +323,15 @@ def test_memory_that_nobody_tells(tmp_path: Path) -> None:
     assert "GiB by " in check_memory()
 
 
-def test_a_worker_offers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_oom_score() == "a worker may raise its own"
-    finding = tried("oom_score_adj", check_oom_score, executable=FALSE)
+def test_a_worker_offers_itself() -> None:
+    (row,) = (each for each in CHECKS if each.name == "oom_score_adj")
+    assert one(examine([row])).found == "a worker may raise its own"
+    finding = tried("oom_score_adj", try_mechanism, ADJUST, "", executable=FALSE)
     assert "exit code" in bad(finding, WARN).found
-    monkeypatch.setattr(checks, "ADJUST", "print('[0, 0]')")
-    with pytest.raises(CheckError, match="stays"):
-        check_oom_score()
+    refused = ADJUST.replace("before + 1", "before")
+    if int(Path("/proc/self/oom_score_adj").read_text()) < 1000:
+        finding = tried("oom_score_adj", try_mechanism, refused, "")
+        assert bad(finding, WARN).found == "it stays what it was"
 
 
 def test_the_kernel_log(tmp_path: Path) -> None:
@@ -509,7 +512,7 @@ def test_a_torch_that_has_touched_cuda(
 
 def test_libraries_that_are_there_are_asked_for() -> None:
     there = [name for name in LIBRARIES if find_spec(name) is not None]
-    assert len(all_checks(with_imports=True)) == len(all_checks()) + len(there)
+    assert len(import_checks()) == len(there)
 
 
 def test_modes_are_those_that_the_system_gives(runtime_directory: Path) -> None:

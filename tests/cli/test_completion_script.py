@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.main import cli
-from aiogpu.cli.why import known_tasks
+from aiogpu.cli.status import known_tasks
 from tests.cli.pictures import BUSY, stand_in
 from tests.program import environment
 

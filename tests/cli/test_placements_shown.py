@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+from rich.console import Group
+
 from aiogpu.cli.status import KINDS, data_of, sections
-from aiogpu.cli.terminal import grid, plain
+from aiogpu.cli.tables import plain
 from aiogpu.cli.top import picture
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus
@@ -34,16 +36,16 @@ def test_a_table_has_them_with_their_bundles() -> None:
         ("ends", "removing"),
         ("waits", "waiting"),
     ]
-    told = "\n".join(plain(grid(kind.table(entries, status), 400)))
+    told = "\n".join(plain(kind.table(entries, status)))
     used = "{CPU: 2, GPU: 1} on GPU 0, used: {CPU: 1, GPU: 0.25}; {GPU: 0.5} on GPU 1"
     assert used in told
     assert "waits for GPU 1 (free by device: 0: 0, 1: 0.5, 2: 0)" in told
 
 
 def test_the_picture_of_a_node_has_them() -> None:
-    told = "\n".join(plain(sections(shown(), 200)))
+    told = "\n".join(plain(Group(*sections(shown())), 200))
     assert "placements" in told
-    lines = [one() if callable(one) else one for one in picture(shown(), "free", 200)]
+    lines = Group(*picture(shown(), "free", 200))
     assert "placements: 3" in list(plain(lines))
     printed = str(shown())
     assert "  0  held  PACK  ready  pid 4711, 1 in it" in printed

@@ -186,7 +186,7 @@ def test_logging_out_would_take_it_away(
     monkeypatch.setattr(service, "RUN_USER", str(tmp_path))
     monkeypatch.setattr("pwd.getpwuid", lambda _uid: type("E", (), {"pw_name": "me"}))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(service, "unfit_directory", lambda _: None)
+    monkeypatch.setattr(service.directories, "unfit_directory", lambda _: None)
     with place.bind() as bound:
         bound.listen()
         _, lingers = place.found()

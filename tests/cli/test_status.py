@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner, Result
 from rich.cells import cell_len
+from rich.console import Group
 
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.main import cli
 from aiogpu.cli.status import sections
-from aiogpu.cli.terminal import plain
+from aiogpu.cli.tables import plain
 from aiogpu.observe.status import NodeStatus, TaskStatus
 from tests.cli.pictures import BUSY, IDLE, JOB, stand_in
 
@@ -120,7 +121,7 @@ def many() -> NodeStatus:
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140, 200])
 @pytest.mark.parametrize("picture", [IDLE, BUSY, many()], ids=["idle", "busy", "many"])
 def test_a_terminal_of_any_width_can_be_read(width: int, picture: NodeStatus) -> None:
-    lines = list(plain(sections(picture, width)))
+    lines = list(plain(Group(*sections(picture)), width))
     assert all(cell_len(line) <= width for line in lines)
     assert "\x1b" not in "".join(lines)
     told = "\n".join(lines)
@@ -130,7 +131,7 @@ def test_a_terminal_of_any_width_can_be_read(width: int, picture: NodeStatus) ->
 
 
 def test_a_terminal_sees_sections() -> None:
-    told = list(plain(sections(many(), 80)))
+    told = list(plain(Group(*sections(many())), 80))
     assert told[:5] == [
         "CPU      4 of 8 free",
         "GPU      0.25 of 3 free",

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from aiogpu.cli.trace import _write
+from aiogpu.cli.logs import _write
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import sys
 
 import pexpect
 import pytest
+from rich.console import Group
 
 from aiogpu.cli.status import sections
-from aiogpu.cli.tables import worker_table
-from aiogpu.cli.terminal import grid, plain
+from aiogpu.cli.tables import plain, worker_table
 from tests.cli.pictures import BUSY
 from tests.program import environment
 
@@ -45,7 +45,7 @@ def shown(*arguments: str, columns: int, **variables: str) -> list[str]:
 def test_tables_are_as_wide_as_the_terminal(columns: int) -> None:
     lines = shown("status", columns=columns)
     told = [COLOUR.sub("", line).rstrip() for line in lines]
-    assert told == list(plain(sections(BUSY, columns)))
+    assert told == list(plain(Group(*sections(BUSY)), columns))
     assert any("\x1b[1;31m" in line and "set aside" in line for line in lines)
 
 
@@ -53,7 +53,7 @@ def test_no_colours_where_they_are_unwanted() -> None:
     lines = shown("list", "workers", columns=80, NO_COLOR="1")
     assert "\x1b[3" not in "".join(lines)
     told = [COLOUR.sub("", line).rstrip() for line in lines]
-    assert told == list(plain(grid(worker_table(BUSY.workers, BUSY), 80)))
+    assert told == list(plain(worker_table(BUSY.workers, BUSY), 80))
 
 
 def test_an_encoding_without_such_characters_is_no_failure() -> None:

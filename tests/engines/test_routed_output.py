@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import aiogpu
-from aiogpu.cli.trace import timeline
+from aiogpu.cli.logs import timeline
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.remote import RemoteEngine
