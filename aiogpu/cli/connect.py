@@ -1,6 +1,6 @@
-"""Which node a command asks, how it joins it, and how quantities are written.
+"""Which node a command asks and how it joins it; types of options for quantities.
 
-Click's own words for quantities are those of a programmer, such as "float range".
+Click's own names of types are those of a programmer, such as "float range".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Seconds(click.FloatRange):
     name = "number of seconds"
 
     def get_metavar(self, *_: Any, **__: Any) -> str:
-        """Return what stands for one in the help."""
+        """The placeholder in the help."""
         return "SECONDS"
 
 
@@ -45,20 +45,20 @@ class Number(click.FloatRange):
 
 
 class Whole(click.IntRange):
-    """How many there are of something."""
+    """A count."""
 
     name = "whole number"
 
     def get_metavar(self, *_: Any, **__: Any) -> str:
-        """Return what stands for one in the help."""
+        """The placeholder in the help."""
         return "NUMBER"
 
 
 def size(text: str) -> str | int:
-    """An amount of memory: with a unit, or in bytes as Ray's command has it.
+    """An amount of memory: with a unit, or in bytes as in Ray's command.
 
     Raises:
-        BadParameter: it is none, in the words of the command line.
+        BadParameter: it is not an amount of memory.
     """
     is_bytes = text.isdecimal()
     try:
@@ -77,17 +77,17 @@ def size(text: str) -> str | int:
 
 
 def size_or_share(text: str) -> str | int:
-    """The same of a GPU, or `share`: the part that is asked for of the GPU."""
+    """An amount of GPU memory, or "share": in proportion to the share of the GPU."""
     return text if text == "share" else size(text)
 
 
 AUTO: Final = "auto"
 UNIX: Final = "unix:"
-"""May stand before a socket's path, as in `aiogpu.init`."""
+"""Optional prefix of a socket's path, as in `aiogpu.init`."""
 EMBEDDED: Final = ("local", "inline")
-"""Addresses of nodes that only the program sees which has opened them."""
+"""Addresses of nodes that are visible only to the program that opened them."""
 PATIENCE: Final = 15.0
-"""Seconds that a node has for an answer; it takes a tenth of one where much waits."""
+"""Seconds that a node has for an answer; a busy one needs a tenth of a second."""
 ADVICE: Final = "Start one by `aiogpu start --head`"
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -96,8 +96,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 class Node:
     """The node that this loop has joined.
 
-    It raises TimeoutError where the node has not answered within `patience` seconds;
-    None is for ever.
+    Raises TimeoutError if the node does not answer within `patience` seconds; None
+    waits for ever.
     """
 
     def __init__(self, patience: float | None) -> None:
@@ -114,7 +114,7 @@ class Node:
             return await aiogpu.why(task_id)
 
     async def timeline(self) -> list[Span]:
-        """What has run on it."""
+        """The last tasks that have run on it."""
         engine = current_session().engine
         assert isinstance(engine, RemoteEngine)
         async with asyncio.timeout(self._patience):
@@ -122,7 +122,7 @@ class Node:
 
 
 def address_option(command: Command) -> Command:
-    """The option by which a command is told which node to ask."""
+    """Add the option that names the node to ask."""
     return click.option(
         "--address",
         "--socket",
@@ -144,18 +144,18 @@ def _checked(_ctx: click.Context, _option: click.Parameter, value: str | None) -
 
 
 def default_address() -> str:
-    """The node that is meant where none is named."""
+    """The address if none is given."""
     default = os.environ.get("AIOGPU_ADDRESS") or AUTO
     return AUTO if default in EMBEDDED else default
 
 
 def where(address: str) -> str:
-    """The path of the socket that an address means."""
+    """The path of the socket of an address."""
     return default_socket() if address == AUTO else address.removeprefix(UNIX)
 
 
 def check_there(address: str) -> None:
-    """Say what to do if no node can be at that address.
+    """Raise an error with advice if no node can be at that address.
 
     Raises:
         ClickException: there is no socket.
@@ -179,14 +179,14 @@ def check_there(address: str) -> None:
 
 
 def none_runs(why: str) -> click.ClickException:
-    """The error for a view that has nobody to ask."""
+    """The error if there is no node to ask."""
     return click.ClickException(
         f"no node runs that could be asked: {why}. {ADVICE}, or give its --address."
     )
 
 
 def silent(address: str, patience: float | None) -> click.ClickException:
-    """The error for a node that says nothing."""
+    """The error for a node that does not answer."""
     within = "" if patience is None else f" within {patience:g} s"
     return click.ClickException(
         f"the node at {where(address)} has not answered{within}; `aiogpu doctor` says "
@@ -195,7 +195,7 @@ def silent(address: str, patience: float | None) -> click.ClickException:
 
 
 def opening(address: str) -> Opening:
-    """What joins the node at an address as one who runs no tasks there."""
+    """What joins the node at an address without running tasks there."""
     options = NodeOptions(only_looks=True, log_to_driver=False)
     return Opening(address, options, ignore_reinit_error=False)
 
@@ -204,7 +204,7 @@ def opening(address: str) -> Opening:
 async def joined(
     address: str, patience: float | None = PATIENCE
 ) -> AsyncIterator[Node]:
-    """The node at an address, for as long as the block lasts.
+    """The node at an address, joined while the block runs.
 
     Args:
         address: its socket, or `AUTO`.
@@ -238,7 +238,7 @@ def ask(
     question: Callable[[Node], Awaitable[T]],
     patience: float | None = PATIENCE,
 ) -> T:
-    """Join, ask, leave; gives the answer. See `joined`."""
+    """Join, ask and leave; returns the answer. See `joined`."""
 
     async def main() -> T:
         async with joined(address, patience) as node:

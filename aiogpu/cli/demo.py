@@ -1,8 +1,8 @@
 """`aiogpu demo`: a fan-out of tasks on fractional GPUs, watched and checked.
 
-Uses aiogpu as any program would, by its public names alone. What it runs is the example
-`julia_set`: each task computes one band of a picture, and at the end all of it is
-computed once more, without tasks, and compared.
+Uses public names of aiogpu alone. It runs the example `julia_set`: each task computes
+one band of a picture; at the end the picture is computed again without tasks, and
+compared.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Span(NamedTuple):
 
 
 def lanes(spans: Iterable[Span], gpu: int | str) -> list[list[Span]]:
-    """Spread a device's spans over as few lanes as hold them without overlap.
+    """Spread the spans of a device over the fewest lanes without overlap.
 
-    There are as many as tasks have run on it at the same time, at most.
+    There are as many lanes as tasks ran on the device at the same time.
     """
     found: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin):
@@ -132,10 +132,10 @@ def thumbnail(levels: Sequence[Sequence[int]]) -> Text:
 
 
 class Screen:
-    """Where a fan-out is shown. Enter it before the first task.
+    """Shows a fan-out. Enter it before the first task.
 
     Attributes:
-        pixels: columns and rows of the picture that `add` wants; None for none.
+        pixels: columns and rows of the preview for `add`; None for no preview.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -168,7 +168,7 @@ class Screen:
         self._console.print(line, markup=False)
 
     def begin(self, gpus: Sequence[Gpu], now: float) -> None:
-        """Say which devices there are, in order, and that the clock runs."""
+        """Set the devices, in order, and the start of the clock."""
         self._begin = now
         self._gpus = {gpu: device_label(gpu) for gpu in gpus}
 
@@ -187,7 +187,7 @@ class Screen:
         self._live.update(Group(*picture, chart), refresh=True)
 
     def finish(self, finished: Sequence[Span]) -> None:
-        """Draw the chart, where it has not been drawn all along."""
+        """Draw the chart, if it was not live."""
         if not self._is_live:
             self._console.print(self._timeline(finished))
 
@@ -209,12 +209,12 @@ LOGICAL: Final = 2
 AT_ONCE: Final = 64
 """Tasks that run at the same time at most, however small their shares."""
 TASK_NAME: Final = "band-"
-"""A task's name without its number, by which `status` tells them apart."""
+"""The name of a task without its number."""
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class Outcome(NamedTuple):
-    """What a fan-out gave, beside the picture."""
+    """The result of a fan-out, beside the picture."""
 
     spans: list[Span]
     gpus: tuple[int | str, ...]
@@ -277,7 +277,7 @@ def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> No
 
 
 def find_example() -> None:
-    """Have `julia_set` and what it needs imported here, and by workers as well."""
+    """Make `julia_set` importable here and in workers, and check that it is."""
     files = [Path(str(file.locate())) for file in metadata.files("aiogpu") or ()]
     installed = [file for file in files if file.name == "julia_set.py"]
     checkout = Path(aiogpu.__file__).parents[1] / "examples" / "julia_set.py"
@@ -337,7 +337,7 @@ async def fan_out(
 
 
 def headline(scene: Scene, node: aiogpu.types.NodeStatus) -> str:
-    """Say what runs on what."""
+    """What runs on which devices."""
     devices = ", ".join(
         f"{device_label(device.id)} ({device.name or 'logical'})"
         for device in node.devices
@@ -348,7 +348,7 @@ def headline(scene: Scene, node: aiogpu.types.NodeStatus) -> str:
 def running_spans(
     node: aiogpu.types.NodeStatus, before: Mapping[int, Span]
 ) -> dict[int, Span]:
-    """Who runs now, by process; a span lasts from when it was first seen."""
+    """The running tasks by process; a span begins when it was first seen."""
     now = time.monotonic()
     running: dict[int, Span] = {}
     for device in node.devices:

@@ -42,11 +42,11 @@ STYLES: Final = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 @click.option(
     "--imports",
     is_flag=True,
-    help="Import numpy, torch and the like too, each in a process of its own.",
+    help="Also import numpy, torch and similar, each in a process of its own.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Tell programs, not people.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def doctor(imports: bool, as_json: bool) -> int:
-    """Try which mechanisms this machine allows, and say what to do.
+    """Test the mechanisms that a node needs, and say what to do about failures.
 
     Nothing is changed or left behind. The exit code is 1 if no node can start here,
     0 otherwise.
@@ -154,13 +154,13 @@ NOTHING: Final = Shares()
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Tell programs, not people.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def gpus(as_json: bool) -> int:
     """Show the GPUs and other devices that a node would share out.
 
-    A box without any is no failure: it is said why, and the exit code is 0. It is 2
-    if a variable, such as CUDA_VISIBLE_DEVICES, names what is not there. If the node
-    runs that `aiogpu start` has started, it is shown who holds what.
+    Without devices the reason is printed, and the exit code is 0. It is 2 if a
+    variable, such as CUDA_VISIBLE_DEVICES, names a device that does not exist. If a
+    node of `aiogpu start` runs, the holders of each device are shown.
 
     \b
     Examples:

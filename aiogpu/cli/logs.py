@@ -27,10 +27,10 @@ CHUNK: Final = 1 << 16
 
 
 class Trail:
-    """Reads `path.2`, `path.1`, `path`, and goes on where the last reading ended.
+    """Reads `path.2`, `path.1`, `path`, and continues where the last reading ended.
 
-    The file that is read may be renamed meanwhile, or removed: it is known by its
-    inode, and stays open until its end was read.
+    The file may be renamed or removed meanwhile: it is known by its inode, and stays
+    open until it was read to its end.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,9 +42,9 @@ class Trail:
         return f"<Trail {self._path}>"
 
     def read(self) -> Iterator[str]:
-        """All whole lines that have come since, without their ends."""
+        """The complete lines since the last reading, without line ends."""
         while True:
-            # First: what is written before another file takes its place is read.
+            # First, so that nothing written before the rotation is missed.
             following = self._following()
             while data := self._file.read(CHUNK) if self._file is not None else b"":
                 *lines, self._rest = (self._rest + data).split(b"\n")
@@ -59,7 +59,7 @@ class Trail:
             self._file = following
 
     def _following(self) -> BinaryIO | None:
-        """The file after the one that is read, or the oldest; None if it is last."""
+        """The file after the current one, or the oldest; None if there is none."""
         found: BinaryIO | None = None
         for number in count():
             name = f"{self._path}.{number}" if number else self._path
@@ -85,40 +85,40 @@ class Trail:
 
 
 NODE: Final = "node.log"
-"""What the node says itself; see `aiogpu.daemon`."""
+"""The log of the node itself; see `aiogpu.daemon`."""
 USUAL: Final = 1000
-"""Lines that are shown if nothing was said of it."""
+"""Lines that are shown by default."""
 LISTED: Final = 8
-"""Programs that are named where another one was asked for."""
+"""Programs that an error names at most."""
 EVERY: Final = 200
-"""Milliseconds between two looks at what has come."""
+"""Milliseconds between two looks for new lines."""
 _LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
 Wanted = Callable[[str], bool]
 
 
 @click.command()
-@click.option("--follow", "-f", is_flag=True, help="Go on with what comes.")
-@click.option(
-    "--task", type=click.IntRange(1), metavar="ID", help="Of this task alone."
-)
+@click.option("--follow", "-f", is_flag=True, help="Keep printing new lines.")
+@click.option("--task", type=click.IntRange(1), metavar="ID", help="Only of this task.")
 @click.option(
     "--client",
     type=click.IntRange(1),
     metavar="ID",
-    help="Of this program alone; `aiogpu list clients` shows its ID.",
+    help="Only of this program; `aiogpu list clients` shows its ID.",
 )
-@click.option("--node", is_flag=True, help="What the node itself says.")
+@click.option("--node", is_flag=True, help="The log of the node itself.")
 @click.option(
     "--lines",
     "-n",
     type=click.IntRange(0),
     default=USUAL,
     show_default=True,
-    help="Show so many of the last lines.",
+    help="How many of the last lines to show.",
 )
 @connect.address_option
 @click.option(
-    "--log-dir", metavar="DIRECTORY", help="Where it logs, if not beside its socket."
+    "--log-dir",
+    metavar="DIRECTORY",
+    help="The directory of the logs, if not beside the socket.",
 )
 def logs(
     follow: bool,
@@ -131,7 +131,7 @@ def logs(
 ) -> None:
     """Show what tasks have printed, with the time, the program and the task.
 
-    The files are read, so this works as well when the node has ended.
+    This reads files, so it also works after the node has ended.
 
     \b
     Examples:
@@ -141,7 +141,7 @@ def logs(
 
     \b
     Exit codes:
-      0    all is shown
+      0    everything was shown
       1    no node has logged there, or nothing of that program
       2    bad input
       130  --follow was ended by Ctrl-C
@@ -182,7 +182,7 @@ def _no_lines(client: int, known: set[int], directory: str) -> click.ClickExcept
 
 
 def _wanted(task: int | None, client: int | None, known: set[int]) -> Wanted:
-    """Whether a line is to be shown; the programs of the lines are added to `known`."""
+    """A test for lines to show; it adds the program of each line to `known`."""
     if task is None and client is None:
         return lambda _line: True
 
@@ -207,7 +207,7 @@ def _show(lines: Iterable[str]) -> None:
 
 
 def _wait() -> bool:
-    """Let a while pass; raises `BrokenPipeError` as soon as nobody reads any more."""
+    """Wait a moment; raises `BrokenPipeError` once the output is a broken pipe."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if any(event & select.POLLERR for _, event in poll.poll(EVERY)):
@@ -222,10 +222,10 @@ STDOUT: Final = "-"
 @click.argument("out", metavar="FILE", type=click.Path(dir_okay=False))
 @connect.address_option
 def timeline(out: str, address: str) -> None:
-    """Write what has run on the node to FILE, `-` for stdout.
+    """Write what has run on the node to FILE, or to stdout for `-`.
 
-    It is JSON in the Trace Event Format: open it at https://ui.perfetto.dev. The last
-    20 000 tasks are in it, with a row for each device and for each worker.
+    FILE has JSON in the Trace Event Format: open it at https://ui.perfetto.dev. It has
+    the last 20 000 tasks, with a row for each device and for each worker.
 
     \b
     Example:
@@ -233,7 +233,7 @@ def timeline(out: str, address: str) -> None:
 
     \b
     Exit codes:
-      0  it is written
+      0  the file was written
       1  no node runs, or the file cannot be written
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
@@ -252,9 +252,10 @@ def timeline(out: str, address: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Write it beside its place first: nobody finds half of it.
+    """Write to a temporary file and rename it, so that nobody reads half of it.
 
-    What is no file, such as a pipe, stays what it is, and so does a link to a file.
+    A pipe, or something else that is not a regular file, is written to directly; a link
+    stays a link.
     """
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):

@@ -1,9 +1,8 @@
 """The `aiogpu` command: finds the subcommand and ends with the right exit code.
 
-Subcommands are imported when they are asked for, so that `aiogpu --version` is quick.
-0 is success, 1 a failure, 2 bad input, 130 an interrupt, 141 a pipe that nobody reads.
-Each of the three standard streams may be closed, be a pipe that nobody reads any more,
-or a file on a disk that is full.
+Subcommands are imported when they are used, so that `aiogpu --version` is quick. Exit
+codes: 0 success, 1 failure, 2 bad input, 130 interrupt, 141 broken pipe. Each standard
+stream may be closed, a broken pipe, or a file on a full disk.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ import aiogpu
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
 BROKEN_PIPE: Final = 141
-"""What shells report of a program that SIGPIPE ended: 128 + 13."""
+"""The code that shells report for a program ended by SIGPIPE: 128 + 13."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def open_streams() -> None:
-    """Put nothing where a stream was closed, by `>&-`.
+    """Open /dev/null in place of standard streams that are closed, as by `>&-`.
 
-    Otherwise the next socket that is opened becomes the standard output. What an
-    encoding cannot say, as ASCII none of the bars, is a question mark.
+    Otherwise the next socket that is opened becomes the standard output. Characters
+    that the encoding lacks, such as bars in ASCII, become question marks.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # What a command is run with, or a node, has it as well.
+            # A command that is run, or a node, inherits it.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
@@ -49,10 +48,10 @@ def open_streams() -> None:
 
 @contextmanager
 def written_out() -> Iterator[None]:
-    """Have all written when the block ends.
+    """Flush the output when the block ends.
 
     Raises:
-        SystemExit: nobody reads it, as after `| head`; that is no error to be told.
+        SystemExit: the pipe is broken, as after `| head`; no message is printed.
     """
     try:
         yield
@@ -63,7 +62,7 @@ def written_out() -> Iterator[None]:
 
 
 def let_go() -> None:
-    """Write no more, nor let the exit try it again."""
+    """Discard what is still buffered, so that the exit does not try to write it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -82,12 +81,12 @@ COMMANDS: Final = {
     "top": ("top", "top"),
     "why": ("status", "why"),
 }
-"""The module of each in `aiogpu.cli`, and what it is there."""
+"""For each command its module in `aiogpu.cli`, and its name there."""
 COMPLETE: Final = "_AIOGPU_COMPLETE"
-"""By this variable a shell asks what could be typed next; see `completion`."""
+"""The variable by which a shell asks for completions; see `completion`."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
-"""What shells report of a program that SIGINT ended: 128 + 2."""
+"""The code that shells report for a program ended by SIGINT: 128 + 2."""
 
 
 class LateGroup(click.Group):
@@ -106,7 +105,7 @@ class LateGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """See click; who mistypes a command is told which is like it."""
+        """See click; the error for a mistyped command suggests similar ones."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -174,9 +173,9 @@ SHELLS: Final = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print the script that has a shell complete `aiogpu` commands.
+    """Print the script that makes a shell complete `aiogpu` commands.
 
-    Of `aiogpu why`, the tasks and actors that the running node has are completed too.
+    After `aiogpu why`, tasks and actors of the running node are completed too.
 
     \b
     Examples:

@@ -1,12 +1,12 @@
 """`aiogpu run -- COMMAND`: a command waits its turn for GPUs that others use too.
 
-It holds a lease of the user's node for as long as the command or anything that it has
-started lives. 125 is a failure of this program's own, 124 a turn that has not come in
-time; 126, 127 and all else are as from a shell.
+It holds a lease of the user's node while the command, or any process that the command
+started, lives. Exit codes: 125 a failure of this program, 124 the turn did not come in
+time; 126, 127 and all others as from a shell.
 
-The command stays in the process group in which this one is: what the terminal sends,
-Ctrl-C or Ctrl-Z, the kernel sends to both, and job control is the shell's business with
-both. What others send to this process alone is sent on.
+The command stays in this process group: the kernel sends the signals of the terminal,
+Ctrl-C or Ctrl-Z, to both, and the shell does job control with both. Signals that are
+sent to this process alone are passed on.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ SENT_ON: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT),
 )
-"""What the command is sent that this process was sent."""
+"""Signals that are passed on to the command."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those by which somebody wants this process to end."""
+"""Signals that ask this process to end."""
 SETTLED: Final = 0.05
-"""Seconds after which a command that has stopped counts as stopped by itself."""
+"""Seconds after which a stopped command counts as stopped alone."""
 NOT_FOUND: Final = 127
 NOT_EXECUTABLE: Final = 126
 
 
 class Signals:
-    """The signals that this process gets, told on its event loop, with who sent them.
+    """Delivers the signals of this process on its event loop, with their senders.
 
-    They are blocked, and awaited by a thread: so none is lost before there is a loop,
-    and it is seen which ones the command was sent as well.
+    They are blocked, and a thread waits for them: so none is lost before the loop runs,
+    and it is known which of them the kernel sent to the command as well.
     """
 
     def __init__(self) -> None:
-        # What is ignored here was meant to be, as by nohup(1), and is in the command.
+        # A signal that is ignored here, as by nohup(1), stays ignored in the command.
         wanted = {s for s in SENT_ON if signal.getsignal(s) is not signal.SIG_IGN}
         self._awaited = {*wanted, signal.SIGCHLD}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._awaited)
         self.on_signal: Callable[[signal.Signals, bool], object] = lambda *_: None
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have `on_signal` told of each: which, and whether the kernel has sent it."""
+        """Call `on_signal` for each: the signal, and whether the kernel sent it."""
         run = Thread(target=self._run, args=(loop,), name="signals", daemon=True)
         run.start()
 
@@ -82,12 +82,12 @@ class Signals:
 
 
 class Command:
-    """A command that runs, and all that it starts.
+    """A running command, and the processes that it starts.
 
     Attributes:
         status: its wait status, once it has ended.
         ended: done when it has ended.
-        all_ended: done when nothing is left of what it had started.
+        all_ended: done when every process that it started has ended.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Command:
         """Start it, on the loop that calls `hear`.
 
         Args:
-            arguments: its name and what it is told.
+            arguments: its name and its arguments.
             environ: all its variables.
             mask: the signals that are blocked in it.
 
         Raises:
-            OSError: it is not there, or cannot be executed.
+            OSError: it does not exist, or cannot be executed.
         """
         loop = asyncio.get_running_loop()
         self.status = 0
@@ -122,7 +122,7 @@ class Command:
         )
 
     def hear(self, number: signal.Signals, is_kernels: bool) -> None:
-        """This process got a signal, as `Signals` tells it."""
+        """This process got a signal; see `Signals`."""
         if number is signal.SIGCHLD:
             self._reap()
         elif not is_kernels and not self.ended.done():
@@ -154,17 +154,17 @@ class Command:
             self.ended.set_result(None)
 
     def left(self) -> list[int]:
-        """The processes that it has started, and these, and that have not ended."""
+        """Its descendants that have not ended."""
         return [one.pid for one in descendants(os.getpid()) if one.state != "Z"]
 
 
 def _stop_as_well() -> None:
-    """The command was stopped and this process was not: its shell is to see it."""
+    """Stop this process too, so that its shell sees that the command was stopped."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def end_as(status: int) -> int:
-    """End as a command has, by the same signal; gives its exit code if by none."""
+    """End by the signal that ended a command; without one, return its exit code."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     import resource
@@ -172,7 +172,7 @@ def end_as(status: int) -> int:
     number = os.WTERMSIG(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Its own core is of use, that of this process is not.
+    # The core of the command is useful, that of this process is not.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
@@ -184,24 +184,24 @@ def end_as(status: int) -> int:
 FAILED: Final = 125
 NOT_IN_TIME: Final = 124
 SHOWN_AFTER: Final = 0.3
-"""Seconds of waiting after which it is said why; then each second."""
+"""Seconds of waiting after which the reason is shown; then each second."""
 KILLED_AFTER: Final = 2.0
-"""Seconds that what a command has left behind gets to end, when it is to."""
+"""Seconds between SIGTERM and SIGKILL for processes that a command left behind."""
 NAMED: Final = 40
-"""Characters of a command line by which its lease is called."""
+"""Characters of the command line that become the name of its lease."""
 
 
 class BadLine(click.UsageError):
-    """A mistake in the line of `aiogpu run`: 2 might be the command's."""
+    """A usage error of `aiogpu run`. Not 2, which may be the code of the command."""
 
     exit_code = FAILED
 
 
 class RunCommand(click.Command):
-    """A command whose mistakes are `BadLine`."""
+    """A click command whose usage errors are `BadLine`."""
 
     def make_context(self, *given: Any, **more: Any) -> click.Context:
-        """See click; what is wrong is told with another exit code."""
+        """See click; usage errors get another exit code."""
         try:
             return super().make_context(*given, **more)
         except click.UsageError as error:
@@ -221,16 +221,18 @@ class RunCommand(click.Command):
 @click.option("--resources", metavar="JSON", help="""Others, '{"license": 1}'.""")
 @click.option("--priority", type=int, default=0, help="Higher goes first. [0]")
 @click.option("--name", help="For `aiogpu status`; the command unless given.")
-@click.option("--timeout", type=Seconds(0, min_open=True), help="To wait at most.")
+@click.option(
+    "--timeout", type=Seconds(0, min_open=True), help="How long to wait at most."
+)
 @address_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND when its turn has come, with GPUs of its own.
 
-    It gets the variables that say which, such as CUDA_VISIBLE_DEVICES, and keeps them
-    from others until it has ended, with all that it has started. Signals go to it; the
-    exit code is its own, or 125 if it could not be run at all.
+    Variables such as CUDA_VISIBLE_DEVICES tell it which GPUs. It holds them until it
+    and every process that it started have ended. Signals are passed on to it; the exit
+    code is that of COMMAND, or 125 if it could not be run.
 
     Example: aiogpu run --num-gpus=0.5 -- python train.py
     """
@@ -278,10 +280,10 @@ def _say(text: str, code: int = 0) -> int:
 
 
 class _Turn:
-    """One command: its wait, its run, and the wait for what it has left.
+    """One command: waits for the lease, runs it, waits for what it has left behind.
 
     Attributes:
-        status: the wait status to end with: asked to by a signal, or as the command.
+        status: the wait status to end with: that of a signal, or of the command.
     """
 
     def __init__(self, command: Sequence[str], signals: Signals) -> None:
@@ -290,7 +292,7 @@ class _Turn:
         self._signals = signals
 
     async def take(self, lease: Lease, address: str) -> int | None:
-        """Wait, run, and wait for what is left; None if it ends as `status` says."""
+        """Do all three; returns the exit code, or None to end with `status`."""
         self._signals.listen(asyncio.get_running_loop())
         node = opening(address)
         if not await self._unless_asked(node.__aenter__()):
@@ -311,12 +313,12 @@ class _Turn:
             await node.__aexit__(None, None, None)
 
     async def _unless_asked(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Wait for something; False, and it is cancelled, if a signal comes first."""
+        """Wait for work; if a signal comes first, cancel it and return False."""
         awaited = asyncio.ensure_future(work)
 
         def on_signal(number: signal.Signals, _: bool) -> None:
             if number in ENDING:
-                self.status = number  # as the wait status of who ends by it
+                self.status = number  # the wait status of a process that it ended
                 awaited.cancel()
 
         self._signals.on_signal = on_signal
@@ -351,7 +353,7 @@ class _Turn:
         return None
 
     async def _await_rest(self, command: Command, lease: Lease, name: str) -> None:
-        """Wait for what a command has left; who wants this to end ends that."""
+        """Wait for what a command has left behind; a signal to end ends that."""
         left = command.left()
         if command.all_ended.done() or not left:
             return
@@ -385,13 +387,13 @@ class _Turn:
 
 
 async def _watch(lease: Lease, name: str) -> None:
-    """Say it if the lease is gone."""
+    """Print a warning if the lease is lost."""
     error = await lease.lost()
     _say(f"{name} goes on, but its lease is gone and others may get its GPUs: {error}")
 
 
 async def _tell_why(lease: Lease) -> None:
-    """Say on one line of the terminal why it waits, until that is cancelled."""
+    """Show on one line of the terminal why the lease waits, until cancelled."""
     if not sys.stderr.isatty():
         return
     is_shown = False
@@ -409,7 +411,7 @@ async def _tell_why(lease: Lease) -> None:
                 is_shown = True
             await asyncio.sleep(1.0)
     except AiogpuError:
-        pass  # who waits for the lease is told
+        pass  # the wait for the lease raises it as well
     finally:
         if is_shown:
             sys.stderr.write("\r\x1b[K")

@@ -1,7 +1,6 @@
 """`aiogpu start --head` and `aiogpu stop`: a node that all programs of a user share.
 
-Options are named as Ray's where they mean the same. What a node is and does is said by
-`aiogpu.daemon`.
+Options have Ray's names if they mean the same. `aiogpu.daemon` is the node.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from aiogpu.api.node import check_node_options
 from aiogpu.cli import connect
 from aiogpu.cli.connect import Command, Number, Seconds, Whole, size
 from aiogpu.core.model.text import span, terms
-from aiogpu.daemon.place import Place, Record
+from aiogpu.daemon.place import Place, Record, how_to_use
 from aiogpu.daemon.process import DRAIN, Plan
 from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.start import start_detached, unit
 from aiogpu.daemon.stop import stop as stop_node
-from aiogpu.runtime.directories import default_socket
 
 FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 SWITCH: Final = click.Choice(["auto", "off"])
 PATH: Final = click.Path(readable=False)
-"""Whether it is fit is said later, with what to do."""
+"""Not checked here: later errors say what to do."""
 NO_HEAD: Final = (
     "say --head: it starts the node of this box. There are no others to join by "
     "--address. Programs join this one by aiogpu.init(address='auto')."
@@ -39,7 +37,7 @@ NO_HEAD: Final = (
 def option(
     names: str, told: str, default: Any = None, **more: Any
 ) -> Callable[[Command], Command]:
-    """An option of these names, of which the help shows the default if it has one."""
+    """An option; the help shows its default, if it has one."""
     if default is not None:
         more |= {"default": default, "show_default": True}
     return click.option(*names.split(), help=told, **more)
@@ -47,7 +45,7 @@ def option(
 
 OPTIONS: Final = (
     option("--num-cpus", "CPUs to share out.", type=Number(min=0)),
-    option("--num-gpus", "GPUs; if not, as found.", type=Whole(min=0)),
+    option("--num-gpus", "GPUs; by default those detected.", type=Whole(min=0)),
     option("--resources", 'Such as {"license": 2}.', metavar="JSON"),
     option("--memory", "For tasks that ask, such as 64GiB.", type=size),
     option(
@@ -65,7 +63,7 @@ OPTIONS: Final = (
     ),
     option(
         "--foreign",
-        "What to do with GPUs on which others' processes are.",
+        "What to do with GPUs that other processes use.",
         "ignore",
         type=FOREIGN,
     ),
@@ -80,24 +78,24 @@ OPTIONS: Final = (
     ),
     option(
         "--preload",
-        "What workers are forked with, by commas; auto: what proves dear.",
+        "Modules that workers are forked with, by commas; auto: those slow to import.",
         multiple=True,
         metavar="MODULES",
     ),
     option(
         "--cancel-grace",
-        "Seconds that cancelled work gets to stop.",
+        "Seconds that cancelled work has to stop.",
         2.0,
         type=Seconds(min=0, min_open=True),
     ),
     option("--spare-workers", "Clean workers that stand ready.", 2, type=Whole(min=0)),
     option(
         "--memory-guard/--no-memory-guard",
-        "End a task that fills the memory before the kernel does.",
+        "End a task that fills the memory, before the kernel ends something.",
         True,
     ),
 )
-"""Those of `aiogpu.init`, by the names that Ray's command has for them."""
+"""The options of `aiogpu.init`, with the names of Ray's command."""
 
 
 def options(command: Command) -> Command:
@@ -113,7 +111,10 @@ def options(command: Command) -> Command:
 @option("--socket", "Where it listens.", type=PATH)
 @option("--log-dir", "Where its logs go.", type=PATH)
 @option(
-    "--drain", "Seconds for what runs when it is asked to stop.", DRAIN, type=Seconds(0)
+    "--drain",
+    "Seconds for running tasks when it is asked to stop.",
+    DRAIN,
+    type=Seconds(0),
 )
 @option(
     "--metrics",
@@ -149,8 +150,8 @@ def start(
     """Start a node that all your programs on this machine share.
 
     They join it by aiogpu.init(address="auto"). It is ready when this command ends,
-    and lives on in the background until `aiogpu stop`. The exit code is 1 if it could
-    not start.
+    and runs in the background until `aiogpu stop`. The exit code is 1 if it could not
+    start.
     """
     if not head:
         raise click.UsageError(NO_HEAD)
@@ -171,7 +172,7 @@ def start(
         max_waiting,
         amounts(max_share, "--max-share", '{"GPU": 0.5}') or {},
     )
-    _ = plan.limits  # what is no limit is refused, before a node is started for it
+    _ = plan.limits  # raises for an invalid limit, before the node is started
     if systemd:
         check_absolute(socket, log_dir, given["spill_directory"])
         click.echo(unit_of(plan), nl=False)
@@ -184,7 +185,7 @@ def start(
 
 
 def check_absolute(*paths: str | None) -> None:
-    """Refuse paths that would mean another place to a service, which starts there."""
+    """Refuse relative paths: a service starts in another directory."""
     for path in paths:
         if path is not None and not os.path.isabs(path):
             raise click.UsageError(
@@ -195,7 +196,7 @@ def check_absolute(*paths: str | None) -> None:
 
 
 def amounts(text: str | None, option: str, example: str) -> dict[str, Any] | None:
-    """Amounts by name, of which the names are checked later; None if not given."""
+    """Amounts by name, None if not given; the names are checked later."""
     if text is None:
         return None
     try:
@@ -212,7 +213,7 @@ def amounts(text: str | None, option: str, example: str) -> dict[str, Any] | Non
 
 
 def import_path() -> tuple[str, ...]:
-    """Where this process finds modules, in words that mean the same elsewhere."""
+    """Where this process finds modules, as absolute paths."""
     found = []
     for path in sys.path:
         with suppress(OSError):  # it is relative to a directory that was removed
@@ -221,16 +222,14 @@ def import_path() -> tuple[str, ...]:
 
 
 def tell(ready: Ready) -> None:
-    """Print it; whoever does not read it has a node all the same."""
+    """Print it; the node runs even if nobody reads that."""
     with suppress(OSError):
         click.echo("\n".join(told(ready)))
 
 
 def told(ready: Ready) -> list[str]:
-    """Return what somebody who has started a node wants to know."""
-    is_usual = ready.socket == default_socket()
-    address = "auto" if is_usual else ready.socket
-    stop = "aiogpu stop" if is_usual else f"aiogpu stop --socket {ready.socket}"
+    """The lines that are printed after a start."""
+    address, stop = how_to_use(ready.socket)
     return [
         f"The node runs: pid {ready.pid}, {terms(ready.resources.items())}.",
         f"  address  {ready.socket}",
@@ -241,7 +240,7 @@ def told(ready: Ready) -> list[str]:
 
 
 def unit_of(plan: Plan) -> str:
-    """A unit for the same command, as it was given, in the foreground."""
+    """A systemd unit for the given command, in the foreground."""
     given = [word for word in sys.argv[1:] if word not in ("--systemd", "--block")]
     return unit(
         [sys.executable, "-m", "aiogpu", *given, "--block"],
@@ -253,17 +252,17 @@ def unit_of(plan: Plan) -> str:
 
 @click.command()
 @connect.address_option
-@click.option("--force", is_flag=True, help="Kill it, with all that runs on it.")
+@click.option("--force", is_flag=True, help="Kill it, with everything that runs on it.")
 @click.option(
     "--drain",
     type=Seconds(0),
-    help="Seconds for what runs; those of `aiogpu start` if not given.",
+    help="Seconds for running tasks; by default those of `aiogpu start`.",
 )
 def stop(address: str, force: bool, drain: float | None) -> None:
     """Stop the node that `aiogpu start` has started.
 
-    It takes no new work, lets what runs end for a while, then ends it. Said twice, it
-    ends at once. The exit code is 0 if no node runs afterwards.
+    It takes no new work, gives running tasks time to end, then ends them. A second
+    `aiogpu stop` ends it at once. The exit code is 0 if no node runs afterwards.
     """
     if force and drain is not None:
         raise click.UsageError("--force leaves no time for --drain; give one of them.")

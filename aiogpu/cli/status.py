@@ -74,7 +74,7 @@ def status_data(status: NodeStatus) -> Data:
 
 
 def problems(status: NodeStatus) -> list[str]:
-    """What is not well: devices that are set aside, and workers that do not start."""
+    """Problems: devices that are set aside, and workers that cannot be started."""
     return [*_set_aside(status), *map(str, status.outages)]
 
 
@@ -85,7 +85,7 @@ def _set_aside(status: NodeStatus) -> Iterator[str]:
 
 
 NAMES: Final = {"class_name": "class"}
-"""What is called otherwise in JSON; all else as it is, without `is_` and `has_`."""
+"""Fields with another name in JSON; all others lose `is_` and `has_`."""
 
 ABSENT: Final[frozenset[object]] = frozenset(
     {
@@ -93,7 +93,7 @@ ABSENT: Final[frozenset[object]] = frozenset(
         *((ClientStatus, "name"), (DeviceStatus, "memory"), (OtherProcess, "name")),
     }
 )
-"""What is null where it is 0 or empty: nobody knows it, or there is none."""
+"""Fields that are null instead of 0 or empty: unknown, or absent."""
 
 
 def data_of(thing: Any) -> Any:
@@ -150,23 +150,23 @@ UNHEALTHY: Final = 3
 
 @click.command()
 @connect.address_option
-@click.option("--json", "as_json", is_flag=True, help="Tell programs, not people.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @click.option("--check", is_flag=True, help="Exit with 3 if a device is set aside.")
-@click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(
     "--interval",
     type=Seconds(min=0.1),
     default=2.0,
     show_default=True,
-    help="Seconds between two pictures of --watch.",
+    help="Seconds between two updates of --watch.",
 )
 def status(
     address: str, as_json: bool, check: bool, watch: bool, interval: float
 ) -> int:
     """Show who holds what on the running node, what waits and why.
 
-    In a terminal as tables, elsewhere as plain lines. --json is one object, as
-    docs/service-json.md describes it; with --watch one on each line.
+    Tables in a terminal, plain lines elsewhere. --json prints one object, see
+    docs/service-json.md; with --watch one object on each line.
 
     \b
     Examples:
@@ -215,19 +215,19 @@ def _told(seen: NodeStatus, as_json: bool, indent: int | None = None) -> str:
 
 
 def plain_report(seen: NodeStatus) -> str:
-    """Return what `print(status)` shows, such that it can do nothing to a terminal."""
+    """What `print(status)` shows, without characters that a terminal obeys."""
     return str(printable_all(seen))
 
 
 class Kind(NamedTuple):
-    """Something that can be listed.
+    """A kind of thing that can be listed.
 
     Attributes:
-        entries: picks them from a picture of the node.
+        entries: finds them in a status.
         table: shows them.
-        states: all states that there are.
-        names: the names by which one of them may be meant.
-        state: its state.
+        states: every state that one of them may have.
+        names: the names that `--name` compares.
+        state: the state of one of them.
         total: how many there are, listed or not; None if all are listed.
     """
 
@@ -281,13 +281,13 @@ KINDS: Final[dict[str, Kind]] = {
         state=lambda one: "left" if one.has_left else "there",
     ),
 }
-"""What there is to list: "gpus" are devices of any kind, "clients" the programs."""
+"""What can be listed."""
 
 
 @click.command("list")
 @click.argument("what", type=click.Choice(list(KINDS)))
 @connect.address_option
-@click.option("--json", "as_json", is_flag=True, help="Tell programs, not people.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -305,10 +305,10 @@ def list_command(
     state: str | None,
     name: str | None,
 ) -> None:
-    """List what the running node has: one on each line.
+    """List tasks, actors and so on of the running node, one on each line.
 
-    Of tasks that wait, the first 100 are known one by one; `aiogpu status` tells of
-    all of them. "gpus" are devices of any kind, "clients" the programs that share it.
+    Of the waiting tasks the first 100 are listed; `aiogpu status` counts all of them.
+    "gpus" are devices of any kind, "clients" the programs that share the node.
 
     \b
     Examples:
@@ -318,7 +318,7 @@ def list_command(
 
     \b
     Exit codes:
-      0  the node has answered, whether or not there are any
+      0  the node has answered, even if there are none
       1  no node runs
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
@@ -356,13 +356,13 @@ def list_command(
 
 
 COMPLETED: Final = 1.0
-"""Seconds that a node has to tell which tasks there are, when a shell asks."""
+"""Seconds that a node has to answer when a shell completes a word."""
 
 
 def known_tasks(
     context: click.Context, _argument: click.Parameter, begun: str
 ) -> list[str]:
-    """The tasks and actors of the running node that begin so; none if none runs."""
+    """Tasks and actors of the running node that begin so; none without a node."""
     address = context.params.get("address") or connect.default_address()
 
     async def names(node: connect.Node) -> list[str]:
@@ -384,8 +384,8 @@ def known_tasks(
 def why(task: str, address: str) -> None:
     """Say why TASK waits, who holds what it needs, and whose turn it is.
 
-    TASK is a number, as `aiogpu status` shows it, or a name. Several tasks of that
-    name are listed, with the reason of each; an actor is known by its name as well.
+    TASK is a number, as `aiogpu status` shows it, or the name of a task or an actor.
+    If several tasks have that name, they are listed, each with its reason.
 
     \b
     Examples:
@@ -394,7 +394,7 @@ def why(task: str, address: str) -> None:
 
     \b
     Exit codes:
-      0  it is said
+      0  the reason was printed
       1  no node runs, or it has no such task
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
@@ -407,7 +407,7 @@ def why(task: str, address: str) -> None:
 
 
 def say(told: aiogpu.types.Why) -> None:
-    """Print it as a person wants it."""
+    """Print it in words."""
     click.echo(str(printable_all(told)))
 
 

@@ -218,38 +218,34 @@ def number(count: int) -> str:
     return str(count or "")
 
 
-def task_table(tasks: Iterable[TaskStatus], status: NodeStatus) -> Table:
-    """Tasks that have not ended."""
-    programs = Programs(status)
-    return Table(
-        tasks,
-        Column("TASK", lambda task: str(task.id), is_number=True),
-        Column("NAME", lambda task: task.name, least=10),
-        Column("STATE", lambda task: state(state_of(task))),
-        Column("PID", lambda task: number(task.pid), is_number=True, rank=1),
-        Column("PROGRAM", lambda task: programs[task.client], least=8, rank=2),
-        Column("ASKS FOR", lambda task: terms(task.request.items()), least=12, rank=3),
-        Column("WHY", lambda task: task.reason or "", least=16, rank=4),
-    )
-
-
-def held_table(
+def task_table(
     tasks: Iterable[TaskStatus],
     status: NodeStatus,
-    holders: Mapping[tuple[int, str | None], Holder],
+    holders: Mapping[tuple[int, str | None], Holder] | None = None,
 ) -> Table:
-    """Tasks on workers: what they hold, for how long, and how much memory they use."""
+    """Tasks that have not ended.
+
+    Args:
+        tasks: the tasks.
+        status: the status that they are from.
+        holders: what they hold of devices, by process id and name; None if that is not
+            to be shown.
+    """
     programs = Programs(status)
     nothing = Holder(0.0, 0, 0, None)
 
+    def held(task: TaskStatus) -> Holder:
+        return (holders or {}).get((task.pid, task.name), nothing)
+
     def seconds(task: TaskStatus) -> str:
-        held = holders.get((task.pid, task.name), nothing).seconds
-        return "" if held is None else span(held)
+        known = held(task).seconds
+        return "" if known is None else span(known)
 
     def used(task: TaskStatus) -> str:
-        memory = holders.get((task.pid, task.name), nothing).used
-        return "" if memory is None else amount(memory, "0")
+        known = held(task).used
+        return "" if known is None else amount(known, "0")
 
+    asked = "ASKS FOR" if holders is None else "HOLDS"
     return Table(
         tasks,
         Column("TASK", lambda task: str(task.id), is_number=True),
@@ -257,7 +253,7 @@ def held_table(
         Column("STATE", lambda task: state(state_of(task))),
         Column("PID", lambda task: number(task.pid), is_number=True, rank=2),
         Column("PROGRAM", lambda task: programs[task.client], least=8, rank=3),
-        Column("HOLDS", lambda task: terms(task.request.items()), least=12, rank=4),
+        Column(asked, lambda task: terms(task.request.items()), least=12, rank=4),
         Column("FOR", seconds, is_number=True, rank=1),
         Column("MEMORY", used, is_number=True, rank=5),
         Column("WHY", lambda task: task.reason or "", least=10, rank=6),

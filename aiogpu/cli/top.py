@@ -1,7 +1,7 @@
 r"""`aiogpu top`: the running node, live, on the whole screen.
 
-Keys are read as they are pressed, on a terminal that is given back as it was. Ctrl-C,
-Ctrl-Z and Ctrl-\ stay what they are: signals.
+Keys are read as they are pressed, and the terminal is restored at the end. Ctrl-C,
+Ctrl-Z and Ctrl-\ remain signals.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from aiogpu.observe.status import (
 KEY: Final = re.compile(
     rb"\x1b(?:O(.)|\[([^@-~]{0,13}[@-~]|[^@-~]{14})|(?=[^O\[]))|([^\x1b])", re.DOTALL
 )
-"""A key as terminals send it; of a sequence that does not end, the first 16 bytes."""
+"""A key as terminals send it; for an endless sequence, its first 16 bytes."""
 SEQUENCES: Final = {
     b"A": "up",
     b"B": "down",
@@ -52,11 +52,11 @@ SEQUENCES: Final = {
     b"5~": "page up",
     b"6~": "page down",
 }
-"""How keys end that are no character; source: xterm's "ctlseqs"."""
+"""The ends of escape sequences of keys; source: xterm's "ctlseqs"."""
 
 
 class Decoder:
-    """Makes keys of what a terminal sends, in whatever pieces."""
+    """Decodes what a terminal sends, in pieces of any size, into keys."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -73,7 +73,7 @@ class Decoder:
 
 
 class Keyboard:
-    """The keys of a terminal, while it is open; `on_key` is told of each."""
+    """Reads the keys of a terminal while it is open, and calls `on_key` for each."""
 
     def __init__(
         self, fd: int, loop: asyncio.AbstractEventLoop, on_key: Callable[[str], None]
@@ -85,7 +85,7 @@ class Keyboard:
         self._decoder = Decoder()
 
     def open(self) -> None:
-        """Have keys come one by one, and none of them shown."""
+        """Read keys one by one, without echo."""
         self._before = termios.tcgetattr(self._fd)
         tty.setcbreak(self._fd, termios.TCSADRAIN)
         self._loop.add_reader(self._fd, self._read)
@@ -112,7 +112,7 @@ class Keyboard:
 
 
 ORDERS: Final = ("number", "name", "memory", "time")
-"""By what the tasks on workers are sorted."""
+"""Orders of the tasks on workers."""
 
 
 @dataclass(slots=True)
@@ -136,13 +136,13 @@ class View:
     page: int = 1
 
     def fit(self, count: int, room: int) -> None:
-        """A picture of so many lines is drawn where there is room for so many."""
+        """Keep the offset within a picture of `count` lines on a screen of `room`."""
         self.page = max(room, 1)
         self.bottom = max(0, count - room)
         self.offset = min(self.offset, self.bottom)
 
     def press(self, key: str) -> None:
-        """Do what a key is for; those that are for nothing do nothing."""
+        """Do what a key is for; other keys do nothing."""
         match key:
             case "q":
                 self.has_ended = True
@@ -214,7 +214,7 @@ def _bars(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
 
 
 def share_bar(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
-    """One holder after the other, each in its colour; then what is free."""
+    """The share of each holder in a colour of its own; then the free share."""
     at, held = 0, 0.0
     for number, holder in enumerate(device.holders):
         held += holder.share
@@ -287,7 +287,7 @@ def picture(status: NodeStatus, order: str, width: int) -> Iterator[Text | Table
         (f"waiting: {status.waiting_count}", tables.shape_table(status.shapes, status)),
         (
             f"running and leased: {len(tasks)}",
-            tables.held_table(tasks, status, holders),
+            tables.task_table(tasks, status, holders),
         ),
         (f"placements: {len(groups)}", tables.placement_table(groups, status)),
         (f"programs: {len(clients)}", tables.client_table(clients, status)),
@@ -326,7 +326,7 @@ def in_order(
 
 
 LATE: Final = 3.0
-"""Seconds without an answer after which that is said."""
+"""Seconds without an answer after which the screen says so."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -337,12 +337,12 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     type=Seconds(min=0.1, max=3600.0),
     default=1.0,
     show_default=True,
-    help="Seconds between two pictures.",
+    help="Seconds between two updates.",
 )
 def top(address: str, interval: float) -> int:
-    """Watch the running node: devices, who holds them, what waits, what has failed.
+    """Watch the running node: devices, their holders, what waits, what has failed.
 
-    Where it is no terminal, one picture is printed as plain lines.
+    Without a terminal, the status is printed once as plain lines.
 
     \b
     Keys:
@@ -386,7 +386,7 @@ class Top:
             self._keyboard = Keyboard(sys.stdin.fileno(), self._loop, self._press)
 
     async def run(self) -> int:
-        """Show it until the person quits or a signal comes; gives the exit code.
+        """Show it until the user quits or a signal comes; returns the exit code.
 
         Raises:
             AiogpuError: the node cannot be asked any more.
@@ -423,7 +423,7 @@ class Top:
         self._screen.update(drawn, refresh=True)
 
     async def _ask(self) -> None:
-        """Ask again and again."""
+        """Ask for the status at each interval."""
         while True:
             await asyncio.sleep(self._interval)
             if not self._view.is_paused:
@@ -454,7 +454,7 @@ class Top:
         self._changed.set()
 
     def _stop(self) -> None:
-        """Ctrl-Z: the shell gets its terminal as it was, until it lets us go on."""
+        """Ctrl-Z: give the terminal back to the shell until `fg`."""
         self._leave()
         self._loop.remove_signal_handler(signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Where one node is met: its socket, pidfile and logs, and whether that is safe."""
+"""Where one node is reached: its socket, pidfile and logs, and whether that is safe."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Place(NamedTuple):
 
     Attributes:
         socket: where it listens.
-        pidfile: says who it is, and is locked while it lives.
-        wish: where `aiogpu stop --drain` leaves the seconds for it to read.
+        pidfile: names its process, and is locked while the node lives.
+        wish: where `aiogpu stop --drain` leaves the seconds for the node to read.
         logs: the directory of its logs.
     """
 
@@ -63,7 +63,7 @@ class Place(NamedTuple):
         )
 
     def prepare(self) -> None:
-        """Make what is missing, and see that nobody else can get in.
+        """Make what is missing, and check that only this user can enter.
 
         Raises:
             NodeStartError: the place is not fit for a node; says what to do.
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
 
 def check_length(socket: str) -> None:
-    """Refuse a path that no socket can have; raises `NodeStartError`."""
+    """Raise `NodeStartError` for a path that is too long for a socket."""
     length = len(os.fsencode(socket))
     if length > LONGEST:
         raise NodeStartError(
@@ -121,7 +121,7 @@ def prepare_directory(path: str, option: str, forbidden: int) -> None:
 
 
 def check_socket(path: str) -> None:
-    """Refuse to replace what is no socket; raises `NodeStartError`."""
+    """Raise `NodeStartError` if something that is not a socket is in the way."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -140,14 +140,14 @@ _PAUSE: Final = 0.01
 
 
 class Record(NamedTuple):
-    """What a pidfile says.
+    """The content of a pidfile.
 
     Attributes:
         pid: the node's process.
         started: when that began, in ticks since the machine's start.
         socket: where it listens.
         logs: the directory of its logs.
-        drain: seconds that it gives to what runs when it is asked to stop.
+        drain: seconds that running tasks get when it is asked to stop.
         ends_within: seconds that its end takes after that, at most.
         version: of aiogpu.
     """
@@ -162,7 +162,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of_this_process(cls, place: Place, drain: float, ends_within: float) -> Record:
-        """What a node says of itself."""
+        """The record of this process."""
         from aiogpu import __version__
 
         pid = os.getpid()
@@ -173,7 +173,7 @@ class Record(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """True if that very process has not ended."""
+        """True if that process, and not another one of its number, is alive."""
         return start_time(self.pid) == self.started
 
 
@@ -184,7 +184,7 @@ def start_time(pid: int) -> int | None:
 
 
 def read_record(path: str) -> Record | None:
-    """Return what the pidfile says; None if there is none, or nothing of use in it.
+    """Read a pidfile; None if there is none, or if it is not valid.
 
     Raises:
         PermissionError: it is another user's.
@@ -233,7 +233,7 @@ def holds_claim(pid: int, path: str) -> bool:
 
 
 class Claim:
-    """A place, held for one node until its process ends."""
+    """A lock on a place, held by one node until its process ends."""
 
     def __init__(self, path: str, descriptor: int, directory: int) -> None:
         self._path = path
@@ -245,7 +245,7 @@ class Claim:
 
     @classmethod
     def take(cls, place: Place) -> Claim:
-        """Hold the place; what a dead node has left there is taken over.
+        """Lock the place; what a dead node has left there is taken over.
 
         Raises:
             NodeRunningError: another node holds it.
@@ -269,7 +269,7 @@ class Claim:
             os.close(descriptor)  # its node has just removed it: there is a next one
 
     def write(self, record: Record) -> None:
-        """Say who holds it.
+        """Write the pidfile.
 
         Raises:
             NodeStartError: it cannot be written, as on a full disk.
@@ -289,6 +289,12 @@ class Claim:
                 os.unlink(self._path)
         os.close(self._descriptor)
         os.close(self._directory)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _is_there(path: str, descriptor: int) -> bool:
@@ -315,7 +321,7 @@ def _no_pidfile(path: str, error: OSError) -> NodeStartError:
 
 
 def _taken(place: Place) -> NodeRunningError:
-    """The error that names who is there, as soon as he says so."""
+    """The error that names the node that holds the place, once it has written so."""
     ends = time.monotonic() + WRITTEN_WITHIN
     while (record := living_node(place.pidfile)) is None:
         if time.monotonic() >= ends:
@@ -324,11 +330,16 @@ def _taken(place: Place) -> NodeRunningError:
                 f"in a moment, or name another place by --socket."
             )
         time.sleep(_PAUSE)
-    is_usual = record.socket == default_socket()
-    address = "auto" if is_usual else record.socket
-    stop = "aiogpu stop" if is_usual else f"aiogpu stop --socket {record.socket}"
+    address, stop = how_to_use(record.socket)
     return NodeRunningError(
         f"a node runs at {record.socket} already (pid {record.pid}). Join it by "
         f"aiogpu.init(address={address!r}), end it by `{stop}`, or start another at a "
         f"place of its own by --socket."
     )
+
+
+def how_to_use(socket: str) -> tuple[str, str]:
+    """The address by which programs join the node of a socket, and what stops it."""
+    if socket == default_socket():
+        return "auto", "aiogpu stop"
+    return socket, f"aiogpu stop --socket {socket}"

@@ -1,9 +1,9 @@
-"""The process that is a node which programs share: opened, met, drained, gone.
+"""The process of a node that programs share, from its start to its end.
 
 Detached, it has no terminal and belongs to no shell; in the foreground it is the
-`aiogpu start --block` command itself. What it is to be is a `Plan`, which the command
-decides. Asked to stop, it lets what runs end for a while; asked twice, it stops at
-once. Door to uvloop.
+`aiogpu start --block` command itself. The command decides on a `Plan`. Asked to stop,
+the node gives running tasks time to end; asked twice, it stops at once. The only
+importer of uvloop here.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 
 
 DRAIN: Final = 30.0
-"""Seconds that what runs has to end in when the node is asked to stop."""
+"""Seconds that running tasks get when the node is asked to stop."""
 CLOSING: Final = 20.0
-"""Seconds that a node's end takes at most, beside the grace of those it cancels."""
+"""Seconds that the end of a node takes at most, beside the grace of cancelled tasks."""
 OPENING: Final = 120.0
 """Seconds until a node is ready, at most."""
 IMPORTING: Final = 60.0
 """Seconds more for each module that is preloaded."""
 LAST_WORDS: Final = "node.err"
-"""Beside the log: what comes from below Python, such as a crash; of one life."""
+"""Beside the log: output from below Python, such as a crash; of the last start."""
 
 
 class Plan(NamedTuple):
-    """One node to be started.
+    """How to start a node.
 
     Attributes:
-        options: what it is to have.
-        place: where it is to be.
-        drain: seconds for what runs when it is asked to stop.
+        options: what it has.
+        place: its files.
+        drain: seconds for running tasks when it is asked to stop.
         sys_path: where it finds modules.
         metrics: port of 127.0.0.1 for Prometheus; None for none.
         max_waiting: unfinished tasks that a program may have; None for no limit.
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
     @property
     def limits(self) -> Limits:
-        """What a program may have at once; raises `OptionError` for what is none."""
+        """What a program may have at once; raises `OptionError` if it is invalid."""
         return Limits(self.max_waiting, max_share=self.max_share)
 
     @property
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
         return OPENING + IMPORTING * len(self.options.preload)
 
     def packed(self) -> bytes:
-        """As bytes for the process that is to be it."""
+        """The plan as bytes, for the process of the node."""
         fields = self._asdict()
         fields["options"] = self.options._asdict()
         fields["place"] = self.place._asdict()
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def unpacked(cls, data: bytes) -> Plan:
-        """The plan again; raises `ValueError` or `TypeError` if it is none."""
+        """The plan of such bytes; raises `ValueError` or `TypeError` for others."""
         fields = json.loads(data)
         options = NodeOptions(**fields.pop("options"))
         place = Place(**fields.pop("place"))
@@ -113,18 +113,18 @@ MakeNode = Callable[[NodeOptions, asyncio.AbstractEventLoop], "LocalEngine"]
 
 
 def make_node(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> LocalEngine:
-    """This machine."""
+    """A node of this machine."""
     from aiogpu.engines.local import LocalEngine
 
     return LocalEngine(options, loop)
 
 
 class Service:
-    """One node at its place.
+    """One node and its socket.
 
     Args:
-        plan: what it is to be.
-        notifier: how the service manager is told.
+        plan: what it is.
+        notifier: tells the service manager.
         make: makes the node.
     """
 
@@ -140,7 +140,7 @@ class Service:
         self._hurried = asyncio.Event()
 
     def ask_to_stop(self, why: str) -> None:
-        """Have it drain and end; asked once more, end at once.
+        """Have it drain and end; if asked again, end at once.
 
         Args:
             why: the signal's name, for the log.
@@ -155,16 +155,16 @@ class Service:
                 self._node.hasten()
 
     def hang_up(self) -> None:
-        """Its terminal has gone; a shell and the kernel may both say so."""
+        """Its terminal has gone; the shell and the kernel may both send SIGHUP."""
         if not self._asked.is_set():
             self.ask_to_stop("SIGHUP")
 
     async def run(self, claim: Claim, on_ready: Callable[[Ready], None]) -> None:
-        """Serve until it is asked to stop; the claim is released by the caller.
+        """Serve until it is asked to stop; the caller releases the claim.
 
         Args:
-            claim: this node's hold on its place.
-            on_ready: told as soon as clients can come.
+            claim: the lock on its place.
+            on_ready: called as soon as clients can join.
 
         Raises:
             NodeError: it could not start.
@@ -216,7 +216,7 @@ class Service:
         _log.info("metrics at http://%s:%d/metrics", ADDRESS, self._metrics.port)
 
     async def _open(self, node: LocalEngine) -> None:
-        """Open it, unless it is asked to stop meanwhile."""
+        """Open the node, unless it is asked to stop meanwhile."""
         opening = asyncio.ensure_future(node.open())
         if not await _is_first(opening, self._asked):
             raise NodeClosedError("the node was asked to stop before it was ready.")
@@ -243,14 +243,14 @@ class Service:
         return Ready(os.getpid(), total, place.socket, place.logs)
 
     async def _show_life(self) -> None:
-        """Tell a watchdog, if there is one, for as long as the loop turns."""
+        """Tell a watchdog, if there is one, while the loop runs."""
         while self._notifier.interval:
             self._notifier.tell(WATCHDOG=1)
             await asyncio.sleep(self._notifier.interval)
 
 
 async def _is_first(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
-    """Wait for some work, which is cancelled if the event comes before its end."""
+    """Wait for work; if the event comes first, cancel the work and return False."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -262,10 +262,10 @@ async def _is_first(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
 
 
 def bind(path: str) -> socket.socket:
-    """A socket at that path, for this user alone; a dead node's is replaced.
+    """A socket at that path, for this user alone; replaces the socket of a dead node.
 
     Raises:
-        NodeStartError: there is something else, or it cannot be made.
+        NodeStartError: something else is there, or the socket cannot be made.
     """
     check_socket(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -284,13 +284,13 @@ def bind(path: str) -> socket.socket:
 
 
 def remove(path: str) -> None:
-    """Remove a file that may have gone, or be beyond our reach by now."""
+    """Remove a file if it exists and may be removed."""
     with suppress(OSError):
         os.unlink(path)
 
 
 def wished(place: Place, otherwise: float) -> float:
-    """Seconds to drain: what `aiogpu stop --drain` has left, or what was planned."""
+    """Seconds to drain: what `aiogpu stop --drain` has left, or the plan's."""
     try:
         with open(place.wish, encoding="ascii") as file:
             text = file.read(64)
@@ -304,18 +304,18 @@ def wished(place: Place, otherwise: float) -> float:
 
 
 NAME: Final = "aiogpu-node"
-"""What process lists call it."""
+"""Its name in process lists."""
 COLLECTED: Final = 10_000
-"""Objects after which the collector looks for cycles among the young. What comes with
-a task goes with it and is in none, so looking at each 700 was 4 % of its work."""
+"""Threshold of the youngest generation of the garbage collector. The objects of a task
+are in no cycle and are freed with it: the default of 700 cost 4 % of the work."""
 
 
 def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
-    """Be a node without a terminal; gives the exit code.
+    """Be a node without a terminal; returns the exit code.
 
     Args:
         plan: what to be.
-        pipe: descriptor on which to say that it is ready, or why it is not.
+        pipe: descriptor on which to report that it is ready, or why it is not.
         make: makes the node.
     """
 
@@ -325,13 +325,7 @@ def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
 
     set_process_name(NAME)
     try:
-        plan.place.prepare()
-        claim = Claim.take(plan.place)
-        try:
-            _leave_the_terminal(plan.place.logs)
-            _live(plan, claim, on_ready, make, is_detached=True)
-        finally:
-            claim.release()
+        _live(plan, on_ready, make, is_detached=True)
     except AiogpuError as error:
         tell_failure(pipe, error)
         return 1
@@ -345,35 +339,26 @@ def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
 def run_here(
     plan: Plan, on_ready: Callable[[Ready], None], make: MakeNode = make_node
 ) -> None:
-    """Be a node in the foreground, which Ctrl-C ends: once to drain, twice at once.
+    """Be a node in the foreground: Ctrl-C drains and ends it, a second one at once.
 
     Args:
         plan: what to be.
-        on_ready: told when clients can come.
+        on_ready: called when clients can join.
         make: makes the node.
 
     Raises:
         NodeError: it could not start.
         DeviceError: the devices asked for are not there.
     """
-    plan.place.prepare()
-    claim = Claim.take(plan.place)
-    try:
-        _live(plan, claim, on_ready, make, is_detached=False)
-    finally:
-        claim.release()
+    _live(plan, on_ready, make, is_detached=False)
 
 
 def _live(
-    plan: Plan,
-    claim: Claim,
-    on_ready: Callable[[Ready], None],
-    make: MakeNode,
-    is_detached: bool,
+    plan: Plan, on_ready: Callable[[Ready], None], make: MakeNode, is_detached: bool
 ) -> None:
     import uvloop
 
-    async def serve() -> None:
+    async def serve(claim: Claim) -> None:
         service = Service(plan, Notifier.take(os.environ), make)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -385,23 +370,27 @@ def _live(
         loop.add_signal_handler(signal.SIGHUP, hung_up)
         await service.run(claim, on_ready)
 
-    gc.set_threshold(COLLECTED)
-    journal = Journal.begin(plan.place.logs, None if is_detached else sys.stderr)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve())
-    except AiogpuError as error:
-        _log.error("%s", error)
-        raise
-    finally:
-        journal.close()
+    plan.place.prepare()
+    with Claim.take(plan.place) as claim:
+        if is_detached:
+            _leave_the_terminal(plan.place.logs)
+        gc.set_threshold(COLLECTED)
+        journal = Journal.begin(plan.place.logs, None if is_detached else sys.stderr)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve(claim))
+        except AiogpuError as error:
+            _log.error("%s", error)
+            raise
+        finally:
+            journal.close()
 
 
 def _leave_the_terminal(logs: str) -> None:
-    """Take the standard streams away from whoever has started this process.
+    """Detach the standard streams from the process that started this one.
 
     Raises:
-        NodeStartError: there is no room for what replaces them.
+        NodeStartError: the file that replaces them cannot be written.
     """
     path = f"{logs}/{LAST_WORDS}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW

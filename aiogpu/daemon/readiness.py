@@ -1,6 +1,7 @@
-"""The pipe on which a node says to whoever has started it that it is ready, or why not.
+"""How a node says that it is ready, or why not: to its starter, and to systemd.
 
-One line of JSON. A pipe that ends without one tells of a process that has died.
+The starter reads one line of JSON from a pipe. A pipe that ends without one means that
+the process has died.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHUNK: Final = 1 << 16
 
 
 class Ready(NamedTuple):
-    """What a node says when it serves.
+    """What a node reports when it serves.
 
     Attributes:
         pid: its process.
@@ -37,12 +38,12 @@ class Ready(NamedTuple):
 
 
 def tell_ready(pipe: int, ready: Ready) -> None:
-    """Say that it serves; nobody may be listening any more."""
+    """Report that the node serves; the reader may have gone."""
     _tell(pipe, {"ready": ready._asdict()})
 
 
 def tell_failure(pipe: int, error: errors.AiogpuError) -> None:
-    """Say why it never will."""
+    """Report why the node did not start."""
     _tell(pipe, {"failed": type(error).__name__, "text": str(error)})
 
 
@@ -52,11 +53,11 @@ def _tell(pipe: int, fields: dict[str, object]) -> None:
 
 
 def hear(pipe: int, seconds: float) -> Ready | None:
-    """Wait for what it says; None if it has ended without a word.
+    """Wait for the report of a node; None if it has ended without one.
 
     Raises:
-        AiogpuError: what it has failed of.
-        TimeoutError: it has said nothing for so long.
+        AiogpuError: why it did not start.
+        TimeoutError: no report within `seconds`.
     """
     ends, said = time.monotonic() + seconds, b""
     while not said.endswith(b"\n"):
@@ -70,14 +71,10 @@ def hear(pipe: int, seconds: float) -> Ready | None:
     fields = json.loads(said)
     if "ready" in fields:
         return Ready(**fields["ready"])
-    raise _error(fields["failed"])(fields["text"])
-
-
-def _error(name: str) -> type[errors.AiogpuError]:
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, errors.AiogpuError):
-        return found
-    return errors.NodeStartError
+    kind = getattr(errors, fields["failed"], None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.AiogpuError)):
+        kind = errors.NodeStartError  # a newer version may have others
+    raise kind(fields["text"])
 
 
 _log: Final = logging.getLogger(__name__)
@@ -86,7 +83,7 @@ _WATCHDOG: Final = ("WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Notifier:
-    """One way to the service manager; without one, nothing is said.
+    """Messages to the service manager; without one, they are dropped.
 
     Attributes:
         interval: seconds between two signs of life that it asks for, 0 for none.
@@ -98,7 +95,7 @@ class Notifier:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """What the variables say; they are removed, so that no task speaks for us."""
+        """Read the variables of sd_notify(3), and remove them: no task may use them."""
         address = environ.pop(_SOCKET, "")
         usec, pid = (environ.pop(name, "") for name in _WATCHDOG)
         is_ours = not pid or pid == str(os.getpid())
@@ -110,7 +107,7 @@ class Notifier:
         return cls(address, interval if address else 0.0)
 
     def tell(self, **fields: object) -> None:
-        """Send fields, such as `READY=1`; who does not listen is not waited for."""
+        """Send fields, such as `READY=1`, without waiting for the reader."""
         if not self._address:
             return
         text = "\n".join(f"{name}={value}" for name, value in fields.items())

@@ -147,8 +147,6 @@ def _leave_wish(place: Place, drain: float) -> None:
 
 def _clear(place: Place) -> None:
     """Remove what a killed node has left; unless another has begun there."""
-    with suppress(NodeRunningError):
-        claim = Claim.take(place)
+    with suppress(NodeRunningError), Claim.take(place):
         remove(place.socket)
         remove(place.wish)
-        claim.release()

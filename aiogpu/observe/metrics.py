@@ -1,7 +1,7 @@
-"""A node in numbers, for Prometheus to fetch. Door to prometheus_client.
+"""A node in numbers, for Prometheus to fetch. The only importer of prometheus_client.
 
-Served on 127.0.0.1 alone, and only when asked for. All is computed when it is
-fetched, from the picture that `aiogpu status` shows.
+Served on 127.0.0.1 alone, and only if asked for. Everything is computed when it is
+fetched, from the status that `aiogpu status` shows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,27 @@ if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus
 
 ADDRESS: Final = "127.0.0.1"
-"""Nobody beyond this machine shall see what runs on it."""
+"""Nobody beyond this machine may see what runs on it."""
+METRICS: Final = {
+    "aiogpu_resource_total": "What the node has.",
+    "aiogpu_resource_free": "What is free of it.",
+    "aiogpu_tasks": "Tasks that hold something, by state.",
+    "aiogpu_tasks_waiting": "Tasks that wait.",
+    "aiogpu_workers": "Worker processes, by state.",
+    "aiogpu_tasks_ended": "Attempts at tasks that have ended, by outcome.",
+    "aiogpu_program_running": "Tasks of a program that have a worker.",
+    "aiogpu_program_waiting": "Tasks of a program that wait.",
+    "aiogpu_device_free_share": "The share of a device that nobody holds.",
+    "aiogpu_device_aside": "1 while a device is given to nobody, as it is sick or "
+    "not clear.",
+    "aiogpu_device_memory_bytes": "Bytes of device memory.",
+    "aiogpu_device_memory_used_bytes": "Bytes of device memory in use, by whomever.",
+    "aiogpu_device_utilisation_percent": "Percent of the last moments in which "
+    "something ran on a device.",
+}
+"""Every metric, and what it is."""
+COUNTERS: Final = ("aiogpu_tasks_ended",)
+"""Those that only ever grow."""
 
 
 class Amount(NamedTuple):
@@ -24,21 +44,17 @@ class Amount(NamedTuple):
 
     Attributes:
         name: of the metric.
-        about: what it is, in a line.
-        labels: what tells its samples apart.
         value: the number.
-        is_count: whether it only ever grows.
+        labels: what tells the samples of a metric apart.
     """
 
     name: str
-    about: str
-    labels: Mapping[str, str]
     value: float
-    is_count: bool = False
+    labels: Mapping[str, str] = {}
 
 
 class Seen(NamedTuple):
-    """What is told of a node at one moment.
+    """A node at one moment.
 
     Attributes:
         status: who holds what, what waits.
@@ -50,57 +66,39 @@ class Seen(NamedTuple):
 
 
 def amounts(seen: Seen) -> Iterator[Amount]:
-    """All numbers of one moment."""
+    """Every number of one moment."""
     status = seen.status
     for name, total in status.total.items():
         labels = {"resource": name}
-        free = status.available.get(name, 0.0)
-        yield Amount("aiogpu_resource_total", "What the node has.", labels, total)
-        yield Amount("aiogpu_resource_free", "What is free of it.", labels, free)
-    states = Counter(task.state for task in status.tasks if task.is_held)
-    for state, count in sorted(states.items()):
-        about = "Tasks that hold something, by state."
-        yield Amount("aiogpu_tasks", about, {"state": state}, count)
-    waiting = "Tasks that wait."
-    yield Amount("aiogpu_tasks_waiting", waiting, {}, status.waiting_count)
-    for state, count in sorted(Counter(one.state for one in status.workers).items()):
-        about = "Worker processes, by state."
-        yield Amount("aiogpu_workers", about, {"state": state}, count)
-    for outcome, count in sorted(seen.outcomes.items()):
-        about = "Attempts at tasks that have ended, by outcome."
-        labels = {"outcome": outcome}
-        yield Amount("aiogpu_tasks_ended", about, labels, count, is_count=True)
+        yield Amount("aiogpu_resource_total", total, labels)
+        yield Amount("aiogpu_resource_free", status.available.get(name, 0.0), labels)
+    for metric, label, counts in (
+        ("tasks", "state", Counter(one.state for one in status.tasks if one.is_held)),
+        ("workers", "state", Counter(one.state for one in status.workers)),
+        ("tasks_ended", "outcome", seen.outcomes),
+    ):
+        for value, count in sorted(counts.items()):
+            yield Amount(f"aiogpu_{metric}", count, {label: value})
+    yield Amount("aiogpu_tasks_waiting", status.waiting_count)
     for client in status.clients:
         labels = {"client": str(client.id), "program": client.name}
-        about = "Tasks of a program that have a worker."
-        yield Amount("aiogpu_program_running", about, labels, client.running)
-        about = "Tasks of a program that wait."
-        yield Amount("aiogpu_program_waiting", about, labels, client.waiting)
-    yield from _of_devices(status)
-
-
-def _of_devices(status: NodeStatus) -> Iterator[Amount]:
+        yield Amount("aiogpu_program_running", client.running, labels)
+        yield Amount("aiogpu_program_waiting", client.waiting, labels)
     for device in status.devices:
         labels = {"kind": device.kind, "device": str(device.id)}
-        about = "The share of a device that nobody holds."
-        yield Amount("aiogpu_device_free_share", about, labels, device.free)
-        aside = float(device.aside is not None)
-        about = "1 while a device is given to nobody, as it is sick or not clear."
-        yield Amount("aiogpu_device_aside", about, labels, aside)
-        if device.memory:
-            about = "Bytes of device memory."
-            yield Amount("aiogpu_device_memory_bytes", about, labels, device.memory)
-        if device.used is not None:
-            about = "Bytes of device memory in use, by whomever."
-            yield Amount("aiogpu_device_memory_used_bytes", about, labels, device.used)
-        if device.utilisation is not None:
-            about = "Percent of the last moments in which something ran on a device."
-            number = device.utilisation
-            yield Amount("aiogpu_device_utilisation_percent", about, labels, number)
+        for metric, number in (
+            ("free_share", device.free),
+            ("aside", device.aside is not None),
+            ("memory_bytes", device.memory or None),
+            ("memory_used_bytes", device.used),
+            ("utilisation_percent", device.utilisation),
+        ):
+            if number is not None:
+                yield Amount(f"aiogpu_device_{metric}", float(number), labels)
 
 
 class MetricsServer:
-    """Serves the numbers; its thread is prometheus_client's own."""
+    """Serves the numbers in a thread of prometheus_client."""
 
     def __init__(self, port: int, see: Callable[[], Seen]) -> None:
         """Listen on 127.0.0.1.
@@ -155,12 +153,9 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        for one in amounts(self._see()):
-            family = families.get(one.name)
-            if family is None:
-                make = CounterMetricFamily if one.is_count else GaugeMetricFamily
-                family = families[one.name] = make(
-                    one.name, one.about, labels=list(one.labels)
-                )
-            family.add_metric(list(one.labels.values()), one.value)
+        for name, value, labels in amounts(self._see()):
+            if name not in families:
+                make = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+                families[name] = make(name, METRICS[name], labels=list(labels))
+            families[name].add_metric(list(labels.values()), value)
         yield from families.values()

@@ -36,12 +36,13 @@ class Rows:
         self._last += 1
         rows.append((self._last, span.ended))
         nth = f" ({len(rows)})" if len(rows) > 1 else ""
-        self.names += _named(self._group, self._last, f"{name}{nth}")
+        ids = {"pid": self._group, "tid": self._last}
+        self.names += _named("thread", f"{name}{nth}", self._last, **ids)
         return self._last
 
 
 def trace_of(spans: Iterable[Span]) -> dict[str, Any]:
-    """Return what is to be written as JSON."""
+    """The spans as an object to be written as JSON."""
     devices, workers = Rows(DEVICES), Rows(WORKERS)
     events: list[Event] = []
     for span in sorted(spans, key=lambda span: span.started):
@@ -50,15 +51,13 @@ def trace_of(spans: Iterable[Span]) -> dict[str, Any]:
             events.append(_event(span, DEVICES, row))
         row = workers.place(span.worker, f"worker {span.worker}", span)
         events.append(_event(span, WORKERS, row))
-    return {
-        "traceEvents": [
-            *_groups(),
-            *devices.names,
-            *workers.names,
-            *events,
-        ],
-        "displayTimeUnit": "ms",
-    }
+    groups = [
+        event
+        for group, name in ((DEVICES, "devices"), (WORKERS, "workers"))
+        for event in _named("process", name, group, pid=group)
+    ]
+    names = [*groups, *devices.names, *workers.names]
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
 
 def _event(span: Span, group: int, row: int) -> Event:
@@ -82,28 +81,7 @@ def _event(span: Span, group: int, row: int) -> Event:
     }
 
 
-def _groups() -> Iterator[Event]:
-    for group, name in ((DEVICES, "devices"), (WORKERS, "workers")):
-        yield {
-            "name": "process_name",
-            "ph": "M",
-            "pid": group,
-            "args": {"name": name},
-        }
-        yield {
-            "name": "process_sort_index",
-            "ph": "M",
-            "pid": group,
-            "args": {"sort_index": group},
-        }
-
-
-def _named(group: int, row: int, name: str) -> Iterator[Event]:
-    for kind, value in (("thread_name", "name"), ("thread_sort_index", "sort_index")):
-        yield {
-            "name": kind,
-            "ph": "M",
-            "pid": group,
-            "tid": row,
-            "args": {value: name if value == "name" else row},
-        }
+def _named(what: str, name: str, index: int, **ids: int) -> Iterator[Event]:
+    """The events that name a group or a row, and give its place."""
+    for key, value in (("name", name), ("sort_index", index)):
+        yield {"name": f"{what}_{key}", "ph": "M", **ids, "args": {key: value}}
