@@ -29,7 +29,7 @@ def test_help_names_the_commands(arguments: list[str]) -> None:
     ran = run(*arguments)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert re.search(r"\n  demo +Compute a picture", ran.stdout)
-    assert re.search(r"\n  doctor +Try which mechanisms", ran.stdout)
+    assert re.search(r"\n  doctor +Test the mechanisms", ran.stdout)
     assert re.search(r"\n  gpus +Show the GPUs", ran.stdout)
 
 
