@@ -18,18 +18,14 @@ from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 import click
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.markup import escape
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.checks import CHECKS, Check, Finding, Level, examine, import_checks
 from aiogpu.cli.status import data_of
-from aiogpu.cli.tables import held_by
+from aiogpu.cli.tables import Column, Table, held_by, plain, text
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import printable
 from aiogpu.engines.device_report import Box, Seen, look_around
@@ -77,13 +73,13 @@ def run(checks: Sequence[Check], *, as_json: bool = False) -> int:
 
 def line(finding: Finding) -> Text:
     """One finding on one line."""
-    text = Text()
-    text.append(f"{finding.level.value:<8}", STYLES[finding.level])
-    text.append(f"{finding.name:<14}  ", "bold")
     told = finding.found.rstrip(".")
     after = [part for part in (finding.means, finding.advice) if part]
-    text.append(" ".join([f"{told}.", *after]) if after else told)
-    return text
+    return Text.assemble(
+        (f"{finding.level.value:<8}", STYLES[finding.level]),
+        (f"{finding.name:<14}  ", "bold"),
+        " ".join([f"{told}.", *after]) if after else told,
+    )
 
 
 PATIENCE: Final = 5.0
@@ -145,11 +141,6 @@ async def ask_shares() -> Shares:
 
 SHOWN: Final = 4
 """Processes of a device that are named."""
-WIDE: Final = 10_000
-"""Columns in which any table fits."""
-COLUMNS: Final = (
-    *("", "name", "held", "memory", "busy", "linked to", "near", "processes"),
-)
 NOTHING: Final = Shares()
 
 
@@ -180,11 +171,19 @@ def gpus(as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(as_data(box, shares), indent=1))
         return 0
-    screen = Console(highlight=False)
-    if screen.is_terminal and has_room(box, screen, shares):
-        show_table(box, screen, shares)
-    else:
+    screen, table = Console(highlight=False), device_table(box, shares)
+    has_room = max(map(len, plain(table)), default=0) <= screen.width
+    if not (screen.is_terminal and has_room):
         click.echo("\n".join(lines(box, shares)))
+        return 0
+    if box.seen:
+        screen.print(table)
+    for seen in box.seen:
+        told = health(seen)
+        style = "green" if told in ("well", "answers") else "red"
+        screen.print(text(f"{seen.kind} {seen.device.id}: {told}", style))
+    for note in box.notes:
+        screen.print(note, markup=False)
     return 0
 
 
@@ -334,46 +333,15 @@ def _process(process: OtherProcess) -> str:
     return told if process.memory is None else f"{told} {amount(process.memory, '0')}"
 
 
-def show_table(box: Box, screen: Console, shares: Shares = NOTHING) -> None:
-    """A row for each device, and below the table what has no room in it."""
-    if box.seen:
-        screen.print(_table(box, shares))
-    for seen in box.seen:
-        told = health(seen)
-        style = "green" if told in ("well", "answers") else "red"
-        screen.print(f"{seen.kind} {seen.device.id}: {told}", style=style, markup=False)
-    for note in box.notes:
-        screen.print(note, markup=False)
+def device_table(box: Box, shares: Shares) -> Table:
+    """A row for each device, with the facts that are short."""
 
+    def fact(name: str) -> Column[Seen]:
+        return Column(name, lambda seen: dict(facts(seen, box, shares)).get(name, ""))
 
-def has_room(box: Box, screen: Console, shares: Shares = NOTHING) -> bool:
-    """Whether the table's words are whole on that screen; lines are read anywhere."""
-    if not box.seen:
-        return True
-    boundless = screen.options.update_width(WIDE)
-    table = _table(box, shares)
-    return Measurement.get(screen, boundless, table).minimum <= screen.width
-
-
-def _table(box: Box, shares: Shares) -> Table:
-    """Without the columns in which nothing would stand."""
-    rows = [
-        [f"{seen.kind} {seen.device.id}", *_cells(seen, box, shares)]
-        for seen in box.seen
-    ]
-    table = Table(box=SIMPLE, pad_edge=False)
-    columns = list(zip(*rows, strict=True))
-    used = [any(column) for column in columns]
-    for name, is_used in zip(COLUMNS, used, strict=True):
-        if is_used:
-            table.add_column(name)
-    for row in rows:
-        cells = (cell for cell, is_used in zip(row, used, strict=True) if is_used)
-        table.add_row(*map(escape, cells))
-    return table
-
-
-def _cells(seen: Seen, box: Box, shares: Shares) -> tuple[str, ...]:
-    known = dict(facts(seen, box, shares))
-    name = seen.device.name or seen.device.type or ""
-    return (name, *(known.get(each, "") for each in COLUMNS[2:]))
+    return Table(
+        box.seen,
+        Column("device", lambda seen: f"{seen.kind} {seen.device.id}"),
+        Column("name", lambda seen: seen.device.name or seen.device.type or ""),
+        *map(fact, ("held", "memory", "busy", "linked to", "near", "processes")),
+    )

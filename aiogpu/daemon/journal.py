@@ -1,7 +1,7 @@
 """The log of the node itself: files of bounded size, written by a thread.
 
-A disk that is full, slow or gone costs lines of the log, which are counted; it never
-stops the node, nor makes its loop wait.
+If the disk is full, slow or gone, lines are lost and counted; the node never stops, and
+its loop never waits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SIZE: Final = 4 << 20
 KEPT: Final = 4
 """Old files kept beside the one that is written."""
 WAITING: Final = 10_000
-"""Lines that may wait for the disk; more are lost."""
+"""Lines that may wait for the disk; further ones are lost."""
 PATIENCE: Final = 2.0
-"""Seconds that the last lines get to be written in."""
+"""Seconds for writing the last lines at the end."""
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _log: Final = logging.getLogger("aiogpu.daemon")
 
 
 class Pages(RotatingFileHandler):
-    """The files, mode 0600. What cannot be written is counted, and told later.
+    """The log files, mode 0600. Lines that cannot be written are counted and reported.
 
     Attributes:
         lost: lines since the last one that was written.
@@ -48,7 +48,7 @@ class Pages(RotatingFileHandler):
         return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, and before it how many were lost."""
+        """Write a line; before it, how many were lost."""
         lost, self.lost = self.lost, 0
         if lost:
             text = f"! {lost} lines are missing here: they could not be written"
@@ -59,7 +59,7 @@ class Pages(RotatingFileHandler):
         super().emit(record)
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - theirs
-        """Count the line; the file is opened anew for the next one."""
+        """Count the line; the file is reopened for the next one."""
         self.lost += 1
         stream, self.stream = self.stream, None
         if stream is not None:
@@ -76,10 +76,10 @@ def _record(level: int, text: str) -> logging.LogRecord:
 
 
 class Journal(QueueHandler):
-    """What the node logs goes through here; made to be the root logger's handler.
+    """The handler of the root logger: passes lines to a thread that writes them.
 
     Attributes:
-        lost: lines that found no room on the way to the thread, or were none, in all.
+        lost: lines that were dropped because the queue was full, or were not text.
     """
 
     def __init__(self, *to: logging.Handler) -> None:
@@ -95,7 +95,7 @@ class Journal(QueueHandler):
 
     @classmethod
     def begin(cls, directory: str, terminal: TextIO | None = None) -> Journal:
-        """Log into a directory, and to a terminal if there is one."""
+        """Log to files in a directory, and to a terminal if there is one."""
         handlers: list[logging.Handler] = [Pages(f"{directory}/{FILE}")]
         if terminal is not None:
             handlers.append(Screen(terminal))
@@ -107,7 +107,7 @@ class Journal(QueueHandler):
         return journal
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - theirs
-        """Count the line: a full queue, or any object's own `__str__`."""
+        """Count the line: the queue is full, or the `__str__` of an object fails."""
         self.lost += 1
 
     def _write_all(self) -> None:
@@ -121,7 +121,7 @@ class Journal(QueueHandler):
             told = lost
 
     def close(self) -> None:
-        """Write what is left, for `PATIENCE` seconds at most."""
+        """Write the remaining lines, for `PATIENCE` seconds at most."""
         root = logging.getLogger()
         if self in root.handlers:
             root.removeHandler(self)
@@ -145,22 +145,22 @@ class Screen(logging.StreamHandler[TextIO]):
         self.setFormatter(logging.Formatter(FORMAT))
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - theirs
-        """Whoever has closed it does not want to know."""
+        """Ignore it: the terminal was closed."""
 
 
 class Lines(io.TextIOBase):
-    """A stream that has no terminal any more: its lines go to the log."""
+    """A stream without a terminal: its lines go to the log."""
 
     def __init__(self, name: str) -> None:
         self._log = logging.getLogger(f"aiogpu.daemon.{name}")
         self._rest = ""
 
     def writable(self) -> bool:
-        """It is for that alone."""
+        """True: it is for writing only."""
         return True
 
     def write(self, text: str) -> int:
-        """Log what has become whole lines."""
+        """Log the lines that are complete."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._log.info("%s", line)
@@ -168,5 +168,5 @@ class Lines(io.TextIOBase):
 
 
 def stand_in_for_streams() -> None:
-    """Have what is printed in this process logged from now on."""
+    """Log what this process prints from now on."""
     sys.stdout, sys.stderr = Lines("stdout"), Lines("stderr")

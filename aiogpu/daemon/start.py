@@ -1,7 +1,7 @@
-"""Starts a node: detached, and waits until it is ready; or by systemd, as a unit.
+"""Starts a node: detached, and waits until it is ready; or as a unit of systemd.
 
-Detached, it is a fresh interpreter in a session of its own, not a fork: what has
-threads must not fork, and users' programs may ask for a node as well. For the unit see
+Detached, it is a fresh interpreter in a session of its own, not a fork: a process with
+threads must not fork, and programs of users may start a node too. For the unit see
 systemd.service(5).
 """
 
@@ -29,7 +29,7 @@ CARRIED: Final = (
     "TMPDIR",
     *(entry.variable for entry in KNOWN),
 )
-"""Variables that the user's services do not see, and a node may depend on."""
+"""Variables that services of a user do not inherit, and that a node may need."""
 _UNIT: Final = """\
 # One node for all programs of this user. Install it by
 #   aiogpu start --head ... --systemd > ~/.config/systemd/user/{name}
@@ -74,7 +74,7 @@ def unit(
 
     Args:
         command: what starts the node in the foreground.
-        environ: variables, of which those that matter to it are kept.
+        environ: variables; the unit gets those that a node may need.
         opens_within: seconds until it is ready, at most.
         ends_within: seconds that its end takes at most, with the drain.
     """
@@ -89,7 +89,7 @@ def unit(
 
 
 def quoted(word: str) -> str:
-    """A word as systemd.syntax(7) reads it back: quotes, escapes and specifiers."""
+    """Quote a word for systemd.syntax(7): quotes, escapes and specifiers."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     escaped = escaped.replace("\n", "\\n").replace("\t", "\\t")
     is_plain = escaped == word and word and not set(" ';") & set(word)
@@ -107,7 +107,7 @@ def start_detached(plan: Plan) -> Ready:
     Raises:
         NodeError: it did not start.
         DeviceError: the devices asked for are not there.
-        KeyboardInterrupt: the wait was interrupted; then no node is left either.
+        KeyboardInterrupt: the wait was interrupted; no node is left either.
     """
     reading, writing = os.pipe()
     words = os.memfd_create("aiogpu-words", os.MFD_CLOEXEC)
@@ -135,7 +135,7 @@ def start_detached(plan: Plan) -> Ready:
     finally:
         os.close(reading)
         os.close(words)
-    child.returncode = 0  # it lives on, and is not ours to wait for
+    child.returncode = 0  # it lives on: Popen must not wait for it
     return ready
 
 
@@ -168,7 +168,7 @@ def _safe() -> tuple[str, ...]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Have it close what it has begun, twice asked; by force in time."""
+    """End it: SIGTERM twice, which means at once; then SIGKILL."""
     child.send_signal(signal.SIGTERM)
     child.send_signal(signal.SIGTERM)
     try:
@@ -179,7 +179,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _death(plan: Plan, status: int, words: int) -> NodeStartError:
-    """The error for a process that has died without saying why."""
+    """The error for a process that died without a report."""
     ended = signal.Signals(-status).name if status < 0 else f"exit code {status}"
     said = _tail(words)
     with suppress(OSError), open(f"{plan.place.logs}/{LAST_WORDS}", "rb") as file:

@@ -1,8 +1,8 @@
-"""Ends the node of a place: asks it, waits for it, and says what came of it.
+"""Stops the node of a place and waits for its end.
 
-The pidfile names its process. A signal goes only to a process that is this user's and
-holds that pidfile open, and by a pidfd, so that a process that was given the same
-number meanwhile is never hit.
+The pidfile names its process. A signal is sent by pidfd, and only to a process of this
+user that holds the pidfile open: so a process that got the same number meanwhile is
+never hit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiogpu.linux.sockets import user
 from aiogpu.runtime.directories import check_meeting
 
 SLACK: Final = 5.0
-"""Seconds that a node is waited for beyond what it says that its end takes."""
+"""Seconds to wait beyond the time that the node needs by its own account."""
 KILLED_WITHIN: Final = 10.0
 """Seconds that the kernel needs, at most, to end a killed process."""
 
@@ -31,8 +31,8 @@ class Stopped(NamedTuple):
     """A node that has ended.
 
     Attributes:
-        record: who it was.
-        seconds: how long that has taken.
+        record: its pidfile.
+        seconds: how long the end took.
         is_forced: whether it was killed.
     """
 
@@ -52,9 +52,9 @@ def stop(
 
     Args:
         place: where it serves.
-        force: kill it; otherwise what runs gets time to end.
-        drain: seconds for that; what it was started with if None.
-        on_wait: told whom is waited for, and how many seconds at most.
+        force: kill it; otherwise running tasks get time to end.
+        drain: seconds for that; if None, those of its start.
+        on_wait: called with its record and the seconds that tasks get.
 
     Raises:
         NodeError: it has not ended, or may not be asked; or the place is another
@@ -74,7 +74,7 @@ def stop(
             f"{user(os.geteuid())}; a node is stopped by the user who has started it."
         ) from error
     try:
-        # Whoever has that number now was there before the pidfd: it is held.
+        # The pidfd holds the process that has that number now.
         if not record.is_alive or not _is_node(node, record, place):
             return None
         begun = time.monotonic()
@@ -133,7 +133,7 @@ def _signal(node: int, record: Record, number: signal.Signals) -> None:
 
 
 def _leave_wish(place: Place, drain: float) -> None:
-    """Say how long the drain is to be, since a signal cannot."""
+    """Write how long the drain may take, which a signal cannot say."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(place.wish, flags, 0o600), "w", encoding="ascii") as file:
@@ -146,7 +146,7 @@ def _leave_wish(place: Place, drain: float) -> None:
 
 
 def _clear(place: Place) -> None:
-    """Remove what a killed node has left; unless another has begun there."""
+    """Remove what a killed node has left, unless another node has started there."""
     with suppress(NodeRunningError), Claim.take(place):
         remove(place.socket)
         remove(place.wish)

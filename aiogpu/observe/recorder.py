@@ -1,7 +1,7 @@
-"""What has run where and when: the last so many tasks, in a ring.
+"""Which tasks have run where and when: a ring of the last ones.
 
-Fed with each task's begin and end; all that can be done when somebody asks is done
-then.
+It is fed with the begin and the end of each task; all other work is done when somebody
+asks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Span(NamedTuple):
 
     Attributes:
         task: its number.
-        name: how people call it.
-        client: whose it is, 0 for the node's own.
-        worker: the worker that has run it.
-        pid: its process, 0 where it is not known any more.
-        devices: what it had of which kind: `("GPU", 0)`.
+        name: its name.
+        client: the number of its program, 0 for the node's own.
+        worker: the worker that ran it.
+        pid: the process of the worker, 0 if no longer known.
+        devices: its devices, each a kind and an index: `("GPU", 0)`.
         queued: seconds since the epoch, when it was submitted.
-        started: the same, when its worker was sent it or began it.
-        ended: the same, or the time of asking if it runs.
+        started: likewise, when it was sent to its worker or begun.
+        ended: likewise, or the time of asking if it is running.
         outcome: "finished", "failed", "cancelled", "died", "retried" or "running".
     """
 
@@ -50,16 +50,16 @@ class Span(NamedTuple):
 
 
 _Held = tuple[tuple[tuple[str, int], ...], tuple[tuple[Share, ...], ...]]
-"""The devices of a lease: `Request.devices` and `Lease.shares`. The lease is not kept:
-by it one comes to its worker, its program and all that these have."""
+"""The devices of a lease: `Request.devices` and `Lease.shares`. The lease itself is not
+kept, because it refers to its worker, its program and everything that these have."""
 _Ended = tuple[int, str, int, int, int, _Held | None, float, float, float, str]
 
 
 class _Row(NamedTuple):
-    """Tasks of one program that a worker has ended one after the other.
+    """Consecutive tasks of one program on one worker.
 
-    Numbers side by side, and no objects: those of so long ago are in no cache when
-    they are dropped, and the collector looks through all that is kept.
+    Arrays of numbers, not objects: objects that old are in no CPU cache when they are
+    freed, and the garbage collector would scan them.
     """
 
     client: int
@@ -74,7 +74,7 @@ class _Row(NamedTuple):
     took: array[float]
 
     def ended(self) -> Iterator[_Ended]:
-        """Each by itself."""
+        """One entry for each task."""
         client, worker, pid, held, now, outcome, *columns = self
         for task, name, since, took in zip(*columns, strict=True):
             whose = task, name, client, worker, pid
@@ -82,10 +82,10 @@ class _Row(NamedTuple):
 
 
 class Recorder:
-    """See above. Times are those of one clock, in seconds.
+    """The ring. Times are in seconds of one clock.
 
     Attributes:
-        outcomes: how many attempts have ended how.
+        outcomes: the number of attempts by outcome.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -113,16 +113,16 @@ class Recorder:
         """A worker has answered, or died.
 
         Args:
-            worker: it.
-            record: what it has run.
-            outcome: how that has ended.
+            worker: the worker.
+            record: the task that it ran.
+            outcome: how the task ended.
             now: the time.
-            took: seconds that its code has run, 0.0 where nobody knows.
+            took: seconds that its code ran, 0.0 if unknown.
         """
         number = worker.id
         known = self._begun.get(number) or [now, 0]
         begun = now - took if took else known[0]
-        # What was sent ahead begins when what was before it has ended.
+        # A task that was sent ahead begins when the task before it ends.
         known[0] = now
         self.outcomes[outcome] += 1
         name, client, held = record.spec.name, record.client, _held(worker.lease)
@@ -137,7 +137,7 @@ class Recorder:
         outcome: str,
         now: float,
     ) -> None:
-        """A worker has answered, of several tasks of a program; else as in `end`."""
+        """A worker has answered for several tasks of a program; otherwise as `end`."""
         known = self._begun.get(worker.id) or [now, 0]
         known[0] = now
         self.outcomes[outcome] += len(records)
@@ -172,12 +172,12 @@ class Recorder:
     def spans(
         self, workers: Iterable[WorkerRecord], now: float, epoch: float
     ) -> list[Span]:
-        """All that is kept, and what runs, by their begin.
+        """The tasks that are kept or running, in the order of their begin.
 
         Args:
-            workers: those that live.
+            workers: the live workers.
             now: the time.
-            epoch: what is to be added to a time to have it count from the epoch.
+            epoch: the difference between time since the epoch and this clock.
         """
         kept = chain.from_iterable(
             one.ended() if isinstance(one, _Row) else (one,) for one in self._spans

@@ -9,8 +9,9 @@ lease.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import islice, takewhile
 from math import inf
 from typing import Any, Final
@@ -90,7 +91,7 @@ def snapshot(
     """
     ready, reasons = node.ready, _Reasons(node, now)
     holders = list(node.holders)
-    numbers = _Numbers()
+    numbers = cache(Request.as_numbers)
     held = [(record, holder) for holder in holders for record in _tasks_of(holder)]
     held.sort(key=lambda pair: pair[0].id)
     first = [
@@ -155,25 +156,17 @@ class _Reasons:
         return self._known[key]
 
 
-class _Numbers(dict[Request, Mapping[str, float]]):
-    """Requests in the user's units, each made once."""
-
-    def __missing__(self, request: Request) -> Mapping[str, float]:
-        numbers = self[request] = request.as_numbers()
-        return numbers
-
-
 def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
     return [worker.task, *worker.queue] if worker.task is not None else []
 
 
 def _task(
     record: TaskRecord,
-    numbers: _Numbers,
+    numbers: Callable[[Request], Mapping[str, float]],
     reason: str | None,
     pids: Mapping[int, int],
 ) -> TaskStatus:
-    held = numbers[record.spec.shape.request]
+    held = numbers(record.spec.shape.request)
     worker, is_lease = record.worker, record.spec.is_lease
     lease = worker.lease if worker else None
     if lease is not None and lease.is_lent and record.spec.is_endless:

@@ -1,7 +1,7 @@
 """Spans in the Trace Event Format, which Perfetto and Chrome's tracing open.
 
-One group of rows has a device each, the other a worker each. Tasks that share a device
-have a row of it each, since in this format what overlaps in one row is nested.
+One group of rows shows devices, the other workers. Tasks that share a device get a row
+each, because the format shows overlapping events of one row as nested.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Final
 from aiogpu.observe.recorder import Span
 
 DEVICES: Final = 1
-"""The number that the format calls the process: of the rows of devices."""
+"""The `pid` of the format: the group of the rows of devices."""
 WORKERS: Final = 2
 Event = dict[str, Any]
 
 
 class Rows:
-    """The rows of one group: as many of each thing as overlap there."""
+    """The rows of one group: as many of each device or worker as spans overlap."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -27,7 +27,7 @@ class Rows:
         self.names: list[Event] = []
 
     def place(self, thing: Hashable, name: str, span: Span) -> int:
-        """The row in which a span has room; spans come by their begin."""
+        """The row in which a span has room; spans come in the order of their begin."""
         rows = self._rows.setdefault(thing, [])
         for place, (row, free_from) in enumerate(rows):
             if free_from <= span.started:

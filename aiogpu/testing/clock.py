@@ -6,10 +6,10 @@ from math import isfinite
 
 
 class HandClock:
-    """Time as a test wants it: give it to code that takes a clock.
+    """A clock for code that takes one, moved by the test alone.
 
-    Called, it tells the time, so it stands in for `time.monotonic`. It moves when it
-    is told to and at no other time; it wakes nobody, so event loops know nothing of it.
+    Calling it returns the time, like `time.monotonic`. It wakes nobody: event loops do
+    not know of it.
     """
 
     __slots__ = ("_now",)

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A short place for nodes' directories, empty before and after the test."""
+    """A short path for the directories of nodes, empty before and after the test."""
     with tempfile.TemporaryDirectory(prefix="agt-", dir="/tmp") as place:
         monkeypatch.setenv("XDG_RUNTIME_DIR", place)
         yield Path(place)
@@ -51,17 +51,17 @@ def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def no_leaks(runtime_directory: Path) -> Iterator[None]:
-    """No process, descriptor or mapping of aiogpu's outlives the test.
+    """Fail if a process, descriptor or mapping of aiogpu outlives the test.
 
-    It must be set up before the test's node: put it into `pytestmark` or make it the
-    first argument of the fixture that opens the node.
+    It must be set up before the node of the test: put it into `pytestmark`, or make it
+    the first argument of the fixture that opens the node.
     """
     before = Traces.take()
     yield
     left = Traces.take().since(before)
     if left:
         for directory in runtime_directory.iterdir():
-            # It is told of here; the fixture below need not do so as well.
+            # Reported here; `runtime_directory` need not report it again.
             left.append(f"directory {directory.name}")
             shutil.rmtree(directory, ignore_errors=True)
         pytest.fail(
@@ -76,8 +76,8 @@ def no_leaks(runtime_directory: Path) -> Iterator[None]:
 async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     """A node that runs tasks in this process, with 2 CPUs and 1 logical GPU.
 
-    `@pytest.mark.aiogpu(num_gpus=4)` changes what it has. The test says `.remote()`,
-    and no `aiogpu.init()`, which would be a second node.
+    `@pytest.mark.aiogpu(num_gpus=4)` changes what it has. The test calls `.remote()`,
+    and not `aiogpu.init()`, which would be a second node.
     """
     async with aiogpu.init(address="inline", **_options(request)) as node:
         yield node
@@ -87,7 +87,7 @@ async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
 async def local_node(
     request: pytest.FixtureRequest, no_leaks: None
 ) -> AsyncIterator[Node]:
-    """A node with workers of its own, 2 CPUs and 1 logical GPU; it leaves nothing.
+    """A node with worker processes, 2 CPUs and 1 logical GPU; it leaves nothing.
 
     `@pytest.mark.aiogpu(num_gpus=4)` changes what it has.
     """

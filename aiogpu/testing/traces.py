@@ -1,7 +1,7 @@
-"""What nodes leave visible around this process: processes, descriptors, mappings.
+"""What nodes leave behind: processes, descriptors, shared memory and cgroups.
 
-And cgroups. Read from `/proc` and `/sys` alone. Only what is aiogpu's is seen: its
-processes go by that name, and what runs below them was started by a task.
+Read from `/proc` and `/sys`. Only traces of aiogpu are seen: its processes have that
+name, and their descendants were started by tasks.
 """
 
 from __future__ import annotations
