@@ -33,6 +33,7 @@ LACKS: Final = {
         "device memory": "Ray reserves no memory of devices",
         "ledger": "what nodes of Ray lack is told in other words",
         "placing CPUs": "an actor on Ray that asks for more is placed without a CPU",
+        "blocked ends": "Ray waits for the end of a call that is blocked in C",
         "orphans": "an actor on Ray ends with the process that has made it",
         "orderly close": "who leaves a Ray cluster ends the actors it has at once",
         "deadlocks": "Ray lets wait what can never run",

@@ -314,7 +314,7 @@ async def test_an_endless_end_is_bounded(
             await aiogpu.get_actor("a")
 
 
-@pytest.mark.needs("interrupts")
+@pytest.mark.needs("interrupts", "blocked ends")
 async def test_a_call_that_nobody_waits_for_keeps_no_actor(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

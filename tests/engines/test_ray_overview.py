@@ -18,7 +18,7 @@ from aiogpu.engines.ray.status import Overview
 
 pytestmark = pytest.mark.ray
 
-ONE = ClusterNode("a" * 6, "host", {"CPU": 2.0}, {"CPU": 2.0}, {})
+ONE = ClusterNode("a" * 6, {"CPU": 2.0})
 WIDE = Request.of({"CPU": 8 * UNIT}, {})
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import UNIT
 
 pytest.importorskip("ray", reason="Ray is not installed here")
-from aiogpu.engines.ray.cluster import ClusterNode, names_node_types, parse_status
+from aiogpu.engines.ray.cluster import ClusterNode, names_node_types
 from aiogpu.engines.ray.options import amounts
 from aiogpu.engines.ray.status import (
     describe_nodes,
     describe_shortage,
     fits,
-    make_status,
     public_resources,
     room,
 )
@@ -28,16 +24,8 @@ GPU_1 = Request.of({"CPU": UNIT}, {"GPU": UNIT})
 GPU_4 = Request.of({"CPU": UNIT}, {"GPU": 4 * UNIT})
 
 
-def node(
-    name: str, free: dict[str, float] | None = None, **total: float
-) -> ClusterNode:
-    free = total if free is None else free
-    return ClusterNode(name * 6, f"host-{name}", total, free, {})
-
-
-def call(request: Request | None = GPU_1, name: str = "train", **more: Any) -> Any:
-    known: dict[str, Any] = {"is_sent": True, "since": 1.0, **more}
-    return SimpleNamespace(name=name, request=request, **known)
+def node(name: str, **total: float) -> ClusterNode:
+    return ClusterNode(name * 6, total)
 
 
 def test_a_request_is_for_one_node():
@@ -74,47 +62,6 @@ def test_nodes_alike_are_counted():
 def test_what_ray_keeps_for_itself_is_left_out():
     own = {"node:10.0.0.1": 1.0, "object_store_memory": 5.0, "CPU_group_0_ab": 1.0}
     assert public_resources({**own, "CPU": 2.0}) == {"CPU": 2.0}
-
-
-def test_the_picture_shows_devices_calls_and_what_waits():
-    nodes = [
-        node("a", {"CPU": 1.0, "GPU": 1.5}, CPU=2, GPU=3, **{"accelerator_type:T4": 1}),
-        node("b", CPU=4, GPU=1)._replace(labels={"ray.io/accelerator-type": "H100"}),
-    ]
-    demands = [({"CPU": 1.0, "GPU": 1.0}, 3), ({"x": 1.0}, 1)]
-    live = {7: call(), 8: call(None, "load"), 9: call(is_sent=False)}
-    status = make_status(nodes, demands, live, 3.0)
-    assert status.total["GPU"] == 4.0
-    assert status.available["GPU"] == 2.5
-    assert [(one.id, one.type, one.free) for one in status.devices] == [
-        ("host-a/aaaaaa:0", "T4", 1.0),
-        ("host-a/aaaaaa:1", "T4", 0.5),
-        ("host-a/aaaaaa:2", "T4", 0.0),
-        ("host-b/bbbbbb:0", "H100", 1.0),
-    ]
-    assert [task.state for task in status.tasks] == ["sent", "sent", "expecting"]
-    assert status.waiting_count == 4
-    assert [shape.first for shape in status.shapes] == ["train", "others"]
-    assert "not of which, nor to whom" in str(status)
-
-
-def test_a_status_of_rays_is_read():
-    def seen(name: str) -> Any:
-        return SimpleNamespace(
-            node_id=name * 6, available_resources=lambda: {"CPU": 1.0}
-        )
-
-    demand = SimpleNamespace(
-        bundles_by_count=[SimpleNamespace(bundle={"CPU": 4.0}, count=2)]
-    )
-    status = SimpleNamespace(
-        active_nodes=[seen("a")],
-        idle_nodes=[seen("z")],
-        resource_demands=SimpleNamespace(ray_task_actor_demand=[demand]),
-    )
-    nodes, demands = parse_status(status, [node("a", CPU=2), node("b", CPU=2)])
-    assert [one.free for one in nodes] == [{"CPU": 1.0}]
-    assert demands == [({"CPU": 4.0}, 2)]
 
 
 @pytest.mark.parametrize(

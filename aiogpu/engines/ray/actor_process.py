@@ -20,7 +20,6 @@ from contextvars import Context, copy_context
 from functools import partial
 from inspect import iscoroutinefunction, signature
 from itertools import count
-from secrets import randbits
 from types import CoroutineType
 from typing import Any, Final, NoReturn
 
@@ -32,6 +31,7 @@ from aiogpu.client.current import (
     method_called,
 )
 from aiogpu.engines.ray import cluster, task_worker
+from aiogpu.engines.ray.cluster import Ref
 from aiogpu.engines.ray.errors import TaskFailure, cancelled
 from aiogpu.engines.ray.task_worker import TaskClient, TaskLoop, failures, interrupts
 from aiogpu.engines.ray.values import from_arguments
@@ -49,24 +49,24 @@ calls that are cancelled because another one ends the actor."""
 
 # Messages to an actor's process
 
-_HEAD: Final = struct.Struct(">QH")
-"""The number of a call, and the bytes of its method's name."""
+_HEAD: Final = struct.Struct(">H")
+"""The bytes of the name of a call's method."""
 
 
-def encode_call(number: int, method: bytes, payload: bytes = b"") -> bytes:
+def encode_call(method: bytes, payload: bytes = b"") -> bytes:
     """Return a call in one piece, with its arguments if they are a plain pickle.
 
     Ray carries bytes as they are. Of any other argument it makes a pickle of its own,
-    which costs a small call more than the call itself. See `CallOrder` for `number`.
+    which costs a small call more than the call itself.
     """
-    return b"".join((_HEAD.pack(number, len(method)), method, payload))
+    return b"".join((_HEAD.pack(len(method)), method, payload))
 
 
-def decode_call(encoded: bytes) -> tuple[int, str, bytes]:
-    """Return the number, the method and the payload of a call."""
-    number, length = _HEAD.unpack_from(encoded)
+def decode_call(encoded: bytes) -> tuple[str, bytes]:
+    """Return the method and the payload of a call."""
+    (length,) = _HEAD.unpack_from(encoded)
     end = _HEAD.size + length
-    return number, encoded[_HEAD.size : end].decode(), encoded[end:]
+    return encoded[_HEAD.size : end].decode(), encoded[end:]
 
 
 ID_SIZE: Final = 24
@@ -77,8 +77,6 @@ KEPT_IDS: Final = 100_000
 """Ids of cancelled calls that are kept; those of calls that have ended never come."""
 WAKES: Final = 3
 """Signals by which a method that runs is interrupted, or finds that another is."""
-SEND_LIMIT: Final = 5.0
-"""Seconds for a process to take a message."""
 
 
 def _cancel_address(actor: str) -> str:
@@ -86,11 +84,13 @@ def _cancel_address(actor: str) -> str:
     return f"\0aiogpu/{actor}"
 
 
-def send_cancels(actor: str, calls: bytes, seconds: float = SEND_LIMIT) -> bool:
-    """Tell an actor's process that calls are cancelled; False if it is not here.
+def send_cancels(actor: str, calls: bytes, seconds: float) -> bool:
+    """Tell an actor's process that calls are cancelled.
+
+    Returns False if the actor is on another machine.
 
     Raises:
-        TimeoutError: it has not taken the message in so many seconds.
+        TimeoutError: the process has not taken the message in `seconds`.
         BlockingIOError: it has not taken it at once, and `seconds` is 0.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -105,10 +105,10 @@ def send_cancels(actor: str, calls: bytes, seconds: float = SEND_LIMIT) -> bool:
 class CancelReceiver:
     """The cancelled calls of an actor, in its process.
 
-    Ray 2.60 loses an actor's order where a call of a plain method is cancelled that
-    waits. So calls are cancelled past Ray: their ids come to a socket, and the process
-    does not begin them, or interrupts them. The socket has a name and no file, so that
-    nothing of it is left, whatever ends the process.
+    If a waiting call of a plain method is cancelled by Ray 2.60, the actor loses the
+    order of its calls and stops answering. So Ray is not asked. The ids of cancelled
+    calls come to a socket, and the process skips or interrupts these calls. The socket
+    has a name and no file, so nothing of it is left, however the process ends.
     """
 
     def __init__(self, actor: str) -> None:
@@ -163,65 +163,6 @@ class CancelReceiver:
 def running_call() -> bytes:
     """Return Ray's id of the call that runs here."""
     return bytes.fromhex(cluster.task_id())
-
-
-PATIENCE: Final = 0.25
-"""Seconds in which a call comes that was sent before another that has come."""
-CALLERS: Final = 10_000
-"""Callers of which an actor knows how far they are."""
-_PLACE_BITS: Final = 32
-
-
-def call_numbers() -> Iterator[int]:
-    """Number the calls of one caller to one actor; see `CallOrder`."""
-    return count(randbits(31) << _PLACE_BITS | 1)
-
-
-class CallOrder:
-    """Begins the calls of an actor with coroutines in their callers' order.
-
-    Ray begins them as they come, which is nearly in that order. So each has a number
-    of its caller's, and waits for those before it. Used on the actor's loop alone.
-    """
-
-    def __init__(self) -> None:
-        self._next: dict[int, int] = {}
-        self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
-
-    def __repr__(self) -> str:
-        return f"<CallOrder of {len(self._next)} callers>"
-
-    async def wait_turn(self, number: int) -> None:
-        """Wait until all calls have begun that its caller has sent before.
-
-        `number` is the call's; 0 for a call that waits for none.
-        """
-        caller, place = divmod(number, 1 << _PLACE_BITS)
-        if not place:
-            return
-        while place > self._next.get(caller, 1):
-            loop = asyncio.get_running_loop()
-            turn = self._waiting[caller, place] = loop.create_future()
-            try:
-                async with asyncio.timeout(PATIENCE):
-                    await turn
-            except TimeoutError:
-                # What is missing does not come: the first of those that have is next.
-                self._admit(
-                    caller, min(one for of, one in self._waiting if of == caller)
-                )
-            finally:
-                del self._waiting[caller, place]
-        self._admit(caller, place + 1)
-
-    def _admit(self, caller: int, place: int) -> None:
-        """Let the call in this place begin, unless the caller is further already."""
-        place = self._next[caller] = max(self._next.pop(caller, 1), place)
-        while len(self._next) > CALLERS:
-            del self._next[next(iter(self._next))]
-        turn = self._waiting.get((caller, place))
-        if turn is not None and not turn.done():
-            turn.set_result(None)
 
 
 # The object and its calls
@@ -311,7 +252,7 @@ class PlainActorProcess(ActorProcess):
     def call(self, encoded: bytes, *given: Any) -> Any:
         """Call a method of the object."""
         self._begin()
-        _, method, payload = decode_call(encoded)
+        method, payload = decode_call(encoded)
         if self._is_threaded:
             # Ray's threads have no names of their own, which logs would show.
             group = self._groups.get(method, DEFAULT_GROUP)
@@ -328,7 +269,7 @@ class PlainActorProcess(ActorProcess):
     def stream(self, encoded: bytes, *given: Any) -> Iterator[Any]:
         """Call a method that is a generator."""
         self._begin()
-        _, method, payload = decode_call(encoded)
+        method, payload = decode_call(encoded)
         with failures(self._name, GeneratorExit) as step:
             self._cancels.receive()
             self._check_cancelled()
@@ -349,7 +290,7 @@ class PlainActorProcess(ActorProcess):
 class AsyncActorProcess(ActorProcess):
     """An actor whose methods are coroutines, which interleave on Ray's loop.
 
-    The order of the calls and the limits of concurrency groups are kept here.
+    The limits of concurrency groups are kept here.
     """
 
     def __init__(self, code: task_worker.RemoteCode, *given: Any) -> None:
@@ -360,7 +301,6 @@ class AsyncActorProcess(ActorProcess):
         self._ended: TaskFailure | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
-        self._order = CallOrder()
         limits = code.limits.items()
         self._places = {name: asyncio.Semaphore(most) for name, most in limits}
 
@@ -382,13 +322,12 @@ class AsyncActorProcess(ActorProcess):
                 task.cancel()
 
     @asynccontextmanager
-    async def _place_of(self, number: int, method: str) -> AsyncIterator[None]:
-        """Run the block as a call of a method, in its turn and its group's limit."""
+    async def _place_of(self, method: str) -> AsyncIterator[None]:
+        """Run the block as a call of a method, within its group's limit."""
         self._present += 1
         task = asyncio.current_task()
         assert task is not None, self
         try:
-            await self._order.wait_turn(number)
             self._begin()
             async with self._places[self._groups.get(method, DEFAULT_GROUP)]:
                 if self._ended is not None:
@@ -412,10 +351,10 @@ class AsyncActorProcess(ActorProcess):
 
     async def call(self, encoded: bytes, *given: Any) -> Any:
         """Call a method of the object."""
-        number, method, payload = decode_call(encoded)
+        method, payload = decode_call(encoded)
         passed = ActorExit, asyncio.CancelledError
         try:
-            async with self._place_of(number, method):
+            async with self._place_of(method):
                 with failures(self._name, *passed) as step:
                     value, payload = self._invoke(step, method, payload, given)
                     if type(value) is CoroutineType:
@@ -429,9 +368,9 @@ class AsyncActorProcess(ActorProcess):
 
     async def stream(self, encoded: bytes, *given: Any) -> AsyncIterator[Any]:
         """Call a method that is a generator of either kind."""
-        number, method, payload = decode_call(encoded)
+        method, payload = decode_call(encoded)
         passed = GeneratorExit, asyncio.CancelledError
-        async with self._place_of(number, method):
+        async with self._place_of(method):
             with failures(self._name, *passed) as step:
                 items, _ = self._invoke(step, method, payload, given)
                 if not hasattr(items, "__anext__"):
@@ -459,9 +398,16 @@ class AsyncActorProcess(ActorProcess):
             self._is_idle.clear()
             await self._is_idle.wait()
 
-    async def leave(self, number: int) -> None:
-        """End after the calls that were sent before, and the object's own `close()`."""
-        await self._order.wait_turn(number)
+    async def leave(self, sent: Sequence[Ref]) -> None:
+        """End after the caller's calls, and the object's own `close()`.
+
+        Ray begins calls of coroutines nearly in the order in which they were sent. So
+        this one may come before others that were sent earlier.
+
+        Args:
+            sent: objects of the calls that have not ended.
+        """
+        await asyncio.to_thread(cluster.wait_for_all, sent)
         await self._until_idle()
         await self._close()
         self._drop()

@@ -12,12 +12,10 @@ import asyncio
 import os
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -52,107 +50,52 @@ if TYPE_CHECKING:
 # Cancelled calls
 
 
-TELL_LIMIT: Final = 10.0
-"""Seconds for a task to begin beside an actor on another machine."""
-SENDERS: Final = 8
-"""Actors that are told at the same time, if not at once: one may be on a machine that
-does not answer."""
-KEPT_PLACES: Final = 100_000
-"""Actors of which it is known where they were found."""
+SEND_LIMIT: Final = 5.0
+"""Seconds for a busy process to take a message."""
 
 
 class CancelSender:
-    """Tells actors' processes which calls are cancelled; see `CancelReceiver`.
+    """Tells the processes of actors on this machine which calls are cancelled.
 
-    On the same machine it tells them at once. On others a task of Ray's does so, which
-    runs beside the actor, and answers whether the actor has been told.
+    See `CancelReceiver`. Those on other machines are not told.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[str, str], list[bytes]] = {}
-        self._places: dict[str, str] = {}
-        self._senders = threading.Semaphore(SENDERS)
-        self._remote_sender: Any = None
+        self._waiting: dict[str, list[bytes]] = {}
 
-    def send(self, actor: str, call: Ref, node: str) -> None:
+    def send(self, actor: str, call: Ref) -> bool:
         """Tell an actor's process that a call is cancelled, now or soon.
+
+        Returns False if the actor is on another machine.
 
         Args:
             actor: its id.
             call: an object that the call makes.
-            node: where the process is; "" if that is not known.
         """
-        call_id, key = call.task_id().binary(), (actor, node)
+        call_id = call.task_id().binary()
         with self._lock:
-            if key in self._waiting:
-                self._waiting[key].append(call_id)
-                return
-            with suppress(BlockingIOError):
-                if self.sends_here(actor, call_id, 0):
+            if actor in self._waiting:
+                self._waiting[actor].append(call_id)
+                return True
+            try:
+                return actor_process.send_cancels(actor, call_id, 0)
+            except BlockingIOError:
+                self._waiting[actor] = [call_id]
+                start_call(partial(self._send_waiting, actor))
+                return True
+
+    def _send_waiting(self, actor: str) -> None:
+        while True:
+            with self._lock:
+                ids, self._waiting[actor] = self._waiting[actor], []
+                if not ids:
+                    del self._waiting[actor]
                     return
-            self._waiting[key] = [call_id]
-            start_call(partial(self._send_waiting, key))
-
-    def sends_here(self, actor: str, calls: bytes, seconds: float) -> bool:
-        """Tell a process on this machine; False if it is on another one."""
-        return actor_process.send_cancels(actor, calls, seconds)
-
-    def _send_waiting(self, key: tuple[str, str]) -> None:
-        actor, node = key
-        # The process hangs, or has gone with the cluster, which Ray calls an exit.
-        gone = (OSError, exceptions.RayError, RuntimeError, ValueError, SystemExit)
-        with self._senders:
-            while True:
-                with self._lock:
-                    ids, self._waiting[key] = self._waiting[key], []
-                    if not ids:
-                        del self._waiting[key]
-                        return
-                with suppress(*gone):
-                    for start in range(0, len(ids), actor_process.MAX_IDS):
-                        calls = b"".join(ids[start : start + actor_process.MAX_IDS])
-                        if not self.sends_here(actor, calls, actor_process.SEND_LIMIT):
-                            self._send_elsewhere(actor, node, calls)
-
-    def _send_elsewhere(self, actor: str, node: str, calls: bytes) -> None:
-        """Tell a process where it was found last, or should be; else everywhere."""
-        here, nodes = cluster.process_ids()[0], cluster.nodes()
-        known = self._places.pop(actor, node)
-        others = [one.id for one in nodes if one.id not in (here, known)]
-        likely = [one.id for one in nodes if one.id == known != here]
-        found = self._send_to(likely, actor, calls) or self._send_to(
-            others, actor, calls
-        )
-        if found:
-            self._places[actor] = found
-            while len(self._places) > KEPT_PLACES:
-                del self._places[next(iter(self._places))]
-
-    def _send_to(self, nodes: Sequence[str], actor: str, calls: bytes) -> str:
-        """Have a task on each node tell the process; return on which it was, or ""."""
-        if self._remote_sender is None:
-            # Without CPUs: it has a place although others have taken them all.
-            options = {"num_cpus": 0, "max_retries": 0, "name": "aiogpu.cancel"}
-            self._remote_sender = cluster.remote(actor_process.send_cancels, options)
-        answers = SimpleQueue[tuple[str, Any]]()
-        for node in nodes:
-            if not cluster.is_connected():
-                return ""  # the question would have Ray start a cluster
-            strategy = cluster.on_node(node)
-            sender = self._remote_sender.options(scheduling_strategy=strategy)
-
-            def note(found: Any, on: str = node) -> None:
-                answers.put((on, found))
-
-            cluster.add_done_callback(sender.remote(actor, calls), note)
-        until = time.monotonic() + TELL_LIMIT
-        for _ in nodes:
-            with suppress(Empty):
-                node, found = answers.get(timeout=max(0, until - time.monotonic()))
-                if found is True:
-                    return node
-        return ""
+            with suppress(OSError):  # the process hangs, or has ended
+                for start in range(0, len(ids), actor_process.MAX_IDS):
+                    calls = b"".join(ids[start : start + actor_process.MAX_IDS])
+                    actor_process.send_cancels(actor, calls, SEND_LIMIT)
 
 
 _cancel_sender: Final = CancelSender()
@@ -210,7 +153,6 @@ class RayActor:
     is_gone: bool = False
     needs: tuple[values.SharedValue, ...] = ()
     place: actor_process.Place = ("", 0)
-    _numbers: Iterator[int] = field(default_factory=actor_process.call_numbers)
     _methods: dict[tuple[str, int, int], Callable[..., Any]] = field(
         default_factory=dict
     )
@@ -325,12 +267,10 @@ class RayActor:
         if remote is None:
             remote = self._method(method, returns, window)
         is_async = self.reference.terms[0] == ASYNC
-        # A call that waits for its arguments is waited for by no other.
-        order = next(self._numbers) if is_async and len(given) <= 3 else 0
         if len(given) == 1:
-            made = remote(actor_process.encode_call(order, method.encode(), given[0]))
+            made = remote(actor_process.encode_call(method.encode(), given[0]))
         else:
-            made = remote(actor_process.encode_call(order, method.encode()), *given)
+            made = remote(actor_process.encode_call(method.encode()), *given)
         if window:
             stop = None if is_async else self._cancel
             Stream(calls, number, made, window, stop)
@@ -356,11 +296,15 @@ class RayActor:
         return remote
 
     def _cancel(self, call: Any) -> None:
-        """Have a call not begin, or be interrupted, whose answer nobody wants."""
-        if self.end is None or self.is_leaving:
-            _cancel_sender.send(
-                cluster.actor_id(self.reference.handle), call, self.place[0]
-            )
+        """Stop a call whose answer nobody wants.
+
+        On another machine only calls of coroutines are stopped, by Ray.
+        """
+        if self.end is not None and not self.is_leaving:
+            return
+        is_here = _cancel_sender.send(cluster.actor_id(self.reference.handle), call)
+        if not is_here and self.reference.terms[0] == ASYNC:
+            self._calls.canceller.cancel(call)
 
     # Begin and end
 
@@ -438,7 +382,7 @@ class RayActor:
         mode, limits, _ = self.reference.terms
         leave = self.reference.handle.leave
         if mode == ASYNC:
-            leave.remote(next(self._numbers))
+            leave.remote(self._calls.sent_to(self.id))
         elif mode == THREADED:
             for group in limits:
                 options = {"concurrency_group": group or METHODS_GROUP}

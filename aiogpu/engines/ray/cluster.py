@@ -166,6 +166,12 @@ def wait(refs: Sequence[Ref], seconds: float) -> bool:
     return bool(ready)
 
 
+def wait_for_all(refs: Sequence[Ref]) -> None:
+    """Wait in this thread until all of the objects exist, on whichever node."""
+    if refs:
+        ray.wait(list(refs), num_returns=len(refs), fetch_local=False)
+
+
 def cancel(ref: Ref, *, force: bool = False) -> None:
     """Stop the task that makes an object, and all tasks that it has started.
 
@@ -194,11 +200,6 @@ def find_actor(name: str, namespace: str) -> Handle | None:
         return ray.get_actor(name, namespace=namespace or NAMESPACE)
     except ValueError:
         return None
-
-
-def on_node(node: str) -> Any:
-    """Return the scheduling strategy that places a task on a node."""
-    return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def create_placement_group(
@@ -271,60 +272,20 @@ class ClusterNode(NamedTuple):
 
     Attributes:
         id: in hexadecimal.
-        host: its machine's name.
         total: its resources by name.
-        free: what is free of each; None if Ray was not asked.
-        labels: its labels.
     """
 
     id: str
-    host: str
     total: Mapping[str, float]
-    free: Mapping[str, float] | None
-    labels: Mapping[str, str]
-
-
-Demands = Sequence[tuple[Mapping[str, float], int]]
-"""What tasks and actors of all programs wait for, and how many wait for the same."""
 
 
 def nodes() -> list[ClusterNode]:
     """Return the living nodes."""
     return [
-        ClusterNode(
-            str(node["NodeID"]),
-            str(node["NodeManagerHostname"]),
-            dict(node["Resources"]),
-            None,
-            dict(node.get("Labels", {})),
-        )
+        ClusterNode(str(node["NodeID"]), dict(node["Resources"]))
         for node in ray.nodes()
         if node["Alive"]
     ]
-
-
-def nodes_and_demands() -> tuple[Sequence[ClusterNode], Demands]:
-    """Return the nodes with what is free, and what waits; needs no dashboard."""
-    from ray.autoscaler.v2.sdk import get_cluster_status
-
-    return parse_status(get_cluster_status(head_address(), ANSWER_LIMIT), nodes())
-
-
-def parse_status(
-    status: Any, nodes: Sequence[ClusterNode]
-) -> tuple[Sequence[ClusterNode], Demands]:
-    """Read a `ClusterStatus` of Ray's, which lags about a second."""
-    free = {
-        node.node_id: node.available_resources()
-        for node in (*status.active_nodes, *status.idle_nodes)
-    }
-    demands = [
-        (dict(shape.bundle), shape.count)
-        for demand in status.resource_demands.ray_task_actor_demand
-        for shape in demand.bundles_by_count
-    ]
-    known = [node._replace(free=free[node.id]) for node in nodes if node.id in free]
-    return known, demands
 
 
 def has_autoscaler() -> bool:
@@ -518,54 +479,43 @@ def host_and_port(address: str) -> tuple[str, int]:
     )
 
 
-async def connection_error(address: str, seconds: float) -> str | None:
-    """Return what keeps Ray's server from being at an address; None if it is there.
+async def check_reachable(address: str, seconds: float) -> None:
+    """Check that a head answers at an address.
 
     Ray itself would try for long, and end the program after a minute without a head.
-    Its servers speak HTTP/2, and whoever listens sends the first frame of that.
+    Its servers speak HTTP/2, in which the server sends a settings frame first.
+
+    Raises:
+        NodeError: no head answers within `seconds`.
     """
-    problem = "no answer"
+    host, port = host_and_port(address)
     try:
         async with asyncio.timeout(seconds):
-            reader, writer = await asyncio.open_connection(*host_and_port(address))
-            problem = "it accepts connections and says nothing"
+            reader, writer = await asyncio.open_connection(host, port)
             try:
                 if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                    return None  # only Ray can speak to a server with certificates
+                    return  # only Ray can speak to a server with certificates
                 writer.write(GREETING)
-                said = b""
-                while len(said) < HEADER and (more := await reader.read(HEADER)):
-                    said += more
+                header = await reader.readexactly(HEADER)
             finally:
                 writer.close()
                 with suppress(OSError):
                     await writer.wait_closed()
+        if header[3] == SETTINGS:
+            return
+        problem = f"what listens there is not Ray, and says {header!r}"
     except TimeoutError:
-        return f"{problem} within {seconds:g} s"
+        problem = f"no answer within {seconds:g} s"
+    except asyncio.IncompleteReadError as error:
+        problem = f"what listens there is not Ray, and says {error.partial!r}"
     except OSError as error:
-        return str(error) or type(error).__name__
-    if len(said) >= HEADER and said[3] == SETTINGS:
-        return None
-    if not said:
-        return "it closes the connection at once"
-    return f"what listens there is not Ray, and says {said[:HEADER]!r}"
-
-
-async def check_reachable(address: str) -> None:
-    """Check that a cluster answers at an address.
-
-    Raises:
-        NodeError: says what is there instead.
-    """
-    host, port = host_and_port(address)
-    error = await connection_error(address, REACH_LIMIT)
-    if error is not None:
-        raise NodeError(
-            f"init(address='ray') with RAY_ADDRESS={address!r}: no Ray cluster answers "
-            f"at {host}:{port}: {error}. Is its head started, by `ray start --head "
-            f"--port={port}`? One that has just been started takes some seconds to "
-            f"listen."
-        )
+        problem = str(error) or type(error).__name__
+    raise NodeError(
+        f"init(address='ray') with RAY_ADDRESS={address!r}: no Ray cluster answers at "
+        f"{host}:{port}: {problem}. Is its head started, by `ray start --head "
+        f"--port={port}`? A head that has just been started takes some seconds to "
+        f"listen."
+    )
 
 
 # The connection of this process
@@ -603,7 +553,7 @@ class _Process:
         thread: where it was made. Ray's servers end with the thread that has started
             them, so it is kept.
         pid: of this process; a fork has another one.
-        leaving: done when a cluster was left that was lost or joined too late.
+        leaving: done when the last cluster was left.
     """
 
     users: int = 0
@@ -642,7 +592,7 @@ class RayConnection:
         self._check_options()
         if self._address is not None and self._address.startswith(CLIENT):
             raise OptionError(no_client(f"RAY_ADDRESS={self._address!r}"))
-        await _left_lost_cluster()
+        await _left_before()
         if is_connected():
             self._check_existing()
         else:
@@ -681,15 +631,17 @@ class RayConnection:
 
     async def _connect(self) -> None:
         if self._address is not None:
-            await check_reachable(self._address)
+            await check_reachable(self._address, REACH_LIMIT)
         _process.thread = SerialThread("aiogpu-ray")
         joining = _process.thread.submit(self._connect_in_thread)
         try:
             async with asyncio.timeout(None if self._address is None else JOIN_LIMIT):
                 await asyncio.wrap_future(joining)
         except BaseException as error:
-            await self._undo(joining)
-            _end_thread()
+            leaving = _start_leaving()
+            if self._address is None:
+                # Half a start would be left behind, so Ray starts it to the end.
+                await asyncio.wait([asyncio.wrap_future(leaving)])
             if not isinstance(error, TimeoutError):
                 raise
             raise NodeError(
@@ -698,16 +650,6 @@ class RayConnection:
                 f"default they are in /tmp/ray/session_latest/logs."
             ) from error
         _process.is_ours = True
-
-    async def _undo(self, joining: Future[None]) -> None:
-        """Leave a cluster as soon as it is joined or started."""
-        if not joining.done() and self._address is None:
-            # Half a start would be left behind, so Ray starts it to the end.
-            await asyncio.wait([asyncio.wrap_future(joining)])
-        if not joining.done() or joining.exception() is None:
-            _process.leaving = start_call(partial(_leave_when_joined, joining))
-            if self._address is None:
-                await asyncio.wait([asyncio.wrap_future(_process.leaving)])
 
     def _connect_in_thread(self) -> None:
         shows_output, options = self._options.log_to_driver, self._start_options
@@ -732,22 +674,18 @@ class RayConnection:
     def lose(self) -> None:
         """Leave a cluster that has gone; nobody waits for that."""
         if self._release():
-            _process.leaving = start_call(_leave)
-            _end_thread()
+            _start_leaving()
 
     async def close(self) -> None:
         """Leave the cluster if this is its last user and aiogpu has connected it."""
         if self._release():
-            assert _process.thread is not None
-            leaving = asyncio.wrap_future(_process.thread.submit(_leave))
+            leaving = asyncio.wrap_future(_start_leaving())
             try:
                 await asyncio.shield(leaving)
             except asyncio.CancelledError:
                 # Half a shutdown would be left behind, so Ray does it to the end.
                 await asyncio.wait([leaving])
                 raise
-            finally:
-                _end_thread()
 
     def _release(self) -> bool:
         """Use the connection no more; return whether it is to be ended."""
@@ -764,8 +702,7 @@ class RayConnection:
         """Leave the cluster as the interpreter ends, whoever else uses it."""
         if self._is_open and _process.is_ours and _process.pid == os.getpid():
             self._is_open = _process.is_ours = False
-            _leave()
-            _end_thread()
+            _start_leaving().result()
 
     def after_fork(self) -> None:
         """Forget the connection in a fork, which does not have it."""
@@ -808,8 +745,18 @@ def _whole(option: str, value: float) -> int:
     return int(value)
 
 
+def _start_leaving() -> Future[None]:
+    """Leave the cluster in the thread that has joined or started it, and end that."""
+    thread, _process.thread = _process.thread, None
+    assert thread is not None
+    _process.leaving = thread.submit(_leave)
+    thread.end()
+    return _process.leaving
+
+
 def _leave() -> None:
-    leave()
+    if is_connected():
+        leave()
     session, _process.session = _process.session, ""
     # Ray leaves its sockets and port files behind. Logs are kept on purpose.
     for entry in Path(session).iterdir() if session else ():
@@ -819,27 +766,15 @@ def _leave() -> None:
             rmtree(entry, ignore_errors=True)
 
 
-def _leave_when_joined(joining: Future[None]) -> None:
-    if joining.exception() is None:
-        _leave()
-
-
-async def _left_lost_cluster() -> None:
-    """Wait until a lost cluster was left: a process can be in one only."""
+async def _left_before() -> None:
+    """Wait until the last cluster was left: a process can be in one only."""
     if _process.leaving is None:
         return
-    try:
-        async with asyncio.timeout(LEAVE_LIMIT):
-            await asyncio.wrap_future(_process.leaving)
-    except TimeoutError as error:
+    leaving = asyncio.wrap_future(_process.leaving)
+    await asyncio.wait([leaving], timeout=LEAVE_LIMIT)
+    if not leaving.done():
         raise NodeError(
             f"init(address='ray'): Ray has not left the cluster that was lost before, "
             f"in {LEAVE_LIMIT:g} s; start the program anew."
-        ) from error
+        )
     _process.leaving = None
-
-
-def _end_thread() -> None:
-    thread, _process.thread = _process.thread, None
-    if thread is not None:
-        thread.end()

@@ -16,7 +16,7 @@ from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray import cluster, status
 from aiogpu.engines.ray.actors import RayActors
-from aiogpu.engines.ray.cluster import RayConnection, connection_error
+from aiogpu.engines.ray.cluster import RayConnection
 from aiogpu.engines.ray.errors import actor_death, pack_error
 from aiogpu.engines.ray.options import check_possible, task_options
 from aiogpu.engines.ray.placement_groups import PlacementGroups
@@ -24,7 +24,7 @@ from aiogpu.engines.ray.status import InfeasibleCalls, Overview
 from aiogpu.engines.ray.task_worker import RemoteCode, make_runner
 from aiogpu.engines.ray.tasks import Calls, PendingCall, RayValues, Stream
 from aiogpu.engines.ray.values import forget_after_fork, pack_copy
-from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
+from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError, NodeError
 from aiogpu.runtime.callers.leases import removed
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.serialization.exceptions import RAISED
@@ -120,9 +120,12 @@ class RayEngine:
         """
         seen = self._loop.time()
         while self._loop.time() - seen < LOST_AFTER:
-            error = await connection_error(head, LOST_AFTER / 3)
-            self._is_head_missed = error is not None
-            if not self._is_head_missed:
+            try:
+                await cluster.check_reachable(head, LOST_AFTER / 3)
+            except NodeError:
+                self._is_head_missed = True
+            else:
+                self._is_head_missed = False
                 seen = self._loop.time()
                 await self._look()
             await asyncio.sleep(LOOK_INTERVAL)
@@ -306,7 +309,7 @@ class RayEngine:
     async def available(self) -> dict[str, float]:
         """Return what is free of each."""
         self._check_asked("aiogpu.available_resources()")
-        return await status.free_resources()
+        return await status.free_resources(await status.total_resources())
 
     async def status(self) -> NodeStatus:
         """Return what the cluster has, and what this program has running."""

@@ -29,7 +29,7 @@ from aiogpu.engines.ray.task_worker import device_kinds
 from aiogpu.engines.ray.tasks import Calls, PendingCall
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import LISTED
-from aiogpu.observe.status import DeviceStatus, NodeStatus, ShapeStatus, TaskStatus
+from aiogpu.observe.status import NodeStatus, TaskStatus
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Request
@@ -234,10 +234,10 @@ async def total_resources() -> dict[str, float]:
     return public_resources(await cluster.ask(cluster.total_resources))
 
 
-async def free_resources() -> dict[str, float]:
-    """Return what is free of each resource; 0.0 if nothing is."""
-    total = dict.fromkeys(await total_resources(), 0.0)
-    return total | public_resources(await cluster.ask(cluster.free_resources))
+async def free_resources(total: Iterable[str]) -> dict[str, float]:
+    """Return what is free of each of these resources; 0.0 if nothing is."""
+    free = public_resources(await cluster.ask(cluster.free_resources))
+    return dict.fromkeys(total, 0.0) | free
 
 
 # Calls that no node fits any more
@@ -300,63 +300,25 @@ class InfeasibleCalls:
 
 # Status
 
-TYPE_LABEL: Final = "ray.io/accelerator-type"
-UNKNOWN: Final = (
-    "Ray tells how much of a node's devices is free, not of which, nor to whom"
-)
-
 
 async def status(calls: Calls) -> NodeStatus:
-    """Return what the cluster has and what waits on it, and a program's own calls.
+    """Return what the cluster has, and the calls of this program.
 
-    What only Ray knows and does not tell is left out: on which node a call runs, in
-    which process, and which of a node's devices is how full.
+    What waits on the cluster and which node has what, `ray status` tells.
     """
-    nodes, demands = await cluster.ask(cluster.nodes_and_demands)
-    return make_status(nodes, demands, calls.live, calls.loop.time())
-
-
-def make_status(
-    nodes: Sequence[ClusterNode],
-    demands: cluster.Demands,
-    live: Mapping[int, PendingCall],
-    now: float,
-) -> NodeStatus:
-    """Return the status for what the cluster says; see `status`."""
-    total: Counter[str] = Counter()
-    free: Counter[str] = Counter()
-    for node in nodes:
-        for name, amount in public_resources(node.total).items():
-            total[name] += amount  # type: ignore[assignment]
-            free[name] += (node.free or {}).get(name, 0.0)  # type: ignore[assignment]
+    total = await total_resources()
+    now = calls.loop.time()
     return NodeStatus(
-        total=dict(total),
-        available=dict(free),
-        devices=tuple(one for node in nodes for one in _devices(node)),
+        total=total,
+        available=await free_resources(total),
+        devices=(),
         workers=(),
-        tasks=tuple(_task(*one, now) for one in islice(live.items(), LISTED)),
-        waiting_count=sum(count for _, count in demands),
-        shapes=tuple(_shape(*demand, live, now) for demand in demands[:LISTED]),
-        shape_count=len(demands),
+        tasks=tuple(_task(*one, now) for one in islice(calls.live.items(), LISTED)),
+        waiting_count=sum(not call.is_sent for call in calls.live.values()),
+        shapes=(),
+        shape_count=0,
         reservation=None,
     )
-
-
-def _devices(node: ClusterNode) -> Iterator[DeviceStatus]:
-    named = [name.removeprefix(units.TYPE_PREFIX) for name in sorted(node.total)]
-    types = [name for name in named if units.TYPE_PREFIX + name in node.total]
-    type_name = node.labels.get(TYPE_LABEL) or ", ".join(types) or None
-    for kind in DEVICES:
-        left = to_parts((node.free or {}).get(kind, 0.0))
-        for index in range(int(node.total.get(kind, 0.0))):
-            free = max(min(left, units.UNIT), 0)  # whole devices first
-            left -= free
-            place = f"{node.host}/{node.id[:6]}:{index}"
-            yield DeviceStatus(
-                *(kind, place, type_name, None, None, 0, units.number(free)),
-                holders=(),
-                unknown=UNKNOWN,
-            )
 
 
 def _task(task: int, call: PendingCall, now: float) -> TaskStatus:
@@ -367,19 +329,3 @@ def _task(task: int, call: PendingCall, now: float) -> TaskStatus:
         return TaskStatus(task, call.name, "sent", request, None, reason)
     reason = f"waits for its arguments: {age}"
     return TaskStatus(task, call.name, "expecting", request, None, reason)
-
-
-def _shape(
-    shape: Mapping[str, float], count: int, live: Mapping[int, PendingCall], now: float
-) -> ShapeStatus:
-    asked = {name: to_parts(amount) for name, amount in shape.items() if amount}
-    own = [one for one in live.values() if amounts(one.request) == asked]
-    return ShapeStatus(
-        request=dict(sorted(shape.items())),
-        strategy="pack",
-        variables=(),
-        count=count,
-        first=own[0].name if own else "others",
-        seconds=now - own[0].since if own else 0.0,
-        reason="has no place on any node of the cluster now, of all programs' tasks",
-    )

@@ -289,6 +289,16 @@ class Calls:
         else:
             call.on_sent.append(callback)
 
+    def sent_to(self, actor: int) -> list[Ref]:
+        """Return an object of each call of an actor that was sent and has not ended."""
+        sent: list[Ref] = []
+        for call in list(self.live.values()):
+            if call.actor == actor and call.refs:
+                sent.append(call.refs[0])
+            elif call.actor == actor and call.generator is not None:
+                sent.append(call.generator.completed())
+        return sent
+
     def ref_of(self, number: int, part: int) -> Ref | None:
         """Return the object of a running call, or of one of its results."""
         call = self.live.get(number)
