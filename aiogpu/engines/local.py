@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.engines.recording import Recording
     from aiogpu.observe.recorder import Span
-    from aiogpu.observe.status import NodeStatus, Program
+    from aiogpu.observe.status import NodeStatus, Observations, Program
     from aiogpu.observe.why import Why
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.actors.registry import Actors
@@ -45,25 +45,144 @@ WARM: Final = 8
 """Idle workers kept beside one for each CPU."""
 
 
-class LocalEngine:
-    """An embedded node: the scheduler and all connections live on the loop."""
+class DriverEngine:
+    """What engines share whose driver lives on the loop of this process."""
 
-    waits = None
     remote_values = None
     has_gone = False
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options
         self._loop = loop
-        self._supervisor = Supervisor(loop)
         self._driver: Driver | None = None
-        self._recording: Recording | None = None
         self._store: Store | None = None
-        # Left on functions that were found feasible; it outlives the node, so is small.
-        self._mark = object()
 
     def __repr__(self) -> str:
-        return f"<LocalEngine {self._driver!r}>"
+        return f"<{type(self).__name__} {self._driver!r}>"
+
+    @property
+    def store(self) -> Store:
+        """Its values' shared memory; made when it is first needed."""
+        if self._store is None:
+            from aiogpu.runtime.objects.segments import ObjectMemory
+            from aiogpu.runtime.objects.store import Store
+
+            options = self._options
+            memory = ObjectMemory(options.object_memory, options.spill_directory)
+            self._store = Store(self._loop, memory)
+        return self._store
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make a payload; see `Engine.pack`."""
+        return self.store.pack(outgoing)
+
+    @property
+    def _open_driver(self) -> Driver:
+        if self._driver is None:
+            raise NodeClosedError("this node is not running.")
+        self._driver.row.end()
+        return self._driver
+
+    def _asked(self, _what: str) -> Driver:
+        """The driver, for the program that asks `_what`."""
+        return self._open_driver
+
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
+        """Start a task; see `Engine.submit`."""
+        raise NotImplementedError
+
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        return self.submit(func, b"", receiver)
+
+    @property
+    def actors(self) -> Actors:
+        """Its actors; see `Engine.actors`."""
+        return self._open_driver.actors
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let a stream yield so many items in all; see `Engine.demand`."""
+        if self._driver is not None:
+            self._driver.demand(task, limit)
+
+    def cancel(self, task: int) -> None:
+        """Stop a task; see `Engine.cancel`."""
+        driver = self._driver
+        if driver is not None:
+            driver.cancel(task)
+
+    async def total(self) -> dict[str, float]:
+        """All resources by name."""
+        return self._asked("aiogpu.cluster_resources()").scheduler.ledger.totals()
+
+    async def available(self) -> dict[str, float]:
+        """Return what is free of each."""
+        return self._asked("aiogpu.available_resources()").scheduler.ledger.available()
+
+    @property
+    def _pids(self) -> Mapping[int, int]:
+        """Process ids by worker, and by holder of a lease."""
+        raise NotImplementedError
+
+    @property
+    def _observed(self) -> Observations:
+        """What was last seen on the devices."""
+        return {}
+
+    @property
+    def _programs(self) -> Mapping[int, Program]:
+        """Who has joined, by their numbers."""
+        return {}
+
+    def _draining(self, _now: float) -> float | None:
+        """Seconds that what runs has, if the node is being stopped; None if not."""
+        return None
+
+    async def status(self) -> NodeStatus:
+        """Who holds what, what waits and why."""
+        from aiogpu.observe.snapshot import snapshot
+
+        driver, now = self._asked("aiogpu.status()"), self._loop.time()
+        pids, results = self._pids, driver.results
+        seen = snapshot(driver.scheduler, pids, now, self._observed, self._programs)
+
+        def place_of(actor: Actor) -> tuple[int, int] | None:
+            worker = actor.worker
+            return None if worker is None else (worker.id, pids.get(worker.id, 0))
+
+        return replace(
+            seen,
+            actors=driver.actors.listed(place_of, results.client_of),
+            failures=results.failures.at(time.monotonic()),
+            draining=self._draining(now),
+        )
+
+    async def why(self, task: int) -> Why | None:
+        """Return why a task waits; see `Engine.why`."""
+        from aiogpu.observe.snapshot import why
+
+        scheduler = self._asked("handle.why()").scheduler
+        record = scheduler.tasks.get(TaskId(task))
+        if record is None:
+            return None
+        return why(scheduler, record, self._pids, self._loop.time(), self._programs)
+
+    async def why_task(self, number: int) -> Why | None:
+        """The same; see `Engine.why_task`."""
+        return await self.why(number)
+
+
+class LocalEngine(DriverEngine):
+    """An embedded node: the scheduler and all connections live on the loop."""
+
+    waits = None
+
+    def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(options, loop)
+        self._supervisor = Supervisor(loop)
+        self._recording: Recording | None = None
+        # Left on functions that were found feasible; it outlives the node, so is small.
+        self._mark = object()
 
     async def open(self) -> None:
         """Detect what there is while the zygote starts; see `Engine.open`."""
@@ -104,29 +223,6 @@ class LocalEngine:
         """Tells this node from others; see `Engine.home`."""
         return os.path.basename(self._supervisor.directory)
 
-    @property
-    def store(self) -> Store:
-        """Its values' shared memory; made when it is first needed."""
-        if self._store is None:
-            from aiogpu.runtime.objects.segments import ObjectMemory
-            from aiogpu.runtime.objects.store import Store
-
-            options = self._options
-            memory = ObjectMemory(options.object_memory, options.spill_directory)
-            self._store = Store(self._loop, memory)
-        return self._store
-
-    def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload; see `Engine.pack`."""
-        return self.store.pack(outgoing)
-
-    @property
-    def _open_driver(self) -> Driver:
-        if self._driver is None:
-            raise NodeClosedError("this node is not running.")
-        self._driver.row.end()
-        return self._driver
-
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
         driver = self._driver
@@ -145,10 +241,6 @@ class LocalEngine:
                 return task
         return driver.submit(func, payload, receiver)
 
-    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a lease; see `Engine.take_lease`."""
-        return self.submit(func, b"", receiver)
-
     def _admit(self, func: FunctionSpec) -> Driver:
         from aiogpu.engines.admission import check_func
 
@@ -156,65 +248,6 @@ class LocalEngine:
         check_func(func, driver.scheduler.ledger)
         func.checked_by = self._mark
         return driver
-
-    @property
-    def actors(self) -> Actors:
-        """Its actors; see `Engine.actors`."""
-        return self._open_driver.actors
-
-    def demand(self, task: int, limit: int) -> None:
-        """Let a stream yield so many items in all; see `Engine.demand`."""
-        if self._driver is not None:
-            self._driver.demand(task, limit)
-
-    def cancel(self, task: int) -> None:
-        """Stop a task; see `Engine.cancel`."""
-        driver = self._driver
-        if driver is not None:
-            driver.cancel(task)
-
-    async def total(self) -> dict[str, float]:
-        """All resources by name."""
-        return self._open_driver.scheduler.ledger.totals()
-
-    async def available(self) -> dict[str, float]:
-        """Return what is free of each."""
-        return self._open_driver.scheduler.ledger.available()
-
-    async def status(self) -> NodeStatus:
-        """Who holds what, what waits and why."""
-        from aiogpu.observe.snapshot import snapshot
-
-        supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
-        pids, results = supervisor.pids, driver.results
-        programs = self._programs
-        seen = snapshot(driver.scheduler, pids, now, supervisor.observed, programs)
-
-        def place_of(actor: Actor) -> tuple[int, int] | None:
-            worker = actor.worker
-            return None if worker is None else (worker.id, pids.get(worker.id, 0))
-
-        return replace(
-            seen,
-            actors=driver.actors.listed(place_of, results.client_of),
-            failures=results.failures.at(time.monotonic()),
-            draining=self._draining(now),
-        )
-
-    async def why(self, task: int) -> Why | None:
-        """Return why a task waits; see `Engine.why`."""
-        from aiogpu.observe.snapshot import why
-
-        scheduler = self._open_driver.scheduler
-        record = scheduler.tasks.get(TaskId(task))
-        if record is None:
-            return None
-        supervisor, now = self._supervisor, self._loop.time()
-        return why(scheduler, record, supervisor.pids, now, self._programs)
-
-    async def why_task(self, number: int) -> Why | None:
-        """The same; see `Engine.why_task`."""
-        return await self.why(number)
 
     async def serve(
         self,
@@ -253,7 +286,15 @@ class LocalEngine:
         )
 
     @property
-    def _programs(self) -> dict[int, Program]:
+    def _pids(self) -> Mapping[int, int]:
+        return self._supervisor.pids
+
+    @property
+    def _observed(self) -> Observations:
+        return self._supervisor.observed
+
+    @property
+    def _programs(self) -> Mapping[int, Program]:
         """Who has joined, by their numbers."""
         from aiogpu.observe.status import Program
 

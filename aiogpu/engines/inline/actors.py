@@ -21,37 +21,39 @@ from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 
 from aiogpu.client.current import method_called
-from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.records import TaskState, WorkerRecord
-from aiogpu.core.resources.placement_group import room_for
-from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.records import TaskState
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.engines.inline.tasks import (
+    FrameRestorer,
     Job,
     Outcome,
-    Raising,
     acting_job,
     id_of_caller,
     running_job,
-    supplied,
 )
 from aiogpu.errors import ActorDiedError, DeadlockError, NodeClosedError, NodeError
-from aiogpu.runtime.actors.actor import Actor, ActorState, died
-from aiogpu.runtime.actors.registry import FIRST_CALL, LEAVE_LIMIT, Register
-from aiogpu.runtime.pending_tasks import Call
-from aiogpu.runtime.workers.death import describe_loss
-from aiogpu.serialization.exceptions import LEFT, STOPPED, unpack_failure
-from aiogpu.serialization.payload import Payload
-from aiogpu.serialization.serializer import dump_whole
-from aiogpu.wire.messages import ASYNC, THREADED, Demand, Failed, Invoke, Leave, Message
+from aiogpu.runtime.actors.actor import Actor, ActorState
+from aiogpu.runtime.actors.registry import FIRST_CALL, LEAVE_LIMIT, Actors
+from aiogpu.serialization.exceptions import LEFT, STOPPED
+from aiogpu.serialization.serializer import NONE_PAYLOAD
+from aiogpu.wire.messages import (
+    ASYNC,
+    THREADED,
+    Created,
+    Demand,
+    Done,
+    Failed,
+    Invoke,
+    Leave,
+    Message,
+)
 from aiogpu.worker.chunk import method_of, plain_name
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Receiver
-    from aiogpu.engines.base import Room
     from aiogpu.engines.inline.tasks import Executor, InlineNode, Runner
-    from aiogpu.runtime.workers.slots import LiveWorker
+    from aiogpu.runtime.workers.pool import Pool
 
 
 class Creation(Job):
@@ -64,31 +66,27 @@ class Creation(Job):
 
     def __init__(
         self,
+        node: InlineNode,
         id_: TaskId,
-        call: Call,
-        runner: Runner,
+        func: FunctionSpec,
         actor: Actor,
-        residents: Residents,
+        residents: InlineActors,
     ) -> None:
-        super().__init__(id_, call, runner, is_urgent=True)
+        super().__init__(node, id_, func, is_urgent=True)
         self.actor = actor
+        self.actor_id = id_
         self.resident: Resident | None = None
         self._residents = residents
 
-    @property
-    def actor_id(self) -> int:
-        """The number of the actor that it makes."""
-        return self.id
-
-    def begin(self, worker: WorkerRecord) -> None:
+    def begin(self) -> None:
         """It is its turn, once more maybe."""
-        super().begin(worker)
+        super().begin()
         self.started = set()
         self.resident = self._residents.begin_life(self)
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """What makes the object and keeps it; raises what unpickling the class does."""
-        cls, resident = executor.function(self.call.func), self.resident
+        cls, resident = executor.function(self.func), self.resident
         assert resident is not None, self
 
         def make(*args: Any, **kwargs: Any) -> None:
@@ -105,24 +103,12 @@ class Creation(Job):
             return False
         assert resident is not None, self
         resident.on_made()
-        payload = self.call.payload
-        if type(payload) is Payload and not record.retries_left:
-            payload.let_go_of_actors()  # it is not called again
         return True
-
-    def tell(self, outcome: Outcome) -> None:
-        """Tell who waits for the actor that it has ended, or was never made."""
-        if type(outcome.answer) is Failed:
-            error = unpack_failure(outcome.answer, self.name)
-            outcome.show_frames(error)
-            self.actor.break_down(outcome.answer, error)
-        elif self.actor.state is ActorState.LEAVING:
-            self.actor.receive(b"")
 
     def interrupt(self) -> None:
         """Have it end, with what its object has started."""
-        resident, scheduler = self.resident, self.runner.node.scheduler
-        if resident is None or resident.peer is None:
+        resident, scheduler = self.resident, self.node.scheduler
+        if resident is None or resident.worker.peer is None:
             super().interrupt()
         elif scheduler.is_closing:
             resident.close_down(scheduler.config.cancel_grace)
@@ -140,12 +126,6 @@ class Creation(Job):
             self.resident.let_go()
         super().end()
 
-    def on_forgotten(self) -> None:
-        """Nothing is left of it."""
-        if self.actor.state is ActorState.DEAD:
-            self.actor.note_gone()
-            self._residents.forget(self.actor)
-
 
 class Invocation(Job):
     """A call of an actor; the scheduler knows nothing of it.
@@ -155,13 +135,17 @@ class Invocation(Job):
         method: name of the method.
     """
 
-    def __init__(
-        self, id_: TaskId, call: Call, runner: Runner, resident: Resident, method: str
-    ) -> None:
-        super().__init__(id_, call, runner)
+    def __init__(self, resident: Resident, message: Invoke) -> None:
+        creation = resident.creation
+        super().__init__(creation.node, TaskId(message.call), creation.func)
         self.resident = resident
-        self.method = method
-        self.worker = resident.creation.worker
+        self.method = message.method
+        self.runner = creation.runner
+        self.worker = resident.worker
+        self.actor_id = creation.id
+        self.has_devices = creation.has_devices
+        self.payload = message.payload
+        self.limit, self.skip = message.limit, message.skip
 
     @property
     def task(self) -> TaskId:
@@ -171,7 +155,7 @@ class Invocation(Job):
     @property
     def name(self) -> str:
         """How errors call it."""
-        return f"{self.call.func.spec.name}.{self.method}"
+        return f"{self.func.spec.name}.{self.method}"
 
     @property
     def has_ended(self) -> bool:
@@ -186,12 +170,7 @@ class Invocation(Job):
     @property
     def task_name(self) -> str:
         """What its code is told that it is called."""
-        return f"{self.call.func.spec.name}.{plain_name(self.method)}"
-
-    @property
-    def actor_id(self) -> int:
-        """The number of the actor whose method it is."""
-        return self.resident.actor.id
+        return f"{self.func.spec.name}.{plain_name(self.method)}"
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """The method; where it cannot be had, the call raises why."""
@@ -202,23 +181,11 @@ class Invocation(Job):
 
         return call
 
-    def tell(self, outcome: Outcome) -> None:
-        """Tell the caller what has come of it."""
-        self.resident.answer(outcome)
-
-    def pass_item(self, payload: bytes) -> None:
-        """Give an item to the caller."""
-        asked = self.resident.actor.calls.get(self.id)
-        self.call.receiver = None if asked is None else asked.receiver
-        if asked is not None:
-            asked.passed += 1
-        super().pass_item(payload)
-
     def stop(self) -> None:
         """Stop it, if it awaits something, and leave it behind after a while."""
         self.interrupt()
         if self.main is not None and self.timer is None:
-            grace = self.runner.node.scheduler.config.cancel_grace
+            grace = self.node.scheduler.config.cancel_grace
             give_up = partial(self.runner.give_up, self)
             self.timer = self.runner.loop.call_later(grace, give_up, context=Context())
 
@@ -227,7 +194,7 @@ class Invocation(Job):
         if self.timer is not None:
             self.timer.cancel()
         if self.outcome is not None:
-            self.tell(self.outcome)
+            self.resident.answer(self.outcome)
 
     def leave(self) -> None:
         """Nothing of it lies on the stack any more."""
@@ -235,47 +202,37 @@ class Invocation(Job):
 
 
 class Resident:
-    """The object of an actor, for one life; to the actor, its process.
+    """The object of an actor, for one life; to the actor, its process's connection.
 
     Attributes:
         creation: the job that makes it.
+        worker: stands for the process.
         actor: its calls and who waits for it; it may outlive this life.
-        id: stands for its process in `status()`.
-        peer: itself, to the actor; None before and after its life.
         object: what its class has made; None before and after its life.
-        begun: number of the call that was begun last.
-        is_restarting: another life follows.
         is_over: whether nothing is left of it.
     """
 
-    def __init__(self, creation: Creation, residents: Residents) -> None:
+    def __init__(self, creation: Creation, residents: InlineActors) -> None:
         assert creation.worker is not None, creation
         self.creation = creation
+        self.worker = creation.worker
         self.actor = creation.actor
-        self.id = creation.worker.id
-        self.peer: Resident | None = None
         self.object: Any = None
-        self.begun = 0
-        self.is_restarting = False
         self.is_over = False
         self._residents = residents
         self._queue: deque[Invoke] = deque()
         self._running: Invocation | None = None
+        self._is_restarting = False
         self._is_ending = False
 
     def __repr__(self) -> str:
-        return f"<Resident {self.id} of {self.actor!r}>"
+        return f"<Resident {self.worker.id} of {self.actor!r}>"
 
     @property
     def is_busy_below(self) -> bool:
         """True if code of it waits for the code that runs now to return."""
         running = self._running
         return running is not None and running.main is None
-
-    @property
-    def _is_current(self) -> bool:
-        """True if the actor lives this life, and no other one."""
-        return self.actor.worker is cast("LiveWorker", self)
 
     def surroundings(self) -> Surroundings:
         """Return what its code finds around it, to be put on once more."""
@@ -284,20 +241,10 @@ class Resident:
 
     def on_made(self) -> None:
         """Its constructor has returned."""
-        self.peer = self
-        # An actor looks at the peer of its worker, and at nothing else of it.
-        self.actor.worker = cast("LiveWorker", self)
-        terms = self.actor.func.actor
-        assert terms is not None, self
-        if not terms.keeps_cpus:
-            self.creation.runner.node.feed(Scheduler.release_cpus, self.creation.id)
-        self.actor.on_created()
+        self.worker.peer = self
+        self._residents.on_message(self.worker.id, Created(self.creation.id))
 
     # What its actor tells its process.
-
-    def borrow(self, payload: bytes) -> bytes:
-        """The payload that it is sent, with the values that it needs."""
-        return supplied(payload)
 
     def post(self, message: Message) -> None:
         """Have a call run when its turn comes."""
@@ -305,7 +252,7 @@ class Resident:
             self._queue.append(message)
             self._residents.note_calls(self)
         elif type(message) is Demand:
-            self.creation.runner.node.beside.rise(message.task, message.limit)
+            self.creation.node.beside.rise(message.task, message.limit)
 
     def send(self, message: Message) -> None:
         """End in an orderly way."""
@@ -317,7 +264,6 @@ class Resident:
         """Nobody wants a call's answer any more: run it no more, or stop it."""
         running = self._running
         if running is not None and running.id == number:
-            running.call.receiver = None
             running.stop()
             return
         for message in self._queue:
@@ -325,6 +271,11 @@ class Resident:
                 self._queue.remove(message)
                 self._answer_dropped(number)
                 return
+
+    def restart(self) -> None:
+        """End as `kill` does, and make room for another life."""
+        self._is_restarting = True
+        self.kill()
 
     def kill(self) -> None:
         """End at once, or as soon as its code has returned."""
@@ -348,37 +299,29 @@ class Resident:
         if self._running is not None or not self._queue:
             return None
         message = self._queue.popleft()
-        self._running = call = self._invocation(message)
+        self._running = call = Invocation(self, message)
         call.surroundings = self.surroundings().named(call.task_name)
-        self.begun = message.call
+        self.worker.begun = message.call
         return call
-
-    def _invocation(self, message: Invoke) -> Invocation:
-        creation, func = self.creation, self.actor.func
-        sent = self.actor.calls.get(message.call)
-        receiver = sent.receiver if sent is not None else None
-        limit, passed = message.limit, message.skip
-        call = Call(func, message.payload, receiver, limit=limit, passed=passed)
-        id_ = TaskId(message.call)
-        return Invocation(id_, call, creation.runner, self, message.method)
 
     def answer(self, outcome: Outcome) -> None:
         """Tell the caller what has come of a call; it finds the frames of an error."""
-        if not self._is_current:
+        if self._is_restarting:
             return  # the call is lost, or waits for the next life
-        answer = outcome.answer
+        answer, error = outcome.answer, outcome.error
         call = self.actor.calls.get(answer.task)
         is_raised = type(answer) is Failed and answer.kind != LEFT
         if is_raised and call is not None and call.receiver is not None:
-            assert isinstance(answer, Failed), outcome
-            error = unpack_failure(answer, f"{self.actor.name}.{call.method}")
-            outcome.show_frames(error)
-            call.receiver = Raising(call.receiver, error)
-        self.actor.on_answer(answer)
+            assert error is not None, outcome
+            name = f"{self.actor.name}.{call.method}"
+            call.receiver = FrameRestorer(call.receiver, name, error)
+        self._residents.on_message(self.worker.id, answer)
 
     def _answer_dropped(self, number: int) -> None:
-        if self._is_current:
-            self.actor.on_answer(Failed(number, STOPPED, "", "", "", None))
+        if self._is_restarting:
+            return
+        stopped = Failed(number, STOPPED, "", "", "", None)
+        self._residents.on_message(self.worker.id, stopped)
 
     def on_call_ended(self, call: Invocation) -> None:
         """A call's code has stopped."""
@@ -397,11 +340,18 @@ class Resident:
         self._is_ending = True
         if self._running is None and not self.is_over:
             self.let_go()
-            self._residents.on_gone(self)
+            creation, node = self.creation, self.creation.node
+            creation.is_over, creation.resident = True, None
+            if not self._is_restarting:
+                self._residents.on_message(
+                    self.worker.id, Done(creation.id, NONE_PAYLOAD, 0)
+                )
+            node.lose(self.worker.id)
+            node.wake()
 
     def let_go(self) -> None:
         """Nothing of it goes on."""
-        self.is_over, self.peer = True, None
+        self.is_over, self.worker.peer = True, None
         if self.creation.surroundings is not None:
             with self.surroundings().on():
                 # Its `__del__` may want to know where it is.
@@ -409,8 +359,6 @@ class Resident:
             if was is not None and was() is not None:
                 # It refers to itself, or code that is about to return does.
                 self._residents.collect_soon()
-        if self._is_current:
-            self.actor.worker = None
         self._residents.end_life(self)
 
 
@@ -430,7 +378,7 @@ _log: Final = logging.getLogger(__name__)
 class AsyncResident(Resident):
     """See above."""
 
-    def __init__(self, creation: Creation, residents: Residents) -> None:
+    def __init__(self, creation: Creation, residents: InlineActors) -> None:
         super().__init__(creation, residents)
         self._runner = residents.runner
         self._context = Context()
@@ -465,9 +413,9 @@ class AsyncResident(Resident):
         if type(message) is not Invoke:
             super().post(message)
             return
-        call = self._invocation(message)
+        call = Invocation(self, message)
         call.worn = self.creation.worn
-        self.begun = message.call
+        self.worker.begun = message.call
         task = self._start(self._run(call))
         self._calls[message.call] = task
         ended = partial(self._on_ended, message.call)
@@ -478,7 +426,7 @@ class AsyncResident(Resident):
         # for a while, and an error the frames that awaited it, so it would hold itself
         # and the actor's object until the garbage is collected.
         method_called.set(call.method)
-        self._outcomes[call.id] = await self._runner.node.executor.interleave(call)
+        self._outcomes[call.id] = await self.creation.node.executor.interleave(call)
 
     def _on_ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._calls[number]
@@ -497,12 +445,12 @@ class AsyncResident(Resident):
         if self.actor.state is ActorState.LEAVING:
             self._answer_dropped(number)  # another call has ended the actor
             return
-        call = self.actor.calls.get(number) if self._is_current else None
+        call = None if self._is_restarting else self.actor.calls.get(number)
         if call is not None and call.receiver is not None:
             call.receiver.fail(
                 NodeClosedError(f"the event loop of {self.actor.name} has ended.")
             )
-            self.actor.cancel(number)
+            self.actor.cancel(number)  # its loop takes no more of it
 
     def drop(self, number: int) -> None:
         """Nobody wants a call's answer any more: cancel it."""
@@ -517,7 +465,7 @@ class AsyncResident(Resident):
 
     def kill(self) -> None:
         """Cancel all that runs, and end."""
-        grace = self._runner.node.scheduler.config.cancel_grace
+        grace = self.creation.node.scheduler.config.cancel_grace
         self._end_within(grace, is_orderly=False)
 
     def close_down(self, grace: float) -> None:
@@ -552,7 +500,7 @@ class AsyncResident(Resident):
         self.end()
 
     async def _close(self) -> None:
-        executor = self._runner.node.executor
+        executor = self.creation.node.executor
         try:
             close = getattr(self.object, "close", None)
             if iscoroutinefunction(close) and not signature(close).parameters:
@@ -596,7 +544,7 @@ def _raise(error: BaseException) -> NoReturn:
 class CallWaits:
     """See above."""
 
-    def __init__(self, node: InlineNode, actors: Residents) -> None:
+    def __init__(self, node: InlineNode, actors: InlineActors) -> None:
         self._node = node
         self._actors = actors
         self._waiting: dict[int, Job] = {}
@@ -652,7 +600,7 @@ class CallWaits:
             receiver.fail(DeadlockError(why))
 
 
-class Residents(Register):
+class InlineActors(Actors):
     """The actors of one node; see `ActorsPort`.
 
     Attributes:
@@ -660,16 +608,23 @@ class Residents(Register):
         waits: who waits for their calls.
     """
 
-    def __init__(self, node: InlineNode, runner: Runner) -> None:
-        super().__init__(runner.loop)
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, node: InlineNode, runner: Runner
+    ) -> None:
+        super().__init__(
+            loop,
+            node.scheduler,
+            cast("Pool", node.pool),
+            node,
+            node.results,
+            node.shortages,
+            self.check_class,
+        )
         self.runner = runner
         self.waits = CallWaits(node, self)
         self._node = node
         self._living: dict[int, Resident] = {}
         self._with_calls: dict[Resident, None] = {}
-
-    def __repr__(self) -> str:
-        return f"<Residents {len(self._living)}>"
 
     @property
     def are_there(self) -> bool:
@@ -680,63 +635,40 @@ class Residents(Register):
         """That of an actor which has not ended."""
         return self._living.get(actor)
 
-    def create(
-        self,
-        func: FunctionSpec,
-        payload: bytes,
-        key: tuple[str, str] | None = None,
-        get_if_exists: bool = False,
-    ) -> Actor:
-        """Make an actor; see `ActorsPort.create`.
+    def check_class(self, func: FunctionSpec, payload: bytes) -> None:
+        """Refuse an actor that this node can never have.
 
         Raises:
             NodeError: it would need threads, or the node is being shut down.
+            InfeasibleError: it asks for more than there is.
         """
-        _refuse_threads(func)
-        if get_if_exists and key is not None and (found := self.find(key)):
-            return found
-        self.check_name(key)
-        actor = Actor(func, self, key)
+        if func.actor is not None and func.actor.mode == THREADED:
+            raise NodeError(
+                f"{func.spec.name} asks for plain methods that run at once, by "
+                f"max_concurrency or concurrency_groups. A node of "
+                f"init(address='inline') runs all code in one thread: leave these out, "
+                f"make the methods `async def`, or open a node with address='local'."
+            )
+        self._node.check(func, payload)
 
-        def make(task: TaskId, call: Call) -> Creation:
-            actor.id = task
-            self.add(actor, 0)
-            self.name(actor)
-            return Creation(task, call, self.runner, actor, self)
-
-        if func.spec.is_detached:
-            actor.holders += 1  # the node's own, until it is killed
-        self._node.submit(func, payload, actor, self.runner, make)
-        return actor
+    def job_of(self, task: TaskId, func: FunctionSpec, actor: object) -> Creation:
+        """The job that makes an actor."""
+        assert isinstance(actor, Actor), actor
+        return Creation(self._node, task, func, actor, self)
 
     def begin_life(self, creation: Creation) -> Resident:
         """An actor's constructor begins."""
-        actor, terms = creation.actor, creation.call.func.actor
-        actor.is_killed = False
+        terms = creation.func.actor
         is_async = terms is not None and terms.mode == ASYNC
         kind = AsyncResident if is_async else Resident
-        resident = self._living[actor.id] = kind(creation, self)
+        resident = self._living[creation.id] = kind(creation, self)
         return resident
 
     def end_life(self, resident: Resident) -> None:
         """Nothing of an actor's object goes on; another life may follow."""
-        del self._living[resident.actor.id]
+        del self._living[resident.creation.id]
         self._with_calls.pop(resident, None)
-        self._node.disown(resident.creation)
-
-    def on_gone(self, resident: Resident) -> None:
-        """An actor that was made has ended."""
-        feed, task = self._node.feed, resident.creation.id
-        worker, creation = WorkerId(resident.id), resident.creation
-        creation.is_over = True
-        creation.resident = None
-        if resident.is_restarting:
-            feed(Scheduler.worker_gone, worker, task)
-            resident.actor.look_if_idle()
-        else:
-            feed(Scheduler.finish, task, worker)
-            feed(Scheduler.worker_gone, worker)
-        self._node.wake()
+        self._node.end_orphans(*resident.creation.children())
 
     def known(self, actor: int) -> Actor:
         """An actor that lives, or to which somebody has a handle.
@@ -748,18 +680,6 @@ class Residents(Register):
         if found is None:
             raise self.unknown(actor)
         return found
-
-    def room(self, actor: int) -> Room:
-        """See `ActorsPort.room`."""
-        func = self.known(actor).func
-        assert func.actor is not None, func
-        request = func.spec.shape.request
-        room = room_for(self._node.scheduler.ledger, request, not func.actor.keeps_cpus)
-        return room, str(request)
-
-    def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """See `ActorsPort.tell_room`."""
-        receiver.receive(dump_whole(self.room(actor)))
 
     # Calls.
 
@@ -780,29 +700,17 @@ class Residents(Register):
 
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
-        found = self._actors.get(actor)
-        if found is None:
-            return
         self.waits.end(number)
-        resident = self._living.get(actor)
-        if found.cancel(number) and resident is not None:
-            resident.drop(number)
-        found.look_if_idle()
-
-    def demand(self, actor: int, number: int, limit: int) -> None:
-        """Let a call that is a stream yield so many items in all."""
-        found = self.get(actor)
-        if found is not None:
-            found.demand(number, limit)
+        super().cancel(actor, number)
 
     def demand_call(self, number: int, limit: int) -> None:
-        """The same, where it is not said of which actor."""
+        """Let a call that is a stream yield so many items in all."""
         found = self.called_by(number)
         if found is not None:
             found.demand(number, limit)
 
     def cancel_call(self, number: int) -> None:
-        """The same where the actor is not known."""
+        """Nobody wants a call's answer any more, where the actor is not known."""
         actor = self.called_by(number)
         if actor is not None:
             self.cancel(actor.id, number)
@@ -813,74 +721,29 @@ class Residents(Register):
             return None
         return next((one for one in self.all() if number in one.calls), None)
 
+    def caller_here(self) -> int:
+        """Tell the callers of this process apart."""
+        return id_of_caller()
+
     # Their ends.
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor at once, or have it made anew if it may be."""
-        found, resident = self._actors.get(actor), self._living.get(actor)
-        if found is None or found.state is ActorState.DEAD:
-            return
-        if no_restart:
-            found.die(ActorDiedError(f"{found.name} was killed.", found.name))
+        """End an actor; one without restarts left is dead before its code has ended."""
+        found = self.get(actor)
+        record = self._node.scheduler.tasks.get(TaskId(found.id)) if found else None
+        is_last = record is not None and not record.retries_left
+        is_ended = is_last and not no_restart
+        if is_ended and found is not None and found.state is ActorState.ALIVE:
+            found.is_killed = True
+            found.fail(ActorDiedError(f"{found.name} was killed.", found.name))
             self._node.cancel(found.id)
-        elif resident is not None and found.state is ActorState.ALIVE:
-            self._restart(found, resident)
-
-    def _restart(self, actor: Actor, resident: Resident) -> None:
-        lost = actor.lose(resident.begun)
-        actor.is_killed = True
-        record = resident.creation.record
-        if record is None or not record.retries_left:
-            actor.fail(ActorDiedError(f"{actor.name} was killed.", actor.name))
-        resident.is_restarting = actor.state is not ActorState.DEAD
-        for receiver in lost:
-            receiver.fail(describe_loss(actor.name, None, resident.is_restarting))
-        resident.kill()
+        super().kill(actor, no_restart)
 
     def collect_soon(self) -> None:
         """Have what refers to itself let go, so that its `__del__` is called."""
         self.runner.loop.call_soon(gc.collect, context=Context())
 
-    def terminate(self, actor: int) -> None:
-        """Have an actor end after what it was sent, whoever still holds a handle."""
-        found = self._actors.get(actor)
-        if found is not None:
-            found.is_ending = True
-            found.look_if_idle()
-
-    def caller_here(self) -> int:
-        """Tell the callers of this process apart."""
-        return id_of_caller()
-
-    def on_leaving(self, actor: Actor) -> None:
-        """An actor was told to end."""
-        self.free_name(actor)
-
-    def on_idle(self, actor: Actor) -> None:
-        """Nobody can call an actor any more, and all its calls were answered."""
-        if actor.state is ActorState.PENDING:
-            # It waits to be made, for nobody.
-            actor.die(died(actor.name, actor.why_idle))
-            self._node.cancel(actor.id)
-        else:
-            actor.leave(actor.why_idle)
-
-    def on_dead(self, actor: Actor) -> None:
-        """An actor is dead."""
-        self.free_name(actor)
-        self.forget(actor)
-
     def hasten(self) -> None:
         """Leave those behind that would take their time."""
         for resident in list(self._living.values()):
             resident.hasten()
-
-
-def _refuse_threads(func: FunctionSpec) -> None:
-    if func.actor is not None and func.actor.mode == THREADED:
-        raise NodeError(
-            f"{func.spec.name} asks for plain methods that run at once, by "
-            f"max_concurrency or concurrency_groups. A node of init(address='inline') "
-            f"runs all code in one thread: leave these out, make the methods "
-            f"`async def`, or open a node with address='local'."
-        )

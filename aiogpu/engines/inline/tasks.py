@@ -22,11 +22,11 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context, ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -40,6 +40,7 @@ from typing import (
     NoReturn,
     ParamSpec,
     Protocol,
+    cast,
 )
 from weakref import WeakSet
 
@@ -54,30 +55,27 @@ from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Host, Receiver
 from aiogpu.core import effects
 from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.units import CPU
-from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
-from aiogpu.core.scheduler.scheduler import Scheduler, Step
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.engines.admission import check_arguments, check_func
 from aiogpu.engines.inline.surroundings import CtrlC, Surroundings, silence
 from aiogpu.errors import (
-    ActorDiedError,
-    AiogpuError,
+    GpuOutOfMemoryError,
+    InfeasibleError,
     MisuseError,
     NodeClosedError,
     NodeError,
     SerializationError,
+    TaskError,
 )
+from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.actors.registry import FIRST_CALL
-from aiogpu.runtime.callers.leases import Leases
 from aiogpu.runtime.devices.binding import Assignment
-from aiogpu.runtime.devices.memory_guard import told_instead
+from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import filled
-from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
-from aiogpu.runtime.pending_tasks import Call, pass_on
-from aiogpu.runtime.results import Results
 from aiogpu.runtime.workers.death import Death
 from aiogpu.serialization.exceptions import (
     LEFT,
@@ -91,20 +89,26 @@ from aiogpu.serialization.payload import Payload, has_handles
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import (
     dump_result,
-    is_retried,
     load_arguments,
     load_function,
     split_results,
 )
-from aiogpu.wire.messages import ASYNC, Done, Failed
+from aiogpu.wire.messages import ASYNC, Done, Failed, Items
 from aiogpu.worker.gpu import has_run_out, peak_memory
-from aiogpu.worker.invoke import StreamSender, UnsendableError, send_all_async
+from aiogpu.worker.invoke import (
+    RetryRules,
+    StreamSender,
+    UnsendableError,
+    send_all_async,
+)
 from aiogpu.worker.private_hooks import set_running_loop
 
 if TYPE_CHECKING:
+    from aiogpu.accelerators.base import Accelerator
     from aiogpu.core.model.request import TaskSpec
-    from aiogpu.runtime.actors.actor import Actor
-    from aiogpu.runtime.objects.values import Value
+    from aiogpu.runtime.pending_tasks import Call
+    from aiogpu.runtime.workers.pool import Pool
+    from aiogpu.wire.messages import Bind, Create
 
 P = ParamSpec("P")
 
@@ -123,7 +127,7 @@ class CallWaiters(Protocol):
 
 
 class HostedActors(Protocol):
-    """All actors in this process, as its tasks need them; see `Residents`."""
+    """All actors in this process, as its tasks need them; see `InlineActors`."""
 
     @property
     def runner(self) -> Runner:
@@ -138,6 +142,9 @@ class HostedActors(Protocol):
     @property
     def are_there(self) -> bool:
         """True if there is any that has not ended."""
+
+    def job_of(self, task: TaskId, func: FunctionSpec, actor: object, /) -> Job:
+        """The job that makes an actor."""
 
     def known(self, actor: int, /) -> Actor:
         """An actor that lives, or to which somebody has a handle."""
@@ -166,41 +173,42 @@ class Outcome(NamedTuple):
         answer: the pickled result or error.
         error: the exception itself, with its frames, None for a result.
         is_ctrl_c: whether it is the user at the keyboard who ended it.
-        original: the error as it was raised, where `answer` tells more of it.
     """
 
     answer: Done | Failed
     error: BaseException | None = None
     is_ctrl_c: bool = False
-    original: Failed | None = None
 
-    def show_frames(self, revived: Exception) -> None:
-        """Give the exception that the task's owner sees the frames of this one.
 
-        A debugger that looks at it after its end finds the task's own frames.
-        """
-        trace = self.error.__traceback__ if self.error is not None else None
+class FrameRestorer:
+    """A receiver of a failure that gives its exception the frames of the original.
+
+    A debugger that looks at the exception after the task's end finds the task's frames.
+    """
+
+    __slots__ = ("_name", "_receiver", "_trace")
+
+    def __init__(self, receiver: Receiver, name: str, error: BaseException) -> None:
+        trace = error.__traceback__
         while trace is not None and OWN_FRAMES in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next
-        BaseException.with_traceback(revived, trace)
-
-
-class Raising:
-    """A receiver of an answer that is an exception of this process."""
-
-    __slots__ = ("_error", "_receiver")
-
-    def __init__(self, receiver: Receiver, error: Exception) -> None:
         self._receiver = receiver
-        self._error = error
+        self._name = name
+        self._trace = trace
 
     def receive(self, payload: bytes) -> None:
         """Pass on a result."""
         self._receiver.receive(payload)
 
-    def reject(self, _failed: Failed) -> None:
-        """Give the exception in place of its description."""
-        self._receiver.fail(self._error)
+    def reject(self, failed: Failed) -> None:
+        """Pass on the exception that the failure describes, with its frames."""
+        error = unpack_failure(failed, self._name)
+        BaseException.with_traceback(error, self._trace)
+        receiver = self._receiver
+        if isinstance(receiver, Actor):
+            receiver.break_down(failed, error)
+        else:
+            receiver.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Pass on an error."""
@@ -219,24 +227,29 @@ acting_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=Non
 
 
 def id_of_caller() -> int:
-    """By which the code that asks is told apart from others; 0 for the program."""
+    """Return the id of the job whose code asks; 0 for the program."""
     job = running_job.get() or acting_job.get()
     return 0 if job is None else job.id
 
 
 class Job:
-    """A task, what it holds, and what it has started.
+    """A task's code: what it is called with, what it holds, and what it has started.
 
     Attributes:
+        node: the node that runs it.
         id: the task's number.
-        call: its function and arguments, and who waits for it.
-        runner: carries it on its loop.
+        func: its function.
+        payload, limit, skip: the arguments, how many items it may yield in all, and how
+            many an attempt before has yielded.
+        runner: runs it on its loop; set when it begins.
         parent: the task that has started it, None for one of the program's.
         above: on top of which it may run; None for nobody's.
         waiters: how many wait for it.
         calls_awaited: how many calls of actors its own code waits for.
-        worker: stands for the process that runs it; None while it waits.
+        assigned_to: stands for the process that is to run it next, or runs it.
+        worker: the same, while it runs; None while it waits.
         surroundings: what it finds around it while it runs.
+        has_devices: whether it holds any.
         main: runs its coroutine; None for a plain function.
         started: the asyncio tasks that its code has started.
         timer: rings when the patience with a call that was cancelled is over.
@@ -246,27 +259,34 @@ class Job:
         is_over: its code has stopped; others may lie on top of it yet.
         flow: the way out for its items, if it is a generator that has begun.
         outcome: what has come of it, to be told.
-        error: that as an exception, if it was needed before it is told.
         worn: put on whenever its code runs, where other code runs in between.
     """
 
+    actor_id: int | None = None
+    """The number of the actor whose code it runs; None for a task."""
+
     def __init__(
         self,
+        node: InlineNode,
         id_: TaskId,
-        call: Call,
-        runner: Runner,
-        parent: Job | None = None,
+        func: FunctionSpec,
+        above: Job | None = None,
         *,
         is_urgent: bool = False,
     ) -> None:
+        self.node = node
         self.id = id_
-        self.call = call
-        self.runner = runner
-        self.parent = self.above = parent
+        self.func = func
+        self.payload = b""
+        self.limit = self.skip = 0
+        self.runner: Runner
+        self.above = above
         self.is_urgent = is_urgent
         self.waiters = self.calls_awaited = 0
-        self.worker: WorkerRecord | None = None
+        self.assigned_to: InlineWorker | None = None
+        self.worker: InlineWorker | None = None
         self.surroundings: Surroundings | None = None
+        self.has_devices = False
         self.main: asyncio.Task[Outcome] | None = None
         self.started: set[asyncio.Task[object]] = set()
         self.timer: asyncio.Handle | None = None
@@ -275,7 +295,6 @@ class Job:
         self.is_over = False
         self.flow: StreamSender | None = None
         self.outcome: Outcome | None = None
-        self.error: Exception | None = None
         self.worn: Surroundings | None = None
 
     def __repr__(self) -> str:
@@ -289,18 +308,12 @@ class Job:
     @property
     def record(self) -> TaskRecord | None:
         """What the scheduler knows of it; None once it has ended."""
-        return self.runner.node.scheduler.tasks.get(self.task)
+        return self.node.scheduler.tasks.get(self.task)
 
     @property
     def name(self) -> str:
         """The task's name."""
-        return self.call.func.spec.name
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if it waits for its turn, or for what it asks for."""
-        record = self.record
-        return record is not None and record.state is TaskState.WAITING
+        return self.func.spec.name
 
     @property
     def has_ended(self) -> bool:
@@ -318,69 +331,22 @@ class Job:
         record = self.record
         return record is not None and record.state is TaskState.BLOCKED
 
-    @property
-    def actor_id(self) -> int | None:
-        """The number of the actor whose code it runs; None for a task."""
-        return None
-
     def children(self) -> list[Job]:
         """What it has started and that ends with it."""
         record = self.record
         kin = None if record is None else record.kin
-        jobs = self.runner.node.jobs
+        jobs = self.node.jobs
         found = [jobs[child] for child in kin.children] if kin is not None else []
-        return [child for child in found if child.parent is self]
+        return [child for child in found if child.above is self]
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """Return what is called; raises whatever unpickling it raises."""
-        return executor.function(self.call.func)
+        return executor.function(self.func)
 
-    def tell(self, outcome: Outcome) -> None:
-        """Tell who waits what has come of it."""
-        call, answer = self.call, outcome.answer
-        if type(answer) is Done and call.receiver is not None:
-            call.receiver.receive(answer.payload)
-        elif type(answer) is Failed:
-            error = self.error or unpack_failure(answer, self.name)
-            outcome.show_frames(error)
-            call.tell(error)
-
-    def let_go(self, result: bytes) -> None:
-        """Children to which the result has handles go on without their parent."""
-        for task in unfinished_in(result):
-            self.runner.node.feed(Scheduler.detach, TaskId(task))
-
-    def is_retried(self, outcome: Outcome) -> bool:
-        """Return whether its options name what an attempt has raised."""
-        answer, original = outcome.answer, outcome.original
-        self.error = None
-        if type(answer) is not Failed or outcome.is_ctrl_c:
-            return False
-        is_named = original is not None and self._names(original)
-        return self._names(answer) or is_named
-
-    def _names(self, failed: Failed) -> bool:
-        """Return whether its options name what was raised; that is kept, to be told."""
-        wanted = self.call.func.retry_exceptions
-        if wanted is False or failed.kind != RAISED:
-            return False
-        self.error = unpack_failure(failed, self.name)
-        try:
-            return is_retried(wanted, self.error)
-        except Exception as error:  # noqa: BLE001 - a metaclass of the user's may raise
-            _log.warning("! %s is not retried: %r", self.name, error)
-            return False
-
-    def pass_item(self, payload: bytes) -> None:
-        """Give an item to who waits."""
-        call = self.call
-        call.passed += 1
-        pass_on(call.receiver, (payload,))
-        self.runner.note_item()
-
-    def begin(self, worker: WorkerRecord) -> None:
+    def begin(self) -> None:
         """It is its turn, once more maybe."""
-        self.worker, self.is_over, self.outcome = worker, False, None
+        self.worker = self.assigned_to
+        self.is_over, self.outcome = False, None
         self.main = self.flow = self.worn = None
 
     def goes_on(self, _outcome: Outcome) -> bool:
@@ -394,30 +360,41 @@ class Job:
 
     def stop(self) -> None:
         """Stop it in whichever state it is; nobody wants its result."""
-        self.runner.node.feed(Scheduler.cancel, self.id)
+        self.node.feed(Scheduler.cancel, self.id)
 
     def fail_wait(self, reason: str) -> None:
         """Tell who waits that the wait can never end."""
-        self.call.tell_deadlock(reason)
+        call = self.node.call_of(self.id)
+        if call is not None:
+            call.tell_deadlock(reason)
         self.stop()
 
     def end(self) -> None:
-        """Its code has stopped: tell the scheduler."""
-        outcome, worker = self.outcome, self.worker
+        """Its code has stopped: answer, as its worker would."""
+        worker, node, outcome = self.worker, self.node, self.outcome
         assert worker is not None, self
-        retry = outcome is not None and self.is_retried(outcome)
-        ran_out = outcome is not None and outcome.original is not None
-        feed = self.runner.node.feed
-        feed(Scheduler.finish, self.id, worker.id, retry, ran_out=ran_out)
+        record, call = self.record, node.call_of(self.id)
+        if outcome is None and record is not None and call is not None:
+            # A Ctrl-C has found this package's own code, or its loop has ended.
+            call.tell_closed()
+            node.cancel(self.id)
+        if outcome is None:
+            node.feed(Scheduler.finish, self.id, WorkerId(worker.id))
+            return
+        answer, error = outcome.answer, outcome.error
+        if call is not None and call.receiver is not None and error is not None:
+            call.receiver = FrameRestorer(call.receiver, self.name, error)
+        node.answer(worker.id, answer)
+        if call is not None and isinstance(call.receiver, FrameRestorer):
+            call.receiver = call.receiver._receiver  # it is tried again
 
     def leave(self) -> None:
         """Nothing of it lies on the stack any more: what it held is free."""
         worker, self.worker = self.worker, None
         assert worker is not None, self
-        node = self.runner.node
-        if self.is_urgent and self.id in node.jobs:
-            node.urgent.add(self.id)  # it is tried again
-        node.feed(Scheduler.worker_gone, worker.id)
+        if self.is_urgent and self.id in self.node.jobs:
+            self.node.urgent.add(self.id)  # it is tried again
+        self.node.lose(worker.id)
 
     def on_forgotten(self) -> None:
         """The scheduler has told of its end."""
@@ -430,29 +407,9 @@ class Job:
         return context
 
 
-def needed_by(job: Job) -> tuple[Value, ...]:
-    """The arguments of a job that are still to come, each once."""
-    payload = job.call.payload
-    if type(payload) is not Payload:
-        return ()
-    return tuple(value for value in dict.fromkeys(payload.needs) if value.is_pending)
-
-
 def supplied(payload: bytes) -> bytes:
     """The payload of a call that begins, with the values that it needs."""
     return filled(payload) if type(payload) is Payload else payload
-
-
-def with_shortage(job: Job, outcome: Outcome) -> Outcome:
-    """The outcome, told otherwise if its error is that of a task with devices."""
-    worker, failed = job.worker, outcome.answer
-    is_ours = worker is not None and worker.lease is not None and worker.lease.shares
-    error = None if outcome.is_ctrl_c else outcome.error
-    if worker is None or not is_ours or error is None or not has_run_out(error):
-        return outcome
-    node = job.runner.node.scheduler
-    told = told_instead(job.name, worker, node, failed, peak_memory())  # type: ignore[arg-type]
-    return outcome._replace(answer=told, original=failed)  # type: ignore[arg-type]
 
 
 class Stack:
@@ -557,9 +514,7 @@ class InlineFlow(StreamSender):
     """The items of one job on their way."""
 
     def __init__(self, job: Job) -> None:
-        call = job.call
-        limit = call.limit or call.func.window
-        super().__init__(None, job.id, limit, call.passed)  # type: ignore[arg-type]
+        super().__init__(None, job.id, job.limit, job.skip)  # type: ignore[arg-type]
         self._job = job
 
     def send(self, item: object) -> None:
@@ -569,10 +524,13 @@ class InlineFlow(StreamSender):
         try:
             payload = dump_result(item)
             if isinstance(payload, PickledValue):
-                payload = self._job.runner.node.pack(payload)
+                payload = self._job.node.pack(payload)
         except SerializationError as error:
             raise self.unsendable(error) from error
-        self._job.pass_item(payload)
+        job = self._job
+        assert job.worker is not None, job
+        job.node.on_items(job.worker, Items(job.id, (payload,)))  # type: ignore[arg-type]
+        job.runner.note_item()
 
 
 class PlainItems:
@@ -606,7 +564,7 @@ class PlainItems:
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """The block runs the generator's code, on top of whatever runs."""
-        running = self._job.runner.node.stack.running
+        running = self._job.node.stack.running
         loop = asyncio._get_running_loop()
         running.append(self._job)
         set_running_loop(None)
@@ -628,7 +586,7 @@ def begin_stream(
         host: of plain code that has no loop of its own; None where it runs on one.
     """
     flow = job.flow = InlineFlow(job)
-    job.runner.node.beside.flows[job.id] = flow
+    job.node.beside.flows[job.id] = flow
     if host is not None and not hasattr(items, "__anext__"):
         items = PlainItems(items, job, host)
     return send_all_async(items, flow, job.runner.loop.create_future)
@@ -708,6 +666,7 @@ class Executor:
         self._is_silent = is_silent
         self._ctrl_c = CtrlC()
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._retrying = RetryRules()
 
     def call(self, job: Job, host: TaskHost) -> Outcome | BegunCoroutine:
         """Call the function, outside of any event loop, as in a worker.
@@ -734,9 +693,9 @@ class Executor:
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
                     return value
-                value = split_results(value, job.call.payload)
+                value = split_results(value, job.payload)
                 _raise_exit()
-                if job.call.limit or job.call.func.window:
+                if job.limit:
                     return begin_stream(job, value, host)
                 kind = UNSENDABLE
                 return _packed(job, value)
@@ -755,7 +714,7 @@ class Executor:
         kind = RAISED
         try:
             value = await self.stepwise(job, begun)
-            value = split_results(value, job.call.payload)
+            value = split_results(value, job.payload)
             _raise_exit()
             kind = UNSENDABLE
             with self._step(job):
@@ -767,11 +726,21 @@ class Executor:
             await end_started(job)
 
     def _failed(self, job: Job, kind: str, error: BaseException) -> Outcome:
+        is_ctrl_c = self._ctrl_c.is_real(error)
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
-        answer = pack_failure(job.id, kind, error, OWN_FRAMES, job.runner.node.pack)
-        outcome = Outcome(answer, error, self.is_ctrl_c(error))
-        return outcome if kind == LEFT else with_shortage(job, outcome)
+        answer = pack_failure(job.id, kind, error, OWN_FRAMES, job.node.pack)
+        told: list[type[BaseException]] = []
+        if answer.payload is None:
+            told.append(TaskError)
+        has_devices = kind != LEFT and job.has_devices
+        if has_devices and not is_ctrl_c and has_run_out(error):
+            answer = answer._replace(peak=peak_memory())
+            told.append(GpuOutOfMemoryError)
+        if job.func.retried and kind == RAISED and not is_ctrl_c:
+            wanted = self._retrying.wants(job.name, job.func.retried, error, *told)
+            answer = answer._replace(is_retried=wanted)
+        return Outcome(answer, error, is_ctrl_c)
 
     def is_ctrl_c(self, error: BaseException) -> bool:
         """Whether the code that has run last was ended by the user at the keyboard."""
@@ -837,9 +806,9 @@ def _raise_exit() -> None:
 
 def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what a call is given; handles for a coroutine are its loop's."""
-    payload = supplied(job.call.payload)
+    payload = job.payload
     if asyncio._get_running_loop() is not None or not (
-        has_handles(payload) and job.call.func.is_coroutine
+        has_handles(payload) and job.func.is_coroutine
     ):
         return load_arguments(payload)
     set_running_loop(job.runner.loop)
@@ -852,8 +821,7 @@ def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _packed(job: Job, value: object) -> Outcome:
     result = dump_result(value)
     if isinstance(result, PickledValue):
-        result = job.runner.node.pack(result)
-        job.let_go(result)
+        result = job.node.pack(result)
     return Outcome(Done(job.id, result))
 
 
@@ -866,7 +834,7 @@ class TaskHost:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._node = job.runner.node
+        self._node = job.node
         self._thread = threading.get_ident()
         self._home: Runner | None = None
         self._runners = {job.runner.loop: job.runner}
@@ -892,8 +860,11 @@ class TaskHost:
         """
         self._check(f"{func.spec.name}.remote()")
         loop = asyncio._get_running_loop()
-        runner = self._at_home() if loop is None else self._beside(loop)
-        return runner.submit(func, payload, receiver)
+        if loop is None:
+            self._at_home()
+        else:
+            self._beside(loop)  # wakes that loop as well
+        return self._node.submit(func, payload, receiver)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; gives the call's number.
@@ -996,7 +967,7 @@ class TaskHost:
             elif one.worker is None and one.id not in seen:
                 seen.add(one.id)
                 stack.append((one, True))
-                needs = (jobs.get(TaskId(value.task)) for value in needed_by(one))
+                needs = map(jobs.get, self._node.needed_by(one.id))
                 stack += [(needed, False) for needed in needs if needed is not None]
 
     def end_wait(self, waiter: object) -> None:
@@ -1025,7 +996,7 @@ class TaskHost:
     def close(self) -> None:
         """End what plain code has started: its function has returned."""
         job, stack = self._job, self._node.stack
-        self._node.disown(job)
+        self._node.end_orphans(*job.children())
         try:
             self._end_strays()
             stack.resume(job)
@@ -1040,16 +1011,14 @@ class TaskHost:
     def _end_strays(self) -> None:
         """End what was left unfinished by a loop of the user's that has stopped."""
         while (last := self._node.stack.running[-1]) is not self._job:
-            last.call.tell_disowned()
-            last.stop()
+            self._node.end_orphans(last)
             last.runner.see_off(last)
 
     def _end_streams(self) -> None:
         """End the generators that run on the loop of plain code, which is closed."""
         for stream in list(self._node.beside.jobs.values()):
             if self._home is not None and stream.runner is self._home:
-                stream.call.tell_disowned()
-                stream.stop()
+                self._node.end_orphans(stream)
                 self._home.see_off(stream)
 
     def _at_home(self) -> Runner:
@@ -1092,86 +1061,176 @@ class InlineScheduler(Scheduler):
     Args:
         ledger: what there is.
         config: its numbers.
-        may_begin: whether it may be a task's turn.
+        node: asked whether it may be a task's turn.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        config: SchedulerConfig,
-        may_begin: Callable[[TaskRecord], bool],
+        self, ledger: Ledger, config: SchedulerConfig, node: InlineNode
     ) -> None:
         super().__init__(ledger, config)
-        self._may_begin = may_begin
+        self._node = node
 
     def has_worker(self, record: TaskRecord, _lease: Lease) -> bool:
         """Whether a task that could have its lease may begin now."""
-        return record.spec.is_lease or self._may_begin(record)
+        return record.spec.is_lease or self._node.may_begin(record)
+
+    def take(self, record: TaskRecord) -> Lease | None:
+        """Take what a task asks for."""
+        with self._node.cpus_beneath():
+            return super().take(record)
+
+    def fits(self, record: TaskRecord) -> bool:
+        """Return whether a task could take what it asks for now."""
+        with self._node.cpus_beneath():
+            return super().fits(record)
 
 
-class InlineResults(Results):
-    """Tells the receivers of tasks what came of them, with the frames of errors."""
+@dataclass(slots=True, eq=False)
+class InlineWorker:
+    """Stands for the process of one task or actor; see `LiveWorker`.
+
+    Attributes:
+        actor: the actor that it is.
+        peer: the actor's object, which hears its calls; None before and after its life.
+        begun: the number of what it has begun last.
+    """
+
+    id: int
+    actor: Actor | None = None
+    peer: Any = None
+    begun: int = 0
+
+    def borrow(self, payload: bytes) -> bytes:
+        """The payload that it is sent, with the values that it needs."""
+        return supplied(payload)
+
+
+class InlinePool:
+    """Stands for all processes: workers are jobs of this one.
+
+    See `Pool`, and `WorkerCommands`: it is both.
+    """
 
     def __init__(self, node: InlineNode) -> None:
-        super().__init__(node.scheduler, node.calls)
-        self.deaths = defaultdict(lambda: Death(0, 0, ()))
+        self.workers: dict[int, InlineWorker] = {}
         self._node = node
 
-    def settle(self, effect: effects.Settle) -> None:
-        """Its code has ended: tell what came of it."""
-        job = self._node.forget(effect.task)
-        del self._calls[effect.task]
-        outcome = job.outcome
-        if outcome is None:
-            job.call.tell_closed()  # a Ctrl-C has found this package's own code
-        else:
-            failed = outcome.answer
-            if type(failed) is Failed:
-                self.note(job.id, job.call, failed.type_name, failed.message)
-            job.tell(outcome)
-        job.on_forgotten()
+    def __repr__(self) -> str:
+        return f"<InlinePool of {len(self.workers)}>"
 
-    def forget(self, effect: effects.Forget) -> None:
-        """Nobody waits for it."""
-        super().forget(effect)
-        if effect.task in self._node.jobs:
-            self._node.forget(effect.task).on_forgotten()
+    @property
+    def commands(self) -> InlinePool:
+        """What workers are told."""
+        return self
 
-    def cause_of(
-        self, task: int, name: str, worker: int, death: Death
-    ) -> ActorDiedError:
-        """The error of what was left behind, or of an actor that was killed."""
-        del task, worker, death
-        return ActorDiedError(f"{name} was killed.", name)
+    def spawn(self, worker: int, _environment: object = ()) -> None:
+        """A worker is wanted for a task whose turn is next."""
+        self.workers[worker] = InlineWorker(worker)
+        self._node.starting.append(WorkerId(worker))
+        self._node.wake()
+
+    def retire(self, worker: int) -> None:
+        """A worker is not wanted any more."""
+        self._node.lose(worker)
+
+    def assign(
+        self, worker: int, task: TaskId, call: Call, bind: Bind, is_last: bool
+    ) -> None:
+        """Let a task's code begin."""
+        run = call.run(task, is_last, supplied)
+        self._assign(worker, task, call, bind, (run.payload, run.limit, run.skip))
+
+    def create(self, worker: int, call: Call, bind: Bind, it: Create) -> None:
+        """Let an actor's constructor begin."""
+        self._assign(worker, TaskId(it.task), call, bind, (supplied(it.payload), 0, 0))
+
+    def _assign(
+        self,
+        worker: int,
+        task: TaskId,
+        call: Call,
+        bind: Bind,
+        message: tuple[bytes, int, int],
+    ) -> None:
+        node, job = self._node, self._node.jobs[task]
+        self.workers[worker].begun = call.number
+        facts = {
+            "actor": job.actor_id,
+            "node": f"inline-{os.getpid()}",
+            "worker": worker,
+            "task": job.id,
+            "name": job.name,
+            "resources": call.func.resources,
+            "accelerators": bind.accelerators,
+        }
+        job.assigned_to = self.workers[worker]
+        job.payload, job.limit, job.skip = message
+        job.surroundings = Surroundings(bind.environ, facts)
+        job.has_devices = any(bind.accelerators.values())
+        node.assigned.append(job)
+        node.wake()
+
+    def demand(self, _worker: int, task: int, limit: int) -> None:
+        """Let a task's generator yield so many items in all."""
+        self._node.beside.rise(task, limit)
+
+    def begun(self, worker: int) -> int:
+        """The number of what a worker has begun last, 0 for nothing."""
+        known = self.workers.get(worker)
+        return 0 if known is None else known.begun
+
+    def drop(self, worker: InlineWorker, call: int, _count: int) -> None:
+        """Nobody wants the answer of an actor's call any more."""
+        worker.peer.drop(call)
+
+    def interrupt(self, *_args: object, **_options: object) -> None:
+        """A call that was dropped has been stopped, if it can be."""
+
+    def expect_actor(self, worker: InlineWorker) -> None:
+        """A worker becomes an actor."""
+
+    def kill(self, worker: int) -> None:
+        """End an actor's object; another may take its place."""
+        known = self.workers[worker]
+        if known.peer is not None:
+            known.peer.restart()
 
 
-class InlineNode:
+class AnyLoop:
+    """The program's loop, with a clock that goes on while another loop runs in it."""
+
+    time = staticmethod(time.monotonic)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
+class InlineNode(Driver):
     """One node, and all the event loops on which tasks of it run.
 
     Attributes:
-        scheduler: decides.
-        assignment: the variables that go with a lease.
         executor: runs the jobs' code.
         pack: makes payloads of large values.
-        calls: what is kept of each task that has not ended, by id.
-        jobs: the same tasks as jobs; leases are none.
+        jobs: the tasks that have not ended, actors included; leases are none.
         stack: those that run.
         runners: all that carry its jobs.
-        actors: set by who makes it.
         beside: the generators that have begun.
-        results: tells what has come of tasks.
-        leases: what is held by no task.
         urgent: tasks that wait and that an actor needs, or that are one.
         starting: workers that are wanted, each for a task whose turn is next.
         assigned: tasks whose code is to begin.
-        has_closed: set once nothing of it is left.
+        lost: workers that have gone amid an event, of which the scheduler is told next.
     """
+
+    actors: HostedActors  # type: ignore[assignment]
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         ledger: Ledger,
-        assignment: Assignment,
+        vendors: Sequence[Accelerator],
         executor: Executor,
         cancel_grace: float,
         pack: Callable[[PickledValue], bytes],
@@ -1183,28 +1242,33 @@ class InlineNode:
             reserve_after=inf,
             retry_after=0.0,
         )
-        self.scheduler = InlineScheduler(ledger, config, self._may_begin)
-        self.assignment = assignment
         self.executor = executor
         self.pack = pack
-        self.calls: ShardedDict[Call] = ShardedDict()
         self.jobs: dict[TaskId, Job] = {}
         self.stack = Stack()
         self.runners: WeakSet[Runner] = WeakSet()
-        self.actors: HostedActors
         self.beside = Beside(self.stack)
-        self.results = InlineResults(self)
-        self.leases = Leases(loop, self.calls, assignment, None, self.feed)
         self.urgent: set[TaskId] = set()
         self.starting: deque[WorkerId] = deque()
         self.assigned: deque[Job] = deque()
-        self.has_closed = asyncio.Event()
-        self._last_task = 0
-        self._specs: dict[int, tuple[TaskSpec, TaskSpec]] = {}
+        self.lost: deque[int] = deque()
+        self.pool = InlinePool(self)
+        self._alone: dict[int, tuple[TaskSpec, FunctionSpec]] = {}
         self._mark = object()  # left on functions that were found feasible
-        self._is_busy = False
-        self._events: deque[tuple[Step, Any, Any]] = deque()
-        self._armed_at: float | None = None
+        super().__init__(
+            loop,
+            InlineScheduler(ledger, config, self),
+            cast("Pool", self.pool),
+            Assignment(vendors, ledger, os.environ),
+            self.check,
+            _no_messages,
+        )
+        self.guard.is_on = False
+        self.ways[effects.Interrupt] = lambda it: self.jobs[it.task].interrupt()
+        self.ways[effects.Kill] = self._kill
+        self.ways[effects.Revoke] = self._revoke
+        self.ways[effects.Settle] = self._settle
+        self.ways[effects.Forget] = self._forget
 
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.jobs)} jobs, {self.stack!r}>"
@@ -1219,36 +1283,29 @@ class InlineNode:
         **kwargs: P.kwargs,
     ) -> None:
         """Tell the scheduler what happened, and do what it says; see `Driver.feed`."""
-        self._events.append((step, args, kwargs))
-        if self._is_busy:
-            return
-        self._is_busy = True
-        try:
-            while self._events:
-                self._take(*self._events.popleft())
-        finally:
-            self._is_busy = False
-        self._rearm()
-        if self.scheduler.is_closed:
-            self.has_closed.set()
+        self._catch_up()
+        super().feed(step, *args, **kwargs)
 
-    def _take(self, step: Step, args: Any, kwargs: Any) -> None:
-        scheduler, now = self.scheduler, time.monotonic()
-        due = scheduler.timers.earliest
-        with self._cpus_beneath():
-            if due is not None and due <= now and step is not Scheduler.wake:
-                # A plain function has kept the loop from ringing.
-                self._carry_out(scheduler.wake(now))
-            self._carry_out(step(scheduler, now, *args, **kwargs))
+    def _catch_up(self) -> None:
+        """See to what is due: a plain function has kept the loop from ringing."""
+        due = self.scheduler.timers.earliest
+        if due is not None and due <= time.monotonic() and not self.is_busy:
+            super().feed(Scheduler.wake)
+
+    def answer(self, worker: int, answer: Done | Failed) -> None:
+        """A task's code has ended."""
+        self._catch_up()
+        self.on_answer(worker, answer)
 
     @contextmanager
-    def _cpus_beneath(self) -> Iterator[None]:
+    def cpus_beneath(self) -> Iterator[None]:
         """What is urgent may have the CPUs of what it lies on: that waits meanwhile."""
         beneath: list[tuple[dict[str, int], int]] = []
         if self.urgent:
             for job in self.stack.running:
-                lease = None if job.worker is None else job.worker.lease
-                if lease is not None and not lease.is_lent and job.id == job.task:
+                record = None if job.id != job.task else job.record
+                lease = record and record.worker and record.worker.lease
+                if lease and not lease.is_lent:
                     free = lease.home.free
                     beneath.append((free, dict(lease.request.scalars).get(CPU, 0)))
         for free, cpus in beneath:
@@ -1257,65 +1314,59 @@ class InlineNode:
         for free, cpus in beneath:
             free[CPU] -= cpus
 
-    def _carry_out(self, wanted: Sequence[effects.Effect]) -> None:
-        for effect in wanted:
-            match effect:
-                case effects.Spawn(worker):
-                    self.starting.append(worker)
-                    self.wake()
-                case effects.Assign(task):
-                    self.assigned.append(self.jobs[task])
-                    self.wake()
-                case effects.Interrupt(task):
-                    self.jobs[task].interrupt()
-                case effects.Revoke(worker, number):
-                    record = self.scheduler.workers.get(worker)
-                    began = record.task.id if record and record.task else None
-                    self.feed(Scheduler.revoked, worker, number, began)
-                case effects.Retire(worker):
-                    self.feed(Scheduler.worker_gone, worker)
-                case effects.Kill(worker):
-                    self._kill(worker)
-                case effects.Settle():
-                    self.results.settle(effect)
-                case effects.Fail():
-                    self.results.fail(effect)
-                case effects.Forget():
-                    self.results.forget(effect)
-                case effects.Warn():
-                    self.results.warn(effect)
-                case effects.Granted():
-                    self.leases.grant(effect)
-                case effects.Reclaim():
-                    self.leases.reclaim(effect)
-
-    def _kill(self, worker_id: WorkerId) -> None:
+    def _kill(self, effect: effects.Kill) -> None:
         """A task has not ended in its time: leave it behind, if it is a coroutine."""
-        worker = self.scheduler.workers.get(worker_id)
+        worker = self.scheduler.workers.get(effect.worker)
         record = None if worker is None else worker.task
-        if worker_id in self.starting:
-            self.starting.remove(worker_id)
+        if effect.worker in self.starting:
+            self.starting.remove(effect.worker)
         elif record is not None:
-            self.jobs[record.id].runner.give_up(self.jobs[record.id])
+            job = self.jobs[record.id]
+            if job.worker is not None:
+                job.runner.give_up(job)
             return
-        self.feed(Scheduler.worker_gone, worker_id)
+        self.lose(effect.worker)
 
-    def _rearm(self) -> None:
-        earliest = self.scheduler.timers.earliest
-        if earliest != self._armed_at:
-            self._armed_at = earliest
-            for runner in list(self.runners):
-                runner.set_alarm(earliest)
+    def _revoke(self, effect: effects.Revoke) -> None:
+        """A worker has no more than the task that it has begun."""
+        known = self.scheduler.workers.get(effect.worker)
+        began = known.task.id if known is not None and known.task is not None else None
+        self.feed(Scheduler.revoked, effect.worker, effect.number, began)
+
+    def lose(self, worker: int) -> None:
+        """What a worker stands for has ended: tell the scheduler once it listens."""
+        if self.is_busy:
+            self.lost.append(worker)
+            self.wake()
+            return
+        known = self.pool.workers.pop(worker, None)
+        if known is not None:
+            self.on_gone(worker, Death(os.getpid(), begun=known.begun))
+
+    def _settle(self, effect: effects.Settle) -> None:
+        self.results.settle(effect)
+        self.forget(effect.task)
+
+    def _forget(self, effect: effects.Forget) -> None:
+        self.results.forget(effect)
+        self.forget(effect.task)
+
+    def forget(self, task: TaskId) -> None:
+        """A task has ended."""
+        self.urgent.discard(task)
+        job = self.jobs.pop(task, None)
+        if job is not None:
+            job.on_forgotten()
+
+    def _rearm(self, deadline: float | None) -> None:
+        self._timer_at = deadline
+        for runner in list(self.runners):
+            runner.set_alarm(deadline)
 
     def ring(self) -> None:
         """Some time is up."""
-        self._armed_at = None
+        self._timer_at = None
         self.feed(Scheduler.wake)
-
-    def forget(self, task: TaskId) -> Job:
-        """A task has ended; gives its job."""
-        self.urgent.discard(task)
-        return self.jobs.pop(task)
 
     def wake(self) -> None:
         """Have whoever is at work look for what can begin now."""
@@ -1324,7 +1375,7 @@ class InlineNode:
 
     # Whose turn it is.
 
-    def _may_begin(self, record: TaskRecord) -> bool:
+    def may_begin(self, record: TaskRecord) -> bool:
         """Whether a task may run now, on top of what runs."""
         job = self.jobs[record.id]
         if job.is_urgent:
@@ -1352,110 +1403,68 @@ class InlineNode:
         self,
         func: FunctionSpec,
         payload: bytes,
-        receiver: Receiver | None,
-        runner: Runner,
-        make: Callable[[TaskId, Call], Job] | None = None,
+        receiver: Receiver,
+        _parent: TaskId | None = None,
+        client: ClientId = OWN,
     ) -> int:
         """Let a task, a lease or an actor wait for its turn; gives its number.
-
-        Args:
-            func: what is called.
-            payload: the arguments.
-            receiver: who waits.
-            runner: carries it.
-            make: makes the job of an actor; None for any other.
 
         Raises:
             SerializationError: its arguments are too large to be sent.
             NodeClosedError: the node is being shut down.
             InfeasibleError: it could never run; a parent learns it from the handle.
         """
-        parent = maker = None
-        if make is None and not func.spec.is_lease:
-            parent = self.stack.parent()
-            maker = None if parent is not None else acting_job.get()
-        refusal = self._refusal(func, payload, parent or maker)
-        self._last_task += 1
-        task, call = TaskId(self._last_task), Call(func, payload, receiver)
-        if refusal is not None:
-            call.tell(refusal)
-            return task
-        self.calls[task] = call
-        above = parent or maker
-        if make is not None:
-            self.jobs[task] = make(task, call)
+        above = maker = None
+        if func.actor is None and not func.spec.is_lease:
+            above = self.stack.parent()
+            if above is None:
+                above = maker = acting_job.get()
+        try:
+            self.check(func, payload)
+        except InfeasibleError as error:
+            if above is None:
+                raise
+            receiver.fail(error)
+            self._last_task += 1
+            return self._last_task
+        self._catch_up()
+        task = TaskId(self._last_task + 1)
+        if func.actor is not None:
+            self.jobs[task] = self.actors.job_of(task, func, receiver)
         elif not func.spec.is_lease:
             is_urgent = maker is not None
-            self.jobs[task] = Job(task, call, runner, above, is_urgent=is_urgent)
-        if maker is not None or make is not None:
+            self.jobs[task] = Job(self, task, func, above, is_urgent=is_urgent)
+        if maker is not None or func.actor is not None:
             self.urgent.add(task)
-        needs: tuple[TaskId, ...] | None = None
-        if type(payload) is Payload and not is_complete(payload):
-            values = dict.fromkeys(payload.needs)
-            needs = tuple(TaskId(v.task) for v in values if v.is_pending and v.task)
-        starter = None if above is None else above.task
-        self.feed(Scheduler.submit, task, self._spec_of(func), starter, needs)
-        if needs is not None:
-            assert isinstance(payload, Payload), payload
-            await_arguments(payload, partial(self._on_arguments, task))
-        return task
+        parent = None if above is None else above.task
+        return super().submit(self._by_itself(func), payload, receiver, parent, client)
 
-    def _spec_of(self, func: FunctionSpec) -> TaskSpec:
-        """What is asked for: a worker for each task, which goes after its turn."""
-        known = self._specs.get(func.id)
-        if known is None or known[0] is not func.spec:
-            alone = replace(func.spec, max_calls=1, priority=0)
-            known = self._specs[func.id] = func.spec, alone
-        return known[1]
-
-    def _refusal(
-        self, func: FunctionSpec, payload: bytes, parent: Job | None
-    ) -> AiogpuError | None:
-        """Return why a call is not to be served, None if it is."""
+    def check(self, func: FunctionSpec, payload: bytes) -> None:
+        """Refuse what can never be served; see `submit`."""
         if self.scheduler.is_closing:
             raise NodeClosedError("this node is being shut down.")
         check_arguments(func, payload)
         if func.checked_by is not self._mark:
-            try:
-                check_func(func, self.scheduler.ledger)
-            except AiogpuError as error:
-                if parent is None:
-                    raise
-                return error
+            check_func(func, self.scheduler.ledger)
             if not func.spec.is_grouped:
                 func.checked_by = self._mark
-        return None
 
-    def _on_arguments(self, task: TaskId, failed: Value | None) -> None:
-        """All arguments of a task are there, or this one never will be."""
-        if failed is None:
-            self.feed(Scheduler.supply, task)
-            return
-        call = self.calls.get(task)
-        if call is not None and call.receiver is not None:
-            receiver, call.receiver = call.receiver, None
-            failed.tell(receiver)
-            self.feed(Scheduler.cancel, task)
+    def _by_itself(self, func: FunctionSpec) -> FunctionSpec:
+        """The function as one whose tasks have a worker each, and wait in order."""
+        known = self._alone.get(func.id)
+        if known is None or known[0] is not func.spec:
+            spec = replace(func.spec, max_calls=1, priority=0)
+            known = self._alone[func.id] = func.spec, replace(func, spec=spec)
+        return known[1]
 
-    def surroundings(self, job: Job, worker: WorkerRecord) -> Surroundings:
-        """Return what a job that has begun finds around it."""
-        func, lease = job.call.func, worker.lease
-        assert lease is not None, worker
-        if lease.request is not func.spec.shape.request:
-            func = job.call.func = func.holding(lease.request)
-        bind = self.assignment.bind(lease, func.environ)
-        return Surroundings(
-            bind.environ,
-            {
-                "actor": job.actor_id,
-                "node": f"inline-{os.getpid()}",
-                "worker": worker.id,
-                "task": job.id,
-                "name": job.name,
-                "resources": func.resources,
-                "accelerators": bind.accelerators,
-            },
-        )
+    def needed_by(self, task: TaskId) -> list[TaskId]:
+        """The tasks that make those arguments of a task that are still to come."""
+        call = self.call_of(task)
+        payload = None if call is None else call.payload
+        if type(payload) is not Payload:
+            return []
+        values = dict.fromkeys(payload.needs)
+        return [TaskId(value.task) for value in values if value.is_pending]
 
     # Who waits for what.
 
@@ -1465,37 +1474,34 @@ class InlineNode:
             return  # a method of an actor, which holds no CPU
         awaited = tuple(child.id for child in job.children() if child.waiters)
         is_elsewhere = bool(job.calls_awaited or job.needed)
-        self.feed(Scheduler.wait_for, job.id, awaited, is_elsewhere)
+        self.wait(job.id, awaited, is_elsewhere)
 
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task or a call now."""
         if task >= FIRST_CALL:
             self.actors.waits.begin(task)
-            return
-        job = self.jobs.get(TaskId(task))
-        if job is not None:
-            job.waiters += 1
-            if job.parent is not None:
-                self.tell_waits(job.parent)
+        else:
+            self._count_waiters(task, 1)
 
     def end_wait(self, task: int) -> None:
         """It waits no longer, although the task has not ended."""
         if task >= FIRST_CALL:
             self.actors.waits.end(task)
-            return
+        else:
+            self._count_waiters(task, -1)
+
+    def _count_waiters(self, task: int, more: int) -> None:
         job = self.jobs.get(TaskId(task))
         if job is not None:
-            job.waiters -= 1
-            if job.parent is not None:
-                self.tell_waits(job.parent)
+            job.waiters += more
+            if job.above is not None:
+                self.tell_waits(job.above)
 
     def settle(self, task: int) -> None:
         """A task has ended; nobody waits for it any more."""
         if task >= FIRST_CALL:
             self.actors.waits.end(task)
-            return
-        job = self.jobs.get(TaskId(task))
-        if job is not None:
+        elif (job := self.jobs.get(TaskId(task))) is not None:
             job.waiters = 0
 
     def hopeless(self, runner: Runner) -> Job | None:
@@ -1510,7 +1516,7 @@ class InlineNode:
         """
         if runner is self.actors.runner or self.starting or self.assigned:
             return None
-        if self.leases.pids or self.beside.jobs:
+        if self.holders or self.beside.jobs:
             return None  # a generator may end, if its items are taken
         records = (job.record for job in self.jobs.values() if job.waiters)
         awaited = [
@@ -1531,11 +1537,10 @@ class InlineNode:
         """The chain from the first that waits to the one that cannot run."""
         chain = [*self.stack.running, job]
         told = "; ".join(
-            f"{one.name} holds {one.call.func.spec.shape.request} and waits for "
-            f"{two.name}"
+            f"{one.name} holds {one.func.spec.shape.request} and waits for {two.name}"
             for one, two in pairwise(chain)
         )
-        wanted = job.call.func.spec.shape.request
+        wanted = job.func.spec.shape.request
         others = ", and actors the rest" if self.actors.are_there else ""
         return (
             f"{job.name} asks for {wanted}, and those that wait hold it{others}: {told}"
@@ -1547,41 +1552,36 @@ class InlineNode:
         """Stop a task or a call; its receiver is told nothing any more."""
         if task >= FIRST_CALL:
             self.actors.cancel_call(task)
-            return
-        call = self.calls.get(TaskId(task))
-        if call is not None:
-            call.receiver = None
+        else:
             self.settle(task)
-            self.feed(Scheduler.cancel, TaskId(task))
+            super().cancel(task)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a task or a call that is a stream yield so many items in all."""
-        call = self.calls.get(TaskId(task))
         if task >= FIRST_CALL:
             self.actors.demand_call(task, limit)
-        elif call is not None:
-            call.limit = limit
-            self.beside.rise(task, limit)
+        else:
+            super().demand(task, limit)
 
-    def disown(self, job: Job) -> None:
-        """Stop what a job has started, but for what is to outlive it."""
-        for child in job.children():
-            child.call.tell_disowned()
-            child.stop()
-
-    async def close(self) -> None:
-        """Stop all that there is, and wait until nothing of it is left."""
-        if not self.scheduler.is_closing:
-            self.feed(Scheduler.close)
-        self.leases.close()
-        await self.has_closed.wait()
+    def end_orphans(self, *jobs: Job) -> None:
+        """Stop jobs since who has started them has ended."""
+        for job in jobs:
+            call = self.call_of(job.id)
+            if call is not None:
+                call.tell_disowned()
+            job.stop()
 
     def hasten(self) -> None:
         """Stop all jobs, and leave those behind that would take their time."""
         self.feed(Scheduler.close)
         self.actors.hasten()
         for job in list(self.jobs.values()):
-            job.runner.leave_behind(job)
+            if job.worker is not None:
+                job.runner.leave_behind(job)
+
+
+def _no_messages(_worker: object, _message: object) -> None:
+    """What a task says of its children, which here nobody says by message."""
 
 
 class Runner:
@@ -1609,10 +1609,6 @@ class Runner:
     def __repr__(self) -> str:
         return f"<Runner on {self.loop!r} of {self.node!r}>"
 
-    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Let a task wait for its turn; see `Engine.submit`."""
-        return self.node.submit(func, payload, receiver, self)
-
     def set_alarm(self, moment: float | None) -> None:
         """Have the node woken then."""
         if self._alarm is not None:
@@ -1636,12 +1632,14 @@ class Runner:
     def _advance(self) -> None:
         # Who is told meanwhile that something may begin tells nothing new.
         node, job = self.node, None
+        while node.lost:
+            node.lose(node.lost.popleft())
         call = node.actors.next_call()
         if call is None:
             if not node.starting and not node.assigned:
                 node.feed(Scheduler.wake)
             if node.starting and not node.assigned:
-                node.feed(Scheduler.worker_started, node.starting.popleft())
+                node.on_started(node.starting.popleft())
             job = node.assigned.popleft() if node.assigned else None
         self._is_woken = False
         if call is not None:
@@ -1668,12 +1666,11 @@ class Runner:
         if record.state is TaskState.STOPPING:
             worker = record.worker.id
             self.node.feed(Scheduler.finish, job.id, worker)
-            self.node.feed(Scheduler.worker_gone, worker)
+            self.node.lose(worker)
             return
         self.node.urgent.discard(job.id)
         job.runner = self
-        job.begin(record.worker)
-        job.surroundings = self.node.surroundings(job, record.worker)
+        job.begin()
         self.node.stack.running.append(job)
         self._attempt(job)
 
