@@ -196,7 +196,7 @@ class LocalEngine(DriverEngine):
                 options.spill_directory or "",
             )
             # Imported here, since the zygote starts meanwhile on another core.
-            from aiogpu.engines.admission import check_arguments, check_func
+            from aiogpu.engines.base import check_arguments, check_func
 
             scheduler, assignment = await build_node(options)
 
@@ -230,7 +230,7 @@ class LocalEngine(DriverEngine):
             driver = self._admit(func)
         # A pickle alone is smaller; see `wire.payload.dump_arguments`.
         if type(payload) is not bytes and len(payload) > UNCHECKED:
-            from aiogpu.engines.admission import check_arguments
+            from aiogpu.engines.base import check_arguments
 
             check_arguments(func, payload)
         driver.burst.note()
@@ -242,7 +242,7 @@ class LocalEngine(DriverEngine):
         return driver.submit(func, payload, receiver)
 
     def _admit(self, func: FunctionSpec) -> Driver:
-        from aiogpu.engines.admission import check_func
+        from aiogpu.engines.base import check_func
 
         driver = self._open_driver
         check_func(func, driver.scheduler.ledger)
@@ -267,14 +267,14 @@ class LocalEngine(DriverEngine):
             OptionError: a resource is limited that the node does not have.
         """
         from aiogpu.engines.recording import Recording
-        from aiogpu.engines.server_info import premises_of
+        from aiogpu.engines.server_info import server_info
 
         supervisor = self._supervisor
         self._recording = Recording(self._open_driver, self._loop, supervisor.pool)
         ledger = self._open_driver.scheduler.ledger
         await supervisor.welcome(
             listening,
-            premises_of(
+            server_info(
                 supervisor.directory,
                 ledger,
                 self._options,

@@ -2,24 +2,47 @@
 
 What is asked of it goes over a Unix socket as a worker's own requests do. Requests are
 checked here against what the node has, so that what it can never give is refused at
-`.remote()`, as everywhere.
+`.remote()`, as everywhere. What the program's tasks print is shown as in a program with
+a node of its own: a thread writes, an answer is told when the lines before it are out,
+and a terminal that is slow slows the tasks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.client.function_spec import placeholder_func
+from aiogpu.client.node_client import NodeClient
+from aiogpu.client.references import Loans
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.membership import Membership
-from aiogpu.errors import ActorNameError, DeserializationError, NodeError, ProtocolError
+from aiogpu.engines.node_connection import NodeConnection, connect_to
+from aiogpu.errors import (
+    ActorNameError,
+    AiogpuError,
+    DeserializationError,
+    NodeClosedError,
+    NodeDiedError,
+    NodeError,
+    OptionError,
+    ProtocolError,
+)
+from aiogpu.linux.sockets import keep_pages
+from aiogpu.memory.control_page import ControlPage
+from aiogpu.runtime.directories import check_meeting, default_socket
+from aiogpu.runtime.output.console import Console, Source
+from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.codec import LARGEST_PAYLOAD
+from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
@@ -27,6 +50,7 @@ from aiogpu.wire.messages import (
     AVAILABLE,
     CAPACITY,
     ENDED,
+    FIRST_CLIENT,
     READY,
     RESOURCES,
     STATUS,
@@ -35,22 +59,158 @@ from aiogpu.wire.messages import (
     WHY_TASK,
     ChildDemand,
     ChildFailed,
+    Close,
+    Depart,
+    Departed,
     Failed,
     Inquire,
+    Join,
+    Message,
+    Printed,
+    Refused,
     Submit,
     TakeLease,
+    Warned,
+    Welcome,
     Withdraw,
 )
+from aiogpu.worker.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.client.references import Loan
+    from aiogpu.core.resources.ledger import Ledger
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue
+
+
+def join_of(options: NodeOptions) -> Join:
+    """What the node is told of this program, by which its tasks' workers begin."""
+    from aiogpu import __version__
+
+    return Join(
+        release=__version__,
+        name=_name(),
+        executable=sys.executable,
+        flags=tuple(interpreter_flags()),
+        sys_path=tuple(path for path in sys.path if isinstance(path, str)),
+        directory=_directory(),
+        environ=dict(os.environ),
+        preload=tuple(options.preload),
+        shows=options.log_to_driver,
+        only_looks=options.only_looks,
+        weight=_weight(),
+    )
+
+
+def _weight() -> float:
+    """What this program gets where another gets 1, by the variable AIOGPU_WEIGHT.
+
+    Raises:
+        OptionError: it is no number above 0.
+    """
+    given = os.environ.get("AIOGPU_WEIGHT") or "1"
+    try:
+        weight = float(given)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < float("inf"):
+        raise OptionError(
+            f"AIOGPU_WEIGHT={given!r} is no weight; give a number above 0, such as 2 "
+            f"for twice what another program gets, or leave it out."
+        )
+    return weight
+
+
+def _name() -> str:
+    """How people know this program."""
+    script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+    return os.path.basename(script) or os.path.basename(sys.executable) or "python"
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "/"
+
+
+def unreachable(path: str, error: OSError) -> str:
+    """The words for a node that cannot be reached."""
+    return (
+        f"no node can be reached at {path}: {error.strerror or error}. Start one by "
+        f"`aiogpu start --head`, or leave address out for one of the program's own."
+    )
+
+
+PATIENCE: Final = 5.0
+"""Seconds that the last lines get to be written in."""
+
+
+class Terminal:
+    """Shows what the program's tasks print, and holds answers back until it is out.
+
+    Args:
+        loop: on which messages come.
+        source: the connection; made to wait while the terminal does.
+        take: is given what was held back.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        source: Source,
+        take: Callable[[Message], None],
+    ) -> None:
+        self._console = Console(loop, is_shown=True)
+        self._source = source
+        self._take = take
+        self._number = 0
+
+    def __repr__(self) -> str:
+        return f"<Terminal {self._console.written}/{self._number}>"
+
+    def keeps(self, message: Message) -> bool:
+        """Return whether it takes a message: to show it, or to pass it on later."""
+        if type(message) is Printed:
+            console, stream = self._console, message.stream
+            self._number = console.write(
+                stream, message.text, self._source, message.worker
+            )
+            return True
+        if self._number <= self._console.written:
+            return False
+        self._console.after(self._number, partial(self._take, message))
+        return True
+
+    def hold_nothing(self) -> None:
+        """Pass on what was held back, and hold back nothing more."""
+        self._console.hold_nothing()
+
+    async def close(self) -> None:
+        """Wait until all lines are out, or for `PATIENCE` seconds."""
+        self._console.hold_nothing()
+        await self._console.drain(PATIENCE)
+        self._console.close()
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+JOIN_LIMIT: Final = 30.0
+"""Seconds in which a node lets a program join."""
+
+
+IMPORT_LIMIT: Final = 60.0
+"""Seconds that each module gets which the program wants preloaded."""
+
+
+DEPART_LIMIT: Final = 30.0
+"""Seconds in which what a program leaves has stopped, or is left to the node."""
 
 
 class RemoteLink:
@@ -331,29 +491,279 @@ class _Sought(FutureReceiver):
             self.future.set_result(None)
 
 
-class RemoteEngine(Membership):
-    """See above."""
+class RemoteEngine(NodeClient):
+    """See above.
+
+    Attributes:
+        loop: on which it is used.
+        leases: what this program holds.
+        actors: the node's actors; see `Engine.actors`.
+        home: the node's id, "" before it has let this program in.
+        lookups: names that the node has been asked for and has yet to answer.
+    """
 
     waits = None
 
     def __init__(
         self, path: str, options: NodeOptions, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(path, options, loop)
+        super().__init__(FIRST_CLIENT + int.from_bytes(os.urandom(3), "little"))
+        self.loop = loop
         self.leases = RemoteLeases(self)
-        self._actors: RemoteActors | None = None
+        self.actors = RemoteActors(self)
+        self._path = path
+        self._options = options
+        self._line = NodeConnection(loop)
+        self._line.on_messages = self._on_messages
+        self._line.on_lost = self._on_lost
+        self._page = ControlPage.open(descriptor := ControlPage.create())
+        os.close(descriptor)
+        self._loans = Loans("", "", self._page, Interrupts(self._page), self.client)
+        self._loans.on_over = self._on_over
+        self._loans.press = self._line.press
+        self.lookups: set[asyncio.Future[Any]] = set()
+        self._ledger: Ledger | None = None
+        self._welcome: asyncio.Future[Welcome] = loop.create_future()
+        self._departed = loop.create_future()
+        self.home = ""
+        self._is_telling = False
+        self._is_leaving = False
+        self._error: NodeError | None = None
+        self._terminal: Terminal | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._path}>"
+
+    async def open(self) -> None:
+        """Join the node; see `Engine.open`.
+
+        Raises:
+            NodeDiedError: no node can be reached there.
+            NodeError: it has refused, or is not this user's.
+            OptionError: it does not have what `init` was asked for.
+        """
+        try:
+            await self._join()
+        except BaseException:
+            self._line.close()
+            self._move_out()
+            raise
+
+    async def _join(self) -> None:
+        try:
+            check_meeting(self._path)
+            greeted = greeting(CLIENT, self.client, os.getpid())
+            joining = join_of(self._options)
+            limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
+            async with asyncio.timeout(limit):
+                await self._line.connect(self._path, greeted, joining)
+                if not self._options.only_looks:
+                    _import_early()
+                await self._move_in(await self._welcome)
+        except TimeoutError:
+            raise NodeDiedError(
+                f"the node at {self._path} has not answered within {limit:g} s. "
+                f"`aiogpu stop --force` ends it, `aiogpu start --head` starts another."
+            ) from None
+        except ProtocolError as error:
+            raise NodeError(
+                f"what the node at {self._path} says cannot be understood: {error}. "
+                f"Use the same version of aiogpu in both, or start the node anew."
+            ) from None
+        except OSError as error:
+            if isinstance(error, AiogpuError):
+                raise
+            raise NodeDiedError(unreachable(self._path, error)) from error
+
+    async def _move_in(self, welcome: Welcome) -> None:
+        from aiogpu.engines.server_info import check_joining_options, unpack_capacity
+
+        ledger, policies = unpack_capacity(welcome.ledger)
+        check_joining_options(self._options, ledger, policies, self._path)
+        passage = await connect_to(welcome.descriptors)
+        self.home, self._ledger = welcome.node, ledger
+        with suppress(OSError):
+            descriptor = os.open(welcome.page, os.O_RDWR | os.O_CLOEXEC)
+            self._page.close()
+            self._page = ControlPage.open(descriptor)
+            os.close(descriptor)
+        self._loans.move_in(passage, welcome.spill, self._page)
+
+    @property
+    def _address(self) -> str:
+        """By which `init` joins what runs at the same place."""
+        return "auto" if self._path == default_socket() else self._path
+
+    @property
+    def loans(self) -> Loans:
+        """What was lent to this process."""
+        return self._loans
+
+    def send(self, message: Message) -> None:
+        """Say something to the node; nothing, where it has gone."""
+        if self._loans.unnamed:
+            self._loans.name(message)
+        self._line.send(message)
+
+    @property
+    def has_gone(self) -> bool:
+        """True if the node has ended, or has cut this program off."""
+        return self._error is not None
+
+    def _prepare(self, _name: str) -> None:
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raise `NodeError` where the node has gone, or is being left."""
+        if self._error is not None:
+            raise _again(self._error)
+        if self._ledger is None or self._is_leaving:
+            raise NodeClosedError("this node is not open.")
+
+    def _on_messages(self, messages: list[Message]) -> None:
+        for message in self._loans.take_in(messages):
+            if self._terminal is not None and self._terminal.keeps(message):
+                continue
+            if not self.take(message):
+                self._on_other(message)
+
+    def _take(self, message: Message) -> None:
+        if not self.take(message):
+            self._on_other(message)
+
+    def _take_stray(self, failed: ChildFailed) -> None:
+        if not failed.child and not self._welcome.done():
+            # The program may not begin.
+            self._welcome.set_exception(unpack_failure(Failed(*failed), "init()"))
+        self.leases.lose(failed)  # it was granted, and is no more
+
+    def _on_other(self, message: Message) -> None:
+        match message:
+            case Welcome():
+                if not self._welcome.done():
+                    self._welcome.set_result(message)
+            case Refused(reason):
+                self._end(NodeError(f"the node at {self._path} refuses: {reason}."))
+            case Close():
+                self._end(
+                    NodeClosedError(
+                        f"the node at {self._path} was stopped, and what ran on it has "
+                        f"ended. When a node runs there again, `await aiogpu.init("
+                        f"address={self._address!r})` joins it."
+                    )
+                )
+            case Printed() if self._terminal is None:
+                self._terminal = Terminal(self.loop, self._line, self._take)
+                self._terminal.keeps(message)
+            case Warned(text):
+                _log.warning("! %s", text)
+            case Departed():
+                if not self._departed.done():
+                    self._departed.set_result(None)
+
+    def _on_over(self) -> None:
+        """A loan has ended, in whichever thread."""
+        if not self._is_telling:
+            self._is_telling = True
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._tell_over)
+
+    def _tell_over(self) -> None:
+        self._is_telling = False
+        if not self._line.is_open:
+            return
+        try:
+            returned = self._loans.tell()
+        except (NodeClosedError, ConnectionResetError):
+            return  # it has gone, and the other connection tells of it next
+        if returned is not None:
+            self.send(returned)
+
+    def _on_lost(self, error: Exception | None) -> None:
+        why = f": {error}" if error is not None else ""
+        self._end(
+            NodeDiedError(
+                f"the node at {self._path} has ended{why}. What ran on it has ended "
+                f"with it. Start it anew by `aiogpu start --head`; then `await "
+                f"aiogpu.init(address={self._address!r})` joins it."
+            )
+        )
+
+    def _end(self, error: NodeError) -> None:
+        """Nothing more comes from the node."""
+        if self._error is not None:
+            return
+        self._error = error
+        self._declared.clear()
+        self._line.close()
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
+            self._welcome.exception()
+        if not self._departed.done():
+            self._departed.set_result(None)
+        if self._terminal is not None:
+            self._terminal.hold_nothing()
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.fail(_again(error))
+        self.leases.end(error)
+
+    async def close(self) -> None:
+        """Stop what is this program's, wait for that, and leave."""
+        if self._line.is_open and self._ledger is not None:
+            until = self.loop.time() + DEPART_LIMIT
+            await self._finish_lookups(DEPART_LIMIT)
+            self.send(Depart())
+            self._is_leaving = True  # it may answer still of what it is about to end
+            receivers, self._receivers = self._receivers, {}
+            for receiver in receivers.values():
+                name = getattr(receiver, "task_name", "it")
+                receiver.fail(
+                    NodeClosedError(f"the node was shut down before {name} had ended.")
+                )
+            left = max(0.0, until - self.loop.time())
+            await asyncio.wait([self._departed], timeout=left)
+        self._end(NodeClosedError("this node is shut down; join one by aiogpu.init()."))
+        if self._terminal is not None:
+            await self._terminal.close()
+        self._move_out()
+
+    async def _finish_lookups(self, limit: float) -> None:
+        """Wait until the node has answered them, and what waits for that was sent.
+
+        The kill of an actor that is looked up by its name can be sent only then.
+        """
+        if not self.lookups:
+            return
+        answered = asyncio.gather(*self.lookups, return_exceptions=True)
+        # `_departed` is also done where the node has gone, and by `hasten`.
+        first, either = asyncio.FIRST_COMPLETED, [answered, self._departed]
+        await asyncio.wait(either, timeout=limit, return_when=first)
+
+    def _move_out(self) -> None:
+        self._loans.close()
+        self._page.close()
+
+    def hasten(self) -> None:
+        """Wait no more for what stops; see `Engine.hasten`."""
+        if not self._departed.done():
+            self._departed.set_result(None)
+
+    def abandon(self) -> None:
+        """The same in haste; the node sees it."""
+        self.disown()
+
+    def disown(self) -> None:
+        """This process is a fork of the program: the connection is its parent's."""
+        self._line.leave()
+        self._loans.leave()
+
+    # What the program asks of the node.
 
     @property
     def link(self) -> RemoteLink:
         """The way to them."""
         return RemoteLink(self)
-
-    @property
-    def actors(self) -> RemoteActors:
-        """The node's actors; see `Engine.actors`."""
-        if self._actors is None:
-            self._actors = RemoteActors(self)
-        return self._actors
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
@@ -389,7 +799,7 @@ class RemoteEngine(Membership):
             InfeasibleError: the node can never give what it asks for.
             NodeError: the node has gone.
         """
-        from aiogpu.engines.admission import check_func
+        from aiogpu.engines.base import check_func
 
         self.check_open()
         assert self._ledger is not None, self
@@ -442,11 +852,15 @@ class RemoteEngine(Membership):
         self.send(Inquire(self.expect(told), what, number))
         return await told.future
 
-    def _take_stray(self, failed: ChildFailed) -> None:
-        super()._take_stray(failed)
-        self.leases.lose(failed)  # it was granted, and is no more
 
-    def _end(self, error: NodeError) -> None:
-        self._declared.clear()
-        super()._end(error)
-        self.leases.end(error)
+def _again(error: NodeError) -> NodeError:
+    """The same for one more who hears of it, with a traceback of his own."""
+    return type(error)(*error.args)
+
+
+def _import_early() -> None:
+    """Import what a first call needs, while the node starts a zygote for it."""
+    keep_pages()
+    import aiogpu.core.resources.placement_group
+    import aiogpu.engines.server_info
+    import aiogpu.serialization.pickler  # noqa: F401

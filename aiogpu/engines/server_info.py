@@ -126,7 +126,7 @@ def _unmet_memory(
 _codec: Final = RecordCodec(Device)
 
 
-def premises_of(
+def server_info(
     directory: str,
     ledger: Ledger,
     options: NodeOptions,

@@ -19,7 +19,7 @@ from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.spec_codec import dump_spec
 from aiogpu.core.model.request import Shape, TaskSpec
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.membership import join_of
+from aiogpu.engines.remote import join_of
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection, greeting
 from aiogpu.wire.messages import FIRST_CLIENT, Declare, Join, Message, Welcome

@@ -7,7 +7,7 @@ from aiogpu.core.model.request import Device, DeviceSelector, Request, Shape, Ta
 from aiogpu.core.model.units import TYPE_PREFIX, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.engines.admission import check_func
+from aiogpu.engines.base import check_func
 from aiogpu.errors import InfeasibleError
 
 GIB = 1 << 30

@@ -308,7 +308,7 @@ async def test_dropped_right_before_the_program_leaves(node: Service) -> None:
 async def test_a_node_that_never_answers_is_left(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.engines.membership.DEPART_LIMIT", 0.05)
+    monkeypatch.setattr("aiogpu.engines.remote.DEPART_LIMIT", 0.05)
     async with no_complaints():
         await aiogpu.init(address=node.path, log_to_driver=False)
         with stopped(node):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.engines import membership as module
-from aiogpu.engines.membership import AT_ONCE, CHUNK, NodeConnection
+from aiogpu.engines import node_connection as module
+from aiogpu.engines.node_connection import AT_ONCE, CHUNK, NodeConnection
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.connection import CLIENT, greeting

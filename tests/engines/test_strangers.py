@@ -16,7 +16,7 @@ from typing import Final
 
 import pytest
 
-from aiogpu.engines.membership import NodeConnection
+from aiogpu.engines.node_connection import NodeConnection
 from aiogpu.memory.fd_passing import DescriptorSender
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.serialization.payload import Contents, pack

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from aiogpu.engines.membership import Terminal
+from aiogpu.engines.remote import Terminal
 from aiogpu.wire.messages import ChildDone, Message, Printed
 from tests.runtime.test_console import PaperSource, SlowTerminal
 from tests.until import until

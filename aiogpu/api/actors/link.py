@@ -249,7 +249,7 @@ class ActorLink:
             NodeError: the node is closed, or belongs to another process.
         """
         if len(payload) > UNCHECKED:
-            from aiogpu.engines.admission import check_arguments
+            from aiogpu.engines.base import check_arguments
 
             check_arguments(self.func, payload)
         session, actor = self._session, self._actor

@@ -60,7 +60,7 @@ from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.engines.admission import check_arguments, check_func
+from aiogpu.engines.base import check_arguments, check_func
 from aiogpu.engines.inline.surroundings import CtrlC, Surroundings, silence
 from aiogpu.errors import (
     GpuOutOfMemoryError,
