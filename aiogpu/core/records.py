@@ -15,13 +15,7 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.model.request import (
-    UNLIMITED,
-    Environment,
-    Lane,
-    Request,
-    TaskSpec,
-)
+from aiogpu.core.model.request import UNLIMITED, Environment, Lane, Request, TaskSpec
 from aiogpu.core.model.units import BY_SHARE, GPU
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.errors import InternalError

@@ -238,7 +238,7 @@ def test_nobody_can_be_sent_home_where_nobody_is_idle():
     assert workers.take_bound(((), ())) is None
     assert workers.take_unclaimed(()) is None
     with pytest.raises(KeyError, match="no worker is idle"):
-        workers.pop_idle(lambda _: 0)
+        workers.pop_idle()
 
 
 def test_workers_show_how_many_there_are():

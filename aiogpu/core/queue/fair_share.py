@@ -154,19 +154,6 @@ class LeaseUsage:
         turn_since: when it was last the program's turn to have it.
     """
 
-    __slots__ = (
-        *(
-            "_clients",
-            "_cost_lent",
-            "_full_cost",
-            "_held",
-            "_left",
-            "_since",
-            "turn_since",
-        ),
-        *("client", "cost", "portion"),
-    )
-
     def __init__(
         self, clients: Clients, client: Client, request: Request, is_endless: bool
     ) -> None:
@@ -177,8 +164,8 @@ class LeaseUsage:
         self._left = LONGEST
         self.cost = self._full_cost = 0.0 if is_endless else portion.cost
         self._cost_lent = 0.0 if is_endless else portion.cost_lent
-        self._held = [(name, parts) for name, parts, _ in portion.amounts]
-        for name, parts in self._held:
+        self._held = {name: parts for name, parts, _ in portion.amounts}
+        for name, parts in self._held.items():
             self._move(name, parts)
 
     def charge(self) -> None:
@@ -202,7 +189,7 @@ class LeaseUsage:
     def end(self) -> None:
         """Nothing is held any more."""
         self.charge()
-        for name, parts in self._held:
+        for name, parts in self._held.items():
             self._move(name, -parts)
         self._clients.forget(self.client)
 
@@ -210,27 +197,21 @@ class LeaseUsage:
         """The CPUs are others' for a while."""
         self.charge()
         self.cost = self._cost_lent
-        self._move(CPU, -self._cpus())
+        self._move(CPU, -self._held.get(CPU, 0))
 
     def resume(self) -> None:
         """The CPUs are held again."""
         self.charge()
         self.cost = self._full_cost
-        self._move(CPU, self._cpus())
+        self._move(CPU, self._held.get(CPU, 0))
 
     def keep_devices(self, kinds: Container[str]) -> None:
         """All but devices is given back; nobody is charged for the rest."""
         self.charge()
         self.cost = 0.0
-        for name, parts in self._held:
+        for name in list(self._held):
             if name not in kinds and name != GPU_MEMORY:
-                self._move(name, -parts)
-        self._held = [
-            each for each in self._held if each[0] in kinds or each[0] == GPU_MEMORY
-        ]
-
-    def _cpus(self) -> int:
-        return dict(self._held).get(CPU, 0)
+                self._move(name, -self._held.pop(name))
 
     def _move(self, name: str, parts: int) -> None:
         held = self.client.held

@@ -24,12 +24,7 @@ from aiogpu.core.model.units import (
     number,
     written,
 )
-from aiogpu.core.resources.devices import (
-    COLD,
-    Affinity,
-    DeviceSet,
-    Share,
-)
+from aiogpu.core.resources.devices import COLD, Affinity, DeviceSet, Share
 from aiogpu.core.resources.feasibility import find_infeasible
 
 
@@ -148,7 +143,7 @@ class Ledger:
                     return None
         shares: tuple[tuple[Share, ...], ...] = ()
         if request.devices:
-            chosen = self._choose(request, barred, warm)
+            chosen = self._choose(request, request.devices, barred, warm)
             if chosen is None:
                 return None
             shares = chosen
@@ -179,10 +174,14 @@ class Ledger:
         return merged
 
     def _choose(
-        self, request: Request, barred: Mapping[str, int] | None, warm: Affinity
+        self,
+        request: Request,
+        wanted: Iterable[tuple[str, int]],
+        barred: Mapping[str, int] | None,
+        warm: Affinity,
     ) -> tuple[tuple[Share, ...], ...] | None:
         found: list[tuple[Share, ...]] = []
-        for kind, amount in request.devices:
+        for kind, amount in wanted:
             devices = self.device_sets.get(kind)
             chosen = devices and devices.choose(
                 amount, request, barred.get(kind, 0) if barred else 0, warm
@@ -212,15 +211,8 @@ class Ledger:
             if self.free.get(name, 0) < amount and name not in held:
                 return False
         kinds = {kind for kind, _ in lease.request.devices}
-        return all(
-            kind in kinds or self._chooses(kind, amount, request)
-            for kind, amount in request.devices
-        )
-
-    def _chooses(self, kind: str, amount: int, request: Request) -> bool:
-        devices = self.device_sets.get(kind)
-        found = devices and devices.choose(amount, request)
-        return bool(found)
+        rest = [each for each in request.devices if each[0] not in kinds]
+        return self._choose(request, rest, None, COLD) is not None
 
     def give_back(self, lease: Lease) -> None:
         """End a lease; all it held is free at once.

@@ -20,11 +20,7 @@ from aiogpu.core.model.request import (
 from aiogpu.core.model.units import CPU
 from aiogpu.core.resources.devices import COLD, Affinity, DeviceSet
 from aiogpu.core.resources.feasibility import find_infeasible
-from aiogpu.core.resources.ledger import (
-    BundleLedger,
-    Lease,
-    Ledger,
-)
+from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 
 STEPS: Final = 200
 """Layouts that are tried beyond one for each bundle."""

@@ -7,13 +7,7 @@ from typing import Final
 from aiogpu.core.effects import Forget, Interrupt, Kill, Reclaim, Retire
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.timers import AlarmKind
-from aiogpu.core.records import (
-    Stop,
-    TaskRecord,
-    TaskState,
-    WorkerRecord,
-    WorkerState,
-)
+from aiogpu.core.records import Stop, TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.scheduler.revocation import revoke
 from aiogpu.core.scheduler.state import SchedulerState
 
@@ -83,7 +77,7 @@ def interrupt(node: SchedulerState, record: TaskRecord) -> None:
 
 
 def go_on_stopping(node: SchedulerState, record: TaskRecord) -> None:
-    """A task that was asked to stop has not answered yet."""
+    """Interrupt a task that has not stopped yet again, or kill its worker."""
     worker = record.worker
     assert record.stop is not None, record
     assert worker is not None, record
@@ -98,15 +92,15 @@ def go_on_stopping(node: SchedulerState, record: TaskRecord) -> None:
 
 
 def kill_worker(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Kill a worker; an answer may be under way, and what follows would die for it."""
+    """Kill a worker. Its answer may still arrive, but it gets no further task."""
     worker.is_last, worker.is_killed = not worker.queue, True
     node.effects.append(Kill(worker.id))
 
 
 def retire_idle(node: SchedulerState) -> None:
-    """Retire those that have been idle longest, if there are too many."""
+    """Retire the workers that have been idle longest, if there are too many."""
     while node.workers.idle > node.most_idle:
-        worker = node.workers.pop_idle(node.spares.kept)
+        worker = node.workers.pop_idle(node.spares)
         retire(node, worker)
 
 
@@ -114,14 +108,9 @@ def evict_idle_worker(node: SchedulerState) -> None:
     """Retire an idle worker for each task that lacks nothing but a worker."""
     limit = node.worker_limit
     while len(limit.leaving) < limit.refused and node.workers.idle:
-        worker = node.workers.pop_idle(_none)
+        worker = node.workers.pop_idle()
         limit.leaving.add(worker.id)
         retire(node, worker)
-
-
-def _none(_: Environment) -> int:
-    """No clean workers are kept where there is no room."""
-    return 0
 
 
 def retire_spares(node: SchedulerState) -> None:
@@ -141,7 +130,7 @@ def retire_clean(node: SchedulerState, environment: Environment) -> None:
 
 
 def retire_bound(node: SchedulerState, kind: str, index: int) -> None:
-    """Retire the workers that have a device open, those that are busy in their time."""
+    """Retire the workers that have a device open; busy ones after their task."""
     for worker in node.workers.bound_to(kind, index):
         if worker.state is WorkerState.BUSY:
             worker.is_stale = True
@@ -157,6 +146,6 @@ def retire(node: SchedulerState, worker: WorkerRecord) -> None:
 
 
 def let_end(node: SchedulerState, worker: WorkerRecord) -> None:
-    """A worker gets no more work, and a while to end."""
+    """Mark a worker as ending, and kill it if it takes too long."""
     worker.move(WorkerState.ENDING)
     node.timers.set(node.now + node.config.exit_grace, AlarmKind.END, worker.id)

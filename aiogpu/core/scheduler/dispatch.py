@@ -47,7 +47,7 @@ def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
 
 
 def return_lease(node: SchedulerState, holder_id: WorkerId, settles: bool) -> None:
-    """Those who held a lease have gone; its devices may have to be seen free."""
+    """End a granted lease, once the processes that used it have ended."""
     holder = node.granted.get(holder_id)
     if holder is None or holder.task is None:
         return
@@ -65,7 +65,7 @@ def return_lease(node: SchedulerState, holder_id: WorkerId, settles: bool) -> No
 
 
 def end_leases(node: SchedulerState) -> None:
-    """The node closes, and its ledger with it; what its holders do goes on."""
+    """End all granted leases as the node closes; their processes may go on."""
     for holder in list(node.granted.values()):
         assert holder.task is not None, holder
         if holder.task.state is TaskState.RUNNING:
@@ -120,7 +120,7 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
 
 
 def refill_spares(node: SchedulerState) -> None:
-    """Have clean workers forked until there are as many as are wanted."""
+    """Fork clean workers until there are as many spares as wanted."""
     node.spares.note_refill()
     if node.worker_limit.refused and node.ready.by_shape:
         return
@@ -136,7 +136,7 @@ def refill_spares(node: SchedulerState) -> None:
 
 
 def welcome(node: SchedulerState, worker: WorkerRecord) -> None:
-    """A forked worker has connected: it begins with its task, or waits for one."""
+    """Give a worker that has just connected its task, or make it idle."""
     node.spares.note_start(worker.environment, True)
     if node.worker_limit.failures:
         node.worker_limit.note_change()
@@ -153,7 +153,7 @@ def welcome(node: SchedulerState, worker: WorkerRecord) -> None:
 def assign(
     node: SchedulerState, record: TaskRecord, worker: WorkerRecord, lease: Lease
 ) -> effects.Assign:
-    """Give a connected worker its only task."""
+    """Assign a task to a connected worker that has none."""
     spec = record.spec
     is_first = worker.binding is None
     if is_first:
@@ -175,7 +175,7 @@ def assign(
 
 
 def release(node: SchedulerState, worker: WorkerRecord) -> bool:
-    """End the lease of a worker without a task; False if it ends, and that later."""
+    """End the lease of a worker without a task; False if the worker exits first."""
     if worker.is_last or worker.is_killed:
         let_end(node, worker)
         return False
@@ -190,7 +190,7 @@ def release(node: SchedulerState, worker: WorkerRecord) -> bool:
 
 
 def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Begin with the next of those that the worker has been sent ahead.
+    """Make the next task that a worker was sent ahead its present one.
 
     One that was cancelled there is decided about when its queue is `Revoked`; if it
     was before, and the task is still here, it has begun.
@@ -212,7 +212,7 @@ def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
 
 
 def hand_over(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bool:
-    """Give the worker, with its lease, the next task of its shape; False if none may.
+    """Give a worker and its lease to the next task of that shape; False if none may.
 
     Whatever its last task held is held on, so the ledger need not know.
     """
@@ -236,7 +236,7 @@ def hand_over(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> boo
 
 
 def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bool:
-    """Whether a lease may go on in this shape without asking whose turn it is."""
+    """Return whether a lease may pass to the next task of its shape directly."""
     ledger, kept, lease = node.ledger, node.reservation, worker.lease
     assert lease is not None, worker
     # What is kept for this very shape's first task is what the lease would give it.
@@ -268,7 +268,7 @@ def _leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> No
 def refill(
     node: SchedulerState, worker: WorkerRecord, bucket: Bucket, ahead: list[TaskId]
 ) -> None:
-    """Add tasks to be sent ahead, if they are short; each worker gets a fair part."""
+    """Send short tasks ahead to a worker, at most its fair part of the bucket."""
     queue = worker.queue
     fair = bucket.size // max(len(node.ledger.leases), 2)
     while True:

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.request import Request
 from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, usage_of
-from aiogpu.core.queue.ready import Bucket, Group, Precedence, ReadyQueue, precedence
+from aiogpu.core.queue.ready import Bucket, Group, Precedence, ReadyQueue
 from aiogpu.core.records import TaskRecord, sort_key
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import evict_idle_worker
-from aiogpu.core.scheduler.state import SchedulerState
+from aiogpu.core.scheduler.state import SchedulerState, goes_before
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.state import Reservation
@@ -79,14 +79,14 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
 
 
 def _is_first(queue: ReadyQueue, record: TaskRecord) -> bool:
-    """Whether a task is the first of those of its program that ask for the same."""
+    """Return whether a task is the first of its group."""
     group = queue.of_client.get(record.client, {}).get(record.spec.shape.request)
     first = None if group is None else group.first()
     return first is not None and first[1] is record
 
 
 def note_stuck(node: SchedulerState, record: TaskRecord) -> None:
-    """A task does not fit: if it is the first of its group, count from now on."""
+    """Note since when the first task of a group has not fitted."""
     group = node.ready.of_client[record.client][record.spec.shape.request]
     if group.stuck is not record:
         first = node.ready.first(group)
@@ -107,7 +107,7 @@ task would need another process, and its start takes about as long."""
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A program in a round.
+    """A program in a placement round.
 
     Attributes:
         turns: its groups.
@@ -127,7 +127,7 @@ class Candidate:
 
 
 class PlacementRound:
-    """The programs that are still to be looked at in one pass over all that waits.
+    """One pass over all that waits: the programs that may still start something.
 
     Attributes:
         left: the programs, by id.
@@ -161,7 +161,7 @@ class PlacementRound:
             self.only = one
 
     def _note(self, one: Candidate) -> None:
-        """Another group is its first, or it holds more; nothing more may fit."""
+        """Update a program after its first group or what it holds has changed."""
         turns = one.turns
         while turns and turns[0][2].request in self._refused:
             heappop(turns)
@@ -190,7 +190,7 @@ class PlacementRound:
             self.left = {}
 
     def leave_out(self, one: Candidate) -> None:
-        """Nothing more of the first group of a program can begin."""
+        """Drop the first group of a program: nothing more of it can begin."""
         heappop(one.turns)
         if one is not self.only:
             self._note(one)
@@ -198,7 +198,7 @@ class PlacementRound:
             self.left = {}
 
     def refuse(self, record: TaskRecord) -> None:
-        """A task does not fit: neither do others that ask for the same."""
+        """Drop all groups that ask for the same as a task that does not fit."""
         node, request = self._node, record.spec.shape.request
         kept = node.reservation
         is_kept_away = kept is not None and not kept.lets_pass(node, record)
@@ -245,7 +245,7 @@ class PlacementRound:
 
 
 def _reserve(node: SchedulerState, group: Group) -> None:
-    """Keep something for the first of a group, once it is its program's turn.
+    """Make a reservation for the first task of a group, if its time has come.
 
     What is kept already stays so, unless it is for one that goes after this one: of
     another program, one of a lower priority.
@@ -256,7 +256,7 @@ def _reserve(node: SchedulerState, group: Group) -> None:
     record = first[1]
     note_stuck(node, record)
     is_others = kept is not None and kept.record is not record
-    if kept is not None and is_others and not _goes_before(record, kept.record):
+    if kept is not None and is_others and not goes_before(record, kept.record):
         return
     if node.now < group.reserve_at:
         return
@@ -278,7 +278,7 @@ def _reserve(node: SchedulerState, group: Group) -> None:
 def _keep_for(
     node: SchedulerState, group: Group, record: TaskRecord, before: Reservation | None
 ) -> Reservation | None:
-    """Keep something for the first of a group; `before`: what has been until now.
+    """Renew the reservation `before` of the first task of a group, or make one.
 
     One that has only stood behind others of its kind is held up by nobody: where a
     million wait, each is soon on its way once it comes first.
@@ -295,13 +295,6 @@ def _keep_for(
         # Whoever was let past must not put off the moment that was promised.
         reservation.until = min(reservation.until, before.until)
     return reservation
-
-
-def _goes_before(record: TaskRecord, other: TaskRecord) -> bool:
-    # Whose turn it is among programs changes; what is kept is kept.
-    if record.client != other.client:
-        return sort_key(record)[0] < sort_key(other)[0]
-    return precedence(record) < precedence(other)
 
 
 def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
@@ -341,7 +334,7 @@ def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
 def _is_fairest(
     clients: Clients, lease: Lease, head: TaskRecord, rivals: list[TaskRecord]
 ) -> bool:
-    """Return whether it is the turn of one that has a lease, and not of others."""
+    """Return whether the holder of a lease goes before all rivals."""
     client, request = clients.of(head.client), lease.request
     now, floor = clients.share_of(client, request, has_it=True)
     shares = []

@@ -64,7 +64,7 @@ def _refuse(
 def _why_misfit(
     node: SchedulerState, known: PlacementGroup, record: TaskRecord
 ) -> str | None:
-    """Return why it can never run in its group, as far as that is known yet."""
+    """Return why a task can never run in its group; None if it may."""
     if not known.is_open:
         return None
     request = record.spec.shape.request
@@ -74,7 +74,11 @@ def _why_misfit(
 
 
 def advance_groups(node: SchedulerState) -> bool:
-    """Let members go on, or end with their group; whether any may be placed now."""
+    """Release members of granted groups, end those of removed ones.
+
+    Returns:
+        Whether any task may be placed now that could not before.
+    """
     has_changed = False
     for key, known in list(node.placement_groups.items()):
         state = known.record.state
@@ -87,7 +91,7 @@ def advance_groups(node: SchedulerState) -> bool:
 
 
 def _open(node: SchedulerState, known: PlacementGroup) -> bool:
-    """It is granted: its members wait for their turn in its bundles."""
+    """Queue the members of a group that has just been granted."""
     known.is_open = True
     pending, known.pending = known.pending, {}
     for task, needs in pending.items():
@@ -105,7 +109,7 @@ def _open(node: SchedulerState, known: PlacementGroup) -> bool:
 
 
 def _evict(node: SchedulerState, known: PlacementGroup) -> None:
-    """It is none any more: so are its members, and what these have started."""
+    """End the members of a removed group, with their children."""
     known.pending.clear()
     for record in known.living:
         if record.state not in GONE:
@@ -114,7 +118,7 @@ def _evict(node: SchedulerState, known: PlacementGroup) -> None:
 
 
 def _end(node: SchedulerState, key: str, known: PlacementGroup) -> bool:
-    """Give back what it holds once nobody is left in it; whether that has been done."""
+    """Free what a removed group holds, once no member is left; whether it has been."""
     record = known.record
     if record.state is TaskState.STOPPING:
         if any(part.leases for part in node.ledger.placement_groups[key]):

@@ -27,13 +27,7 @@ from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import DeviceSelector, Request, Shape, TaskSpec
 from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.core.queue.timers import AlarmKind
-from aiogpu.core.records import (
-    Memory,
-    TaskRecord,
-    TaskState,
-    WorkerRecord,
-    WorkerState,
-)
+from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.deadlock import find_deadlocks
@@ -46,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def note_outage(node: SchedulerState, environment: Environment, reason: str) -> None:
-    """A worker could not be started: start no other for a while."""
+    """Note that a worker could not be started, and start no other for a while."""
     outage = node.outages.get(environment)
     if outage is None:
         outage = node.outages[environment] = Outage(reason, node.now)
@@ -73,7 +67,7 @@ def retry_outages(node: SchedulerState) -> None:
 
 
 def note_death(node: SchedulerState, record: TaskRecord) -> bool:
-    """Its worker has died; False if that has happened too often in a row."""
+    """Count the death of an actor's worker; False if too many came in a row."""
     restarts = node.restarts.setdefault(record.id, Restarts())
     if node.now - restarts.began >= node.config.sound_after:
         restarts.in_a_row = 0
@@ -106,7 +100,7 @@ def retry_later(node: SchedulerState, record: TaskRecord) -> None:
 
 
 def widened(spec: TaskSpec) -> TaskSpec | None:
-    """The same with a GPU of its own; None if it has that, or does not ask for it."""
+    """Return a spec that asks for a whole GPU; None if it does so, or for no GPU."""
     request = spec.shape.request
     amounts = dict(request.devices)
     if not spec.retries_oom or spec.is_endless or amounts.get(GPU, UNIT) >= UNIT:
@@ -147,7 +141,7 @@ def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
 
 
 def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether it would never get what it asks for now."""
+    """Return whether a task could never get what it asks for now."""
     # Loaded late: most programs never run out of device memory.
     from aiogpu.core.scheduler.reservation import is_held_for_good
 
@@ -158,7 +152,7 @@ def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
 
 
 def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether those that wait for it hold what it would wait for."""
+    """Return whether the task would wait for what its own waiters hold."""
     if not node.blocked:
         return False
     state, record.state = record.state, TaskState.WAITING
@@ -181,7 +175,7 @@ def on_worker_gone(
     is_crowded: bool,
     outage: str,
 ) -> None:
-    """Take a worker whose processes have ended off the books."""
+    """Forget a worker whose processes have ended; retry or fail its tasks."""
     inflight = [worker.task, *worker.queue] if worker.task else []
     begun = count_begun(inflight, began)
     is_new = worker.state is WorkerState.STARTING
@@ -210,7 +204,7 @@ def on_worker_gone(
 
 
 def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str | None:
-    """Try a task again whose worker has gone, else what there is to say of its loss."""
+    """Retry a task whose worker is gone; else return the reason to report."""
     is_wanted, is_endless = (
         record.state is not TaskState.STOPPING,
         record.spec.is_endless,
@@ -244,7 +238,7 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
 def _stand_back(
     node: SchedulerState, worker: WorkerRecord, is_crowded: bool, outage: str
 ) -> None:
-    """A worker could not be started: its task waits again, which is no failure."""
+    """Requeue the task of a worker that could not be started; no retry is used."""
     record, worker.task = worker.task, None
     _remove(node, worker)
     if is_crowded:
@@ -284,7 +278,7 @@ def _lose(
 def returned_devices(
     node: SchedulerState, worker_id: WorkerId
 ) -> list[tuple[DeviceSet, int]]:
-    """End the lease of a worker that settles; the devices that it was for, by index."""
+    """End the lease of a `SETTLING` worker; return its devices, by set and index."""
     worker = node.workers.get(worker_id) or node.granted.get(worker_id)
     if worker is None or worker.state is not WorkerState.SETTLING:
         return []
@@ -295,7 +289,7 @@ def returned_devices(
 
 
 def settle_all(node: SchedulerState) -> None:
-    """The node closes: nobody will ask for what is still unsettled."""
+    """Forget all `SETTLING` workers, because the node closes."""
     for worker in list(node.holders):
         if worker.state is WorkerState.SETTLING:
             _remove(node, worker)
@@ -304,7 +298,7 @@ def settle_all(node: SchedulerState) -> None:
 def end_specially(
     node: SchedulerState, record: TaskRecord, retry: bool, ran_out: bool
 ) -> None:
-    """End a task that is not of the commonest kind, or try it again."""
+    """End or retry a task that failed, was cancelled, or has children."""
     was_wanted = record.state is not TaskState.STOPPING
     may_go_on = was_wanted and not node.is_closing
     if may_go_on and ran_out and try_exclusively(node, record):

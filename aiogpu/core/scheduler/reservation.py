@@ -18,7 +18,6 @@ from math import inf
 from typing import Final
 
 from aiogpu.core.model.request import PlacementGroupSpec, Request
-from aiogpu.core.queue.ready import precedence
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import candidates, try_on
@@ -34,7 +33,7 @@ STANDS_LONGEST: Final = 1.0
 def reserve(
     node: SchedulerState, record: TaskRecord, before: Reservation | None = None
 ) -> Reservation | None:
-    """Plan what to keep for a task; None if somebody holds it without end.
+    """Plan a reservation for a task; None if what it needs is held without end.
 
     Args:
         node: what there is, and who holds it.
@@ -50,7 +49,7 @@ def reserve(
 
 
 def is_held_for_good(node: SchedulerState, record: TaskRecord) -> bool:
-    """Whether a task would not fit even if all had ended that is not endless.
+    """Return whether a task would not fit even once all finite tasks had ended.
 
     Devices that are set aside count: they come back some time.
     """
@@ -83,10 +82,7 @@ def _plan(node: SchedulerState, record: TaskRecord, home: Ledger) -> Reservation
         for kind, amount in request.devices
     )
     kept = dict(request.scalars) if is_kept else {}
-    turn, grace = precedence(record), node.config.cancel_grace
-    return Reservation(
-        *(home, barred, kept, record, turn, until, node.now, grace), seen_of(node)
-    )
+    return Reservation(home, barred, kept, record, until, node.now, seen_of(node))
 
 
 def _find_soonest(
@@ -127,7 +123,7 @@ def _leases(
 
 
 def _holds(node: SchedulerState, home: Ledger) -> Iterator[tuple[float, Lease]]:
-    """Those that are not held without end, each with when it ends at the latest."""
+    """The leases of finite tasks, each with when it ends at the latest."""
     for lease, task in _leases(node, home):
         if task is None:
             yield 0.0, lease
@@ -139,7 +135,7 @@ def _holds(node: SchedulerState, home: Ledger) -> Iterator[tuple[float, Lease]]:
 
 
 def _order(hold: tuple[float, Lease]) -> tuple[float, int, int]:
-    """Sorts what ends soonest first; of equals, what is on the emptiest device."""
+    """Sort key: what ends soonest, then what is on the emptiest device."""
     ends, lease = hold
     on = (
         (-lease.home.device_sets[kind].free[index], index)
@@ -149,13 +145,13 @@ def _order(hold: tuple[float, Lease]) -> tuple[float, int, int]:
 
 
 def stands(node: SchedulerState, plan: Reservation) -> bool:
-    """Whether a plan is to be followed on: it is new, or nothing better can be had."""
+    """Return whether to keep a plan: it is new, or no better one is possible."""
     if node.now < plan.planned_at + STANDS:
         return True
     return node.now < plan.planned_at + STANDS_LONGEST and plan.seen == seen_of(node)
 
 
 def seen_of(node: SchedulerState) -> tuple[int, ...]:
-    """Changes when a plan may be bettered: something came back, or is set aside."""
+    """A value that changes when a better plan may be possible."""
     sets = node.ledger.device_sets.values()
     return node.ledger.ended, *(each.availability.aside_mask for each in sets)

@@ -1,8 +1,8 @@
-"""Looks at busy workers, and takes back what was sent ahead to slow ones.
+"""Watches busy workers, and takes back tasks that were sent ahead to slow ones.
 
 A busy worker answers nothing, so the queue behind a long task is taken back without its
 help. Whoever carries out `Revoke` makes sure that the worker begins nothing more of it,
-and `Revoked` says how far it had come.
+and `Scheduler.revoked` says how far it had come.
 """
 
 from __future__ import annotations
@@ -10,24 +10,19 @@ from __future__ import annotations
 from aiogpu.core.effects import Forget, Kill, Revoke
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.queue.timers import AlarmKind
-from aiogpu.core.records import (
-    TaskRecord,
-    TaskState,
-    WorkerRecord,
-    WorkerState,
-)
+from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.scheduler.state import SchedulerState
 
 
 def watch(node: SchedulerState, worker: WorkerRecord, seconds: float) -> None:
-    """Look at a busy worker so many seconds later."""
+    """Set an alarm to look at a busy worker after so many seconds."""
     worker.look_at = node.now + seconds
     worker.watched, worker.watched_since = worker.task, node.now
     node.timers.set(worker.look_at, AlarmKind.LOOK, worker.id)
 
 
 def look(node: SchedulerState, worker: WorkerRecord, when: float) -> None:
-    """An alarm set by `watch` rings: see whether the worker has come further."""
+    """Handle an alarm of `watch`: see whether the worker has come further."""
     if worker.look_at != when:
         return  # it is looked at some other time
     worker.look_at = None
@@ -43,7 +38,7 @@ def look(node: SchedulerState, worker: WorkerRecord, when: float) -> None:
 
 
 def revoke(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Take back what the worker has not begun; it is known which when `Revoked`."""
+    """Take back what a worker has not begun; `on_revoked` is told what that was."""
     if not worker.is_revoking:
         worker.is_revoking = True
         worker.revocations += 1
@@ -53,7 +48,7 @@ def revoke(node: SchedulerState, worker: WorkerRecord) -> None:
 def on_revoked(
     node: SchedulerState, worker: WorkerRecord, number: int, began: TaskId | None
 ) -> None:
-    """Return what was not begun to the queue, each task to its old place."""
+    """Put the tasks that were not begun back to their old places in the queue."""
     if not worker.is_revoking or worker.revocations != number:
         return  # it has ended all that was meant
     worker.is_revoking = False
@@ -69,14 +64,14 @@ def on_revoked(
 
 
 def spoil(node: SchedulerState, worker: WorkerRecord) -> None:
-    """A worker ends by itself now, and runs nothing of what it was sent ahead."""
+    """Requeue what a worker was sent ahead: it exits after its present task."""
     worker.is_last = True
     while worker.queue:
         return_task(node, worker.queue.pop())
 
 
 def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
-    """Return how many of a worker's tasks it has begun, if that one is the last."""
+    """Return how many of a worker's tasks have begun, `began` being the last."""
     for number, record in enumerate(inflight, start=1):
         if record.id == began:
             return number
@@ -84,7 +79,7 @@ def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
 
 
 def return_task(node: SchedulerState, record: TaskRecord) -> None:
-    """A task that was sent has not run, and will not: it waits again or has ended."""
+    """Requeue a task that was sent but not begun, or end it if it was cancelled."""
     if record.state is TaskState.STOPPING:
         record.worker = None
         node.end(record)
@@ -111,7 +106,7 @@ def _return_head(node: SchedulerState, worker: WorkerRecord) -> None:
 
 
 def leave_task(node: SchedulerState, worker: WorkerRecord) -> None:
-    """A worker holds a lease for a task that it does not run after all."""
+    """End the lease of a worker whose only task was taken back; it idles."""
     assert worker.lease is not None, worker
     node.ledger.give_back(worker.lease)
     worker.lease, worker.is_last = None, False
@@ -121,7 +116,7 @@ def leave_task(node: SchedulerState, worker: WorkerRecord) -> None:
 
 
 def on_skipped(node: SchedulerState, worker: WorkerRecord, record: TaskRecord) -> None:
-    """A task whose turn had come was taken back in the same moment; it did not run."""
+    """Requeue a task that a worker skipped; its next one becomes the present one."""
     if worker.task is not record:
         if record in worker.queue:
             worker.queue.remove(record)

@@ -52,7 +52,7 @@ P = ParamSpec("P")
 def event(
     step: Callable[Concatenate[Scheduler, P], None],
 ) -> Callable[Concatenate[Scheduler, float, P], Sequence[Effect]]:
-    """Make a method of one that appends effects: what waits is placed afterwards."""
+    """Decorator for event methods: collects effects, then places what waits."""
 
     def method(
         self: Scheduler, now: float, /, *args: P.args, **kwargs: P.kwargs
@@ -66,11 +66,11 @@ def event(
 
 
 Step = Callable[..., Sequence[Effect]]
-"""One of the methods of `Scheduler` that are told what happened."""
+"""An event method of `Scheduler`."""
 
 
 class Feed(Protocol):
-    """Tells the scheduler what happened: `feed(Scheduler.cancel, task)`."""
+    """Queues an event for the scheduler: `feed(Scheduler.cancel, task)`."""
 
     def __call__(
         self,
@@ -79,18 +79,18 @@ class Feed(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Have a step taken, at once or after the one that is being taken."""
+        """Call an event method, at once or after the one that is running now."""
 
 
 class Scheduler(SchedulerState):
-    """Decides for one node."""
+    """The scheduler of one node; see the module."""
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self.tasks)} tasks, {self.workers!r}, {self.ledger!r}>"
 
     @property
     def is_closed(self) -> bool:
-        """True if a closing node has nothing left that runs or is to be told."""
+        """True if the node is closing and no task and no worker is left."""
         return self.is_closing and not len(self.workers) and not self.tasks
 
     def deadline(self) -> float | None:
@@ -108,7 +108,7 @@ class Scheduler(SchedulerState):
         needs: tuple[TaskId, ...] | None = None,
         client: ClientId = OWN,
     ) -> Sequence[Effect]:
-        """A new task is to run. Ids count up.
+        """Take in a new task. Ids must count up.
 
         Args:
             now: the time.
@@ -166,7 +166,7 @@ class Scheduler(SchedulerState):
         spec: TaskSpec,
         client: ClientId = OWN,
     ) -> bool:
-        """New tasks without a parent are to wait behind others that are like them.
+        """Queue many new tasks without a parent behind waiting ones of their shape.
 
         Args:
             now: the time.
@@ -176,7 +176,7 @@ class Scheduler(SchedulerState):
             client: whose they are.
 
         Returns:
-            False if each is to be submitted by itself; then nothing has changed.
+            False if each has to be submitted by `submit`; then nothing has changed.
         """
         if self.is_closing or self.reservation is not None:
             return False
@@ -201,12 +201,12 @@ class Scheduler(SchedulerState):
 
     @event
     def supply(self, task: TaskId) -> None:
-        """All arguments of a task are there that were not."""
+        """The missing arguments of a task have arrived: it may run now."""
         if resolve(self, task):
             task_tree.end_deadlocks(self)
 
     def cancel(self, now: float, task: TaskId) -> Sequence[Effect]:
-        """Nobody wants a task's result any more."""
+        """Cancel a task: its owner does not want the result any more."""
         record = self.tasks.get(task)
         if record is None:
             return NOTHING
@@ -228,7 +228,7 @@ class Scheduler(SchedulerState):
         took: float = 0.0,
         ran_out: bool = False,
     ) -> Sequence[Effect]:
-        """A worker has answered: a task's code has stopped.
+        """A worker has sent the result of a task, whose code has stopped.
 
         Args:
             now: the time.
@@ -273,7 +273,7 @@ class Scheduler(SchedulerState):
         worker_id: WorkerId,
         ended: Iterable[tuple[TaskId, float]],
     ) -> list[TaskRecord]:
-        """A worker has ended tasks, without a failure, that it was sent ahead in order.
+        """A worker has finished several tasks that it was sent ahead, without failures.
 
         Args:
             now: the time.
@@ -317,7 +317,7 @@ class Scheduler(SchedulerState):
         return settled
 
     def _go_on(self, worker: WorkerRecord, key: BucketKey) -> None:
-        """Give a worker that has ended a task of this kind its next one, if any."""
+        """Give a worker its next task of the same kind, or release it."""
         kept = self.reservation
         if worker.queue:
             dispatch.take_turn(self, worker)
@@ -336,7 +336,7 @@ class Scheduler(SchedulerState):
                 self._place()
 
     def _place_if_let_go(self, kept: Reservation | None) -> None:
-        """Place others if the task that something was kept for went on with a lease."""
+        """Place waiting tasks if the reservation has ended with a hand-over."""
         if kept is not None and self.reservation is not kept:
             self._place()
 
@@ -344,7 +344,7 @@ class Scheduler(SchedulerState):
     def wait_for(
         self, task: TaskId, children: tuple[TaskId, ...], elsewhere: bool = False
     ) -> None:
-        """A task's code waits until these tasks have ended, all of them.
+        """A task's code blocks until all of these tasks have ended.
 
         None of them: it does not wait any more, unless it waits for something
         `elsewhere`, of which nothing is known here.
@@ -354,13 +354,13 @@ class Scheduler(SchedulerState):
             task_tree.on_waits(self, record, children, elsewhere)
 
     def detach(self, _now: float, task: TaskId) -> Sequence[Effect]:
-        """A task does not end with its parent, whose result has a handle to it."""
+        """Let a task outlive its parent: the parent's result contains its handle."""
         task_tree.detach(self.tasks.get(task))
         return NOTHING
 
     @event
     def release_cpus(self, task: TaskId) -> None:
-        """A running task has its place, and needs no CPU from here on."""
+        """A running task (an actor) needs its CPUs no longer, once it has started."""
         record = self.tasks.get(task)
         if record is None or record.state is not _RUNNING:
             return
@@ -372,7 +372,7 @@ class Scheduler(SchedulerState):
     # Workers
 
     def worker_started(self, now: float, worker: WorkerId) -> Sequence[Effect]:
-        """A worker that was asked for has connected."""
+        """A worker that was forked by `Spawn` has connected."""
         known = self.workers.get(worker)
         if known is None or known.state is not WorkerState.STARTING:
             return NOTHING
@@ -385,26 +385,29 @@ class Scheduler(SchedulerState):
 
     @event
     def worker_spoilt(self, worker: WorkerId) -> None:
-        """A worker is unfit for another task: it ends by itself after the one it runs.
+        """A worker will exit after its present task, and takes no other.
 
-        Told before that one is finished.
+        To be called before that task is finished.
         """
         if known := self._busy(worker):
             revocation.spoil(self, known)
 
     @event
     def task_skipped(self, task: TaskId, worker: WorkerId) -> None:
-        """A worker had a task's turn, saw that it was taken back, and left it out."""
+        """A worker skipped a task, because a `Revoke` had taken it back."""
         known, record = self.workers.get(worker), self.tasks.get(task)
         if known is not None and record is not None:
             revocation.on_skipped(self, known, record)
 
     @event
     def revoked(self, worker: WorkerId, number: int, began: TaskId | None) -> None:
-        """What a worker had been sent at this `Revoke`, and had not begun, is back.
+        """The answer to `Revoke`: the worker will begin nothing after `began`.
 
-        `began` is the last of its tasks that it has begun or is about to, None if none
-        of those that it still has; it will begin no other.
+        Args:
+            worker: the worker.
+            number: of the `Revoke` that is answered.
+            began: the last task that the worker has begun or is about to begin; None
+                if it has begun none of those that it still has.
         """
         known = self.workers.get(worker)
         if known is None:
@@ -460,7 +463,7 @@ class Scheduler(SchedulerState):
     def environment_outdated(
         self, now: float, environment: Environment
     ) -> Sequence[Effect]:
-        """Clean workers of this environment were forked from what is old by now."""
+        """Replace the clean workers of an environment: its zygote was replaced."""
         self.now, self.effects = now, []
         cancellation.retire_clean(self, environment)
         if self.is_closing:
@@ -483,7 +486,7 @@ class Scheduler(SchedulerState):
         reason: str | None,
         is_avoided: bool = False,
     ) -> None:
-        """A device is unfit for new tasks for some cause, or no longer for that one.
+        """Set a device aside for a cause, or end that cause.
 
         Args:
             kind: the kind of devices, such as "GPU".
@@ -506,7 +509,7 @@ class Scheduler(SchedulerState):
 
     @event
     def devices_free(self, worker: WorkerId, is_verified: bool = True) -> None:
-        """The devices of a worker that has gone, or of a lease's holder, are free.
+        """The devices of a worker that is gone, or of a returned lease, are free.
 
         `is_verified`: that was seen; otherwise nobody here can see it.
         """
@@ -518,14 +521,14 @@ class Scheduler(SchedulerState):
 
     @event
     def devices_stuck(self, worker: WorkerId, reason: str) -> None:
-        """The devices of a worker that has gone do not become free, and why."""
+        """The devices of a worker that is gone stay in use: set them aside."""
         for devices, index in recovery.returned_devices(self, worker):
             devices.availability.note(index, Cause.UNSETTLED, reason)
         self._clear_unfit()
 
     @event
     def lease_returned(self, holder: WorkerId, settles: bool = False) -> None:
-        """All processes have ended for which a lease was granted to this holder.
+        """The processes that used a granted lease have ended; free what it held.
 
         `settles`: whether its devices are free is still to be seen; one of
         `devices_free` and `devices_stuck` follows, of that holder.
@@ -550,7 +553,7 @@ class Scheduler(SchedulerState):
     def join(
         self, client: ClientId, weight: float = 1.0, limits: Limits | None = None
     ) -> None:
-        """Another program submits tasks too; told again, it has other terms.
+        """Add a program that shares the node, or change its weight and limits.
 
         `weight`: how much it gets where one of weight 1 gets 1. From the first of these
         on the node is fair between programs; without any it knows of none.
@@ -561,7 +564,7 @@ class Scheduler(SchedulerState):
             self._share(clients)
 
     def _share(self, clients: Clients) -> None:
-        """From now on count who has what; costs as much as waits and runs."""
+        """Begin to account for programs. Costs O(tasks + workers)."""
         for record in self.tasks.values():
             clients.of(record.client).unfinished += 1
         for worker in self.holders:
@@ -575,7 +578,7 @@ class Scheduler(SchedulerState):
 
     @event
     def leave(self, client: ClientId) -> None:
-        """A program submits nothing any more; what it has submitted goes on."""
+        """A program submits no more tasks; those it has submitted go on."""
         if self.clients is not None:
             self.clients.leave(client)
 
@@ -597,7 +600,7 @@ class Scheduler(SchedulerState):
             self._ring(alarm)
 
     def _ring(self, alarm: Alarm) -> None:
-        """An alarm rings; it may have become needless."""
+        """Handle one alarm, unless it no longer matters."""
         match alarm.kind:
             case AlarmKind.CLOSE:
                 self._abandon_some()
@@ -645,9 +648,9 @@ class Scheduler(SchedulerState):
     # The end
 
     def close(self, now: float, at_once: bool = False) -> Sequence[Effect]:
-        """The node shuts down: nothing new starts, all that runs is stopped.
+        """Shut down: start nothing new, stop all that runs.
 
-        `at_once`: nobody is given time to stop, not even those who have it already.
+        `at_once`: kill workers without giving their tasks time to stop.
         """
         self.now, self.effects = now, []
         self.is_closing = True
@@ -671,7 +674,7 @@ class Scheduler(SchedulerState):
         return self.effects
 
     def _abandon_some(self) -> None:
-        """Tell some of those that wait, and more of them a moment later."""
+        """Fail some of the waiting tasks now, and more of them a moment later."""
         for _ in range(ABANDONED):
             record = self.ready.some() or self._not_queued()
             if record is None:
@@ -681,7 +684,7 @@ class Scheduler(SchedulerState):
         self.timers.set(self.now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
 
     def _not_queued(self) -> TaskRecord | None:
-        """Any task that is not in the queue yet, or not again; None without one."""
+        """A task that waits for arguments or for its next try; None without one."""
         for id_ in self.expecting:
             return self.tasks[id_]
         return next(iter(self.delayed.values()), None)
@@ -716,7 +719,7 @@ class Scheduler(SchedulerState):
 
 
 def _simply_ends(record: TaskRecord) -> bool:
-    """Whether nothing is to be decided when a task ends and another follows it."""
+    """Return whether the end of a task needs no decision: the usual case."""
     spec = record.spec
     return (
         record.state is _RUNNING

@@ -81,7 +81,7 @@ def find_lacks(node: SchedulerState, record: TaskRecord) -> Iterator[Lack]:
 
 
 def ledger_for(node: SchedulerState, record: TaskRecord) -> Ledger:
-    """Of what a task takes what it asks for: the node's, or its bundle's."""
+    """The ledger from which a task takes: the node's, or its bundle's."""
     return next(iter(candidates(node.ledger, record.spec.shape.request)), node.ledger)
 
 
@@ -158,7 +158,7 @@ LOOKED_AT: Final = 32
 
 
 def look_for_stalls(node: SchedulerState) -> None:
-    """Warn the lines that wait for what is held without end; look again for others."""
+    """Warn the groups that wait for what is held without end."""
     node.stalls_at = None
     names = _held_endlessly(node)
     if node.is_closing or not names:
@@ -199,7 +199,7 @@ def _asked(request: Request) -> set[str]:
 
 
 def _look_at(node: SchedulerState, group: Group) -> float:
-    """Warn a line if it is time; gives when to look at it again, 0 for never."""
+    """Warn a group if it is time; return when to look again, 0.0 for never."""
     first = group.first()
     assert first is not None, group
     record, after = first[1], node.config.warn_after

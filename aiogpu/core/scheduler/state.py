@@ -20,7 +20,7 @@ from aiogpu.core.effects import Effect
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import PlacementGroupSpec, Request
-from aiogpu.core.queue.ready import Precedence, ReadyQueue, precedence
+from aiogpu.core.queue.ready import ReadyQueue, precedence
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.queue.timers import AlarmKind, Timers
 from aiogpu.core.records import (
@@ -189,25 +189,30 @@ class Restarts:
     in_a_row: int = 0
 
 
+def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
+    """Return whether a task goes before one for which something is kept.
+
+    Between programs only the priority counts: whose turn it is among them changes.
+    """
+    if record.client != other.client:
+        return sort_key(record)[0] < sort_key(other)[0]
+    return precedence(record) < precedence(other)
+
+
 @dataclass(slots=True, eq=False)
 class Reservation(Withheld):
     """Resources that are kept for a task which has waited for long.
 
     Attributes:
-        record: the task.
-        turn: its place; tasks that go before it may take anything.
+        record: the task; tasks that go before it may take anything.
         until: when the task can begin at the latest, infinite where that is unknown.
         planned_at: when this was planned.
-        grace: seconds that a task gets to end after its timeout, unless it has
-            its own.
         seen: how many leases had ended, and which devices were set aside.
     """
 
     record: TaskRecord
-    turn: Precedence
     until: float
     planned_at: float
-    grace: float
     seen: tuple[int, ...]
 
     def wants(self, lease: Lease) -> bool:
@@ -222,22 +227,16 @@ class Reservation(Withheld):
         """Return whether a task may take what is kept, or takes none of that."""
         if self.home not in node.ledger.homes(record.spec.shape.request):
             return True
-        if record.client != self.record.client:
-            # Whose turn it is among programs changes; what is kept is kept.
-            is_before = sort_key(record)[0] < self.turn[0][0]
-        else:
-            is_before = precedence(record) < self.turn
-        if is_before or record is self.record:
+        if record is self.record or goes_before(record, self.record):
             return True
         kin = record.kin
         if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
             # Its parent may be one of those that are waited for.
             return True
-        timeout, grace = record.spec.timeout, record.spec.cancel_grace
+        timeout = record.spec.timeout
         if timeout is None or self.until == inf:
             return False
-        grace = self.grace if grace is None else grace
-        return record.since + timeout + grace <= self.until
+        return record.since + timeout + node.grace_of(record) <= self.until
 
 
 _ENDED: Final = TaskState.ENDED

@@ -28,7 +28,7 @@ def adopt(parent: TaskRecord, child: TaskRecord) -> None:
 
 
 def detach(child: TaskRecord | None) -> None:
-    """A task, if it has not ended, does not end with the one that has started it."""
+    """Let a task outlive its parent."""
     kin = None if child is None else child.kin
     if child is not None and kin is not None and kin.parent is not None:
         assert kin.parent.kin is not None, kin.parent
@@ -37,13 +37,13 @@ def detach(child: TaskRecord | None) -> None:
 
 
 def on_task_ended(node: SchedulerState, record: TaskRecord) -> None:
-    """A task has ended, or begins anew: nothing that it has started goes on."""
+    """End the children of a task that has ended or is tried again."""
     _wait_for(record, {})
     disown_children(node, record)
 
 
 def disown_children(node: SchedulerState, record: TaskRecord) -> None:
-    """End what a task has started, with all that that has started."""
+    """End the children of a task, and theirs."""
     kin = record.kin
     assert kin is not None, record
     children, kin.children = kin.children, {}
@@ -56,7 +56,7 @@ def disown_children(node: SchedulerState, record: TaskRecord) -> None:
 
 
 def stop(node: SchedulerState, record: TaskRecord) -> None:
-    """Stop a task and what it has started; its owner waits for nothing."""
+    """Stop a task and its children; its owner no longer waits."""
     withdraw(node, record)
     if record.kin is None:
         return
@@ -72,7 +72,7 @@ def on_waits(
     children: tuple[TaskId, ...],
     elsewhere: bool,
 ) -> None:
-    """A task's code waits for others, or for none any more.
+    """Note which tasks a task's code waits for; none: it goes on.
 
     One that has started nobody keeps its CPUs, and so does one that waits for what
     another waits for: who waits shall be known for each.
@@ -108,7 +108,7 @@ def on_waits(
 
 
 def end_deadlocks(node: SchedulerState) -> None:
-    """Fail the tasks for which others would wait for ever."""
+    """Fail the tasks that others wait for and that can never run."""
     if not node.blocked:
         return
     from aiogpu.core.scheduler.deadlock import find_deadlocks

@@ -355,20 +355,21 @@ class Workers:
         """Remember that a starting worker has no task."""
         self._unclaimed.setdefault(record.environment, {})[record.id] = record
 
-    def pop_idle(self, kept: Callable[[Environment], int]) -> WorkerRecord:
+    def pop_idle(self, spares: Spares | None = None) -> WorkerRecord:
         """Remove the idle worker that will be missed least.
 
         That is a clean one where there are more of its environment than are kept, else
         the one that has been idle longest.
 
         Args:
-            kept: gives how many clean workers of an environment are kept.
+            spares: says how many clean workers of an environment are kept; None: none.
 
         Raises:
             KeyError: none is idle.
         """
         for environment, clean in self._clean.items():
-            if len(clean) > kept(environment) or not self._bound:
+            kept = 0 if spares is None else spares.kept(environment)
+            if len(clean) > kept or not self._bound:
                 record = next(iter(clean.values()))
                 break
         else:
