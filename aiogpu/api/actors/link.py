@@ -1,8 +1,8 @@
-"""A process's tie to one actor, shared by all handles to it in this process.
+"""A process's link to one actor, shared by all handles to it in this process.
 
-The actor counts the ties, and ends when there is none. A program's goes by its session,
-a task's in a worker over the worker's own socket. asyncio stays out: plain functions of
-a worker need none.
+The actor counts its links and ends when there is none. A program's link uses its
+session, a worker's the worker's own socket. This file must not import asyncio, which
+plain functions of a worker do not need.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def stranger(name: str) -> MisuseError:
-    """The error for a handle to an actor that is none of this node's."""
+    """The error for a handle to an actor of another node."""
     return MisuseError(
         f"the handle of {name} belongs to another node, or to one that was closed. "
         f"Give tasks an actor of this node, as an argument: a function that uses a "
@@ -52,7 +52,7 @@ def stranger(name: str) -> MisuseError:
 
 
 def interface_in(func: FunctionSpec) -> ActorInterface:
-    """Return what handles are made of; it comes pickled from another process's class.
+    """Return the interface of an actor's class; from another process it is pickled.
 
     Raises:
         DeserializationError: what it refers to cannot be imported here.
@@ -85,18 +85,18 @@ def check_late_call(interface: ActorInterface, name: str) -> None:
 
 
 UNCHECKED: Final = 1 << 20
-"""Bytes that any call may carry."""
+"""Bytes of arguments up to which their size need not be checked."""
 
 
 class ActorLink:
-    """The tie of a program.
+    """A program's link to an actor.
 
     Attributes:
         name: how errors call the actor.
         func: its class.
-        interface: what handles are made of; None until the node has told it.
-        own: the class that is made if there is no actor of the name that is looked
-            up; None where none is.
+        interface: of its class; None until the node has answered.
+        own: the interface of the class to make if no actor has the name that is looked
+            up; None if none is made.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ActorLink:
 
     @classmethod
     def find(cls, name: str, namespace: str) -> ActorLink:
-        """Tie the living actor of a name, which the node may have yet to tell.
+        """Find the living actor of a name; the node may answer later.
 
         Raises:
             ActorNameError: no actor has that name, as far as that is known now.
@@ -173,7 +173,7 @@ class ActorLink:
     def known(
         cls, actor: int, name: str, home: str, interface: ActorInterface
     ) -> ActorLink:
-        """Tie an actor of which a handle has come.
+        """Link to an actor whose handle was unpickled here.
 
         Raises:
             ActorDiedError: it has ended.
@@ -189,7 +189,7 @@ class ActorLink:
         return link
 
     def _await(self, answer: Future[Any], missing: Callable[[], Exception]) -> None:
-        """Take the actor that the node tells later; None means that it has none."""
+        """Take the actor when the node answers; None means that there is none."""
         self.interface = None
 
         def take(answer: Future[Any]) -> None:
@@ -204,10 +204,10 @@ class ActorLink:
         answer.add_done_callback(take)
 
     def _take(self, actor: ActorPort) -> None:
-        """The actor is known: do what was asked of it until now."""
+        """The actor is known: make the requests that waited for it."""
         self._actor, self._hold = actor, actor.holder()
         if self.interface is None or actor.func is not self.func:
-            # It may be one of that name that lives already, and of another class.
+            # An actor of this name may have lived already, and be of another class.
             self.func, self.name = actor.func, actor.func.spec.name
             try:
                 self.interface = interface_in(actor.func)
@@ -221,7 +221,7 @@ class ActorLink:
         self._early.fail(error)
 
     def reference(self) -> tuple[int, str, str]:
-        """Return what a handle is pickled as; whoever gets it counts as a holder.
+        """Return what a handle is pickled as; its receiver counts as a holder.
 
         Raises:
             MisuseError: its node is not open yet, or is not the caller's.
@@ -272,7 +272,7 @@ class ActorLink:
         return handle
 
     def _host(self, what: str) -> Host | None:
-        """The host of the task whose code asks, if no loop with a session runs it.
+        """The host of the running task; None if the running loop has a session.
 
         Raises:
             NoLoopError: this is another thread than the event loop's.
@@ -311,7 +311,7 @@ class ActorLink:
         )
 
     def _asked(self, ask: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
-        """A handle behind which there is no call, so that cancelling stops nothing."""
+        """A handle without a call behind it, so that cancelling it stops nothing."""
         name = f"{self.name}()"
 
         def start(receiver: Receiver) -> int:
@@ -328,9 +328,9 @@ class ActorLink:
     def _ask(
         self, ask: Callable[[ActorPort], object], fail: Callable[[Exception], object]
     ) -> None:
-        """Ask something of the actor, now or as soon as it is known.
+        """Make a request to the actor, now or as soon as it is known.
 
-        `fail` is told why it never will be.
+        `fail` is called with the reason if it never will be.
         """
         if self._session.is_forked:
             raise self._session.unusable()
@@ -361,7 +361,7 @@ class ActorLink:
             self._actors.demand(self._actor.id, number, limit)
 
     def cancel(self, number: int) -> None:
-        """Nobody wants a call's answer any more. In a fork the call is the parent's."""
+        """Cancel a call. In a fork the call is the parent's, and goes on."""
         if self._actor is not None and number and not self._session.is_forked:
             self._actors.cancel(self._actor.id, number)
 
@@ -390,12 +390,12 @@ _links: Final[WeakValueDictionary[int, WorkerActorLink]] = WeakValueDictionary()
 
 
 class WorkerActorLink:
-    """The tie of a task in a worker.
+    """A worker's link to an actor.
 
     Attributes:
         name: how errors call the actor.
         actor: its id.
-        interface: what handles are made of.
+        interface: of its class.
     """
 
     own = None
@@ -415,7 +415,7 @@ class WorkerActorLink:
     def known(
         cls, actor: int, name: str, home: str, interface: ActorInterface
     ) -> WorkerActorLink:
-        """The tie to an actor of which a handle has come; raises `MisuseError`."""
+        """Link to an actor whose handle was unpickled here; raises `MisuseError`."""
         if home != current.home:
             raise stranger(name)
         return _links.get(actor) or cls(name, _client().actor(actor), interface)
@@ -428,14 +428,14 @@ class WorkerActorLink:
         key: tuple[str, str] | None,
         get_if_exists: bool,
     ) -> WorkerActorLink:
-        """Have an actor made, which ends with this process if nobody else has it."""
+        """Make an actor; it ends with this process unless others have handles."""
         client = _client()
         actor = client.make(func, payload, key, get_if_exists)
         return cls(func.spec.name, client.own(actor), interface_in(func))
 
     @classmethod
     def find(cls, name: str, namespace: str) -> WorkerActorLink:
-        """Tie the living actor of a name; waits for the node's answer.
+        """Find the living actor of a name; waits for the node's answer.
 
         Raises:
             ActorNameError: no actor has that name.
@@ -447,7 +447,7 @@ class WorkerActorLink:
 
     @classmethod
     async def find_on_loop(cls, name: str, namespace: str) -> WorkerActorLink:
-        """The same on the event loop that runs; raises as `find` does."""
+        """The same on the running event loop; raises as `find` does."""
         return cls._found(*await _ask_for(name, namespace))
 
     @classmethod
@@ -456,7 +456,7 @@ class WorkerActorLink:
         return _links.get(actor) or cls(of_class, hold, load_result(interface))
 
     def reference(self) -> tuple[int, str, str]:
-        """Return what a handle is pickled as; whoever gets it counts as a holder."""
+        """Return what a handle is pickled as; its receiver counts as a holder."""
         add_actor(self.actor, self._hold)
         return self.actor, self.name, current.home
 

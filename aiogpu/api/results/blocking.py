@@ -1,8 +1,8 @@
-"""Handles and streams without an event loop: what `.remote()` gives in a plain task.
+"""Handles and streams without an event loop, which `.remote()` returns in plain tasks.
 
-A plain function that runs as a task has no loop, so it waits by `aiogpu.get`, and
-iterates by `for`. asyncio stays out of this file: importing it would cost such a task
-more than it does. What the handles of an event loop share with these is here as well.
+A plain function that runs as a task has no loop: it waits by `aiogpu.get` and iterates
+by `for`. This file must not import asyncio, which would cost such a task more than its
+work. The base classes of handles and streams on event loops are here as well.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class HandleBase(NotItsResult):
         task_id: its number, 0 before it has one.
         part: which of several results of the task this is; -1 for all of it.
         raw: the value pickled, if it is there.
-        shared: what others refer to who were given it, None for nobody.
-        restore: makes the handle anew where its pickle has come to. Set by
-            `api.calls`, which makes all handles and so imports this module.
+        shared: the value that other holders of the handle refer to; None without any.
+        restore: unpickles a handle. Set by `api.calls`, which makes all handles and so
+            imports this module.
     """
 
     __aiogpu_handle__ = True
@@ -89,7 +89,7 @@ class HandleBase(NotItsResult):
         return HandleBase.restore, (identity, self.task_name)
 
     def share(self) -> Reference:
-        """What others refer to who are given this handle; it is a holder as well."""
+        """The value that other holders of this handle refer to."""
         if self.shared is None:
             self._want()
             store = self._store()
@@ -104,14 +104,14 @@ class HandleBase(NotItsResult):
         self.shared = reference
 
     def _want(self) -> None:
-        """Others want the result from here on, whoever withdraws."""
+        """Keep the work going although all local waiters withdraw."""
 
     def _store(self) -> ValueStore | None:
-        """What keeps values for others; None where all are this process's."""
+        """The store of values in another process; None if values are kept here."""
         raise NotImplementedError
 
     def _tell(self, how: str, told: object) -> None:
-        """Others of this process may wait for it as well: tell them by that method."""
+        """Call a method of the shared value, for which others here may wait."""
         tell = getattr(self.shared, how, None)
         if tell is not None:
             tell(told)
@@ -122,7 +122,7 @@ class HandleBase(NotItsResult):
             self._tell("fail", error)
             store = self._store()
             if store is not None and self.part >= 0:
-                # Its call may go on for the others.
+                # The call may go on for its other results.
                 store.shares.drop(self.task_id, self.shared)
 
 
@@ -148,9 +148,9 @@ class BlockingHandle(HandleBase, Generic[T]):
     To type checkers `.remote()` gives a `Handle` everywhere.
 
     Attributes:
-        client: of the task that has started it.
-        owner: stops the work.
-        on_end: are called with it when it has ended or was cancelled.
+        client: the client of the task that started it.
+        owner: cancels the work.
+        on_end: functions to call with the handle when it has ended.
     """
 
     __slots__ = (
@@ -182,7 +182,7 @@ class BlockingHandle(HandleBase, Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         on_loop = getattr(self.owner, "on_loop", None)
         if on_loop is not None and is_loop_running():
-            # It came before the loop ran.
+            # It was unpickled before the loop ran.
             return on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
         raise MisuseError(
             f"the handle of {self.task_name} was made in a plain function, where no "
@@ -230,7 +230,7 @@ class BlockingHandle(HandleBase, Generic[T]):
             self._tell("reject", failed)
         self.client.upsets += 1
         if failed.kind == STOPPED:
-            self._end("cancelled")  # somebody has done so who was given it
+            self._end("cancelled")  # another holder of the handle has cancelled it
             return
         self._refuse(unpack_failure(failed, self.task_name))
 
@@ -284,7 +284,7 @@ class BlockingHandle(HandleBase, Generic[T]):
             if self.cancelled():
                 raise TaskCancelledError(f"{self.task_name} was cancelled.")
             if self._error is not None:
-                # Else each raise would add its frames to those of the last.
+                # Otherwise each raise would append its frames to the previous ones.
                 raise self._error.with_traceback(self._trace)
             if self._payload is not None:
                 payload, self._payload = self._payload, None
@@ -295,32 +295,33 @@ class BlockingHandle(HandleBase, Generic[T]):
                     raise
             return self._value  # type: ignore[return-value]
         finally:
-            # An error's traceback keeps this frame, and with it the error, and all
-            # that the caller's frames hold, actors say, until the collector runs.
+            # The error's traceback refers to this frame. With `self` in it there is a
+            # cycle, which keeps the error and all that the callers' frames hold, such
+            # as actors, until the collector runs.
             del self
 
 
 def abandoned(task_name: str) -> TaskCancelledError:
-    """The error of a child that ends with the task that has started it."""
+    """The error of a child that ends because its parent task has ended."""
     return TaskCancelledError(
         f"{task_name} was stopped, since the task that had started it has ended."
     )
 
 
 class ItemBuffer:
-    """The consumer's end of a stream: what has come and was not taken; how it ends.
+    """The consumer's end of a stream: items not taken yet, and how it ended.
 
-    Engines know this, and not the stream that is the user's, so that dropping the
-    stream stops the producer. Items may come in any thread.
+    Engines refer to this buffer and not to the user's stream, so that dropping the
+    stream stops the producer. Items may arrive in any thread.
 
     Attributes:
         task_name: name of the task.
         task_id: its number, by which its owner knows it.
-        window: how far it may be ahead.
+        window: how far the producer may be ahead.
         buffer: pickled items that were not taken.
-        error: why no further item will come, if there is a reason.
-        is_over: whether no further item will come.
-        is_cancelled: whether it was stopped from this end.
+        error: why no more items will come, if it is an error.
+        is_over: whether no more items will come.
+        is_cancelled: whether the consumer has stopped the stream.
     """
 
     __slots__ = (
@@ -393,7 +394,7 @@ class ItemBuffer:
             self.wake()
 
     def receive(self, _payload: bytes) -> None:
-        """Learn that all items have come; called by the engine."""
+        """Note that all items have arrived; called by the engine."""
         self._end(None)
 
     def reject(self, failed: Failed) -> None:
@@ -405,18 +406,18 @@ class ItemBuffer:
         self._end(error)
 
     def abandon(self) -> None:
-        """Learn that the task has ended that has started it; called by the engine."""
+        """Note that the parent task has ended; called by the engine."""
         self._end(abandoned(self.task_name))
 
     def _end(self, error: Exception | None) -> None:
         if not self.is_over:
             self.error, self.is_over = error, True
-            # An actor ends although items of its calls are kept.
+            # Kept items must not keep an actor alive, which is an owner.
             self._owner = None
             self.wake()
 
     def wake(self) -> None:
-        """Whoever waits shall look again."""
+        """Wake the consumer, if it waits."""
 
 
 class StreamBase:
@@ -552,14 +553,14 @@ def block(
     deadline: float | None = None,
     is_bound: bool = False,
 ) -> bool:
-    """Wait in plain code until something is so; False if time is up before.
+    """Wait in plain code until a condition holds; False if the time is up before.
 
     Args:
-        client: of the task that waits.
-        tasks: numbers of what it waits for, which its node is told.
-        is_over: whether the wait is.
-        are_done: whether these tasks have ended, so that the node knows it as well.
-        deadline: of `time.monotonic`, None for none.
+        client: the client of the task that waits.
+        tasks: numbers of the tasks it waits for; the node is told them.
+        is_over: the condition.
+        are_done: whether these tasks have ended, which the node then knows by itself.
+        deadline: in terms of `time.monotonic`; None for no limit.
         is_bound: see `Client.note_wait`.
     """
     waiter = get_ident()
@@ -570,5 +571,5 @@ def block(
         if are_done():
             client.end_wait(waiter)
         else:
-            # The driver cannot know that nobody waits any more.
+            # The driver cannot know by itself that nobody waits any more.
             client.note_wait(waiter, ())

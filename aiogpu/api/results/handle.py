@@ -43,7 +43,7 @@ sessions: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
 
 
 def session_of(loop: asyncio.AbstractEventLoop | None) -> Any:
-    """The session of that loop, None if it has none."""
+    """The session of a loop; None if the loop has none."""
     return sessions.get(loop)  # type: ignore[arg-type]
 
 
@@ -59,13 +59,13 @@ def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
 
 
 def check_home(handle: Any, loop: asyncio.AbstractEventLoop, session: Any) -> None:
-    """Raise `MisuseError` if a handle cannot be sent from here.
+    """Raise `MisuseError` if a handle cannot be sent from a loop.
 
     Args:
-        handle: what is to be sent.
-        loop: of who sends it, to which the handle must belong.
-        session: of that loop, None for none. A handle of the loop may be one of a node
-            that the loop had before.
+        handle: the handle to send.
+        loop: the sender's loop, to which the handle must belong.
+        session: the session of this loop, or None. The handle may belong to a node that
+            the loop had before.
     """
     if not isinstance(handle, Handle):
         return
@@ -83,7 +83,7 @@ async def why_of(
 ) -> Why:
     """Return why a handle or a stream waits, by asking its owner on its loop.
 
-    `outcome` says how it has ended, "" if it has not.
+    `outcome` says how it ended; "" if it has not.
     """
     from aiogpu.observe.why import Why
 
@@ -94,7 +94,7 @@ async def why_of(
             f"the call of {named.task_name} belongs to another event loop; ask for "
             f"why() on the loop where .remote() was called."
         )
-    assert owner is not None, named  # it is let go with the end
+    assert owner is not None, named  # dropped only at the end
     return await owner.why(named.task_name, named.task_id)
 
 
@@ -119,23 +119,22 @@ DECODING: Final = 5e-3
 
 
 _late: Final[dict[asyncio.AbstractEventLoop, deque[Handle[Any]]]] = {}
-"""Handles whose large results have come, by loop: a few are unpickled in each turn.
+"""Handles whose large results have arrived, by loop; a few are unpickled in each turn.
 
-Else the turn in which thousands of them come, as `gather` gives them, would hold the
-loop for as long as all take. What comes after them waits for its turn as well, so that
-handles end in the order of their results. Mostly empty, which is all that is looked at
-for a small result."""
+Otherwise a turn in which thousands arrive, as in a `gather`, would block the loop until
+all are unpickled. Results that arrive later queue behind them, so that handles end in
+the order of their results. Mostly empty; a small result only checks that."""
 
 
 def _settle_in_turn(handle: Handle[Any]) -> None:
-    """Settle a handle in one of its loop's next turns, or now if that has nothing."""
+    """Settle a handle in a later turn of its loop, or now if nothing is queued."""
     for left in [loop for loop in list(_late) if loop.is_closed()]:
         _late.pop(left, None)  # nobody waits there
     loop = handle.get_loop()
     late = _late.get(loop)
     if late is None:
         if type(handle._payload) is bytes:
-            handle.settle()  # only other loops have some
+            handle.settle()  # only other loops have a queue
             return
         late = _late[loop] = deque()
         loop.call_soon(_settle_some, loop)
@@ -155,10 +154,10 @@ def _settle_some(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class Handle(HandleBase, asyncio.Future[T]):
-    """A task's result to be.
+    """The future result of a task; awaitable, and cancelling it stops the work.
 
     Attributes:
-        remote_values: what knows its value, where another process keeps that.
+        remote_values: the store of its value if another process keeps that.
     """
 
     remote_values: ValueStore | None = None
@@ -189,8 +188,8 @@ class Handle(HandleBase, asyncio.Future[T]):
         )
         shown = f"<Handle {self.task_name} {self.task_id} {state}>"
         if sys._getframe(1).f_code.co_name == "create_task":
-            # It goes into the words of a TypeError that says no more than "a coroutine
-            # was expected", as a TaskGroup does.
+            # TaskGroup puts the repr into a TypeError that says no more than "a
+            # coroutine was expected".
             shown += " (give it handle.coro())"
         return shown
 
@@ -251,7 +250,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
         self._callbacks_added += 1
         if context is None:
-            # Given as None, it would be that of whoever settles the handle.
+            # With context=None it would run in the context of who settles the handle.
             _add_done_callback(self, fn)
         else:
             _add_done_callback(self, fn, context=context)
@@ -305,7 +304,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         """Take the pickled result; called by the engine."""
         if not self.done():
             self._payload = self.raw = payload
-            # An actor ends although its calls' results are kept.
+            # Kept results must not keep an actor alive, which is an owner.
             self._owner = None
             if type(payload) is bytes and not _late:
                 _set_result(self, None)
@@ -317,7 +316,7 @@ class Handle(HandleBase, asyncio.Future[T]):
                 self._tell("receive", payload)
 
     def settle(self) -> None:
-        """End with the payload that has come; unpickle it if somebody waits for it."""
+        """End with the payload that arrived; unpickle it now if someone waits."""
         if self.done():
             return
         if type(self._payload) is not bytes and (self._waiters or self._callbacks):
@@ -340,13 +339,13 @@ class Handle(HandleBase, asyncio.Future[T]):
             super().set_exception(error)
             self._owner = None
             if isinstance(error, NodeClosedError | TaskCancelledError):
-                # Who shuts a node down, or ends the task that has started this one,
-                # has said that he wants none of its results.
+                # After a shutdown, or the end of the parent task, nobody is expected
+                # to retrieve the error: asyncio must not warn.
                 super().exception()
             self._wake()
             if self.shared is not None:
                 self._tell("fail", error)
-                super().exception()  # whoever needs it tells of it
+                super().exception()  # those who were given the value report it
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, None
@@ -365,12 +364,13 @@ class Handle(HandleBase, asyncio.Future[T]):
             if self._payload is not None:
                 self._decode()
             if self._error is not None:
-                # Else each raise would add its frames to those of the last.
+                # Otherwise each raise would append its frames to the previous ones.
                 raise self._error.with_traceback(None)
             return self._value  # type: ignore[return-value]
         finally:
-            # An error's traceback keeps this frame, and with it the error, and all
-            # that the caller's frames hold, arrays say, until the collector runs.
+            # The error's traceback refers to this frame. With `self` in it there is a
+            # cycle, which keeps the error and all that the callers' frames hold, such
+            # as arrays, until the collector runs.
             del self
 
     def exception(self) -> BaseException | None:
@@ -440,18 +440,17 @@ class RemoteHandle(Handle[T]):
         return super().share()
 
     def _tell(self, how: str, told: object) -> None:
-        if self._is_promised:
-            # It ends before its task was submitted, so it failed or was cancelled.
-            assert isinstance(told, Exception), told
+        if self._is_promised and isinstance(told, Exception):
+            # It failed or was cancelled before its task was submitted.
             self._is_promised = False
             self.remote_values.shares.fail(self.shared, told)
 
 
 class ChildHandle(Handle[T]):
-    """A handle of which the task's node knows whether anybody waits for it.
+    """A handle of a task's child; the node is told while the task waits for it.
 
-    Its loop may be one of the user's own, in a plain task, that was closed before the
-    child has ended: then nobody is left to be told.
+    Its loop may be one that plain code of the task has opened, and closed before the
+    child ended: then nobody is left to notify.
     """
 
     __slots__ = ("_waits",)
@@ -521,13 +520,13 @@ class ChildHandle(Handle[T]):
         self._call_soon(self.fail, abandoned(self.task_name))
 
     def _is_its_loop(self, how: str, told: object) -> bool:
-        """Whether its loop runs here; if not, have that loop tell it by a method."""
+        """Return whether its loop runs here; else have its loop call the method."""
         if asyncio._get_running_loop() is self.get_loop():
             if self._waits is not None:
                 self._waits.settle(self.task_id)
             return True
         if self.shared is not None:
-            # Plain code may wait for it that keeps the loop from running.
+            # Plain code that blocks the loop may wait for the value.
             self._tell(how, told)
         self._call_soon(getattr(self, how), told)
         return False

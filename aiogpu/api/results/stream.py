@@ -1,8 +1,8 @@
-"""Results that come one by one on an event loop: what the iterators of it share.
+"""Streams on an event loop, and the base class of iterators over results.
 
-Such an iterator belongs to one asyncio task, and is iterated once. What it takes from,
-its source, does not know it, so that dropping the iterator stops the work. This file
-imports asyncio, so it is itself imported late.
+Such an iterator belongs to one asyncio task and is iterated once. Its source does not
+refer to it, so that dropping the iterator stops the work. This file imports asyncio, so
+it is itself imported late.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _get_running_loop: Final = asyncio._get_running_loop
 
 
 class LoopSource:
-    """What comes for one asyncio task, which waits for it on an event loop.
+    """Where an iterator takes from, and waits on an event loop.
 
     Attributes:
-        loop: that loop.
-        waiter: set when the task that waits shall look again.
+        loop: the event loop.
+        waiter: settled to wake the asyncio task that waits; None while none does.
         is_over: whether nothing more will come.
     """
 
@@ -48,7 +48,7 @@ class LoopSource:
         raise NotImplementedError
 
     def notify(self, _: object = None) -> None:
-        """Have the task that waits look again; on the loop alone."""
+        """Wake the task that waits; call it on the loop only."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -65,7 +65,7 @@ class IteratedOnce(AsyncIterator[T]):
 
     @abstractmethod
     def _refuse(self) -> NoReturn:
-        """Say that it has ended, and how."""
+        """Raise `MisuseError`: it has ended, and how."""
 
     def __aiter__(self) -> Self:
         if self._ended is not None:
@@ -101,7 +101,7 @@ class IteratedOnce(AsyncIterator[T]):
 
     def _end_by(self, error: BaseException) -> None:
         if isinstance(error, GeneratorExit):
-            # It may be the garbage collector's, in the midst of anything.
+            # The garbage collector may raise it, amid any other code.
             self._ended = self.CANCELLED
             self._stop_soon()
         elif isinstance(error, asyncio.CancelledError):
@@ -110,21 +110,16 @@ class IteratedOnce(AsyncIterator[T]):
             self._end(f"ended with {type(error).__name__}")
 
     def _stop_soon(self) -> None:
-        """Stop on the loop: who drops the last reference may be any thread."""
+        """Stop on the loop: any thread may drop the last reference."""
         source = self._source
         if not source.is_over:
-            # A loop that is closed, and its node with it, refuses.
+            # A closed loop refuses; its node is closed as well.
             with suppress(RuntimeError):
                 source.loop.call_soon_threadsafe(source.cancel)
 
 
 class LoopItemBuffer(ItemBuffer, LoopSource):
-    """The items of one stream on their way to an event loop.
-
-    Attributes:
-        loop: that loop.
-        waiter: set when the asyncio task that waits shall look again.
-    """
+    """The items of a stream on an event loop; see `ItemBuffer` and `LoopSource`."""
 
     __slots__ = ("loop", "waiter")
 
@@ -140,7 +135,7 @@ class LoopItemBuffer(ItemBuffer, LoopSource):
         self.waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Whoever waits shall look again."""
+        """Wake the consumer, if it waits."""
         if self.waiter is None:
             return
         if asyncio._get_running_loop() is self.loop:
@@ -212,7 +207,7 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
         if inflow.waiter is not None:
             self._check_alone(f"item of {self.task_name}")
         try:
-            # Of two items that came for one wait the second wakes the next in vain.
+            # If two items arrive in one wait, the second wakes the next one in vain.
             while not inflow.buffer and not inflow.is_over:
                 await self._news()
             if inflow.buffer:

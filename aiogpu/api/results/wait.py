@@ -1,9 +1,8 @@
 """`get`, `wait` and `as_completed`: waiting for results, and which have ended.
 
-The latter two only look. They hand back the handles themselves, whose results nobody
-unpickles before they are asked for, and stop nothing, also when they are themselves
-cancelled. Who looks at a handle counts as somebody who wants its result: so the work
-goes on although all who have awaited it were cancelled. Plain tasks wait here too, so
+`wait` and `as_completed` return the handles themselves. They unpickle no result, and
+being cancelled they cancel no work. While they wait for a handle its work goes on, even
+if all tasks that awaited the handle were cancelled. Plain tasks use this module too, so
 asyncio is imported late.
 """
 
@@ -59,7 +58,7 @@ Lists = tuple[list[Any], list[Any]]
 
 
 GLANCE: Final = 0.001
-"""Seconds that a plain task looks for what has come, where it does not want to wait."""
+"""Seconds that a plain task reads what has arrived if its timeout is 0."""
 
 
 @overload
@@ -154,7 +153,7 @@ def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) 
 def _countdown(
     client: Client, pending: list[BlockingHandle[Any]]
 ) -> Callable[[], bool]:
-    """Whether a wait is over, at no more than one look at each handle."""
+    """A test whether a wait is over, which looks at each handle about once."""
     upsets_seen = -1
 
     def is_over() -> bool:
@@ -175,7 +174,7 @@ def _countdown(
 def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
     late = [one.task_name for one in handles if not one.done()]
     if not late:
-        # Where tasks run in this thread, one may have ended too late.
+        # If tasks run in this thread, one may have ended too late.
         return f"{handles[-1].task_name} ended after the {timeout:g} s of aiogpu.get()."
     return (
         f"{len(late)} of {len(handles)} tasks did not end within the {timeout:g} s of "
@@ -283,7 +282,7 @@ def as_completed(handles: Collection[Handle[T]], /) -> Completions[T]:
 
 
 def _parted(handles: list[Any], count: int) -> Lists:
-    """So many of those that have ended, and all others."""
+    """At most `count` handles that have ended, and all others."""
     ready: list[Any] = []
     pending: list[Any] = []
     for handle in handles:
@@ -292,14 +291,14 @@ def _parted(handles: list[Any], count: int) -> Lists:
     return ready, pending
 
 
-# What may be waited for here.
+# Which handles can be waited for here.
 
 
 def _checked(name: str, given: Any) -> list[Any]:
-    """Handles that can be waited for here, as a list.
+    """The handles as a list, all of which can be waited for here.
 
     Raises:
-        MisuseError: they are none, or belong elsewhere, or one is there twice.
+        MisuseError: one is no handle, belongs elsewhere, or is there twice.
         NoLoopError: nothing can be waited for here.
     """
     what = f"aiogpu.{name}()"
@@ -363,7 +362,7 @@ def _check_here(what: str, handles: list[Any]) -> None:
 
 
 def _fetch(handles: list[BlockingHandle[Any]]) -> None:
-    """Ask for values: nobody tells how one ends to whoever does not want it."""
+    """Ask for the values of restored handles, which are fetched only on demand."""
     for one in handles:
         if isinstance(one.owner, RestoredOwner):
             one.owner.fetch(one)
@@ -388,13 +387,13 @@ def _no_handle(what: str, one: object) -> MisuseError:
 
 
 class _Look:
-    """Notes which handles have ended; it does not know the iterator that is the user's.
+    """Notes which handles have ended. It does not refer to the user's iterator.
 
-    This is for plain code, where any thread may tell.
+    This class is for plain code, where a handle may end in any thread.
 
     Attributes:
-        ended: those of which nobody was told yet.
-        pending: those that have not ended.
+        ended: handles that have ended and were not returned yet.
+        pending: handles that have not ended.
     """
 
     def __init__(self, handles: list[Any]) -> None:
@@ -431,14 +430,14 @@ class _Look:
             )
 
     def first(self) -> Any:
-        """The first that has not ended; None if all have."""
+        """The first handle that has not ended; None if all have."""
         in_turn = self._in_turn
         while in_turn and in_turn[-1].done():
             in_turn.pop()
         return in_turn[-1] if in_turn else None
 
     def leave(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         for handle in list(self.pending):
             self._detach(handle)
 
@@ -449,9 +448,9 @@ class _Look:
 
 
 class Waiting(Coroutine[Any, Any, Lists]):
-    """The coroutine of `wait`, which says so where its `await` was forgotten.
+    """The coroutine of `wait`; unpacking it says that its `await` was forgotten.
 
-    Ray's own is called without.
+    Ray's `wait` is called without `await`.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Lists]) -> None:
@@ -488,7 +487,7 @@ async def _wait_on_loop(
         if timeout == 0:
             from asyncio import sleep
 
-            await sleep(0)  # what has come is read
+            await sleep(0)  # lets the loop read what has arrived
         else:
             await look.wait(count, list(look.pending), timeout)
     finally:
@@ -519,8 +518,8 @@ class _LookOnLoop(_Look):
         super().__init__(handles)
 
     def _attach(self, handle: Any) -> None:
-        # In a task that of its class would tell its node that it waits, also while it
-        # does not.
+        # `ChildHandle.add_done_callback` would tell the node that the task waits, also
+        # while it does not.
         self._kind.add_done_callback(handle, self._note)
 
     def _detach(self, handle: Any) -> None:
@@ -536,7 +535,7 @@ class _LookOnLoop(_Look):
             self.waiter.set_result(None)
 
     def leave_soon(self) -> None:
-        """Look no more, from whichever thread."""
+        """Stop watching, from any thread."""
         with suppress(RuntimeError):  # the loop is closed: nobody is told anything
             self.loop.call_soon_threadsafe(self.leave)
 
@@ -563,9 +562,9 @@ class _LookOnLoop(_Look):
 
 
 class Completions(Generic[T]):
-    """What `as_completed` gives: an async iterator, in plain tasks a plain one.
+    """What `as_completed` returns: an async iterator, in plain tasks a plain one.
 
-    It has the length of what was given, and is true also if that is 0.
+    Its length is the number of handles; it is true even if that is 0.
     """
 
     def __init__(self, handles: list[Any]) -> None:
@@ -625,7 +624,7 @@ class Completions(Generic[T]):
         return look.ended.popleft()  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
-        # It is missing where the arguments were refused.
+        # The attribute is missing if the arguments were refused.
         look = getattr(self, "_look", None)
         if look is not None and look.pending:
             look.leave_soon()
