@@ -23,13 +23,13 @@ from aiogpu.api.options import (
 from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
     Session,
-    current_session,
     default_address,
     refuse_in_worker,
+    session_of_program,
     start_session,
 )
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
-from aiogpu.client.current import current, error_inside_task
+from aiogpu.client.current import current
 from aiogpu.core.model.units import memory_size, quantity
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError
@@ -411,8 +411,6 @@ async def status() -> NodeStatus:
 
 async def asked(what: str) -> Engine:
     """The engine of this loop's node, once it is open, for a program's question."""
-    if current.worker and session_of(asyncio.get_running_loop()) is None:
-        raise error_inside_task(what)
-    session = current_session()
+    session = session_of_program(what)
     await session.opened()
     return session.engine

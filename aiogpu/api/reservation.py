@@ -26,9 +26,9 @@ from aiogpu.api.options import (
     merged,
     placement_group_of,
 )
-from aiogpu.api.results.handle import check_thread, session_of
+from aiogpu.api.results.handle import check_thread
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
-from aiogpu.client.current import current, error_inside_task, host_of_task
+from aiogpu.client.current import error_inside_task, host_of_task
 from aiogpu.client.function_spec import (
     Function,
     FunctionSpec,
@@ -343,12 +343,11 @@ class Lease(EnteredOnLoop):
 
 def session_for(what: str) -> Session:
     """This loop's session, for what only a program asks, such as `lease()`."""
-    from aiogpu.api.session import current_session
+    from aiogpu.api.session import session_of_program
 
-    session = session_of(asyncio._get_running_loop())
-    if host_of_task.get() or (session is None and current.worker):
+    if host_of_task.get() is not None:
         raise error_inside_task(what)
-    session = session or current_session(what)
+    session = session_of_program(what)
     if session.is_closing:
         raise NodeClosedError("this node is being shut down.")
     return session

@@ -29,7 +29,7 @@ from aiogpu.api.results.handle import (
     check_home,
     sessions,
 )
-from aiogpu.client.current import current
+from aiogpu.client.current import current, error_inside_task
 from aiogpu.client.interface import Receiver
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
@@ -470,6 +470,17 @@ def current_session(what: str = ".remote()") -> Session:
                 raise inherited.unusable()
         raise no_loop(what)
     return start_session(default_address(), NodeOptions(), loop)
+
+
+def session_of_program(what: str) -> Session:
+    """The running loop's session, for what only a program may ask of its node.
+
+    Raises:
+        NodeError: it is asked in a task.
+    """
+    if current.worker and sessions.get(_get_running_loop()) is None:  # type: ignore[arg-type]
+        raise error_inside_task(what)
+    return current_session(what)
 
 
 def no_loop(what: str) -> NoLoopError:
