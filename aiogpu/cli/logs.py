@@ -21,7 +21,7 @@ import click
 from aiogpu.cli import connect
 from aiogpu.observe.trace import trace_of
 from aiogpu.runtime.directories import check_meeting, logs_beside
-from aiogpu.runtime.output.task_log import FILE
+from aiogpu.runtime.output import FILE
 
 CHUNK: Final = 1 << 16
 

@@ -36,7 +36,7 @@ from aiogpu.errors import (
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_meeting, default_socket
-from aiogpu.runtime.output.console import Console, Source
+from aiogpu.runtime.output import Console, Source
 from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.references import add_actor

@@ -170,6 +170,40 @@ def _quota_v1(folder: str) -> float | None:
     return quota / period if quota and period else None
 
 
+MOST_CPUS: Final = 1 << 16
+"""CPU numbers from here on are invalid."""
+
+_CPUSETS: Final = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
+"""Files of cgroup-v2, of cgroup-v1, and of cgroup-v1 in older kernels."""
+
+
+def unpinned_cpus(root: StrPath = "") -> frozenset[int]:
+    """Return the CPUs that processes here may use if nobody has pinned them.
+
+    Args:
+        root: the directory under which `/proc` and `/sys` are.
+    """
+    online = read_cpus(f"{root}/sys/devices/system/cpu/online")
+    for folder in cgroup_folders(f"{root}/proc", "cpuset"):
+        for file in _CPUSETS:
+            if found := read_cpus(f"{folder}/{file}"):
+                return online & found if online else found
+    return online
+
+
+def read_cpus(file: str) -> frozenset[int]:
+    """Read a list such as "0-3,8"; empty if it cannot be read or is malformed."""
+    cpus: set[int] = set()
+    try:
+        for part in read_bytes(file).decode("ascii").strip().split(","):
+            first, _, last = part.partition("-")
+            if part:
+                cpus.update(range(int(first), min(int(last or first), MOST_CPUS) + 1))
+    except ValueError:
+        return frozenset()
+    return frozenset(cpus)
+
+
 _log: Final = logging.getLogger(__name__)
 
 LIMIT: Final = 2.0

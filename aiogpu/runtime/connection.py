@@ -1,7 +1,7 @@
-"""A peer's connection on the driver's loop: bytes to messages, messages to bytes.
+"""The driver's side of a connection: bytes to messages, messages to bytes.
 
-The shell around `wire.Connection`. A peer of another user is refused; one that
-breaks the protocol is cut off, and nothing else suffers.
+This is the asyncio shell of `wire.Connection`. A peer of another user is refused. A
+peer that breaks the protocol is cut off, which affects no other peer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ CHUNK: Final = 1 << 18
 
 
 _POSTED: Final = frozenset({ChildDone, Invoke})
-"""Of these many are posted in one turn; but for their payload they are small."""
+"""Messages that are posted in large numbers; all but the payload is small."""
 
 
 AT_A_TIME: Final = 1 << 14
-"""Bytes of one peer that are read while the loop does not turn."""
+"""Bytes that are read from a peer at a time without the loop."""
 
 
 AT_ONCE: Final = 256
-"""Messages of one peer that are passed on in one turn of the loop: a few ms."""
+"""Messages of one peer that are processed in one turn of the loop: a few ms."""
 
 
 Handler = Callable[[list[Message]], None]
@@ -46,11 +46,17 @@ Greeted = Callable[["Peer", Hello], None]
 
 
 class Peer(asyncio.Protocol):
-    """One zygote, keeper or worker as the driver sees it.
+    """The connection of one zygote, keeper, worker or program.
 
-    Whoever is told of its greeting sets `on_messages` and `on_lost`, and `on_slow` if
-    he minds that it does not read what it is sent. What has come together is passed
-    on together, in order.
+    The recipient of its greeting sets `on_messages` and `on_lost`, and if it cares
+    whether the peer reads what it is sent, `on_slow`. Messages that arrive together are
+    passed on together, in order.
+
+    Attributes:
+        on_messages: is called with messages that have arrived.
+        on_lost: is called after the end of the connection.
+        on_slow: is called with True when the peer does not read what it is sent, and
+            with False when it has caught up.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class Peer(asyncio.Protocol):
     ) -> None:
         self.on_messages: Handler = _ignore
         self.on_lost: Callable[[], None] = _nothing
-        self.on_slow: Callable[[bool], object] = bool  # nobody minds
+        self.on_slow: Callable[[bool], object] = bool  # no effect
         self._greeted = greeted
         self._on_heard = on_heard
         self._connection = Connection()
@@ -75,7 +81,7 @@ class Peer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept the peer if it is the same user's."""
-        # uvloop's transports are not asyncio's by class, only by what they do.
+        # The transports of uvloop do not derive from those of asyncio.
         stream = cast("asyncio.Transport", transport)
         uid = peer_uid(stream)
         if uid != os.geteuid():
@@ -95,7 +101,7 @@ class Peer(asyncio.Protocol):
         except ProtocolError as error:
             _log.warning("! cut off %r: %s", self, error)
             if self._connection.peer is None:
-                # It may be of another version, and somebody's program.
+                # It may be a program with another version of aiogpu.
                 self.refuse(str(error))
             elif self._connection.peer.role == CLIENT:
                 self.drop(f"it has said what it may not: {error}")
@@ -103,7 +109,7 @@ class Peer(asyncio.Protocol):
                 self.abort()
             return
         if messages and type(messages[0]) is Hello:
-            # It comes first, and once.
+            # The greeting comes first, and once.
             self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
         count = len(messages)
         if self._waiting or count > AT_ONCE:
@@ -115,9 +121,9 @@ class Peer(asyncio.Protocol):
 
     @property
     def readable(self) -> int:
-        """The descriptor from which it may be read now, without the loop; -1 for none.
+        """The descriptor to read from now, without the loop; -1 for none.
 
-        It may not while what came before has yet to be passed on.
+        There is none while earlier messages still have to be passed on.
         """
         transport = self._transport
         if self._is_paused or self._waiting or transport is None:
@@ -125,7 +131,7 @@ class Peer(asyncio.Protocol):
         return -1 if transport.is_closing() else self._descriptor
 
     def read_now(self) -> None:
-        """Pass on what has come, without the loop; that it has gone the loop tells."""
+        """Pass on what has arrived, without the loop; the loop sees the end."""
         try:
             data = os.read(self._descriptor, AT_A_TIME)
         except OSError:
@@ -134,7 +140,7 @@ class Peer(asyncio.Protocol):
             self.data_received(data)
 
     def _put_off(self, messages: list[Message]) -> None:
-        """Pass on a flood in parts, between which the loop does other things."""
+        """Pass on many messages in parts, so that the loop can do other work."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._work_off)
         self._waiting.extend(messages)
@@ -158,10 +164,10 @@ class Peer(asyncio.Protocol):
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Hear the peer out, then tell that it has gone.
+        """Read the peer's last messages, then report the end.
 
-        A write to one that has just ended makes the transport give up at once, with
-        the peer's last words unread; its descriptor is closed after this.
+        If a write fails because the peer has just ended, the transport gives up at once
+        and leaves the last messages unread. Its descriptor is closed after this call.
         """
         transport, self._transport = self._transport, None
         if exc is not None and transport is not None:
@@ -178,29 +184,29 @@ class Peer(asyncio.Protocol):
                 self.data_received(data)
 
     def send(self, *messages: Message) -> None:
-        """Send messages in one write; to a peer that has gone, nothing."""
+        """Send messages in one write; nothing if the peer has gone."""
         if self._posted:
             self._flush()
         if self._transport is not None:
             self._transport.write(encode_all(messages))
 
     def send_one(self, message: Message) -> None:
-        """The same for a single message, the commonest case."""
+        """Send a single message, the most frequent case."""
         if self._posted:
             self._flush()
         if self._transport is not None:
             self._transport.write(encode(message))
 
     def post(self, message: Message) -> None:
-        """Send a message at once, and what is posted later in this turn together.
+        """Send a message now, and those posted later in this turn of the loop together.
 
-        So the peer begins soon, and is not woken by each of many. What is sent
-        meanwhile goes after them.
+        So the peer starts early, but is not woken for each of many messages. A message
+        that is sent in between goes after them.
         """
         if self._transport is None:
             return
         if self._is_posting:
-            # What may be too long is to fail here, and nothing else with it.
+            # A message that may be too long must fail here, and fail alone.
             is_small = type(message) in _POSTED and len(message.payload) < LARGE  # type: ignore[union-attr, arg-type]
             self._posted.append(message if is_small else encode(message))
         else:
@@ -209,9 +215,9 @@ class Peer(asyncio.Protocol):
             self._transport.write(encode(message))
 
     def post_all(self, messages: Sequence[ChildDone]) -> None:
-        """Send answers, none of which is large, together with what is posted later.
+        """Send answers, none of them large, together with those posted later.
 
-        Where several have come at once, others are about to.
+        After several results at once, more are likely to follow.
         """
         if self._transport is None:
             return
@@ -221,7 +227,7 @@ class Peer(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._end_posting)
 
     def send_posted(self) -> None:
-        """Send what was posted until now; the turn goes on."""
+        """Send what was posted so far; the turn of the loop goes on."""
         if self._posted:
             self._flush()
 
@@ -236,13 +242,13 @@ class Peer(asyncio.Protocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes of what was sent that have not left this process."""
+        """How many bytes of sent messages have not left this process."""
         if self._transport is None:
             return 0
         return self._transport.get_write_buffer_size()
 
     def pause(self) -> None:
-        """Read no more for now; the peer will block when its buffer is full."""
+        """Read no more for now; the peer blocks when its buffer is full."""
         self._is_paused = True
         self._set_reading()
 
@@ -252,38 +258,38 @@ class Peer(asyncio.Protocol):
         self._set_reading()
 
     def pause_writing(self) -> None:
-        """It reads too slowly what it is sent; see `asyncio.Protocol`."""
+        """Note that the peer reads too slowly; see `asyncio.Protocol`."""
         self.on_slow(True)
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Note that the peer has caught up."""
         self.on_slow(False)
 
     @property
     def pid(self) -> int:
-        """Process id at the other end, 0 where the kernel does not know it."""
+        """Process id at the other end, 0 if the kernel does not know it."""
         if self._transport is None:
             return 0
         return peer_credentials(self._transport.get_extra_info("socket")).pid
 
     def refuse(self, reason: str) -> None:
-        """Say why it may not stay, and close."""
+        """Send the reason why the peer is refused, and close."""
         self.send_one(Refused(reason))
         self.end()
 
     def drop(self, reason: str) -> None:
-        """Say why it is cut off, hear nothing more of it, and close at once."""
+        """Send the reason why the peer is cut off, ignore it, and close at once."""
         self._waiting.clear()
         self.on_messages = _ignore
         if self.unsent:
-            self.abort()  # it does not read, and would never hear
+            self.abort()  # it does not read, and would not get the reason
             return
         self.send_one(Refused(reason))
         if self._transport is not None:
             self._transport.close()
 
     def end(self) -> None:
-        """Close after what was sent; nothing more is passed on, not even the end."""
+        """Close after sending everything; pass on nothing more, not even the end."""
         self.on_messages = _ignore
         self.on_lost = _nothing
         self._connection.close()
@@ -300,15 +306,15 @@ class Peer(asyncio.Protocol):
         self.abort()
 
     def abort(self) -> None:
-        """Close without sending what is still buffered; as soon as it is open."""
+        """Close without sending what is buffered, now or once it is open."""
         self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process at the other end, if it has not hung up.
+        """Send SIGKILL to the process at the other end, if it is still connected.
 
-        For zygotes and keepers: of their connections no other process has a copy.
+        For zygotes and keepers: no other process has a copy of their connections.
         """
         if self._transport is None:
             return
@@ -318,7 +324,7 @@ class Peer(asyncio.Protocol):
         except OSError:
             return  # it has ended
         try:
-            # Its process id was its own when the process was opened.
+            # If it is still connected, the pidfd refers to it, not to a successor.
             ended = select.poll()
             ended.register(sock.fileno(), select.POLLRDHUP)
             if not ended.poll(0):
@@ -329,13 +335,13 @@ class Peer(asyncio.Protocol):
 
 
 def peer_uid(transport: asyncio.Transport) -> int:
-    """The user id at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
+    """Return the user id at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
     return peer_credentials(transport.get_extra_info("socket")).uid
 
 
 def _ignore(_messages: list[Message]) -> None:
-    """What a peer says before anybody listens has no meaning."""
+    """Ignore messages that nobody has asked for."""
 
 
 def _nothing() -> None:
-    """Nobody has asked to be told."""
+    """Do nothing at an end that nobody has asked for."""

@@ -1,10 +1,9 @@
-"""The limit on this process's open descriptors: raised while a node is open.
+"""The limit on this process's open descriptors, which is raised while a node is open.
 
-A slot takes five: the connections of its keeper and of its worker, which has a second
-one where there is shared memory, and two pipes for what is written straight to stdout
-and stderr. 1024, which is usual, is soon used up.
-What nodes start, and the program itself after the last node, has the limit that it
-had: `select` takes no descriptor above 1023, and there is code that tries them all.
+A slot needs five: the connection of its keeper, one or (with shared memory) two of its
+worker, and two pipes for raw output. The usual limit of 1024 is soon reached.
+Processes that nodes start get the original limit, and so does the program after its
+last node: `select` takes no descriptor above 1023, and some code loops over all.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _log: Final = logging.getLogger(__name__)
 
 
 PER_SLOT: Final = 5
-"""Descriptors that the driver holds for a slot: three connections and two pipes."""
+"""Descriptors that the driver needs for a slot: three connections and two pipes."""
 
 
 RESERVE: Final = 32
-"""Descriptors for a node itself, and for a program that opens few."""
+"""Descriptors for the node itself, and for a program that opens few."""
 
 
 FEW: Final = 8
-"""Workers below which a program is told at once: a few actors would take them all."""
+"""Workers below which a warning is logged: a few actors would occupy them all."""
 
 
 NOFILE: Final = resource.RLIMIT_NOFILE
@@ -43,22 +42,22 @@ def used_descriptors() -> int:
 
 
 def soft_limit() -> int:
-    """The number below which every descriptor of this process must be."""
+    """Return the number below which every descriptor of this process must be."""
     soft, _ = resource.getrlimit(NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 30
 
 
 def values_limit() -> int:
-    """The number from which on no descriptor is kept for a value.
+    """Return the number from which on no descriptor is kept open for a value.
 
-    An eighth of them is left to workers that are still to come, and to the program.
+    An eighth of all descriptors is left to future workers and to the program.
     """
     soft = soft_limit()
     return soft - RESERVE // 2 - soft // 8
 
 
 def raised(soft: int, hard: int, used: int) -> int:
-    """Return what a node raises a soft limit to, by the hard one and what is in use."""
+    """Return the value to which a node raises a soft limit."""
     wanted = used + RESERVE + PER_SLOT * SLOTS
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
@@ -66,14 +65,14 @@ def raised(soft: int, hard: int, used: int) -> int:
 
 
 def slots_within(soft: int, used: int) -> int:
-    """For how many slots there is room."""
+    """Return for how many slots there is room."""
     if soft == resource.RLIM_INFINITY:
         return SLOTS
     return min(SLOTS, max(0, soft - used - RESERVE) // PER_SLOT)
 
 
 def warn_of_few(workers: int) -> None:
-    """Log a warning where a node has room for very few workers."""
+    """Log a warning if a node has room for very few workers."""
     if workers >= FEW:
         return
     soft, hard = resource.getrlimit(NOFILE)
@@ -95,7 +94,7 @@ def _too_few(soft: int, used: int, hard: int) -> str:
 
 
 class DescriptorLimit:
-    """This process's soft limit, and what it was before nodes were opened."""
+    """The soft limit of this process, and its value before nodes were opened."""
 
     def __init__(self) -> None:
         # Nodes are opened on loops, and loops run in threads.
@@ -108,10 +107,10 @@ class DescriptorLimit:
         return f"<DescriptorLimit {self._before} -> {self._ours}, {self._nodes} nodes>"
 
     def acquire(self) -> int:
-        """A node opens: raise the limit; gives for how many slots there is room.
+        """Raise the limit for a node; return for how many slots there is room.
 
         Raises:
-            NodeStartError: there is no room for a single one.
+            NodeStartError: there is no room for a single slot.
         """
         with self._lock:
             used = used_descriptors()
@@ -128,9 +127,9 @@ class DescriptorLimit:
             return slots
 
     def release(self) -> None:
-        """A node has closed; after the last one the limit is what it was.
+        """Note that a node has closed; after the last one, restore the limit.
 
-        Unless the program has changed it meanwhile.
+        A limit that the program has changed in the meantime stays.
         """
         with self._lock:
             self._nodes -= 1
@@ -142,7 +141,7 @@ class DescriptorLimit:
                 self._set(before, hard)
 
     def hand_down(self, pid: int) -> None:
-        """Give a child of ours the limit that this program had."""
+        """Give a child process the original limit of this program."""
         with self._lock:
             before = self._before
         if before is not None:
@@ -160,4 +159,4 @@ class DescriptorLimit:
 
 
 descriptor_limit: Final = DescriptorLimit()
-"""There is one limit for the whole process, however many nodes it has."""
+"""The limit concerns the whole process, however many nodes it has."""

@@ -1,10 +1,10 @@
-"""The two directories of a node: its own, and where programs meet it.
+"""The two directories of a node: its own, and the one where programs find it.
 
-Its own directory holds the sockets of its workers: private, with a short path, and
-removed with the node. Programs find the node's socket, pidfile and logs in another,
-mode 0700. Anybody may create a directory in /tmp, so the owner and mode of that one are
-checked before anything in it is used: by the node, by programs that join and by each
-command.
+Its own directory holds the sockets of its workers. It is private, has a short path, and
+is removed with the node. Programs find the node's socket, pidfile and logs in the
+meeting directory, mode 0700. Any user may create directories in /tmp, so its owner and
+mode are checked before anything in it is used: by the node, by programs that join and
+by each command.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ LOGS: Final = "logs"
 
 
 BACKLOG: Final = 256
-"""Programs that may wait at the same moment to be let in; others try again."""
+"""Programs that may wait to be accepted at the same time; others try again."""
 
 
 SHARED: Final = 0o077
-"""Bits of a directory's mode that let others reach into it."""
+"""Bits of a directory's mode that give other users access."""
 
 
 class Unfit(NamedTuple):
-    """Why a directory or a socket is not used.
+    """Why a directory or a file is not used.
 
     Attributes:
-        problem: what is wrong with it, as a predicate.
-        remedy: what to do, the beginning of a sentence.
+        problem: what is wrong, as a predicate: "is a symbolic link".
+        remedy: what to do, as the beginning of a sentence.
     """
 
     problem: str
@@ -43,7 +43,7 @@ class Unfit(NamedTuple):
 
 
 def meeting_directory() -> str:
-    """`$XDG_RUNTIME_DIR/aiogpu`, or `/tmp/aiogpu-<uid>` where there is none."""
+    """Return `$XDG_RUNTIME_DIR/aiogpu`, or `/tmp/aiogpu-<uid>` if that is not set."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.path.isabs(runtime):
         return f"{runtime}/aiogpu"
@@ -51,12 +51,12 @@ def meeting_directory() -> str:
 
 
 def default_socket() -> str:
-    """The socket that `aiogpu start` listens on and `address="auto"` joins."""
+    """Return the socket that `aiogpu start` listens on and `address="auto"` joins."""
     return f"{meeting_directory()}/{SOCKET}"
 
 
 def logs_beside(socket: str) -> str:
-    """Where the node of that socket logs, unless it was told another directory.
+    """Return the default log directory of the node with that socket.
 
     Two nodes of one user may share a directory: `b.sock` has its logs in `b-logs`.
     """
@@ -66,14 +66,14 @@ def logs_beside(socket: str) -> str:
 
 
 def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
-    """Return why a node's files must not lie in a directory; None if they may.
+    """Return why a node's files must not be in a directory; None if they may.
 
     Args:
-        path: of the directory.
-        forbidden: bits of the mode that it must not have.
+        path: the directory.
+        forbidden: bits that its mode must not have.
 
     Raises:
-        OSError: nothing can be learnt about it.
+        OSError: the directory cannot be inspected.
     """
     found = os.lstat(path)
     mode = stat.S_IMODE(found.st_mode)
@@ -83,7 +83,7 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
     if not stat.S_ISDIR(found.st_mode):
         problem = f"is {kind(found)}, where a directory is needed"
         return Unfit(problem, "Move it away")
-    if mode & stat.S_ISVTX and found.st_uid in {0, os.geteuid()}:  # /tmp and its like
+    if mode & stat.S_ISVTX and found.st_uid in {0, os.geteuid()}:  # such as /tmp
         return Unfit(
             f"is everybody's (mode {mode:04o}); a node needs a directory of its own",
             "Make one in it by `mkdir -m 700`",
@@ -103,15 +103,15 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
 
 
 def check_meeting(path: str) -> None:
-    """Refuse a node's file that another user may control, before it is used.
+    """Check that no other user may control a node's file, before it is used.
 
     Args:
-        path: of its socket, its pidfile or its logs. Where there is none, nothing is
-            checked: whoever uses it finds that out.
+        path: the node's socket, pidfile or log directory. A missing one passes: the
+            caller finds out by using it.
 
     Raises:
-        NodeError: the directory is not this user's alone, or the file is a symbolic
-            link or another user's.
+        NodeError: other users have access to the directory, or the file is a symbolic
+            link or belongs to another user.
     """
     directory = os.path.dirname(os.path.abspath(path))
     unfit: Unfit | None = None
@@ -146,7 +146,7 @@ def _refused(path: str, unfit: Unfit) -> NodeError:
 
 
 def kind(found: os.stat_result) -> str:
-    """Return what a file is, in words."""
+    """Return the type of a file in words."""
     words = {
         stat.S_IFREG: "a regular file",
         stat.S_IFDIR: "a directory",
@@ -158,7 +158,7 @@ def kind(found: os.stat_result) -> str:
 
 
 LONGEST: Final = 80
-"""Bytes of a directory's path that leave room for a socket's name (unix(7): 108)."""
+"""Most bytes of a directory's path: a socket's name must fit as well (unix(7): 108)."""
 
 
 def create_directory() -> str:
@@ -167,7 +167,7 @@ def create_directory() -> str:
     Raises:
         NodeStartError: no place can be written to.
     """
-    # Of `tempfile` and its 10 ms of imports the other rules are not missed.
+    # `tempfile` takes 10 ms to import, and its other rules are not needed.
     named = [os.environ.get(name) for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     places = [os.path.abspath(place) for place in (*named, "/tmp") if place]
     problem: OSError | None = None
@@ -188,7 +188,7 @@ def create_directory() -> str:
 
 
 def remove_directory(path: str) -> None:
-    """Remove the directory with all in it; one that has gone is fine."""
+    """Remove a directory with its content, if it exists."""
     import shutil
 
     shutil.rmtree(path, ignore_errors=True)

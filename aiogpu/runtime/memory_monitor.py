@@ -1,8 +1,8 @@
-"""Ends a task before the host's memory runs out for all.
+"""Ends a task before the memory of the host runs out.
 
-It looks the more often the less memory is left, only while tasks run, and at single
-workers only when the safe limit is passed. A thousand workers take 50 ms to weigh: that
-is spread over turns of the loop.
+Memory is checked only while tasks run, and the more often the less is left. Single
+workers are measured only above the safe limit. Measuring a thousand workers takes
+50 ms, so it is spread over several turns of the loop.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from aiogpu.linux.procfs import MemoryBounds, Usage
 from aiogpu.runtime.workers.death import Death, describe_out_of_memory
 
 SOONEST: Final = 0.02
-"""Seconds between two looks when there is no room left."""
+"""Seconds between two checks when no memory is left."""
 
 
 LATEST: Final = 1.0
-"""Seconds between two looks when there is plenty."""
+"""Seconds between two checks when plenty is left."""
 
 
 RATE: Final = 4 << 30
-"""Bytes a second that a few processes can fill, which decides when to look again."""
+"""Bytes that a few processes can fill per second; determines the next check."""
 
 
 PATIENCE: Final = 2.0
-"""Seconds that a worker to be ended gets before another look at who is to go."""
+"""Seconds that a worker gets to end before another one is chosen."""
 
 
 DEAREST: Final = 4
-"""Pauses are at least so many times as long as the look before."""
+"""A pause is at least this many times as long as the check before it."""
 
 
 SLICE: Final = 0.002
-"""Seconds for which workers are weighed in one turn of the loop."""
+"""Seconds in one turn of the loop that are spent on measuring workers."""
 
 
 WORTH: Final = 64
-"""Who uses less than this part of the limit is not ended: it would not help."""
+"""A worker that uses less than 1/`WORTH` of the limit is not ended: that would not
+help."""
 
 
 class Running(NamedTuple):
@@ -55,7 +56,7 @@ class Running(NamedTuple):
     Attributes:
         worker: its id.
         pid: its process.
-        asked: bytes that its task has asked for by `memory=`, 0 for none.
+        asked: bytes that its task requested by `memory=`, 0 for none.
     """
 
     worker: WorkerId
@@ -64,19 +65,19 @@ class Running(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A worker and the bytes that it uses with all below it."""
+    """A worker and the bytes that it uses, with all processes below it."""
 
     running: Running
     used: int
 
 
 class MemoryGuard:
-    """Watches over the memory of one node's tasks.
+    """Watches over the host memory that one node's tasks use.
 
     Attributes:
-        is_on: whether it does; otherwise it looks at nothing.
-        usage: what was seen last, None before the first look.
-        cost: seconds that the last look took of the loop's time, in all its turns.
+        is_on: whether it checks at all.
+        usage: the last memory usage, None before the first check.
+        cost: seconds of the loop's time that the last check took, in all its turns.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class MemoryGuard:
 
         Args:
             loop: runs the timer.
-            scheduler: knows who has a task.
-            pids: gives the processes of workers, by worker id.
-            feed: is told of those who are to be ended.
-            bounds: what limits memory, this process's limits unless given.
+            scheduler: knows which workers have a task.
+            pids: returns the process ids of workers, by worker id.
+            feed: tells the core of a worker that must be ended.
+            bounds: the limits on memory; default: those of this process.
         """
         self.is_on = True
         self.usage: Usage | None = None
@@ -112,29 +113,29 @@ class MemoryGuard:
         self._ended: dict[int, tuple[int, int, int]] = {}
 
     def wake(self) -> None:
-        """A worker has got a task: look from time to time, if that is not so yet."""
+        """Start checking, because a worker has got a task."""
         if self._timer is None and self.is_on:
             self._timer = self._loop.call_later(SOONEST, self._look)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def explain(self, name: str, worker: int, death: Death) -> OutOfMemoryError | None:
-        """The error of a task that this has ended, None for any other.
+        """Return the error of a task that the guard has ended, None for any other.
 
         Args:
-            name: the task's.
-            worker: that ran it.
-            death: how the worker has ended.
+            name: the name of the task.
+            worker: the worker that ran it.
+            death: how the worker ended.
         """
         ended = self._ended.get(worker)
         return None if ended is None else describe_out_of_memory(name, death, *ended)
 
     def forget(self, worker: int) -> None:
-        """A worker is gone, and its tasks' owners were told."""
+        """Forget a worker that is gone, once the owners of its tasks were told."""
         self._ended.pop(worker, None)
 
     def _running(self) -> Iterator[Running]:
@@ -160,7 +161,7 @@ class MemoryGuard:
         self._weigh(usage, began, is_first=True)
 
     def _weigh(self, usage: Usage, began: float, is_first: bool = False) -> None:
-        """Weigh workers for a moment; go on in the next turn, or name who is to go."""
+        """Measure workers for a moment; go on in the next turn or choose the victim."""
         while self._unweighed:
             running = self._unweighed.popleft()
             used = self._bounds.used_by((running.pid,))
@@ -186,9 +187,9 @@ class MemoryGuard:
         self._weigh(usage, time.perf_counter())
 
     def _weigh_again(self, victim: Weighed) -> Weighed | None:
-        """The same as it is now; None if it need not go any more.
+        """Measure the victim again; return None if it need not be ended any more.
 
-        Since it was weighed its task may have ended, or memory may have become free.
+        Meanwhile its task may have ended, or memory may have become free.
         """
         self.usage = usage = self._bounds.tightest()
         if usage.room >= 0 or victim.running not in self._running():
@@ -197,26 +198,26 @@ class MemoryGuard:
         return choose_victim([now], usage.limit)
 
     def _is_one_ending(self) -> bool:
-        """Whether the last victim has its memory still; it may have been spared."""
+        """Return whether the last victim may still have its memory."""
         is_fresh = self._loop.time() < self._told_at + PATIENCE
         return self._victim != 0 and is_fresh and self._bounds.has(self._victim)
 
 
 def pause_for(room: int) -> float:
-    """Seconds to the next look: half of what it takes to fill the room at `RATE`."""
+    """Return the seconds to the next check: half the time to fill `room` at `RATE`."""
     return min(LATEST, max(SOONEST, room / (2 * RATE)))
 
 
 def choose_victim(weighed: Iterable[Weighed], limit: int) -> Weighed | None:
-    """Who is to be ended: who uses most beyond what its task has asked for.
+    """Return the worker to end: the one that exceeds its task's request the most.
 
-    Who keeps within what it asked for comes last. None if nobody's end would help.
+    Workers within their requests come last. None if ending no worker would help.
     """
     worth = [each for each in weighed if each.used * WORTH >= limit]
     return max(worth, key=_excess, default=None)
 
 
 def _excess(weighed: Weighed) -> tuple[int, int, int]:
-    # Of equals the youngest, which has done the least.
+    # Among equals the youngest, which has done the least.
     running = weighed.running
     return weighed.used - running.asked, weighed.used, running.worker

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.devices.monitor import DeviceMonitor
     from aiogpu.runtime.driver import DeviceFactory, Driver
     from aiogpu.runtime.objects.store import DescriptorServer, Store
-    from aiogpu.runtime.output.console import Console
+    from aiogpu.runtime.output import Console
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.runtime.zygote.generations import Zygotes
@@ -138,7 +138,7 @@ class Supervisor:
             undo.callback(bootstrap.clear)
             # Imported while the zygote starts, not before.
             from aiogpu.runtime.connection import Peer
-            from aiogpu.runtime.output.console import Console
+            from aiogpu.runtime.output import Console
             from aiogpu.runtime.workers.pool import Pool
             from aiogpu.runtime.zygote.generations import Zygotes
 
@@ -244,7 +244,7 @@ class Supervisor:
             logs: directory for what their tasks print; None for no log of it.
         """
         from aiogpu.runtime.callers.programs import Clients
-        from aiogpu.runtime.output.task_log import TaskLog
+        from aiogpu.runtime.output import TaskLog
 
         assert self._parts is not None
         assert self.driver is not None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiogpu.observe.status import FailureStatus
     from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
-    from aiogpu.runtime.output.console import Routes
+    from aiogpu.runtime.output import Routes
 
 
 _log: Final = logging.getLogger(__name__)

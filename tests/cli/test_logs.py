@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from aiogpu.cli.logs import logs
-from aiogpu.runtime.output.task_log import FILE, Entry, Pages
+from aiogpu.runtime.output import FILE, Entry, Pages
 from tests.program import environment
 
 CLIENT = 1 << 26

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.cli.logs import Trail
-from aiogpu.runtime.output.task_log import Pages
+from aiogpu.runtime.output import Pages
 
 
 @pytest.fixture

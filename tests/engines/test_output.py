@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.runtime.output.console import FULL
+from aiogpu.runtime.output import FULL
 from tests.engines import tasks
 from tests.gate import Gate
 from tests.program import run

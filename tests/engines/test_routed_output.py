@@ -21,7 +21,7 @@ from aiogpu.cli.logs import timeline
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.remote import RemoteEngine
-from aiogpu.runtime.output.task_log import FILE
+from aiogpu.runtime.output import FILE
 from tests.until import until
 
 pytestmark = pytest.mark.either_loop

@@ -13,7 +13,7 @@ from aiogpu.daemon import process as plan
 from aiogpu.daemon.place import LONGEST, Place
 from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.start import CARRIED, NAME
-from aiogpu.runtime.output import task_log
+from aiogpu.runtime import output as task_log
 
 PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
 WORDS = " ".join(PAGE.split())
@@ -54,7 +54,8 @@ def test_its_options_are_there() -> None:
         f"{journal.SIZE >> 20} MiB, then `node.log.1` to `node.log.{journal.KEPT}`",
         f"Linux allows {LONGEST}",
         f"`logs/{plan.LAST_WORDS}`",
-        f"{task_log.SIZE >> 20} MiB, then `tasks.log.1` to `tasks.log.{task_log.KEPT}`",
+        f"{task_log.SIZE >> 20} MiB, then `tasks.log.1` to `tasks.log."
+        f"{task_log.LOGS_KEPT}`",
         f"`logs/{journal.FILE}`",
         f"/systemd/user/{NAME}",
         *(f"`{name}`" for name in ("CUDA_VISIBLE_DEVICES", *CARRIED[1:4])),

@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
-from aiogpu.runtime.output.console import Source
+from aiogpu.runtime.output import Source
 from aiogpu.wire.messages import Hello, Imported, Message
 
 

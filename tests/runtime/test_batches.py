@@ -2,7 +2,7 @@
 
 from queue import SimpleQueue
 
-from aiogpu.runtime.output.task_log import batches
+from aiogpu.runtime.output import batches
 
 
 def test_all_that_is_there_comes_at_once_and_none_ends_it():

@@ -10,7 +10,7 @@ import pytest
 from aiogpu.errors import WorkerDiedError
 from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.workers import death as cause
-from aiogpu.runtime.workers.death import find_cause, may_be_kernels, tell
+from aiogpu.runtime.workers.death import IN_WORDS, find_cause, may_be_kernels
 
 NOTHING = Findings()
 IN_GROUP = Findings(1, 1)
@@ -55,8 +55,8 @@ def test_what_the_evidence_says(
     status: int | None, known: str, findings: Findings, expected: str
 ) -> None:
     assert find_cause(status, known, findings) == expected
-    assert tell(expected).what
-    assert tell(expected).advice.endswith(".")
+    assert IN_WORDS[expected].what
+    assert IN_WORDS[expected].advice.endswith(".")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,5 @@ def test_the_documentation_names_every_cause() -> None:
     text = " ".join(WorkerDiedError.__doc__.split())
     documented = set(re.findall(r'"([a-z ]+)"', text))
     assert documented == {
-        *cause._OTHERS,
-        *(name for name, _ in cause._CRASHES.values()),
+        *cause.IN_WORDS,
     }

@@ -11,7 +11,7 @@ from typing import TextIO, cast
 
 import pytest
 
-from aiogpu.runtime.output.console import FULL, Console
+from aiogpu.runtime.output import FULL, Console
 
 
 class PaperSource:

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from aiogpu.runtime.output.pipes import CHUNK, LinePipe
+from aiogpu.runtime.output import CHUNK, LinePipe
 
 
 class Lines:

@@ -585,7 +585,7 @@ async def test_where_the_kernel_has_no_descriptor_left(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr("aiogpu.runtime.output.pipes.os.open", fail)
+        patch.setattr("aiogpu.runtime.output.os.open", fail)
         house.pool.spawn(1)
     await asyncio.sleep(0)
     death = house.told[-1][2]

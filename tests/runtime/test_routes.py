@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiogpu.core.model.ids import ClientId, TaskId, WorkerId
-from aiogpu.runtime.output.console import Routes
+from aiogpu.runtime.output import Routes
 from aiogpu.wire.messages import Message, Printed
 
 ONE, TWO = 1 << 26, (1 << 26) + 1

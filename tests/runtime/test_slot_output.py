@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime.output.pipes import KEPT, Output
+from aiogpu.runtime.output import KEPT, Output
 from tests.runtime.paper import PaperConsole, PaperPeer
 
 

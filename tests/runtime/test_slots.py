@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aiogpu.memory.control_page import SLOTS
-from aiogpu.runtime.output.pipes import Output
+from aiogpu.runtime.output import Output
 from aiogpu.runtime.workers.death import NoCapacityError
 from aiogpu.runtime.workers.slots import MARGIN, SPARE_SLOTS, Slots
 from aiogpu.wire.messages import Close

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime.output import task_log
-from aiogpu.runtime.output.task_log import FILE, Entry, Pages, TaskLog
+from aiogpu.runtime import output as task_log
+from aiogpu.runtime.output import FILE, Entry, Pages, TaskLog
 
 
 def test_a_line_of_the_log() -> None:

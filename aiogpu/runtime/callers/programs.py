@@ -30,8 +30,7 @@ from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.directories import BACKLOG
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
-from aiogpu.runtime.output.console import Routes
-from aiogpu.runtime.output.task_log import TaskLog
+from aiogpu.runtime.output import Routes, TaskLog
 from aiogpu.runtime.pending_tasks import internal_error
 from aiogpu.runtime.zygote.config import Program
 from aiogpu.runtime.zygote.generations import Zygotes

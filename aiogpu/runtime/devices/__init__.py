@@ -1,1 +1,1 @@
-"""The devices of a node: what is bound to a lease, seen, enforced and released."""
+"""The devices of a node: assigned to leases, watched, guarded and released."""

@@ -1,17 +1,16 @@
-"""From a lease to what its worker is told: devices, memory limits, CPUs, MPS.
+"""What a worker is told about its lease: devices, memory limits, CPUs, MPS.
 
-Knows accelerators and device sets, not what a task is. Sources:
+This module knows accelerators and device sets, but no tasks. Sources:
 
 - limits: the variables of JAX ("GPU memory allocation"; `jaxlib.xla_client`), of CuPy
-  ("Environment variables"; read when a GPU's pool is first used, so one that was loaded
-  before hears of it too) and of TensorFlow ("Use a GPU"). PyTorch is told by the
-  worker, in `worker.gpu`.
+  ("Environment variables"; read when a GPU's pool is first used, so they also work if
+  CuPy was loaded before) and of TensorFlow ("Use a GPU"). The worker itself sets
+  PyTorch's limit, in `worker.gpu`.
 - MPS: NVIDIA, "Multi-Process Service", sections "Environment Variables" and "Device
-  Memory Limit"; there too, that devices are to be named by UUID, since the server
-  counts those that it was given.
+  Memory Limit". It also says to name devices by UUID, because the server counts only
+  the devices that it was given.
 - CPUs near a device: the kernel's "sysfs-bus-pci" (`local_cpulist`),
-  sched_setaffinity(2), cgroup-v2 (`cpuset.cpus.effective`) and cgroup-v1
-  (`cpuset.effective_cpus`).
+  sched_setaffinity(2).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import BY_SHARE, CPU, GPU, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
-from aiogpu.linux.cgroup_hierarchy import StrPath, cgroup_folders, read_bytes
+from aiogpu.linux.cgroup_hierarchy import StrPath, read_cpus, unpinned_cpus
 from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
 
 
 ROOT = ""
-
-
-LARGEST: Final = 1 << 16
-"""CPU numbers from here on are no such thing."""
-
-
-_CPUSETS: Final = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
 
 
 class Affinity:
@@ -54,52 +46,29 @@ class Affinity:
         root = ROOT if root is None else root
         self.usable = frozenset(os.sched_getaffinity(0))
         self._near: tuple[frozenset[int], ...] = ()
-        # Who has chosen CPUs for this process has chosen them for its workers.
-        if any(device.pci for device in devices) and self.usable >= _given(root):
+        # If the user has pinned this process to some CPUs, its workers keep them all.
+        if any(device.pci for device in devices) and self.usable >= unpinned_cpus(root):
             self._near = tuple(_local(device, root) for device in devices)
 
     def near(self, indices: Iterable[int]) -> tuple[int, ...]:
-        """CPUs for a worker with these devices; empty where it may use any."""
+        """Return the CPUs for a worker with these devices; empty for no restriction."""
         if not self._near:
             return ()
         each = [self._near[index] for index in indices]
         if not all(each):
-            return ()  # of one of them nobody knows
+            return ()  # for one device they are unknown
         found = self.usable.intersection(frozenset().union(*each))
         return () if found == self.usable else tuple(sorted(found))
 
 
 def _local(device: Device, root: StrPath) -> frozenset[int]:
-    """The CPUs near a device, none where the kernel does not say."""
+    """Return the CPUs near a device; none if the kernel does not say."""
     if device.pci is None:
         return frozenset()
     domain, _, rest = device.pci.lower().partition(":")
     # NVML writes eight digits of the domain, the kernel four at least.
     name = f"{domain[-8:].lstrip('0').zfill(4)}:{rest}"
-    return _cpus_in(f"{root}/sys/bus/pci/devices/{name}/local_cpulist")
-
-
-def _given(root: StrPath) -> frozenset[int]:
-    """The CPUs that a process here may use which nobody has pinned."""
-    online = _cpus_in(f"{root}/sys/devices/system/cpu/online")
-    for folder in cgroup_folders(f"{root}/proc", "cpuset"):
-        for file in _CPUSETS:
-            if found := _cpus_in(f"{folder}/{file}"):
-                return online & found if online else found
-    return online
-
-
-def _cpus_in(file: str) -> frozenset[int]:
-    """A list such as "0-3,8"; empty if it cannot be read or makes no sense."""
-    cpus: set[int] = set()
-    try:
-        for part in read_bytes(file).decode("ascii").strip().split(","):
-            first, _, last = part.partition("-")
-            if part:
-                cpus.update(range(int(first), min(int(last or first), LARGEST) + 1))
-    except ValueError:
-        return frozenset()
-    return frozenset(cpus)
+    return read_cpus(f"{root}/sys/bus/pci/devices/{name}/local_cpulist")
 
 
 PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -118,19 +87,19 @@ MIB: Final = 1 << 20
 
 
 def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
-    """Return whether a control daemon runs whose clients workers would be.
+    """Return whether an MPS control daemon runs that workers would be clients of.
 
-    Its process may not be visible from a container that has its pipes.
+    A container may have the daemon's pipes without seeing its process.
     """
     directory = environ.get(PIPES) or default
     try:
         with open(f"{directory}/nvidia-cuda-mps-control.pid", "rb") as file:
             pid = int(file.read())
-        if pid > 0:  # else it would be a group's
+        if pid > 0:  # other numbers would address process groups
             os.kill(pid, 0)
             return True
     except PermissionError:
-        return True  # another user's, but alive; or its file is not for us
+        return True  # alive, but another user's; or its file may not be read
     except (OSError, ValueError, OverflowError):
         pass
     try:
@@ -143,12 +112,12 @@ def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
 def mps_variables(
     parts: int, limits: Sequence[int], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what tells the server how much of its GPUs a worker may use.
+    """Return the variables that limit a worker's use of its GPUs through MPS.
 
     Args:
-        parts: its share of a GPU in parts; `UNIT` or more, or 0, for no such limit.
+        parts: its share of a GPU in 1/`UNIT`; `UNIT` or more, or 0, for no limit.
         limits: bytes of each of its GPUs, 0 for no limit.
-        environ: the worker's environment otherwise; what is set there stays.
+        environ: the worker's environment otherwise; its variables take precedence.
     """
     wanted = {}
     if 0 < parts < UNIT:
@@ -178,7 +147,7 @@ TENSORFLOW_GROWS: Final = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
 def held_of(lease: Lease, kind: str) -> dict[int, int]:
-    """What a lease has of one kind: parts of each device, by index, in its order."""
+    """Return a lease's part of each device of one kind, by index, in its order."""
     for (held, _), shares in zip(lease.request.devices, lease.shares, strict=True):
         if held == kind:
             return {share[0]: share[1] for share in shares}
@@ -186,20 +155,20 @@ def held_of(lease: Lease, kind: str) -> dict[int, int]:
 
 
 def limits_of(lease: Lease, gpus: DeviceSet | None) -> tuple[int, ...]:
-    """Bytes that a worker with this lease may use of each of its GPUs, in order.
+    """Return the bytes that a worker may use of each of its GPUs, in order.
 
-    Empty where it may use all that there is: nothing was asked for, or a share of
-    GPUs whose memory nobody knows. Who has a whole GPU by its share has all of it.
+    Empty if there is no limit: no memory was requested, or a share of GPUs of unknown
+    memory. A share of a whole GPU includes all its memory.
 
     Args:
         lease: what the worker holds.
-        gpus: all of the node's, None if it has none.
+        gpus: all GPUs of the node, None if it has none.
     """
     asked = lease.request.gpu_memory
     if not asked or gpus is None:
         return ()
     if isinstance(lease.home, BundleLedger):
-        # In a bundle that names bytes, a share stands for its part of these.
+        # In a bundle that reserves bytes, a share means that part of the bytes.
         gpus = lease.home.device_sets[GPU]
     held = held_of(lease, GPU)
     if asked != BY_SHARE:
@@ -214,15 +183,15 @@ def limits_of(lease: Lease, gpus: DeviceSet | None) -> tuple[int, ...]:
 def variables_of(
     limits: Sequence[int], capacities: Sequence[int], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables by which frameworks learn a worker's limits, save PyTorch.
+    """Return the variables that tell frameworks a worker's limits, except PyTorch.
 
-    What the user has set stays as it is. JAX takes one fraction for all GPUs and CuPy
-    one number of bytes, so the least of them counts. TensorFlow knows no such
-    variable; it is told to take no more than it needs.
+    Variables that the user has set stay. JAX takes one fraction for all GPUs and CuPy
+    one number of bytes, so both get the smallest limit. TensorFlow has no such
+    variable; it is told to allocate no more than it needs.
 
     Args:
-        limits: bytes of each of its GPUs, 0 for no limit.
-        capacities: bytes that each of these has, 0 where unknown.
+        limits: bytes of each of the worker's GPUs, 0 for no limit.
+        capacities: total bytes of each of these GPUs, 0 if unknown.
         environ: the worker's environment otherwise.
     """
     least = min((limit for limit in limits if limit), default=0)
@@ -233,7 +202,7 @@ def variables_of(
         CUPY_LIMIT: str(least),
         TENSORFLOW_GROWS: "true",
     }
-    # With both of its names set, JAX refuses to start.
+    # JAX refuses to start if both names of this variable are set.
     if all(capacities) and not environ.get(JAX_FRACTION_TOO):
         pairs = zip(limits, capacities, strict=True)
         parts = min(limit * UNIT // there for limit, there in pairs if limit)
@@ -248,10 +217,10 @@ AUTO: Final = "auto"
 
 
 class Assignment:
-    """The node's accelerators, and how each is told what it may use.
+    """Assigns the devices of a node's accelerators to workers.
 
     Attributes:
-        accelerators: one for each kind.
+        accelerators: one for each kind of device.
     """
 
     def __init__(
@@ -272,11 +241,11 @@ class Assignment:
         self._has_mps = mps == AUTO and _has_mps(devices, environ)
 
     def bind(self, lease: Lease, environ: Mapping[str, str]) -> Bind:
-        """Return what a worker that serves this lease is told before anything else.
+        """Return the first message to a worker that serves a lease.
 
         Args:
-            lease: names the devices.
-            environ: variables of the task's own, set as well.
+            lease: has the devices.
+            environ: the task's own variables, which are set as well.
         """
         held: dict[str, tuple[int | str, ...]] = {
             kind: tuple(
@@ -307,7 +276,7 @@ class Assignment:
         return Bind(variables, held, limits, self._cpus_for(lease, shares))
 
     def _cpus_for(self, lease: Lease, gpus: Iterable[int]) -> tuple[int, ...]:
-        """The CPUs near a worker's GPUs, unless its task asks for more than these."""
+        """Return the CPUs near a worker's GPUs, unless its task requests more CPUs."""
         cpus = self._affinity.near(gpus)
         if not cpus:
             return ()

@@ -1,10 +1,10 @@
-"""Who uses more device memory than was reserved, and what is told of a shortage.
+"""Workers that use more device memory than they reserved, and errors for a shortage.
 
-What a framework is limited to is advice: it binds only what the framework allocates. So
-what processes really use is observed. A process that has outgrown its reservation is
-reported once, and ended before its neighbours suffer if the user wants that. Whose a
-process is that a driver lists, a worker's or somebody else's, follows from where it
-comes from. Most nodes have no devices, so what looks at them is not imported here.
+The limit of a framework binds only what the framework allocates. So the real memory use
+of processes is observed. A worker that exceeds its reservation is reported once, and if
+the user wants, ended before its neighbours suffer. Whether a listed process belongs to
+a worker follows from its ancestors. Most nodes have no devices, so the modules that
+look at them are not imported here.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
 
 LISTED: Final = 8
-"""Neighbours that a message names."""
+"""Neighbours that a message lists."""
 
 
 QUOTED: Final = 500
-"""Characters of a framework's own message that are quoted; its traceback has all."""
+"""Characters of a framework's own message that are quoted; the traceback has all."""
 
 
 def gpu_out_of_memory(
     name: str, worker: WorkerRecord, node: Scheduler, *, peak: int, told: str
 ) -> GpuOutOfMemoryError:
-    """The error of a task that has run out of device memory, with all that is known.
+    """Return the error of a task that ran out of device memory, with all that is known.
 
     Args:
-        name: the task's.
-        worker: who has run it; it still has its lease.
-        node: knows who else is on its GPUs.
-        peak: the most bytes of device memory that it is known to have used, 0 where
-            nobody could tell.
-        told: what has happened, a clause after the task's name: "ran out of GPU
+        name: the name of the task.
+        worker: the worker that ran it, and still has its lease.
+        node: knows the other workers on its GPUs.
+        peak: the most bytes of device memory that it is known to have used, 0 if
+            unknown.
+        told: what happened, as a predicate after the task's name: "ran out of GPU
             memory".
     """
     lease, task = worker.lease, worker.task
@@ -63,7 +63,7 @@ def gpu_out_of_memory(
     devices = [gpus.devices[index] for index in held] if gpus is not None else []
     limit = min((each for each in limits if each), default=0)
     asked = lease.request.gpu_memory if lease is not None else 0
-    # All that there is of its GPUs, asked for or by `retry_oom`.
+    # Whole GPUs, by its request or by `retry_oom`.
     is_whole = not asked and bool(held) and all(part >= UNIT for part in held.values())
     had = f"{_named(devices)} to itself"
     if not is_whole:
@@ -72,7 +72,7 @@ def gpu_out_of_memory(
     if limit:
         could = f"could use {size(limit)} of {'each' if len(devices) > 1 else 'it'}"
     used = f", and used {size(peak)} at its peak" if peak else ""
-    # `retry_oom` is an option for it, and one that it has not had.
+    # `retry_oom` is an option for tasks, and this one has not used it.
     may_try_alone = task is None or not (task.spec.is_endless or task.spec.retries_oom)
     return GpuOutOfMemoryError(
         f"{name} {told.rstrip('.')}. It had {had}, {could}{used}; "
@@ -88,7 +88,7 @@ def gpu_out_of_memory(
 def neighbours_of(
     worker: WorkerRecord, workers: Iterable[WorkerRecord]
 ) -> tuple[str, ...]:
-    """Names of the tasks of other workers with a share of the same GPUs."""
+    """Return the tasks of other workers with a share of the same GPUs, by name."""
     if worker.lease is None:
         return ()
     ours = held_of(worker.lease, GPU).keys()
@@ -146,12 +146,12 @@ def _advice(is_whole: bool, may_try_alone: bool, has_neighbours: bool) -> str:
 def told_instead(
     name: str, worker: WorkerRecord, node: Scheduler, failed: Failed, peak: int
 ) -> Failed:
-    """What is told in the place of a framework's error, with that one's traceback.
+    """Return the failure that replaces a framework's error, with its traceback.
 
     Args:
-        name: the task's.
-        worker: who has run it.
-        node: knows who else is on its GPUs.
+        name: the name of the task.
+        worker: the worker that ran it.
+        node: knows the other workers on its GPUs.
         failed: the error as it was raised.
         peak: as in `gpu_out_of_memory`.
     """
@@ -164,17 +164,17 @@ def told_instead(
 
 
 class Shortages:
-    """Tells of failures for want of device memory what is known of them here."""
+    """Adds what this node knows to failures for lack of device memory."""
 
     def __init__(
         self, node: Scheduler, peak_seen: Callable[[int], int] | None = None
     ) -> None:
-        """Prepare; `peak_seen` gives the most bytes that a worker used of a GPU."""
+        """Prepare; `peak_seen` returns the most bytes that a worker used of a GPU."""
         self._node = node
         self._peak_seen = peak_seen
 
     def replace(self, call: Call, failed: Failed) -> None:
-        """Replace a task's answer."""
+        """Replace the answer of a task."""
         spec = call.func.spec
         record = self._node.workers.get(WorkerId(call.worker))
         is_exclusive = record and record.task and record.task.spec is not spec
@@ -182,7 +182,7 @@ class Shortages:
         call.answer = self.told(call.worker, f"{spec.name}{again}", failed)
 
     def told(self, worker: int, name: str, failed: Failed) -> Failed:
-        """What is told of one in the answer's place."""
+        """Return the failure that replaces the answer of a task or call."""
         peak = max(failed.peak, self._peak_seen(worker) if self._peak_seen else 0)
         record = self._node.workers.get(WorkerId(worker))
         if record is None:
@@ -203,11 +203,11 @@ THIS_PROGRAM: Final = "this program"
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What one worker has of a device's memory, with all below it.
+    """What one worker, with all processes below it, uses of a device.
 
     Attributes:
-        memory: bytes.
-        processes: how many processes these belong to.
+        memory: bytes of device memory.
+        processes: the number of processes that use them.
     """
 
     memory: int
@@ -216,12 +216,12 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The processes of one look at a device, by whose they are.
+    """The processes that one look has seen on a device, by owner.
 
     Attributes:
-        workers: by worker id; without those of which the driver tells no memory.
-        others: processes that are not ours; None where that cannot be told.
-        unknown: what cannot be told and why, None if nothing.
+        workers: memory use by worker id; processes of unknown memory use are left out.
+        others: foreign processes; None if they cannot be told apart.
+        unknown: what is unknown and why; None if nothing is.
     """
 
     workers: Mapping[int, Use] = field(default_factory=dict)
@@ -230,10 +230,10 @@ class Sorted:
 
 
 class ProcessAttribution:
-    """Whose processes were seen on one node's devices.
+    """Finds the owners of the processes on one node's devices.
 
-    The driver's process ids are believed to be those seen here if that is certain
-    (`Sample.reads_pids`), or once one of ours was listed by such an id.
+    The driver's process ids are taken for those seen here if that is certain
+    (`Sample.reads_pids`), or once a worker's process was listed by its id.
     """
 
     def __init__(self) -> None:
@@ -249,14 +249,14 @@ class ProcessAttribution:
         origins: Mapping[int, Origin],
         roots: Mapping[int, int],
     ) -> Sorted:
-        """Say whose the processes are of one look at a device.
+        """Sort the processes that were seen on a device by owner.
 
         Args:
-            kind: of the device.
+            kind: the kind of the device.
             sample: what was seen on it.
-            origins: of the live processes among those.
-            roots: the processes whose descendants are a worker's, itself among
-                them, each with the worker's id.
+            origins: the live processes among these.
+            roots: the processes whose descendants, themselves included, belong to a
+                worker, each with the worker's id.
         """
         from aiogpu.observe.status import OtherProcess
 
@@ -285,7 +285,7 @@ class ProcessAttribution:
     def _worker(
         self, pid: int, origin: Origin | None, roots: Mapping[int, int]
     ) -> int | None:
-        """Whose a process is; one that has ended is whose it was when it lived."""
+        """Return a process's worker; for an ended process, the one it had before."""
         if origin is None:
             return self._ours.get(pid)
         for each in (pid, *origin.ancestors):
@@ -297,9 +297,9 @@ class ProcessAttribution:
         return None
 
     def _is_elsewhere(self, pid: int, sample: Sample) -> bool:
-        """Return whether a process that cannot be seen from here lives all the same.
+        """Return whether a process that cannot be seen from here is alive elsewhere.
 
-        The driver lists one that has ended for some moments more; so it must have
+        The driver lists an ended process for a moment longer. So the process must have
         been listed in the round before, and ids of other namespaces must be possible.
         """
         if sample.reads_pids:
@@ -308,29 +308,29 @@ class ProcessAttribution:
         return pid in self._unseen_before
 
     def end_round(self, listed: Collection[int]) -> None:
-        """All devices were looked at; only these are still listed by any driver."""
+        """End a round over all devices, in which only these processes were listed."""
         self._ours = {pid: one for pid, one in self._ours.items() if pid in listed}
         self._unseen_before, self._unseen = self._unseen, set()
 
 
 OVERHEAD: Final = 1 << 30
-"""Bytes that a process may use beyond what was reserved. What frameworks are limited
-to is what their allocators hand out; a CUDA context, the kernels that it has loaded
-and the workspaces of cuBLAS and NCCL come on top (1015 MiB in pytorch#58466, by a
-process limited to half of 10989 MiB). Each process has a context of its own."""
+"""Bytes that a process may use beyond its reservation. The limit of a framework covers
+what its allocator hands out. The CUDA context, loaded kernels and the workspaces of
+cuBLAS and NCCL come on top (1015 MiB in pytorch#58466, for a process limited to half of
+10989 MiB). Each process has its own context."""
 
 
 def outgrowth_told(
     name: str, device: str, use: Use, reserved: int, neighbours: Iterable[str]
 ) -> str:
-    """Return what is said of it, for people, without a word of what follows.
+    """Describe a worker that exceeds its reservation, without the consequence.
 
     Args:
-        name: of the task.
-        device: as people know it, "GPU 0".
-        use: what its worker uses there.
-        reserved: bytes that were reserved for it.
-        neighbours: names of the tasks that have a share there as well.
+        name: the name of its task.
+        device: the name of the device, "GPU 0".
+        use: what the worker uses there.
+        reserved: bytes that it reserved.
+        neighbours: names of other tasks with a share of the device.
     """
     count = use.processes
     by = f", by {count} processes" if count > 1 else ""
@@ -355,10 +355,10 @@ ENDED: Final = "was ended, for it used more GPU memory than was reserved for it"
 
 
 class GpuMemoryGuard:
-    """Watches over what one node's workers use of the memory that they reserved.
+    """Compares the device memory that workers use with what they reserved.
 
     Attributes:
-        enforces: whether a worker that has outgrown what it reserved is ended.
+        enforces: whether a worker that exceeds its reservation is ended.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class GpuMemoryGuard:
         thread: DeviceThread,
         watch: Callable[[Collection[Key]], None],
     ) -> None:
-        """Prepare; `watch` has these devices looked at more often than others."""
+        """Prepare; `watch` has devices looked at more often than others."""
         self.enforces = False
         self._scheduler = scheduler
         self._thread = thread
@@ -381,13 +381,13 @@ class GpuMemoryGuard:
         return f"<GpuMemoryGuard of {len(self._hot)} devices>"
 
     def begin(self, lease: Lease) -> None:
-        """A worker gets these devices: look often at those with memory reserved."""
+        """Look often at the devices of a lease on which memory is reserved."""
         reserved = {key for key, amount in self._reserved(lease) if amount}
         if not reserved <= self._hot:
             self._watch(self._hot | reserved)
 
     def tidy(self) -> None:
-        """Look often only where memory is reserved; forget those who have gone."""
+        """Look often only where memory is still reserved; forget workers that ended."""
         workers = self._scheduler.workers
         hot = {
             key
@@ -406,7 +406,7 @@ class GpuMemoryGuard:
                 at: error for at, error in self._errors.items() if at[0] in self._peaks
             }
         if self._told:
-            # A worker may run tasks without end.
+            # A worker may run any number of tasks.
             running = {(w.id, w.task.id) for w in workers if w.task is not None}
             self._told = {one for one in self._told if (one[0], one[2]) in running}
 
@@ -415,7 +415,7 @@ class GpuMemoryGuard:
         self._on_hot(hot)
 
     def _reserved(self, lease: Lease) -> Iterator[tuple[Key, int]]:
-        """The devices of a lease that can be looked at, with what is reserved."""
+        """Yield the devices of a lease that can be looked at, with reserved bytes."""
         if not lease.request.gpu_memory:
             return
         limits = limits_of(lease, self._scheduler.ledger.device_sets.get(GPU))
@@ -424,15 +424,15 @@ class GpuMemoryGuard:
                 yield (GPU, index), limit
 
     def check(self, key: Key, uses: Mapping[int, Use], feed: Feed) -> frozenset[int]:
-        """See who has outgrown what it reserved of a device.
+        """Find the workers that use more of a device than they reserved.
 
         Args:
             key: the device.
             uses: what the workers use of it.
-            feed: is told of those who are to be ended.
+            feed: tells the core of a worker that must be ended.
 
         Returns:
-            The workers that have, whether they are ended or not.
+            These workers, whether they are ended or not.
         """
         over = set()
         for worker, use in uses.items():
@@ -449,7 +449,7 @@ class GpuMemoryGuard:
     def _note(
         self, worker: WorkerRecord, key: Key, use: Use, reserved: int, feed: Feed
     ) -> None:
-        """Tell of it, once for each task."""
+        """Report a worker that exceeds its reservation, once per task."""
         task = worker.task
         if task is None or (worker.id, key, task.id) in self._told:
             return
@@ -466,12 +466,12 @@ class GpuMemoryGuard:
             feed(Scheduler.kill_for_memory, worker.id, Memory.DEVICE)
 
     def peak_of(self, worker: int) -> int:
-        """The most bytes that a worker was seen to use of a device, 0 if never."""
+        """Return the most bytes that a worker was seen to use of a device, or 0."""
         return self._peaks.get(worker, 0)
 
     def explain(self, worker: int, task: int) -> GpuOutOfMemoryError | None:
-        """The error of a task that this has ended with its worker, None for others.
+        """Return the error of a task that the guard has ended; None for others.
 
-        What the worker had begun after it, when it was ended, is another.
+        A later task of the same worker may have begun in the meantime; it is another.
         """
         return self._errors.get((worker, task))

@@ -1,10 +1,10 @@
-"""What is seen on a node's devices, and what follows: the loop's side.
+"""What is seen on a node's devices, and what follows, on the event loop.
 
-Each device is looked at every second by a `DeviceThread`, and its driver asked whether
-it is well; those with memory that was reserved for somebody are looked at more often,
-if looks are cheap. The last look at each device is kept for `status()`; sick devices
-are given to nobody until they are well; and the guard of device memory is shown who
-uses how much. Whether a device is well is one pure rule.
+A `DeviceThread` looks at each device every second and asks its driver for its health.
+Devices with reserved memory are looked at more often, if looks are cheap. The last look
+at each device is kept for `status()`. Sick devices are given to no task until they are
+well, and the guard of device memory gets the memory use of each worker. Whether a
+device is well is one pure rule.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _log: Final = logging.getLogger(__name__)
 
 
 CALM: Final = 10.0
-"""Seconds without a bad word after which a device is well again: an error is often
-followed by the next, and a driver says what has to be done a moment after it."""
+"""Seconds without bad news after which a device is well again: errors come in series,
+and a driver says what must be done a moment after an error."""
 
 
 TOLD: Final = 4
-"""Errors that a reason names; a sick device may make thousands."""
+"""Errors that a reason lists; a sick device may report thousands."""
 
 
 class DeviceHealth:
-    """What is known of one device's health.
+    """The health of one device.
 
-    A device becomes sick when its driver calls it lost, reports an error that makes
-    it unfit, or says that something has to be done before it can be relied on.
+    A device becomes sick when its driver calls it lost, reports an error that makes it
+    unfit, or says that something must be done before it can be relied on.
 
-    It is well again when all of this has been so for `CALM` seconds:
+    It is well again when all of the following has been true for `CALM` seconds:
 
-    1. It is not lost, and it answers when it is asked what is on it.
+    1. It is not lost, and its driver answers.
     2. There was no further error.
-    3. The driver says that nothing has to be done. A driver that cannot tell (it is
-       too old) is not believed to be content: a device that had errors under it is
-       sick until it was lost, which is what a reset looks like from here, and answers
-       again, or until the node ends. One that was only lost is well once it answers.
+    3. The driver says that nothing must be done. A driver that is too old to tell is
+       not trusted: a device that had errors stays sick until it is lost (as during a
+       reset) and answers again, or until the node ends. A device that was only lost is
+       well once it answers.
 
     Attributes:
-        reason: why it is sick, for people; None while it is well.
+        reason: why it is sick, in words; None while it is well.
     """
 
     def __init__(self) -> None:
@@ -69,17 +69,17 @@ class DeviceHealth:
         return f"<DeviceHealth {self.reason or 'well'}>"
 
     def note(self, sample: Sample, health: Health, now: float) -> bool:
-        """Take in what was learnt; whether `reason` has changed.
+        """Update from one look; return whether `reason` has changed.
 
         Args:
             sample: what is on the device.
-            health: what its driver says since it was asked last.
-            now: in seconds, by a clock that never goes back.
+            health: what its driver has reported since the last look.
+            now: seconds on a monotonic clock.
         """
         before = self.reason
         is_lost = sample.is_lost or health.is_lost
         if self._is_lost and not is_lost and health.action is None:
-            # It has been reset: what was wrong before is over.
+            # It was reset: earlier errors are void.
             self._errors.clear()
             self._action = ""
         self._is_lost = is_lost
@@ -99,7 +99,7 @@ class DeviceHealth:
         return self.reason != before
 
     def _is_content(self, sample: Sample, health: Health) -> bool:
-        """Return whether nothing is wrong any more, as far as one look can tell."""
+        """Return whether nothing is wrong, as far as one look can tell."""
         if sample.problem is not None:
             return False
         return health.action is not None or not (self._errors or self._action)
@@ -115,23 +115,23 @@ class DeviceHealth:
 
 
 EACH: Final = 1.0
-"""Seconds between two rounds to all devices."""
+"""Seconds between two looks at all devices."""
 
 
 SOONEST: Final = 0.1
-"""Seconds between two looks at a device of which memory is reserved."""
+"""Least seconds between two looks at a device with reserved memory."""
 
 
 DEAREST: Final = 8
-"""Pauses are at least so many times as long as the look before: no more than a ninth
-of a core is spent on looking, however slow a driver is."""
+"""A pause is at least this many times as long as the look before it: looking takes a
+ninth of a core at most, however slow the driver is."""
 
 
 class DeviceSampler:
-    """Has all devices looked at from time to time.
+    """Has all devices looked at periodically.
 
-    A round is made device by device, so that nobody who has more urgent questions to
-    the thread waits for longer than one device takes.
+    A round looks at one device at a time, so that more urgent orders to the thread wait
+    for one device at most.
     """
 
     def __init__(
@@ -147,18 +147,18 @@ class DeviceSampler:
         self._next_full = self._next_hot = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        # The round that is being made.
+        # The current round.
         self._is_full = True
         self._left: deque[Key] = deque()
         self._looks: list[Look] = []
 
     def begin(self) -> None:
-        """Make the first round, before anything else is looked at."""
+        """Order the first round, before all other looks."""
         if keys := tuple(self._thread.devices):
             self._thread.look(keys, self._on_look, is_checked=True)
 
     def watch(self, keys: Collection[Key]) -> None:
-        """From now on look at these more often, and no others."""
+        """From now on look at these devices more often, and at no others."""
         self._hot = tuple(keys)
         self._next_hot = self._loop.time()
         if self._timer is not None and not self._is_closed:
@@ -179,7 +179,7 @@ class DeviceSampler:
 
     def _begin_round(self) -> None:
         self._timer = None
-        # A timer may ring a little before its time: then this is a full round too.
+        # A timer may go off slightly early; this is then a full round as well.
         self._is_full = not self._hot or self._loop.time() >= self._next_full
         self._left.extend(self._thread.devices if self._is_full else self._hot)
         self._look()
@@ -214,7 +214,7 @@ class DeviceSampler:
 
 
 SILENT: Final = 15.0
-"""Seconds after which a driver that was asked counts as one that hangs."""
+"""Seconds without an answer after which a driver counts as hanging."""
 
 
 IGNORE: Final = "ignore"
@@ -224,19 +224,19 @@ AVOID: Final = "avoid"
 
 
 LISTENS: Final = 3
-"""How often in that time it is looked whether one does."""
+"""How many times within `SILENT` it is checked whether a driver hangs."""
 
 
 class DeviceMonitor:
-    """The devices of one node that can be asked about, as they were seen last.
+    """The devices of one node whose drivers can be asked, as they were seen last.
 
     Attributes:
         guard: watches over reserved memory.
         release: finds out when the devices of an ended worker are free.
-        foreign: what follows from processes that are not ours: "ignore", "avoid" or
+        foreign: what follows from foreign processes on a device: "ignore", "avoid" or
             "wait"; see `mind_foreign`.
-        observed: what was seen on each device; empty until each was looked at once,
-            and where there is none to look at.
+        observed: what was last seen on each device; empty until each was looked at
+            once.
     """
 
     def __init__(
@@ -248,17 +248,17 @@ class DeviceMonitor:
         feed: Feed,
         lessees: Callable[[Key], Mapping[int, int]],
     ) -> None:
-        """Begin to ask what is on the devices.
+        """Start the thread and the first round.
 
         Args:
             loop: runs the timers.
-            scheduler: knows who has which share of them.
+            scheduler: knows which worker has which share.
             thread: looks at the devices; it is started here.
-            roots: gives the processes whose descendants are a worker's, itself among
-                them, each with the worker's id.
+            roots: returns the processes whose descendants, themselves included, belong
+                to a worker, each with the worker's id.
             feed: tells the core which devices are sick, or well.
-            lessees: gives the programs that have a lease of a device, each with the
-                holder's id.
+            lessees: returns the process ids of programs that have a lease of a device,
+                each with the holder's id.
         """
         self.foreign = IGNORE
         self._has_looked = loop.create_future()
@@ -283,12 +283,12 @@ class DeviceMonitor:
             self._listen()
 
     def quiet(self) -> None:
-        """Tell nobody what is seen any more; it is still seen who has left devices."""
+        """Tell the core no more of what is seen; `release` still does its work."""
         self._feed = None
         self._sampler.close()
 
     def quit(self) -> None:
-        """Let nobody be told anything any more; the thread ends by itself."""
+        """Tell the core nothing more, and let the thread end by itself."""
         self.quiet()
         if self._timer is not None:
             self._timer.cancel()
@@ -296,12 +296,12 @@ class DeviceMonitor:
         self._thread.quit()
 
     async def close(self) -> None:
-        """Do so, and wait until the drivers are let go."""
+        """Do so, and wait until the drivers are shut down."""
         self.quit()
         await self._thread.close()
 
     def _listen(self) -> None:
-        """Hear whether the thread waits for a driver that hangs."""
+        """Check whether the thread waits for a driver that hangs."""
         self._timer = self._loop.call_later(SILENT / LISTENS, self._listen)
         waits = self._thread.mute_for()
         if waits is None or waits[1] < SILENT:
@@ -313,8 +313,8 @@ class DeviceMonitor:
                 self._conclude(key)
 
     def on_round(self, seen: Look) -> None:
-        """Take in what the thread has seen."""
-        if not self.observed:  # the first: nobody has got a device before
+        """Process what the thread has seen in one round."""
+        if not self.observed:  # the first: no worker has had a device before
             self.release.idle = dict(seen.samples)
         if self._feed is None:
             return
@@ -345,9 +345,9 @@ class DeviceMonitor:
             self.guard.tidy()
 
     async def mind_foreign(self, foreign: str) -> None:
-        """Place on devices with others' processes last ("avoid"), or not ("wait").
+        """Use devices with foreign processes last ("avoid"), or not at all ("wait").
 
-        Returns when it is known on which these are: tasks may come at once.
+        Return once these devices are known, because tasks may come at once.
         """
         self.foreign = foreign
         if foreign != IGNORE and self._health and self._thread.is_alive:
@@ -356,12 +356,12 @@ class DeviceMonitor:
                 self._note_others(key)
 
     def _note_others(self, key: Key) -> None:
-        """Tell of the processes on a device that are not ours, when they change."""
+        """Tell the core of the foreign processes on a device, when they change."""
         if not self._has_looked.done():
             self._has_looked.set_result(None)
         if self.foreign == IGNORE or self._feed is None:
             return
-        # This program is one of those who share; it would wait for itself.
+        # This program is not foreign: its tasks would wait for itself.
         others = [
             process
             for process in self.observed[key].others or ()
@@ -382,7 +382,7 @@ class DeviceMonitor:
             )
 
     def _conclude(self, key: Key) -> None:
-        """Tell of a device that is sick, or for another reason, or well."""
+        """Tell the core that a device is sick, sick for another reason, or well."""
         reason = self._health[key].reason
         if reason is None and key[0] in self._mute:
             reason = f"the driver has not answered for {SILENT:g} s"
@@ -399,7 +399,7 @@ class DeviceMonitor:
             self._feed(Scheduler.device_changed, kind, index, Cause.SICK, reason)
 
     def on_failed(self) -> None:
-        """Nobody looks any more: what was seen is no news."""
+        """Handle the end of the thread by a bug: what was seen is out of date."""
         self.release.give_up()
         self.quiet()
         self.observed.clear()

@@ -1,10 +1,9 @@
 """The thread that asks the drivers of a node's devices.
 
-Drivers block, so they have one daemon thread, which is there only if there is a driver
-to ask; the loop has it look at devices and never waits for it. It says what it waits
-for, so that the loop can see one that never answers. What a driver cannot tell is
-logged, once for each reason. A thread that hangs in a driver harms the devices that it
-was asked about, nothing else.
+Drivers block, so they get one daemon thread, which exists only if there is a driver to
+ask. The event loop orders looks at devices and never waits for them. It can see which
+driver is being asked, and so one that never answers. What a driver cannot tell is
+logged once per reason. A driver that hangs affects only its own devices.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
-from aiogpu.accelerators.base import Accelerator, DeviceWatch, Health, Sample
+from aiogpu.accelerators.base import Accelerator, Health, Sample
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.linux.procfs import Origin, origins_of
@@ -28,7 +27,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 Key = tuple[str, int]
-"""A device: its kind, and its index among those."""
+"""A device: its kind, and its index among the devices of that kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,11 @@ class Look:
     """What was seen on devices.
 
     Attributes:
-        when: the end of it, by `time.monotonic`.
-        samples: what is on the devices that were looked at.
-        health: of those that were asked whether they are well.
-        origins: of the live processes on them, where they can be seen from here.
-        cost: seconds that it took.
+        when: when the look ended, by `time.monotonic`.
+        samples: what is on the devices.
+        health: the health of the devices, if it was asked for.
+        origins: the live processes on them that can be seen from here.
+        cost: how many seconds the look took.
     """
 
     when: float
@@ -55,15 +54,15 @@ CLOSE_LIMIT: Final = 1.0
 
 
 Order = tuple[Sequence[Key], bool, Callable[[Look], None]]
-"""Devices to look at, whether to ask if they are well, and who is told."""
+"""Devices to look at, whether to ask for their health, and who is told."""
 
 
 class DeviceThread:
     """The drivers of one node's devices, behind a queue of orders.
 
     Attributes:
-        devices: those that can be asked about. Those without a vendor's id are
-            logical, and nobody is asked about them.
+        devices: the devices that a driver can be asked about. Devices without a
+            vendor's id are logical: there is nobody to ask.
     """
 
     def __init__(
@@ -72,19 +71,19 @@ class DeviceThread:
         device_sets: Iterable[DeviceSet],
         accelerators: Iterable[Accelerator],
     ) -> None:
-        """Prepare; `start` starts the thread, if there is any device to ask about.
+        """Prepare; `start` starts the thread, if there is a device to ask about.
 
         Args:
-            loop: calls what is told.
+            loop: runs the callbacks.
             device_sets: the node's devices.
-            accelerators: whose drivers to ask.
+            accelerators: the vendors whose drivers are asked.
         """
         sets = [held for held in device_sets if held.devices]
-        there = {held.kind for held in sets}
-        watches: dict[str, DeviceWatch] = {
+        kinds = {held.kind for held in sets}
+        watches = {
             vendor.kind: vendor.watch()
             for vendor in accelerators
-            if vendor.kind in there
+            if vendor.kind in kinds
         }
         self.devices: dict[Key, Device] = {
             (held.kind, index): device
@@ -95,7 +94,7 @@ class DeviceThread:
         self._watches = {kind: watches[kind] for kind, _ in self.devices}
         self._loop = loop
         self._problems: dict[Key, str] = {}
-        # The kind whose driver is asked now, and since when; set by the thread.
+        # The kind whose driver is being asked, and since when; set by the thread.
         self._asked: tuple[str, float] | None = None
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._ended = loop.create_future()
@@ -103,15 +102,15 @@ class DeviceThread:
 
     @property
     def is_alive(self) -> bool:
-        """True if it can be given orders."""
+        """True if it carries out orders."""
         return self._thread is not None and self._thread.is_alive()
 
     def name_of(self, key: Key) -> str:
-        """A device as people know it."""
+        """Return the name of a device for people: "GPU 0"."""
         return f"{key[0]} {self.devices[key].id}"
 
     def start(self, on_failed: Callable[[], None]) -> None:
-        """Start asking; `on_failed`: told of the end of that by a bug of ours."""
+        """Start asking; `on_failed` is called if a bug of aiogpu ends the thread."""
         if self.devices:
             self._thread = threading.Thread(
                 target=self._run, args=(on_failed,), name="aiogpu-devices", daemon=True
@@ -125,14 +124,14 @@ class DeviceThread:
         *,
         is_checked: bool = False,
     ) -> None:
-        """Look at devices after all that was ordered before, and tell the loop.
+        """Look at devices, after all earlier orders; then call back on the loop.
 
-        `is_checked`: also ask whether they are well.
+        `is_checked`: also ask for their health.
         """
         self._orders.put((keys, is_checked, then))
 
     def mute_for(self) -> tuple[str, float] | None:
-        """The kind whose driver is asked now, and for how many seconds it has been."""
+        """Return the kind whose driver is being asked, and for how many seconds."""
         asked = self._asked if self.is_alive else None
         return None if asked is None else (asked[0], time.monotonic() - asked[1])
 
@@ -141,7 +140,7 @@ class DeviceThread:
         self._orders.put(None)
 
     async def close(self) -> None:
-        """Let the drivers go; waits for them for a second at most."""
+        """Shut the drivers down; wait for them for `CLOSE_LIMIT` seconds at most."""
         self.quit()
         if self._thread is None:
             return
@@ -168,7 +167,7 @@ class DeviceThread:
                 try:
                     with self._asking(kind):
                         watch.close()
-                except Exception:  # noqa: BLE001 - a user's own may raise anything
+                except Exception:  # noqa: BLE001 - a user's vendor may raise anything
                     _log.exception("! the driver of %s could not be let go", kind)
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._note_ended)

@@ -1,9 +1,9 @@
-"""When the devices of an ended worker are free, and who may still hold them.
+"""When the devices of an ended worker are free, and which workers may still hold them.
 
-All processes of the worker have ended by then, but its driver takes their memory back
-after that. So the device is looked at, soon and then more slowly, until one pure rule
-(`verdict`) says that it may be given to the next task; past a limit it is set aside
-until it recovers. The core is told of each worker once.
+When a worker's processes have all ended, its driver may still hold their memory for a
+moment. So the device is looked at, first at short and then at longer intervals, until
+one pure rule (`verdict`) says that the next task may have it. After a time limit the
+device is set aside until it recovers. The core is told once per worker.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _log: Final = logging.getLogger(__name__)
 
 
 TOLERANCE: Final = 100 << 20
-"""Bytes above the memory in use before that are not counted as a worker's: drivers
-leave some behind for the next context."""
+"""Bytes above the earlier memory use that are not attributed to a worker: drivers leave
+some memory behind for the next context."""
 
 
 class State(Enum):
@@ -45,7 +45,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A state, and for a device that is not free the reason, for people."""
+    """A state; for a device that is not free, also the reason for people."""
 
     state: State
     reason: str = ""
@@ -62,31 +62,32 @@ def verdict(
 ) -> Verdict:
     """Decide whether a device may be given to the next task.
 
-    All processes of the worker have ended: `waitpid` has said so. But the driver
-    takes their memory back after that, and lists them until it has. So:
+    All processes of the worker have ended: `waitpid` has said so. The driver frees
+    their memory later, and lists them until it has. The rules:
 
-    1. A lost device is LOST; nobody is to get it.
-    2. A driver that fails to answer leaves it UNVERIFIED.
-    3. A whole device whose memory in use is what it was, give or take `TOLERANCE`,
-       is FREE, whatever is listed.
-    4. What may be left of the worker is each listed id that is one of `pids`, or
-       that neither lives nor was listed before: its descendants have ended and are
-       not known by name. A live process is somebody else's.
-    5. If nothing is left, it is FREE, provided that the list can be believed: the
-       ids are those that we see, or it does list somebody. Elsewhere (a container)
-       an empty list may be a blind one: then a whole device is HELD by the memory
-       that is not back, a fraction is UNVERIFIED.
-    6. If something is left, a whole device is HELD, and so is a fraction by a known
-       id. By another id it is only where ids can be read: elsewhere it is as likely
-       a neighbour's, and the fraction is UNVERIFIED.
-    7. A device whose processes cannot be listed is judged by memory if it is whole,
+    1. A lost device is LOST; no task gets it.
+    2. If the driver fails to answer, the device is UNVERIFIED.
+    3. A whole device whose memory use is as before, up to `TOLERANCE`, is FREE, no
+       matter which processes are listed.
+    4. A listed process may be the worker's if its id is in `pids`, or if it neither
+       lives nor was listed before: the worker's descendants have ended, and their ids
+       are not known. A live process belongs to somebody else.
+    5. If no listed process may be the worker's, the device is FREE, provided the list
+       can be believed: its ids are those seen here, or it lists any process. In a
+       container an empty list may be a blind one: then a whole device is HELD by the
+       memory that is not back, and a fraction is UNVERIFIED.
+    6. If a listed process may be the worker's, a whole device is HELD. So is a fraction
+       if the id is in `pids`. With another id, a fraction is HELD only if ids can be
+       believed; otherwise the process may just as well be a neighbour's, and the
+       fraction is UNVERIFIED.
+    7. A device whose processes cannot be listed is judged by its memory if it is whole,
        and is UNVERIFIED otherwise.
 
     Args:
-        before: the device when the worker got it, or when it was idle last.
+        before: the device when the worker got it, or when it was last idle.
         now: the device now.
         pids: ids of the worker's processes, as far as they are known.
-        is_whole: the worker had all of the device.
+        is_whole: the worker had the whole device.
     """
     if now.is_lost:
         return Verdict(State.LOST, f"the driver calls it lost ({now.problem})")
@@ -103,7 +104,7 @@ def verdict(
 def _by_list(
     before: Sample, now: Sample, pids: Collection[int], is_whole: bool
 ) -> Verdict | None:
-    """Rules 4 to 6; None where the list may be a blind one."""
+    """Apply the rules 4 to 6; return None if the list may be a blind one."""
     processes, listed_before = now.processes or {}, before.processes or {}
     known = [pid for pid in processes if pid in pids]
     unknown = [
@@ -120,7 +121,7 @@ def _by_list(
 
 
 def _more(before: Sample, now: Sample) -> int | None:
-    """Return how many bytes are in use beyond those before; None where unknown."""
+    """Return how many more bytes are in use than before; None if unknown."""
     if before.used is None or now.used is None:
         return None
     return now.used - before.used
@@ -151,7 +152,7 @@ LIMIT: Final = 10.0
 
 
 PAUSES: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-"""Seconds between the first looks; then the last one again."""
+"""Seconds between the first looks; the last pause is repeated."""
 
 
 ASIDE: Final = 1.0
@@ -159,8 +160,8 @@ ASIDE: Final = 1.0
 
 
 LATE: Final = 0.05
-"""Seconds after which a worker may have taken memory: a look is too late to be the
-one "before"."""
+"""Seconds in which a worker may already have allocated memory: a look that takes place
+later does not show the device before the worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -168,15 +169,15 @@ class Claim:
     """What an ended worker may still hold.
 
     Attributes:
-        left: its devices that are not free of it.
-        clean: those that are, of which the core was not told yet.
-        whole: those of its devices that it had all of.
+        left: its devices that may not be free yet.
+        whole: the devices of which it had all.
         pids: its processes, as far as they are known.
         before: the look at `whole` when the worker got them; empty for none.
-        deadline: until when it is waited for.
-        looks: how often it was looked.
-        is_verified: whether the driver has agreed each time.
-        is_stuck: time is up; its devices are set aside.
+        deadline: until when the devices are waited for.
+        clean: its devices that are free, of which the core was not told yet.
+        looks: the number of looks so far.
+        is_verified: whether the driver has confirmed each free device.
+        is_stuck: the deadline has passed; its devices are set aside.
         timer: calls for the next look.
     """
 
@@ -194,10 +195,10 @@ class Claim:
 
 
 class DeviceRelease:
-    """The devices of one node that can be asked about, and who may still hold them.
+    """Finds out when the devices of ended workers are free, for one node.
 
     Attributes:
-        idle: what was on each device when nobody of ours had it.
+        idle: what was on each device when no worker of this node had it.
     """
 
     def __init__(
@@ -208,14 +209,13 @@ class DeviceRelease:
         on_reserved: Callable[[Lease], None],
         limit: float | None = None,
     ) -> None:
-        """Prepare; the thread is started by who has made it.
+        """Prepare; the caller starts the thread.
 
         Args:
-            loop: calls what is told.
+            loop: runs the timers.
             thread: asks the drivers.
             feed: tells the core.
-            on_reserved: told of a lease that a worker gets, if it reserves device
-                memory.
+            on_reserved: is told of each lease that reserves device memory.
             limit: seconds to wait for a device before it is set aside; `LIMIT` if
                 None.
         """
@@ -228,11 +228,11 @@ class DeviceRelease:
         self._before: dict[WorkerId, dict[Key, Sample]] = {}
         self._claims: dict[WorkerId, Claim] = {}
         self._reads_pids: set[str] = set()
-        # The thread may live for a while yet after it has failed.
+        # The thread may live on for a moment after it has failed.
         self._has_failed = False
 
     def begin(self, worker: WorkerId, lease: Lease) -> None:
-        """A worker is told its devices: see what is on those that it has all of."""
+        """Look at the whole devices that a worker gets, before it uses them."""
         shares = self._shares(lease)
         if shares and lease.request.gpu_memory:
             self._on_reserved(lease)
@@ -247,7 +247,7 @@ class DeviceRelease:
             before.update(look.samples)
 
     def end(self, worker: WorkerId, lease: Lease, pids: Collection[int]) -> bool:
-        """A worker and all that it started have ended: ask for its devices.
+        """Begin to wait for the devices of a worker that has ended with all below it.
 
         Args:
             worker: its id.
@@ -255,9 +255,8 @@ class DeviceRelease:
             pids: its processes, as far as they are known.
 
         Returns:
-            Whether anybody is asked. If so, the core is told of the worker, once, that
-            its devices are free or set aside; if not, they are free as far as anybody
-            knows.
+            Whether a driver is asked. If so, the core is told once that the worker's
+            devices are free or set aside. If not, they are free as far as is known.
         """
         shares = self._shares(lease)
         if not shares:
@@ -271,11 +270,11 @@ class DeviceRelease:
         return True
 
     def forget(self, worker: WorkerId) -> None:
-        """A worker has ended that holds nothing any more, and is not asked about."""
+        """Forget a worker that has ended without holding any device."""
         self._before.pop(worker, None)
 
     def _shares(self, lease: Lease) -> Mapping[Key, int]:
-        """The parts of a lease that somebody can be asked about."""
+        """Return those parts of a lease that a driver can be asked about."""
         if not lease.shares or self._has_failed or not self._thread.is_alive:
             return {}
         return {
@@ -289,7 +288,7 @@ class DeviceRelease:
         self._thread.look(claim.left, partial(self._on_look, claim))
 
     def _on_look(self, claim: Claim, look: Look) -> None:
-        """Say what is free of a worker; look again at what is not."""
+        """Release the devices that are free of a worker; look at the others again."""
         if self._feed is None:
             return
         held: dict[Key, str] = {}
@@ -306,7 +305,7 @@ class DeviceRelease:
             else:
                 held[key] = f"{self._thread.name_of(key)}: {found.reason}"
                 is_lost = is_lost or found.state is State.LOST
-        # A lost device will not come back by itself.
+        # A lost device does not come back by itself.
         is_late = is_lost or self._loop.time() >= claim.deadline
         if held and is_late and not claim.is_stuck:
             self._set_aside(claim, "; ".join(held.values()))
@@ -322,7 +321,7 @@ class DeviceRelease:
             claim.timer = self._loop.call_later(pause, self._look, claim)
 
     def _sample_before(self, claim: Claim, key: Key) -> Sample:
-        """Return what was on a device before the worker; never the worker itself."""
+        """Return what was on a device before the worker, never the worker itself."""
         idle = self.idle.get(key, Sample())
         begun = claim.before.get(key)
         if begun is None or begun.problem is not None:
@@ -336,7 +335,7 @@ class DeviceRelease:
         return begun
 
     def _as_read(self, key: Key, sample: Sample, pids: Collection[int]) -> Sample:
-        """Believe a driver's ids once it has written one of our workers'."""
+        """Believe a driver's process ids once it has listed a worker of ours."""
         kind = key[0]
         if sample.processes and any(pid in sample.processes for pid in pids):
             self._reads_pids.add(kind)
@@ -351,7 +350,7 @@ class DeviceRelease:
             self._feed(Scheduler.devices_stuck, claim.worker, reason)
 
     def _release(self, claim: Claim) -> None:
-        """Devices are free of a worker, perhaps the last that held them."""
+        """Tell the core which devices are free of a worker, if it was the last one."""
         keys, claim.clean = claim.clean, ()
         if not claim.left:
             del self._claims[claim.worker]
@@ -367,7 +366,7 @@ class DeviceRelease:
                 self._feed(Scheduler.device_changed, *key, Cause.UNSETTLED, None)
 
     def on_mute(self, kind: str, seconds: float) -> None:
-        """A driver hangs: set aside what it was asked about."""
+        """Set aside all devices of a driver that hangs."""
         for claim in list(self._claims.values()):
             keys = [key for key in claim.left if key[0] == kind]
             if keys and not claim.is_stuck:
@@ -376,7 +375,7 @@ class DeviceRelease:
                 self._set_aside(claim, told)
 
     def give_up(self) -> None:
-        """The thread has failed, not a device: give back what it was asked about."""
+        """Release all devices: the thread has failed, not a device."""
         self._has_failed = True
         self._stop_timers()
         for claim in list(self._claims.values()):
@@ -386,7 +385,7 @@ class DeviceRelease:
         self._before.clear()
 
     def close(self) -> None:
-        """Wait for nobody; nothing is told any more."""
+        """Wait for no device any more, and tell the core nothing."""
         self._feed = None
         self._stop_timers()
         self._claims.clear()

@@ -80,6 +80,16 @@ UNAVAILABLE: Final = "unavailable"
 """There is no zygote for it now, so its task waits. Users do not see this cause."""
 
 
+_CRASHES: Final[dict[int, str]] = {
+    signal.SIGSEGV: "segfault",
+    signal.SIGBUS: "bus error",
+    signal.SIGFPE: "arithmetic error",
+    signal.SIGILL: "illegal instruction",
+    signal.SIGABRT: "abort",
+}
+"""Signals by which a process crashes, each with the cause that is reported."""
+
+
 class Told(NamedTuple):
     """A cause in words: what it probably was, and what to do about it."""
 
@@ -93,37 +103,18 @@ _NATIVE: Final = (
 )
 
 
-_CRASHES: Final[dict[int, tuple[str, Told]]] = {
-    signal.SIGSEGV: (
-        "segfault",
-        Told("native code used memory that is not its own", _NATIVE),
+IN_WORDS: Final[dict[str, Told]] = {
+    "segfault": Told("native code used memory that is not its own", _NATIVE),
+    "bus error": Told(
+        "a mapped file has shrunk, or shared memory (/dev/shm) is full",
+        "See `df /dev/shm`. " + _NATIVE,
     ),
-    signal.SIGBUS: (
-        "bus error",
-        Told(
-            "a mapped file has shrunk, or shared memory (/dev/shm) is full",
-            "See `df /dev/shm`. " + _NATIVE,
-        ),
+    "arithmetic error": Told("native code divided by zero, most often", _NATIVE),
+    "illegal instruction": Told(
+        "native code was built for another processor",
+        "Install a build of the library for this one.",
     ),
-    signal.SIGFPE: (
-        "arithmetic error",
-        Told("native code divided by zero, most often", _NATIVE),
-    ),
-    signal.SIGILL: (
-        "illegal instruction",
-        Told(
-            "native code was built for another processor",
-            "Install a build of the library for this one.",
-        ),
-    ),
-    signal.SIGABRT: (
-        "abort",
-        Told("native code gave up: a failed assertion, a C++ exception", _NATIVE),
-    ),
-}
-
-
-_OTHERS: Final[dict[str, Told]] = {
+    "abort": Told("native code gave up: a failed assertion, a C++ exception", _NATIVE),
     NOT_STARTED: Told(
         "it never came up",
         "See whether this machine has processors and memory to spare.",
@@ -178,20 +169,12 @@ def find_cause(status: int | None, known: str, findings: Findings) -> str:
         return known if known in (KEEPER_DIED, INTERNAL) else EXIT
     number = os.WTERMSIG(status)
     if number != signal.SIGKILL:
-        return _CRASHES[number][0] if number in _CRASHES else SIGNAL
+        return _CRASHES.get(number, SIGNAL)
     if "Killed process" in findings.log or (findings.group_kills and not known):
         return OUT_OF_MEMORY
     if known:
         return known
     return OUT_OF_MEMORY if findings.machine_kills else KILLED
-
-
-def tell(cause: str) -> Told:
-    """Return a cause in words."""
-    for name, told in _CRASHES.values():
-        if name == cause:
-            return told
-    return _OTHERS[cause]
 
 
 def may_be_kernels(status: int | None, known: str) -> bool:
@@ -255,7 +238,7 @@ def describe_death(task_name: str, death: Death) -> WorkerDiedError:
         how = f"was ended by signal {number} ({_signal_name(number)})"
     else:
         how = f"exited with code {code} without answering"
-    what, advice = tell(cause)
+    what, advice = IN_WORDS[cause]
     log = f" (kernel: {death.findings.log})" if death.findings.log else ""
     also = f"; {death.reason}" if death.reason and death.reason != what else ""
     return WorkerDiedError(

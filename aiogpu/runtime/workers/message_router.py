@@ -24,7 +24,7 @@ from aiogpu.errors import ProtocolError
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.callers.caller import Child
 from aiogpu.runtime.objects.store import Store
-from aiogpu.runtime.output.console import Console
+from aiogpu.runtime.output import Console
 from aiogpu.runtime.pending_tasks import Delay, pass_on, settle
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import MARK

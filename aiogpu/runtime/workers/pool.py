@@ -21,7 +21,7 @@ from aiogpu.errors import NodeError
 from aiogpu.linux.procfs import ExitEvidence
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.objects.store import Store
-from aiogpu.runtime.output.console import Console
+from aiogpu.runtime.output import Console
 from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.commands import WorkerCommands

@@ -20,8 +20,7 @@ from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.descriptors import RESERVE, soft_limit
-from aiogpu.runtime.output.console import Console
-from aiogpu.runtime.output.pipes import Output
+from aiogpu.runtime.output import Console, Output
 from aiogpu.runtime.workers.death import (
     SCARCE,
     UNKNOWN,

@@ -31,7 +31,7 @@ from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.connection import Peer
-from aiogpu.runtime.output.console import Console
+from aiogpu.runtime.output import Console
 from aiogpu.runtime.workers.death import UnavailableError, is_scarcity
 from aiogpu.runtime.zygote.config import (
     Launched,

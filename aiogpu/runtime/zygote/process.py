@@ -19,8 +19,7 @@ from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.descriptors import descriptor_limit
-from aiogpu.runtime.output.console import Console
-from aiogpu.runtime.output.pipes import LinePipe
+from aiogpu.runtime.output import Console, LinePipe
 from aiogpu.runtime.zygote.config import Launched, Modules, ZygoteConfig, launch
 from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
 

@@ -1,0 +1,890 @@
+"""What tasks print: from the pipes and connections of workers to a terminal or a log.
+
+What a worker writes straight to descriptors 1 and 2 arrives in two named pipes
+(`LinePipe`); what its tasks print arrives as messages. `Output` gathers both for one
+slot, adds a prefix, and keeps the last lines for the error if the worker dies.
+
+`Console` writes to the driver's terminal from a thread of its own: a terminal may block
+for as long as it likes, and the loop never waits for it. Every line has a number, so
+that an answer can be held until the lines before it are out. A source that prints
+faster than the terminal takes lines is paused.
+
+On a node that other programs have joined, the lines of a task go to the program that
+owns the task (`Routes`), on the connection by which its answer goes, and so ahead of
+the answer. Lines of no task stay with the node. `TaskLog` keeps a copy in files of
+bounded size. If the disk is full, slow or gone, lines are lost and counted, and the
+count is logged once the disk can be written again; the loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import io
+import logging
+import os
+import select
+import stat
+import struct
+import sys
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from queue import SimpleQueue
+from typing import Final, NamedTuple, Protocol, TextIO, TypeVar
+
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.records import TaskRecord
+from aiogpu.core.scheduler.state import SchedulerState
+from aiogpu.runtime.connection import Peer
+from aiogpu.wire.messages import PROGRESS, Printed, Warned, visible
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """A source of lines that can be made to wait."""
+
+    def pause(self) -> None:
+        """Send no more lines for now."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+
+T = TypeVar("T")
+
+
+def batches(queue: SimpleQueue[T | None]) -> Iterator[list[T]]:
+    """Yield all entries that are there, wait for more, and so on; None ends it."""
+    is_open = True
+    while is_open:
+        taken = [queue.get()]
+        while not queue.empty():
+            taken.append(queue.get())
+        entries = [one for one in taken if one is not None]
+        is_open = len(entries) == len(taken)
+        yield entries
+
+
+FILE: Final = "tasks.log"
+
+
+SIZE: Final = 8 << 20
+"""Bytes of one file; a full file is renamed to `tasks.log.1`, and so on."""
+
+
+LOGS_KEPT: Final = 4
+"""Old files that are kept beside the current one."""
+
+
+WAITING: Final = 8 << 20
+"""Characters that may wait for the disk; further lines are lost."""
+
+
+PATIENCE: Final = 2.0
+"""Seconds to write the last lines when the log is closed."""
+
+
+STREAMS: Final = {1: "out", 2: "err"}
+
+
+_OF_A_LINE: Final = 64
+"""Characters that a line counts for beside its text."""
+
+
+class Entry(NamedTuple):
+    """A line that a task has printed.
+
+    Attributes:
+        at: seconds since the epoch.
+        client: the program that owns the task.
+        task: the task.
+        stream: 1 for stdout, 2 for stderr.
+        label: the name of the printer.
+        text: the line.
+    """
+
+    at: float
+    client: int
+    task: int
+    stream: int
+    label: str
+    text: str
+
+    def __str__(self) -> str:
+        whole, part = divmod(self.at, 1)
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(whole))
+        stream = STREAMS.get(self.stream, "out")
+        return (
+            f"{moment}.{int(part * 1000):03} client={self.client} task={self.task} "
+            f"{stream} ({self.label}) {self.text}"
+        )
+
+
+class TaskLog:
+    """The log of what tasks print. Its thread starts with the first line.
+
+    Attributes:
+        lost: lines lost since the last batch because too many waited.
+    """
+
+    def __init__(self, directory: str, size: int = SIZE, kept: int = LOGS_KEPT) -> None:
+        self.lost = 0
+        self._pages = Pages(f"{directory}/{FILE}", size, kept)
+        self._waiting = 0
+        self._lines: SimpleQueue[Entry | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<TaskLog {self._pages.path}>"
+
+    def write(self, client: int, task: int, stream: int, label: str, text: str) -> None:
+        """Add a line; see `Entry`."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._write_all, name="aiogpu-task-log", daemon=True
+            )
+            self._thread.start()
+        size = len(text) + _OF_A_LINE
+        with self._lock:
+            if self._waiting + size > WAITING:
+                self.lost += 1
+                return
+            self._waiting += size
+        self._lines.put(Entry(time.time(), client, task, stream, label, text))
+
+    def close(self) -> None:
+        """Write what is left, within `PATIENCE` seconds."""
+        self._lines.put(None)
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+
+    def _write_all(self) -> None:
+        for entries in batches(self._lines):
+            with self._lock:
+                self._waiting -= sum(len(e.text) + _OF_A_LINE for e in entries)
+                lost, self.lost = self.lost, 0
+            self._pages.write(list(map(str, entries)), lost)
+        self._pages.close()
+
+
+class Pages:
+    """The files of the log, mode 0600; used by one thread.
+
+    A `RotatingFileHandler` neither counts lines that it could not write nor gives up
+    what it has buffered of them.
+
+    Attributes:
+        path: the path of the current file.
+    """
+
+    def __init__(self, path: str, size: int, kept: int) -> None:
+        self.path = path
+        self._limit = size
+        self._kept = kept
+        self._size = 0
+        self._descriptor = -1
+        self._lost = 0
+        self._has_warned = False
+
+    def write(self, lines: list[str], lost: int = 0) -> None:
+        """Write lines, before which `lost` lines are missing."""
+        self._lost += lost
+        done = 0
+        try:
+            if self._lost:
+                self._put(f"! {self._lost} lines are missing here: no room for them")
+                self._lost = 0
+            for line in lines:
+                self._put(line)
+                done += 1
+        except OSError as error:
+            self._lost += len(lines) - done
+            self.close()
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("! lines of tasks are missing in the log: %s", error)
+
+    def _put(self, line: str) -> None:
+        data = f"{line}\n".encode("utf-8", "backslashreplace")
+        if self._descriptor < 0:
+            self._open()
+        if self._size and self._size + len(data) > self._limit:
+            self._turn()
+        self._size += len(data)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self.path, flags, 0o600)
+        self._size = os.fstat(self._descriptor).st_size
+
+    def _turn(self) -> None:
+        """Start a new file."""
+        self.close()
+        for number in range(self._kept, 0, -1):
+            older = f"{self.path}.{number - 1}" if number > 1 else self.path
+            with suppress(FileNotFoundError):
+                os.replace(older, f"{self.path}.{number}")
+        self._open()
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Reader(Protocol):
+    """A program that has joined.
+
+    Attributes:
+        peer: its connection, None once it has gone.
+        shows: whether it wants to see what its tasks print.
+        is_slow: it has not read what it was sent before.
+    """
+
+    peer: Peer | None
+    shows: bool
+    is_slow: bool
+
+
+class Routes:
+    """Sends the lines of tasks to the programs that own the tasks.
+
+    Attributes:
+        log: keeps all lines of all tasks of other programs; None for no log.
+    """
+
+    def __init__(
+        self,
+        node: SchedulerState,
+        readers: Mapping[int, Reader],
+        log: TaskLog | None = None,
+    ) -> None:
+        self.log = log
+        self._node = node
+        self._readers = readers
+        self._paused: dict[int, set[Source]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Routes {len(self._readers)}>"
+
+    def take(
+        self,
+        stream: int,
+        label: str,
+        text: str,
+        source: Source,
+        worker: int,
+        task: int,
+        replaces: int = 0,
+    ) -> bool:
+        """Send a line to its owner; return False if that is the node itself.
+
+        Args:
+            stream: 1 for stdout, 2 for stderr.
+            label: the name of the printer.
+            text: the line.
+            source: its source, which must wait while the owner is slow.
+            worker: the worker that printed it.
+            task: the task that printed it; 0 for the one that runs on the worker.
+            replaces: the worker whose progress it replaces; 0 for none.
+        """
+        record = self._record(worker, task)
+        if record is None or not record.client:
+            return False
+        client = record.client
+        if self.log is not None and not text.endswith(PROGRESS):
+            self.log.write(client, record.id, stream, label, text)
+        reader = self._readers.get(client)
+        if reader is None or reader.peer is None or not reader.shows:
+            return True
+        shown = text if text == PROGRESS else f"({label}) {text}"
+        reader.peer.send_one(Printed(stream, shown, replaces))
+        if reader.is_slow:
+            self._paused.setdefault(client, set()).add(source)
+            source.pause()
+        return True
+
+    def warn(self, client: int, text: str) -> bool:
+        """Have a program log a warning; return False if it is the node or has gone."""
+        reader = self._readers.get(client)
+        if reader is None or reader.peer is None:
+            return False
+        reader.peer.send_one(Warned(text))
+        return True
+
+    def _record(self, worker: int, task: int) -> TaskRecord | None:
+        if task:
+            return self._node.tasks.get(TaskId(task))
+        known = self._node.workers.get(WorkerId(worker))
+        return None if known is None else known.task
+
+    def resume(self, client: int) -> None:
+        """Resume the sources for a program that has caught up, or has gone."""
+        for source in self._paused.pop(client, ()):
+            source.resume()
+
+    async def close(self) -> None:
+        """Write what is left; nothing more will come."""
+        for client in list(self._paused):
+            self.resume(client)
+        if self.log is not None:
+            await asyncio.to_thread(self.log.close)
+
+
+FULL: Final = 1 << 20
+"""Characters that may wait for the terminal before their sources are paused."""
+
+
+WIDE: Final = 200
+"""Characters of progress that are shown if the terminal's width is unknown."""
+
+
+IDLE: Final = 0.5
+"""Seconds without a turn of the loop after which it is checked whether it runs."""
+
+
+MOMENT: Final = 3e-3
+"""Seconds that the loop waits for a terminal to accept the rest of a line."""
+
+
+class Console:
+    """The driver's terminal. Its thread starts with the first line.
+
+    Attributes:
+        written: the number of the last line that is out.
+        routes: sends lines to other programs; None if no program can join.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, is_shown: bool) -> None:
+        self.written = 0
+        self.routes: Routes | None = None
+        self._loop = loop
+        self._is_shown = is_shown
+        self._is_holding = True
+        self._last = 0
+        self._waiting = 0
+        self._paused: set[Source] = set()
+        self._order = count()
+        self._after: list[tuple[int, int, Callable[[], None]]] = []
+        self._lines: SimpleQueue[tuple[int, int, int, str] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._progress_line = ProgressLine()
+
+    def write(self, stream: int, line: str, source: Source, worker: int = 0) -> int:
+        """Write a line to stdout (1) or stderr (2) soon; return its number.
+
+        `worker`: the worker whose progress on that stream it replaces; 0 for none.
+        """
+        if not self._is_shown:
+            return self._last
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._write_all, name="aiogpu-console", daemon=True
+            )
+            self._thread.start()
+        self._last += 1
+        self._waiting += len(line)
+        self._lines.put((self._last, stream, worker, line))
+        if self._waiting > FULL and source not in self._paused:
+            self._paused.add(source)
+            source.pause()
+        return self._last
+
+    def after(self, number: int, action: Callable[[], None]) -> None:
+        """Call `action` once line `number` is out, maybe at once. Order is kept."""
+        if number <= self.written or not self._is_holding:
+            action()
+        else:
+            heappush(self._after, (number, next(self._order), action))
+
+    def hold_nothing(self) -> None:
+        """Stop holding answers back for lines: the node is closing."""
+        self._is_holding = False
+        self._release()
+
+    async def drain(self, timeout: float) -> None:
+        """Wait until all lines are out, for `timeout` seconds at most."""
+        self._drained = self._loop.create_future()
+        timer = self._loop.call_later(timeout, _finish, self._drained)
+        if self.written == self._last:
+            _finish(self._drained)
+        await self._drained
+        timer.cancel()
+
+    def close(self) -> None:
+        """End the thread after the lines that it has."""
+        self._lines.put(None)
+
+    def _progress(self, number: int, size: int) -> None:
+        self.written = number
+        self._waiting -= size
+        if self._drained is not None and number == self._last:
+            _finish(self._drained)
+        if self._paused and self._waiting < FULL // 2:
+            for source in self._paused:
+                source.resume()
+            self._paused.clear()
+        self._release()
+
+    def _release(self) -> None:
+        while self._after and (
+            self._after[0][0] <= self.written or not self._is_holding
+        ):
+            heappop(self._after)[2]()
+
+    def _write_all(self) -> None:
+        """Write each batch and report it; runs on the thread."""
+        for lines in batches(self._lines):
+            for stream in (1, 2):
+                if texts := [(by, line) for _, of, by, line in lines if of == stream]:
+                    self._write(stream, texts)
+            if lines:
+                self._report(lines[-1][0], sum(len(line) for *_, line in lines))
+
+    def _write(self, stream: int, lines: list[tuple[int, str]]) -> None:
+        """Write to the present `sys.stdout` or `sys.stderr`; notebooks replace them."""
+        file = sys.stdout if stream == 1 else sys.stderr
+        try:
+            text = self._progress_line.over(stream, file, lines)
+            raw = getattr(file, "buffer", None)
+            if not text:
+                pass
+            elif isinstance(raw, io.FileIO):
+                # Unbuffered: `print` writes text and line end separately, and the text
+                # of another thread may come in between.
+                data = text.encode(file.encoding, "backslashreplace")
+                _write_between_turns(self._loop, raw, data)
+            else:
+                _print(file, text)
+        except Exception as error:  # noqa: BLE001 - a stream may raise anything
+            # Closed, a broken pipe, or no stream at all; tasks must not suffer from it.
+            _log.debug("! %d lines of output are lost: %s", len(lines), error)
+
+    def _report(self, number: int, size: int) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._progress, number, size)
+        except RuntimeError:
+            _log.debug("x the loop closed before line %d was out", number)
+
+
+class ProgressLine:
+    """The last line of a terminal, where the progress of tasks is shown.
+
+    The cursor stays at its beginning, so that all other output overwrites it. Each
+    worker has one progress state per stream, until it prints something else. The state
+    that changed last is shown, and shown again below each line that overwrites it.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[int, int], str] = {}
+        self._file: TextIO | None = None
+        self._length = 0
+
+    def over(self, stream: int, file: TextIO, lines: list[tuple[int, str]]) -> str:
+        """Return the text that prints lines of workers, with the progress below.
+
+        A line of worker 0 leaves all states as they are.
+        """
+        is_screen = _is_screen(file)
+        ended: list[str] = []
+        for worker, line in lines:
+            self._states.pop((worker, stream), None)
+            if not line.endswith(PROGRESS):
+                ended += (line, "\n")
+            elif is_screen and line != PROGRESS:
+                self._states[worker, stream] = line
+        if not is_screen:
+            # Unless it is a file, the text may reach the screen later, through `tee`.
+            # So the progress is blanked, and the next state is shown, not this one.
+            blank = self._blank(file) if ended and not _is_on_disk(file) else ""
+            return "".join((blank, *ended))
+        return "".join((self._blank(file), *ended, self._newest(file)))
+
+    def _newest(self, file: TextIO) -> str:
+        """Return the state that changed last, cut to the width of the line."""
+        if not self._states:
+            return ""
+        line = next(reversed(self._states.values()))
+        state = line[: min(len(line), _columns(file)) - 1]
+        self._file, self._length = file, len(state)
+        return f"{state}\r"
+
+    def _blank(self, file: TextIO) -> str:
+        """Return the text that erases the shown state; on another screen, erase it."""
+        shown_on, self._file = self._file, None
+        if shown_on is None:
+            return ""
+        blank = f"{' ' * self._length}\r"
+        with suppress(OSError, ValueError):  # it may be closed by now
+            if _is_same(shown_on, file):
+                return blank
+            _print(shown_on, blank)
+        return ""
+
+
+def _is_screen(file: TextIO) -> bool:
+    """Return whether a carriage return works there: in a terminal or a notebook."""
+    isatty = getattr(file, "isatty", None)  # a program's own stream may have none
+    if isatty is not None and isatty():
+        return True
+    return type(file).__module__.startswith("ipykernel.")
+
+
+def _is_same(one: TextIO, other: TextIO) -> bool:
+    """Return whether both are the same screen, as stdout and stderr often are."""
+    return one is other or (
+        one.isatty()
+        and other.isatty()
+        and os.path.sameopenfile(one.fileno(), other.fileno())
+    )
+
+
+def _is_on_disk(file: TextIO) -> bool:
+    """Return whether the stream writes to a regular file."""
+    try:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def _columns(file: TextIO) -> int:
+    if not file.isatty():
+        return WIDE
+    try:
+        return os.get_terminal_size(file.fileno()).columns
+    except (OSError, ValueError):  # no terminal of the kernel, as in IDLE
+        return WIDE
+
+
+def _print(file: TextIO, text: str) -> None:
+    try:
+        file.write(text)
+    except UnicodeEncodeError as error:
+        raw = text.encode(error.encoding, "backslashreplace")
+        file.write(raw.decode(error.encoding))
+    file.flush()
+
+
+def _write_between_turns(
+    loop: asyncio.AbstractEventLoop, file: io.FileIO, data: bytes
+) -> None:
+    """Write to an unbuffered stream between two steps of the program's event loop.
+
+    A `print` on the loop must not be torn apart. So this thread waits until the stream
+    accepts bytes, and the loop writes as many as it accepts at once. A loop that does
+    not run prints nothing, so then this thread itself writes. It also does if a write
+    may block (a socket).
+
+    Raises:
+        OSError: the stream accepts no more.
+    """
+    descriptor, written = _that_never_blocks(file.fileno()), 0
+    try:
+        while descriptor >= 0 and written < len(data):
+            _wait_until_writable(descriptor)
+            turn: Future[int] = Future()
+            try:
+                loop.call_soon_threadsafe(_write_some, turn, descriptor, data, written)
+            except RuntimeError:
+                break  # the loop is closed
+            while not wait((turn,), IDLE).done:
+                # A loop that runs again later finds its turn cancelled.
+                if not loop.is_running() and turn.cancel():
+                    break
+            if turn.cancelled():
+                break
+            written = turn.result()
+        while written < len(data):
+            written += file.write(data[written:]) or 0
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _write_some(turn: Future[int], descriptor: int, data: bytes, start: int) -> None:
+    """Write on the loop, as long as that does not block; set how far it has come.
+
+    Whole lines are written, at most as many bytes as a pipe accepts in one piece. A
+    terminal may accept part of a line; then this waits for `MOMENT` at most.
+    """
+    if not turn.set_running_or_notify_cancel():
+        return
+    written, until = start, time.monotonic() + MOMENT
+    try:
+        while written < len(data):
+            most = written + select.PIPE_BUF
+            end = data.rfind(b"\n", written, most) + 1 or most
+            try:
+                written += os.write(descriptor, data[written:end])
+            except BlockingIOError:
+                left = until - time.monotonic()
+                is_line_begun = written and not data.endswith(b"\n", 0, written)
+                if left <= 0 or not is_line_begun:
+                    break
+                _wait_until_writable(descriptor, left * 1000)
+        turn.set_result(written)
+    except Exception as error:  # noqa: BLE001 - raised again on the thread
+        turn.set_exception(error)
+
+
+def _wait_until_writable(descriptor: int, milliseconds: float | None = None) -> None:
+    poll = select.poll()  # `select` takes no descriptor above 1023
+    poll.register(descriptor, select.POLLOUT)
+    poll.poll(milliseconds)
+
+
+def _that_never_blocks(descriptor: int) -> int:
+    """Return a non-blocking descriptor of the same file; -1 if there can be none.
+
+    `O_NONBLOCK` belongs to the open file, which other processes may share. So a
+    terminal or a pipe is opened anew. A regular file is not, because it has a position.
+    """
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return os.dup(descriptor)
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            return os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError as error:
+        _log.debug("! no descriptor of its own for %d: %s", descriptor, error)
+    return -1
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+CHUNK: Final = 1 << 16
+"""Bytes of one read, and the length at which a line is split."""
+
+
+class LinePipe:
+    """The reading end of a pipe; `show` gets each line without its line end.
+
+    Attributes:
+        partial: the bytes since the last end of line.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        descriptor: int,
+        show: Callable[[bytes], None],
+    ) -> None:
+        self._loop = loop
+        self._descriptor = descriptor
+        self._show = show
+        self._is_closed = False
+        self.partial = b""
+        os.set_blocking(descriptor, False)
+        self.resume()
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        return self._descriptor
+
+    def pause(self) -> None:
+        """Read no more for now; writers block when the pipe is full."""
+        self._loop.remove_reader(self._descriptor)
+
+    def resume(self) -> None:
+        """Read whenever there are bytes."""
+        if not self._is_closed:
+            self._loop.add_reader(self._descriptor, self._read)
+
+    def _read(self) -> int:
+        """Read once; return the number of bytes."""
+        try:
+            data = os.read(self._descriptor, CHUNK)
+        except BlockingIOError:
+            return 0
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        for line in lines:
+            self._show(line)
+        if len(self.partial) >= CHUNK or not data:
+            self.end_line()
+        if not data:
+            self.pause()
+        return len(data)
+
+    def end_line(self) -> None:
+        """Show the bytes since the last end of line, if any, as a line."""
+        if self.partial:
+            line, self.partial = self.partial, b""
+            self._show(line)
+
+    def drain(self) -> None:
+        """Read what the pipe holds now; its writers may keep it full for ever."""
+        held = fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(4))
+        (rest,) = struct.unpack("i", held)
+        while rest > 0 and (read := self._read()):
+            rest -= read
+
+    def close(self) -> None:
+        """Close the descriptor; a later `resume` does nothing."""
+        self._is_closed = True
+        self.pause()
+        os.close(self._descriptor)
+
+
+KEPT: Final = 20
+"""Lines kept for `WorkerDiedError.last_output`."""
+
+
+class Output:
+    """Both output streams of a slot.
+
+    Attributes:
+        label: the name of the worker that writes to the pipes: "worker-3 pid=4711".
+        worker: its id.
+        last: the last lines, oldest first, each with the task that printed it; 0 for
+            lines from the pipes.
+        number: the number of the last line given to the console.
+        peer: the worker's connection, which carries the lines of its tasks.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, console: Console, paths: tuple[str, str]
+    ) -> None:
+        self.label = ""
+        self.worker = 0
+        self.last: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self.number = 0
+        self._states: dict[int, tuple[str, bytes, tuple[int, str]]] = {}
+        self.peer: Peer | None = None
+        self._console = console
+        self._paths = paths
+        self._is_paused = False
+        self._pipes: list[LinePipe] = []
+        self._poll = select.poll()
+        try:
+            for stream, path in enumerate(paths, start=1):
+                os.mkfifo(path, 0o600)
+                # Open for both, so that a pipe without a writer has no end of file.
+                descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                pipe = LinePipe(loop, descriptor, partial(self._show_raw, stream))
+                self._pipes.append(pipe)
+                self._poll.register(descriptor, select.POLLIN)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def descriptor(self) -> int:
+        """Return the descriptor that was opened last."""
+        return self._pipes[-1].fileno()
+
+    def begin(self) -> None:
+        """Forget the lines of the slot's previous worker."""
+        self.last.clear()
+        self.number = 0
+
+    def name(self, worker: int, pid: int) -> None:
+        """Note which worker writes to the pipes from now on."""
+        self.worker = worker
+        self.label = f"worker-{worker} pid={pid}"
+
+    def listen_to(self, peer: Peer) -> None:
+        """Pause and resume the connection of the slot's worker with the pipes."""
+        self.peer = peer
+        if self._is_paused:
+            peer.pause()
+
+    def unlink(self) -> None:
+        """Remove the names of the pipes, once the keeper has opened them."""
+        for path in self._paths:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def show(self, stream: int, label: str, line: bytes, task: int = 0) -> None:
+        """Show a line that came by the connection, with the prefix `(label)`.
+
+        It replaces the worker's progress on that stream.
+
+        `task`: the task that printed it; 0 for the one that the worker runs.
+        """
+        text = line.decode("utf-8", "backslashreplace")
+        entry = task, text.removesuffix(PROGRESS)
+        state = self._states.pop(stream, None)
+        if state is not None and self.last and self.last[-1] is state[2]:
+            self.last.pop()
+        if text != PROGRESS:
+            self.last.append(entry)
+            if text.endswith(PROGRESS):
+                self._states[stream] = label, line[:-1], entry
+        self._pass_on(stream, label, text, task, self.worker)
+
+    def _pass_on(
+        self, stream: int, label: str, text: str, task: int, replaces: int
+    ) -> None:
+        routes = self._console.routes
+        if routes is None or not routes.take(
+            stream, label, text, self, self.worker, task, replaces
+        ):
+            shown = text if text == PROGRESS else f"({label}) {text}"
+            self.number = self._console.write(stream, shown, self, replaces)
+
+    def forget(self, task: int) -> None:
+        """Forget the lines of a task that has ended."""
+        self.last = deque((one for one in self.last if one[0] != task), KEPT)
+
+    def _show_raw(self, stream: int, line: bytes) -> None:
+        """Show a line from a pipe, which leaves the worker's progress as it is."""
+        text = visible(line).decode("utf-8", "backslashreplace")
+        self.last.append((0, text))
+        self._pass_on(stream, self.label, text, 0, 0)
+
+    def catch_up(self) -> None:
+        """Show all that was written to the pipes so far, including unfinished lines."""
+        if self._poll.poll(0):
+            for pipe in self._pipes:
+                pipe.drain()
+        for pipe in self._pipes:
+            if pipe.partial:
+                pipe.end_line()
+
+    def end_progress(self) -> None:
+        """Show the last progress as lines, because nothing will replace it."""
+        if not self._states:
+            return
+        for stream, (label, line, (task, _)) in list(self._states.items()):
+            self.show(stream, label, line, task)
+
+    def pause(self) -> None:
+        """Read no more for now, neither from the pipes nor from the connection."""
+        self._is_paused = True
+        for pipe in self._pipes:
+            pipe.pause()
+        if self.peer is not None:
+            self.peer.pause()
+
+    def resume(self) -> None:
+        """Read again."""
+        self._is_paused = False
+        for pipe in self._pipes:
+            pipe.resume()
+        if self.peer is not None:
+            self.peer.resume()
+
+    def close(self) -> None:
+        """Close the pipes and remove their names."""
+        for pipe in self._pipes:
+            pipe.close()
+        self.unlink()

@@ -1,1 +1,0 @@
-"""What tasks print, on its way to a terminal or a log."""
