@@ -101,10 +101,13 @@ def snapshot(
     ]
     holdings = Holdings(holders, pids, now, observed)
     tasks = []
+    # One line for all tasks of a worker in one state: sixty may be sent ahead to it.
+    held_reasons: dict[tuple[int, TaskState], str | None] = {}
     for record, holder in held:
-        runs = record.state is TaskState.RUNNING
-        reason = None if runs else brief(_on_worker(record, holder, holdings))
-        tasks.append(_task(record, numbers, reason, pids))
+        key = holder.id, record.state
+        if record.state is not TaskState.RUNNING and key not in held_reasons:
+            held_reasons[key] = brief(_on_worker(record, holder, holdings))
+        tasks.append(_task(record, numbers, held_reasons.get(key), pids))
     tasks += [_task(record, numbers, reasons.of(record), pids) for record in first]
     return NodeStatus(
         total=node.ledger.totals(),
