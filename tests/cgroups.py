@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from aiogpu.linux.cgroup import Cgroup
-from aiogpu.linux.cgroup_hierarchy import find_cgroup
+from aiogpu.linux.cgroup import Cgroup, find_cgroup
 
 PLACE = find_cgroup()
 needs_cgroup = pytest.mark.skipif(PLACE.directory is None, reason=PLACE.reason)

@@ -35,7 +35,7 @@ from aiogpu.accelerators.visible import VISIBLE, Inventory
 from aiogpu.core.model.request import Device
 from aiogpu.daemon.place import Place, Record, read_record
 from aiogpu.errors import AiogpuError
-from aiogpu.linux import cgroup_hierarchy as cgroups
+from aiogpu.linux import cgroup as cgroups
 from aiogpu.linux.cgroup import Cgroup
 from aiogpu.linux.procfs import MemoryBounds
 from aiogpu.runtime import directories

@@ -22,7 +22,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, DeviceError
-from aiogpu.linux.cgroup_hierarchy import usable_cpus
+from aiogpu.linux.cgroup import usable_cpus
 from aiogpu.linux.procfs import MemoryBounds
 
 if TYPE_CHECKING:

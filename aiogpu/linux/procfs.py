@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache, partial
 from typing import Final, NamedTuple
 
-from aiogpu.linux.cgroup_hierarchy import (
+from aiogpu.linux.cgroup import (
     PROC,
     UNIFIED,
     StrPath,
@@ -79,7 +80,7 @@ class MemoryBounds:
             if limit is not None and limit < machine.limit:
                 numbers = read_numbers(f"{group}/memory.stat")
                 used = sum(numbers.get(each, 0) for each in counted)
-                tightest = min(tightest, Usage(group, used, limit), key=room_of)
+                tightest = min(tightest, Usage(group, used, limit), key=_room_of)
         return tightest
 
     def safe_limit(self, fraction: float = SAFE) -> int:
@@ -128,8 +129,7 @@ class MemoryBounds:
         return found
 
 
-def room_of(usage: Usage) -> int:
-    """The room of a place, for comparing places."""
+def _room_of(usage: Usage) -> int:
     return usage.room
 
 
@@ -157,34 +157,19 @@ class Origin(NamedTuple):
 
 def origins_of(pids: Iterable[int], proc: StrPath = PROC) -> dict[int, Origin]:
     """Look up processes; those that have ended meanwhile are left out."""
-    known: dict[int, tuple[str, int] | None] = {}
+    look_up = cache(partial(read_stat, proc=proc))
     found: dict[int, Origin] = {}
     for pid in pids:
-        ancestors: list[int] = []
-        looked_at = _stat(pid, proc, known)
-        if looked_at is None:
+        stat = look_up(pid)
+        if stat is None:
             continue
-        name, parent = looked_at
-        while parent > 1 and len(ancestors) < DEEPEST:
-            ancestors.append(parent)
-            above = _stat(parent, proc, known)
-            parent = 0 if above is None else above[1]
-        found[pid] = Origin(name, tuple(ancestors))
+        ancestors: list[int] = []
+        above: ProcessStat | None = stat
+        while above is not None and above.parent > 1 and len(ancestors) < DEEPEST:
+            ancestors.append(above.parent)
+            above = look_up(above.parent)
+        found[pid] = Origin(stat.name, tuple(ancestors))
     return found
-
-
-def _stat(
-    pid: int, proc: StrPath, known: dict[int, tuple[str, int] | None]
-) -> tuple[str, int] | None:
-    """The name and the parent of a process, None if there is none of that id."""
-    if pid not in known:
-        stat = read_bytes(f"{proc}/{pid}/stat")
-        # The name stands in parentheses, and may have some of its own.
-        before, _, after = stat.rpartition(b") ")
-        name = before.partition(b" (")[2].decode(errors="replace")
-        fields = after.split(None, 2)
-        known[pid] = (name, int(fields[1])) if len(fields) > 1 else None
-    return known[pid]
 
 
 class ProcessStat(NamedTuple):
@@ -197,14 +182,16 @@ class ProcessStat(NamedTuple):
     start: int
 
 
-def read_stat(pid: int) -> ProcessStat | None:
+def read_stat(pid: int, proc: StrPath = PROC) -> ProcessStat | None:
     """Look at a process; None if it has ended. `start` is in ticks since boot."""
-    before, _, after = read_bytes(f"{PROC}/{pid}/stat").rpartition(b") ")
+    # The name stands in parentheses, and may contain some.
+    before, _, after = read_bytes(f"{proc}/{pid}/stat").rpartition(b") ")
     fields = after.decode().split()
     if not fields:
         return None
     name = before.partition(b" (")[2].decode(errors="replace")
-    return ProcessStat(pid, name, fields[0], int(fields[1]), int(fields[19]))
+    start = int(fields[19]) if len(fields) > 19 else 0
+    return ProcessStat(pid, name, fields[0], int(fields[1]), start)
 
 
 def descendants(pid: int) -> list[ProcessStat]:

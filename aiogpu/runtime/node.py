@@ -24,9 +24,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
-from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
 from aiogpu.runtime.directories import remove_directory
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.zygote.config import Bootstrap
 from aiogpu.wire.messages import descriptor_path
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from aiogpu.linux.cgroup_hierarchy import find_cgroup
+from aiogpu.linux.cgroup import find_cgroup
 from aiogpu.linux.procfs import descendants
 
 _PROC: Final = Path("/proc")

@@ -31,13 +31,11 @@ from aiogpu.wire.messages import (
 from aiogpu.worker.chunk import method_of
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.invoke import (
-    Arguments,
     Callables,
     Raised,
+    Runner,
     StreamSender,
     invoke,
-    open_arguments,
-    pack_value,
     run_now,
     send_all,
 )
@@ -116,13 +114,9 @@ class SerialActor:
         outcome = executor.call(
             call, self._methods, message.method, message.payload, stream
         )
-        if type(outcome) is Done:
+        if type(outcome) is not Raised:
             return outcome
-        assert type(outcome) is Raised, outcome
-        failed = executor.describe(call, outcome)
-        # It refers to this frame, and so to itself and to the arguments.
-        del outcome
-        return failed
+        return executor.describe(call, outcome)
 
     def _read_drops(self, call: int) -> bool:
         """Read on until all calls are known that nobody wants any more.
@@ -183,14 +177,12 @@ class ThreadWindow:
             self._turn.acquire()
 
 
-class ThreadedActor:
+class ThreadedActor(Runner):
     """The main thread reads; calls run in the threads of their groups.
 
-    It is the `invoke.Runner` of its calls. A plain method that returns a coroutine is
+    A plain method that returns a coroutine is
     not awaited: there is no loop.
     """
-
-    pack = staticmethod(pack_value)
 
     def __init__(self, executor: Executor, actor: object, creation: Create) -> None:
         # Not before: serial actors do without.
@@ -264,18 +256,11 @@ class ThreadedActor:
         outcome = run_now(
             invoke(self, call, self._methods, message.method, message.payload, window)
         )
-        if type(outcome) is Done:
+        if type(outcome) is not Raised:
             return outcome
-        assert type(outcome) is Raised, outcome
         if window is not None and window.is_stopped:
             outcome.kind = STOPPED  # by the end of its actor, if somebody still waits
-        failed = self._executor.describe(call, outcome)
-        del outcome
-        return failed
-
-    def load(self, _function: Callable[..., Any], payload: bytes) -> Arguments:
-        """Unpickle arguments."""
-        return open_arguments(payload)
+        return self._executor.describe(call, outcome)
 
     async def wait(self, coroutine: CoroutineType[Any, Any, Any], _call: int) -> Any:
         """Return the coroutine itself, which cannot be sent."""

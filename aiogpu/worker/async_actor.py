@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction, signature
 from time import perf_counter
-from types import CoroutineType
 from typing import Any, Final
 
 from aiogpu.client.current import method_called
@@ -18,12 +17,10 @@ from aiogpu.worker.actors import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.invoke import (
-    Arguments,
     Raised,
+    Runner,
     StreamSender,
     invoke,
-    open_arguments,
-    pack_value,
     send_all_async,
 )
 
@@ -31,14 +28,11 @@ GLANCES: Final = 10
 """Looks at the socket after which the loop has a turn."""
 
 
-class AsyncActor:
+class AsyncActor(Runner):
     """Begins each call when it comes; the driver sends no more than may run at once.
 
-    It is the `invoke.Runner` of its calls: handles among arguments belong to its loop,
-    which runs.
+    Handles among the arguments belong to its loop, since that runs.
     """
-
-    pack = staticmethod(pack_value)
 
     def __init__(self, executor: Executor, actor: object) -> None:
         self._executor = executor
@@ -163,10 +157,9 @@ class AsyncActor:
             self, call, self._methods, message.method, message.payload, stream
         )
         answer: Done | Failed
-        if type(outcome) is Done:
+        if type(outcome) is not Raised:
             answer = outcome
         else:
-            assert type(outcome) is Raised, outcome
             is_cancelled = isinstance(outcome.error, asyncio.CancelledError)
             if is_cancelled and (call in self._dropped or self._is_over):
                 answer = dropped(call)
@@ -176,14 +169,6 @@ class AsyncActor:
         self._streams.pop(call, None)
         self._dropped.discard(call)
         self._answer(answer)
-
-    def load(self, _function: Callable[..., Any], payload: bytes) -> Arguments:
-        """Unpickle arguments."""
-        return open_arguments(payload)
-
-    async def wait(self, coroutine: CoroutineType[Any, Any, Any], _call: int) -> Any:
-        """Await a coroutine."""
-        return await coroutine
 
     async def send_items(self, items: Any, stream: StreamSender) -> None:
         """Send what a generator yields; a plain one has the loop until it is held."""

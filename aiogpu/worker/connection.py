@@ -97,11 +97,6 @@ class Channel:
         """Return whether nothing comes for so long."""
         return not self._received and not self._poll.poll(seconds * 1000)
 
-    def _new_poll(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return poll
-
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
         return self._socket.fileno()
@@ -183,7 +178,10 @@ class Channel:
 
         In the main thread also until `waker` is called.
         """
-        poll = self._poll if get_ident() == self._main else self._new_poll()
+        poll = self._poll
+        if get_ident() != self._main:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
         if seconds is not None:
             # poll(2) takes milliseconds as an int of C: 24 days at most.
             seconds = min(max(seconds, 0), DAY)
@@ -255,11 +253,6 @@ class Channel:
             with self._lock:
                 self._name(message)
                 self._socket.sendall(frame)
-
-    @property
-    def is_main_thread(self) -> bool:
-        """True if the thread asks that runs the worker's tasks."""
-        return get_ident() == self._main
 
     def uncut(self) -> AbstractContextManager[None]:
         """Nothing interrupts what is done meanwhile, in this thread."""

@@ -47,6 +47,7 @@ from aiogpu.worker.invoke import (
     Functions,
     Raised,
     RetryRules,
+    Runner,
     StreamSender,
     explain_quit,
     invoke,
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from aiogpu.worker.zygote.preload import Imports
 
 
-class Executor:
+class Executor(Runner):
     """The functions that a worker knows, and how to run them; see `invoke.Runner`.
 
     Attributes:
@@ -80,8 +81,6 @@ class Executor:
         raised: what the last task has raised, for a fork that ends as it did.
         stdio: the streams of this process.
     """
-
-    pack = staticmethod(pack_value)
 
     def __init__(
         self,
@@ -134,10 +133,9 @@ class Executor:
         outcome = self.call(
             task, self._functions, func.function, message.payload, stream
         )
-        if type(outcome) is Done:
+        if type(outcome) is not Raised:
             return outcome
-        assert type(outcome) is Raised, outcome
-        self.raised = outcome.error
+        error = self.raised = outcome.error
         self._has_run_out = False
         failed = self.describe(task, outcome)
         if func.retried and failed.kind == RAISED:
@@ -147,11 +145,11 @@ class Executor:
             if self._has_run_out:
                 reported_as.append(GpuOutOfMemoryError)
             is_retried = self._retry_rules.wants(
-                func.name, func.retried, outcome.error, *reported_as
+                func.name, func.retried, error, *reported_as
             )
             failed = failed._replace(is_retried=is_retried)
         # It refers to this frame, and so to itself and to the arguments.
-        del outcome
+        del error
         return failed
 
     def make(self, message: Create) -> object | Failed:
@@ -172,12 +170,9 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
             return self.describe(message.task, Raised(UNREADABLE, error))
         outcome = self.call(message.task, constructor, 0, message.payload)
-        if type(outcome) is Done:
+        if type(outcome) is not Raised:
             return made[0]
-        assert type(outcome) is Raised, outcome
-        failed = self.describe(message.task, outcome)
-        del outcome
-        return failed
+        return self.describe(message.task, outcome)
 
     def call(
         self,
@@ -237,8 +232,13 @@ class Executor:
     # Answers
 
     def describe(self, number: int, raised: Raised) -> Failed:
-        """Return what is sent about a failure, and let go of its frames."""
+        """Return what is sent about a failure, and let go of its frames.
+
+        `raised` is empty afterwards: the error refers to the frames that hold it, and
+        so to itself and to the arguments.
+        """
         kind, error = raised.kind, raised.error
+        del raised.error
         has_devices = any(current.accelerators.values())
         if self.channel.is_closed:
             self.raised = error  # this fork ends as a program would

@@ -227,44 +227,38 @@ def _held_by_cupy() -> int:
 
 
 STICKY: Final = {
-    "illegal memory access": "cudaErrorIllegalAddress",
-    "illegaladdress": "cudaErrorIllegalAddress",
-    "illegal_address": "cudaErrorIllegalAddress",
-    "device-side assert": "cudaErrorAssert",
-    "cudaerrorassert": "cudaErrorAssert",
-    "cuda_error_assert": "cudaErrorAssert",
-    "unspecified launch failure": "cudaErrorLaunchFailure",
-    "launchfailure": "cudaErrorLaunchFailure",
-    "cuda_error_launch_failed": "cudaErrorLaunchFailure",
-    "launch timed out": "cudaErrorLaunchTimeout",
-    "launchtimeout": "cudaErrorLaunchTimeout",
-    "launch_timeout": "cudaErrorLaunchTimeout",
-    "misaligned address": "cudaErrorMisalignedAddress",
-    "misalignedaddress": "cudaErrorMisalignedAddress",
-    "misaligned_address": "cudaErrorMisalignedAddress",
-    "illegal instruction": "cudaErrorIllegalInstruction",
-    "illegalinstruction": "cudaErrorIllegalInstruction",
-    "illegal_instruction": "cudaErrorIllegalInstruction",
-    "invalid program counter": "cudaErrorInvalidPc",
-    "invalidpc": "cudaErrorInvalidPc",
-    "invalid_pc": "cudaErrorInvalidPc",
-    "operation not supported on global/shared address space": (
-        "cudaErrorInvalidAddressSpace"
+    "cudaErrorIllegalAddress": (
+        *("illegal memory access", "illegaladdress", "illegal_address"),
     ),
-    "invalidaddressspace": "cudaErrorInvalidAddressSpace",
-    "invalid_address_space": "cudaErrorInvalidAddressSpace",
-    "hardware stack error": "cudaErrorHardwareStackError",
-    "hardwarestackerror": "cudaErrorHardwareStackError",
-    "hardware_stack_error": "cudaErrorHardwareStackError",
-    "uncorrectable ecc error": "cudaErrorECCUncorrectable",
-    "eccuncorrectable": "cudaErrorECCUncorrectable",
-    "ecc_uncorrectable": "cudaErrorECCUncorrectable",
-    "uncorrectable nvlink error": "cudaErrorNvlinkUncorrectable",
-    "nvlinkuncorrectable": "cudaErrorNvlinkUncorrectable",
-    "nvlink_uncorrectable": "cudaErrorNvlinkUncorrectable",
+    "cudaErrorAssert": ("device-side assert", "cudaerrorassert", "cuda_error_assert"),
+    "cudaErrorLaunchFailure": (
+        *("unspecified launch failure", "launchfailure", "cuda_error_launch_failed"),
+    ),
+    "cudaErrorLaunchTimeout": ("launch timed out", "launchtimeout", "launch_timeout"),
+    "cudaErrorMisalignedAddress": (
+        *("misaligned address", "misalignedaddress", "misaligned_address"),
+    ),
+    "cudaErrorIllegalInstruction": (
+        *("illegal instruction", "illegalinstruction", "illegal_instruction"),
+    ),
+    "cudaErrorInvalidPc": ("invalid program counter", "invalidpc", "invalid_pc"),
+    "cudaErrorInvalidAddressSpace": (
+        "operation not supported on global/shared address space",
+        *("invalidaddressspace", "invalid_address_space"),
+    ),
+    "cudaErrorHardwareStackError": (
+        *("hardware stack error", "hardwarestackerror", "hardware_stack_error"),
+    ),
+    "cudaErrorECCUncorrectable": (
+        *("uncorrectable ecc error", "eccuncorrectable", "ecc_uncorrectable"),
+    ),
+    "cudaErrorNvlinkUncorrectable": (
+        *("uncorrectable nvlink error", "nvlinkuncorrectable", "nvlink_uncorrectable"),
+    ),
 }
-"""What texts say, in small letters, of the error that is meant. The first words are
-`cudaGetErrorString`'s, as PyTorch shows them; the others CuPy's, Numba's and XLA's."""
+"""What texts say, in small letters, by the name of the error that is meant. The first
+words are those of `cudaGetErrorString`, as PyTorch shows them; the others are those of
+CuPy, Numba and XLA."""
 
 
 def poisoned_by(error: BaseException) -> str | None:
@@ -287,8 +281,8 @@ def poisoned_by(error: BaseException) -> str | None:
 def _name_in(text: str) -> str | None:
     if "cuda" not in text:
         return None
-    for words, name in STICKY.items():
-        if words in text:
+    for name, texts in STICKY.items():
+        if any(words in text for words in texts):
             return name
     return None
 

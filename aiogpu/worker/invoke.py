@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from types import CodeType, CoroutineType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, final
 
 from aiogpu.client.current import ActorExit, current, has_exited, services
 from aiogpu.errors import NodeClosedError, SerializationError
@@ -69,6 +69,7 @@ class UnsendableError(Exception):
     """An item of a stream cannot be sent; the cause says why."""
 
 
+@final
 class Raised:
     """What a call raised, and the step that it had reached.
 
@@ -117,24 +118,27 @@ class Functions(Callables):
         return loaded
 
 
-class Runner(Protocol):
-    """Where calls run, as far as that makes a difference for them."""
+class Runner:
+    """Where calls run, as far as that makes a difference for them.
+
+    What is here is right in a worker, on an event loop that runs.
+    """
 
     def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
         """Unpickle the arguments of a call that are more than a plain pickle."""
-        ...
+        return open_arguments(payload)
 
     async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
         """Return the result of a coroutine that the call has returned."""
-        ...
+        return await coroutine
 
     async def send_items(self, items: Any, stream: Any) -> None:
         """Run the generator that the call has returned, and send what it yields."""
-        ...
+        raise NotImplementedError
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload of what is more than a plain pickle."""
-        ...
+        return pack_value(outgoing)
 
 
 async def invoke(

@@ -49,7 +49,7 @@ from aiogpu.cli.checks import (
 )
 from aiogpu.core.model.request import Device
 from aiogpu.errors import NodeStartError
-from aiogpu.linux.cgroup_hierarchy import Place, find_cgroup
+from aiogpu.linux.cgroup import Place, find_cgroup
 
 OK, WARN, MISSING = Level
 FALSE = "/bin/false"

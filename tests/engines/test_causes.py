@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.linux.cgroup_hierarchy import find_hierarchy
+from aiogpu.linux.cgroup import find_hierarchy
 from tests.engines import tasks
 from tests.engines.actor_classes import Counter
 from tests.gate import Gate

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.linux import cgroup_hierarchy as node_cgroup
-from aiogpu.linux.cgroup_hierarchy import Place
+from aiogpu.linux.cgroup import Place
+from aiogpu.runtime import node_cgroup
 from tests.cgroups import PLACE, all_groups, groups_of
 from tests.engines import tasks
 from tests.engines.alive import is_alive
@@ -150,10 +150,11 @@ async def test_an_end_while_a_slot_is_being_ended(has_cgroup: bool, gate: Gate) 
 
 DRIVER = """
     import asyncio, sys, aiogpu
-    from aiogpu.linux import cgroup_hierarchy as node_cgroup
+    from aiogpu.linux.cgroup import Place
+    from aiogpu.runtime import node_cgroup
     from tests.engines import tasks
     if sys.argv[2] == "without":
-        node_cgroup.find_cgroup = lambda: node_cgroup.Place(None, "a test")
+        node_cgroup.find_cgroup = lambda: Place(None, "a test")
     async def main():
         async with aiogpu.init(num_cpus=4, num_gpus=1):
             first = tasks.leave_daemon_and_wait.options(num_gpus=1).remote(sys.argv[1])

@@ -11,7 +11,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import build_ledger, in_thread
-from aiogpu.linux.cgroup_hierarchy import usable_cpus
+from aiogpu.linux.cgroup import usable_cpus
 
 
 def gpus(*types: str | None) -> list[DeviceSet]:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.linux.cgroup_hierarchy import usable_cpus
+from aiogpu.linux.cgroup import usable_cpus
 from aiogpu.testing.traces import Traces
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import Refused

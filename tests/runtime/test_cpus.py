@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.linux.cgroup_hierarchy import usable_cpus
+from aiogpu.linux.cgroup import usable_cpus
 
 
 class Machine:

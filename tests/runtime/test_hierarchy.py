@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.linux.cgroup_hierarchy import UNIFIED, find_hierarchy
+from aiogpu.linux.cgroup import UNIFIED, find_hierarchy
 
 HYBRID = """\
 30 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755

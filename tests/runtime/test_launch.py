@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.linux.cgroup_hierarchy import NodeCgroup
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.zygote.config import Bootstrap
 from tests.program import run
 

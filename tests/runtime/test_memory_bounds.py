@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.linux.cgroup_hierarchy import read_limit, read_numbers
+from aiogpu.linux.cgroup import read_limit, read_numbers
 from aiogpu.linux.procfs import MemoryBounds, Usage
 
 GIB = 1 << 30

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.linux import cgroup_hierarchy as node_cgroup
-from aiogpu.linux.cgroup import Cgroup
-from aiogpu.linux.cgroup_hierarchy import NodeCgroup, Place, find_cgroup
+from aiogpu.linux.cgroup import Cgroup, Place, find_cgroup
+from aiogpu.runtime import node_cgroup
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from tests.cgroups import PLACE, groups_of, needs_cgroup
 
 

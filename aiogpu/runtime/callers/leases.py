@@ -25,7 +25,7 @@ from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import InfeasibleError, PlacementRemovedError
-from aiogpu.linux.cgroup_hierarchy import PROC, StrPath, read_bytes
+from aiogpu.linux.cgroup import PROC, StrPath, read_bytes
 from aiogpu.runtime.devices.binding import held_of
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.wire.codec import pack

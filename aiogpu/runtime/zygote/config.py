@@ -26,10 +26,10 @@ from typing import Final, NamedTuple
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
-from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.descriptors import soft_limit
 from aiogpu.runtime.directories import create_directory, remove_directory
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.wire.messages import LOG_LEVEL, Setup, socket_path
 
 _FLAGS: Final = (("optimize", "O"), ("dont_write_bytecode", "B"), ("no_user_site", "s"))

@@ -74,7 +74,7 @@ class Preload:
             None if that made us unfit, and `Unfit` was sent; or the driver has died.
         """
         with _guarded():
-            if not all(self._import_named(module) for module in NEEDED):
+            if not all(map(self._import, NEEDED)):
                 return None
             gc.enable()  # until here there was nothing but modules, which stay
             before = _top_level()
@@ -90,37 +90,35 @@ class Preload:
         rest = [module for module in setup.learnt if module not in setup.proven]
         try:
             return (
-                self._import_all(self._import_named, setup.preload)
-                and self._import_all(self._import_learnt, proven)
-                and self._import_all(self._import_learnt, self._choose(rest))
+                self._import_all(setup.preload)
+                and self._import_all(proven, True)
+                and self._import_all(self._choose(rest), True)
             )
         except DriverHasDied:
             return False
 
-    def _import_all(self, how: Callable[[str], bool], modules: Sequence[str]) -> bool:
+    def _import_all(self, modules: Sequence[str], are_learnt: bool = False) -> bool:
         if not modules:
             return True
         with watched_over(self._setup, self._driver, self._leave):
-            return all(map(how, modules))
+            return all(self._import(module, are_learnt) for module in modules)
 
-    def _import_named(self, module: str) -> bool:
+    def _import(self, module: str, is_learnt: bool = False) -> bool:
+        """Import a module; False if this process is unfit then, as the driver is told.
+
+        What a module raises that is no `Exception` ends the zygote, unless the user
+        has not asked for the module.
+        """
+        raised: tuple[type[BaseException], ...]
+        raised = (BaseException,) if is_learnt else (Exception,)
         try:
             importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - an import may raise anything
-            self._send(Unfit(module, f"{type(error).__name__}: {error}", True))
+        except raised as error:
+            raises = f"{type(error).__name__}: {error}"
+            if is_learnt:
+                raises = f"its import raises {raises}"
+            self._send(Unfit(module, raises, not is_learnt))
             return False
-        return self._prove(module)
-
-    def _import_learnt(self, module: str) -> bool:
-        try:
-            importlib.import_module(module)
-        except BaseException as error:  # noqa: BLE001 - an import may raise anything
-            reason = f"its import raises {type(error).__name__}: {error}"
-            self._send(Unfit(module, reason, False))
-            return False
-        return self._prove(module)
-
-    def _prove(self, module: str) -> bool:
         reason = unfit_to_fork()
         if reason is not None:
             self._send(Unfit(module, reason, False))
