@@ -230,9 +230,7 @@ class Driver:
         if self._faults is None:
             from aiogpu.runtime.internal_faults import Faults
 
-            self._faults = Faults(
-                self.scheduler, self._calls, self._pool, self._send_alone, self.feed
-            )
+            self._faults = Faults(self._calls, self._pool, self._send_alone, self.feed)
         return self._faults
 
     def _lessees(self, key: Key) -> Mapping[int, int]:

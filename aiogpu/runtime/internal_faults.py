@@ -1,14 +1,15 @@
 """What becomes of a step in which aiogpu itself fails.
 
-A bug of ours costs what it concerns, and no more: whoever waits is told an
-`InternalError` with the cause, what the task held becomes free, and its worker goes on
-where it is certain what that has been told. The traceback is logged besides.
+A bug in aiogpu costs what it concerns and no more: the owner gets an `InternalError`
+with the cause, what the task held becomes free, and its worker goes on if it is certain
+what the worker was told. The traceback is logged. Loaded with the first fault.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,141 +38,117 @@ _QUESTIONS: Final = (Submit, Ask, Find, Fetch, Inquire, TakeLease)
 
 
 class Faults:
-    """Makes good what has failed on one node."""
+    """Settles what a failed step of one node concerned."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
         calls: ShardedDict[Call],
         pool: Pool,
         send_alone: Callable[[WorkerId, TaskId], None],
         feed: Feed,
     ) -> None:
-        self._scheduler = scheduler
         self._calls = calls
         self._pool = pool
         self._send_alone = send_alone
         self._feed = feed
-        self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
-            effects.Assign: self._not_assigned,
-            effects.Ahead: self._not_sent_ahead,
-            effects.Spawn: lambda it, fault: self._pool.give_up(it.worker, fault),
-            effects.Granted: lambda it, fault: self._cancel(it.task, fault),
-        }
 
     def on_effect(self, effect: Effect, error: Exception) -> None:
         """An effect was not carried out, or not all of it."""
         about = {k: getattr(effect, k, None) for k in ("task", "worker", "tasks")}
-        name = type(effect).__name__
-        _log.error("! failed to carry out %s", _brief(name, about), exc_info=error)
-        fault = internal_error(f"carried out {name}", error)
-        way = self._ways.get(type(effect))
-        if way is None:
-            self._make_good(self._end, about, fault)
-        else:
-            self._make_good(way, effect, fault)
+        what = _brief(type(effect).__name__, about)
+        with _settling(f"carry out {what}", f"carried out {what}", error) as fault:
+            if isinstance(effect, effects.Assign):
+                self._on_unassigned(effect, fault)
+            elif isinstance(effect, effects.Ahead):
+                self._send_one_by_one(effect)
+            elif isinstance(effect, effects.Spawn):
+                self._pool.give_up(effect.worker, fault)
+            else:
+                self._end(about["task"], about["worker"], fault)
 
     def on_event(self, step: Step, args: tuple[object, ...], error: Exception) -> None:
         """The core has failed to take in an event: this step, with these arguments."""
         own = ("self", "now", "effects")
         named = [n for n in signature(step).parameters if n.strip("_") not in own]
-        about = dict(zip(filter(lambda n: n.strip("_"), named), args, strict=False))
-        _log.error(
-            "! failed to take in %s", _brief(step.__name__, about), exc_info=error
+        about: dict[str, Any] = dict(
+            zip(filter(lambda n: n.strip("_"), named), args, strict=False)
         )
-        fault = internal_error(f"took in {step.__name__}", error)
-        self._make_good(self._end, about, fault, step is Scheduler.cancel)
+        what = _brief(step.__name__, about)
+        with _settling(f"take in {what}", f"took in {what}", error) as fault:
+            is_cancelled = step is Scheduler.cancel
+            self._end(about.get("task"), about.get("worker"), fault, is_cancelled)
 
     def on_message(
         self, worker: LiveWorker, message: Message, error: Exception
     ) -> None:
-        """What a worker says was not taken in, for no fault of its own."""
-        what = type(message).__name__
-        _log.error(
-            "! failed to take in %s of worker %d", what, worker.id, exc_info=error
-        )
-        fault = internal_error(f"took in {what} of a worker", error)
-        self._make_good(self._not_heard, worker, message, fault)
+        """A worker's message was not taken in, for no fault of the worker's."""
+        what = f"{type(message).__name__} of worker {worker.id}"
+        with _settling(f"take in {what}", f"took in {what}", error) as fault:
+            if not tell_asker(worker, message, fault):
+                task = TaskId(getattr(message, "task", 0))
+                call = self._calls.get(task)
+                is_its_own = call is not None and call.worker == worker.id
+                self._end(task if is_its_own else None, WorkerId(worker.id), fault)
 
-    def _make_good(self, way: Callable[..., None], *what: object) -> None:
-        try:
-            way(*what)
-        except Exception:  # noqa: BLE001 - there is nobody left to be told
-            _log.exception("! could not make good %r", what)
-
-    def _not_assigned(self, effect: effects.Assign, fault: Exception) -> None:
+    def _on_unassigned(self, effect: effects.Assign, fault: Exception) -> None:
         """End a task that was not sent; a worker that has run others goes on."""
         call, worker = self._calls[effect.task], self._pool.workers.get(effect.worker)
         is_bound = not (effect.is_first or effect.is_last or call.func.actor)
         if worker is None or call.receiver is None or not is_bound:
             # Nobody knows whether it has its environment, or that it is to end.
-            self._cancel(effect.task, fault)
-            self._end_worker(effect.worker, fault)
+            self._end(effect.task, effect.worker, fault)
             return
         worker.unlearn(call.func)
         call.answer = pack_own_error(fault)._replace(task=effect.task)
         self._feed(Scheduler.finish, effect.task, effect.worker)
 
-    def _not_sent_ahead(self, effect: effects.Ahead, fault: Exception) -> None:
-        """Send tasks one by one that were not sent together."""
+    def _send_one_by_one(self, effect: effects.Ahead) -> None:
+        """Send tasks that could not be sent together."""
         worker = self._pool.workers[effect.worker]
         for task in effect.tasks:
             try:
                 worker.unlearn(self._calls[task].func)
                 self._send_alone(effect.worker, task)
-            except Exception as error:  # noqa: BLE001 - it is told to who waits
-                self._cancel(task, internal_error("sent a task to a worker", error))
-
-    def _not_heard(
-        self, worker: LiveWorker, message: Message, fault: Exception
-    ) -> None:
-        if tell_asker(worker, message, fault):
-            return
-        task = TaskId(getattr(message, "task", 0))
-        call = self._calls.get(task)
-        if call is not None and call.worker == worker.id:
-            self._cancel(task, fault)
-        self._end_worker(WorkerId(worker.id), fault)
+            except Exception as error:  # noqa: BLE001 - the owner is told
+                fault = internal_error("sent a task to a worker", error)
+                self._end(task, None, fault)
 
     def _end(
-        self, about: dict[str, Any], fault: Exception, is_cancelled: bool = False
+        self,
+        task: TaskId | None,
+        worker: WorkerId | None,
+        fault: Exception,
+        is_cancelled: bool = False,
     ) -> None:
-        """Tell the owner of the task that something was about, and end the worker."""
-        task, worker = about.get("task"), about.get("worker")
-        if task is not None and (call := self._calls.get(task)) is not None:
+        """Tell a task's owner, and end a worker if nobody knows what it was told."""
+        call = None if task is None else self._calls.get(task)
+        if task is not None and call is not None:
             call.tell(fault)
             if not is_cancelled:
                 self._feed(Scheduler.cancel, task)
-        if worker is not None:
-            self._end_worker(worker, fault)
+        if worker is not None and worker in self._pool.workers:
+            self._pool.end_for_fault(worker, str(fault))
 
-    def _cancel(self, task: TaskId, fault: Exception) -> None:
-        self._calls[task].tell(fault)
-        self._feed(Scheduler.cancel, task)
 
-    def _end_worker(self, worker: WorkerId, fault: Exception) -> None:
-        """End a worker of which nobody knows any more what it was told."""
-        try:
-            if worker in self._pool.workers:
-                self._pool.end_for_fault(worker, str(fault))
-        except Exception:
-            record = self._scheduler.workers.get(worker)
-            tasks = [] if record is None else [record.task, *record.queue]
-            for one in tasks:
-                if one is not None:
-                    self._calls[one.id].tell(fault)
-            raise
+@contextmanager
+def _settling(doing: str, done: str, error: Exception) -> Iterator[Exception]:
+    """Log a fault and give the error to tell; a failure within is logged as well."""
+    _log.error("! failed to %s", doing, exc_info=error)
+    try:
+        yield internal_error(done, error)
+    except Exception:  # noqa: BLE001 - there is nobody left to be told
+        _log.exception("! nobody could be told that aiogpu failed to %s", doing)
 
 
 def _brief(name: str, about: dict[str, Any]) -> str:
-    """Return what it is, and about which task and worker; its `repr` may fill pages."""
+    """Name a step with its task and worker only: its `repr` may fill pages."""
     named = {key: about.get(key) for key in ("task", "worker", "tasks")}
     told = ", ".join(f"{k} {v}" for k, v in named.items() if v is not None)
     return f"{name}({told})"
 
 
 def tell_asker(caller: Caller, message: Message, fault: Exception) -> bool:
-    """Tell who has asked something by a message; False if nobody waits for it."""
+    """Tell the sender of a question that it failed; False if it was no question."""
     if not isinstance(message, _QUESTIONS):
         return False
     settle(Child(caller, message.child), fault)
