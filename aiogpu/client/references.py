@@ -120,8 +120,6 @@ class Loans:
         unnamed: segments that were written and of which the driver was not told yet.
         are_used: whether anything was ever lent to this process.
         on_over: told that a loan has ended, in whichever thread; None for nobody.
-        press: has the driver read the descriptors that it was sent, soon: there is no
-            room for more, and what would name them cannot be said before.
         descriptors: the way for those of shared memory.
     """
 
@@ -131,6 +129,7 @@ class Loans:
         spill: str,
         page: ControlPage,
         interrupts: Uncut,
+        press: Callable[[], object],
         owner: int = 0,
     ) -> None:
         """Prepare.
@@ -139,14 +138,17 @@ class Loans:
             path: of the socket for descriptors.
             spill: directory for values beyond the limit, "" for the system's choice.
             page: tells how much memory is left for values.
-            interrupts: what must cut nothing of this in two.
+            interrupts: defers interrupts while shared memory is handled.
+            press: asks the driver to read the descriptors that it was sent, soon:
+                there is no room for more, and the message that would name them
+                cannot be sent before.
             owner: id of the client whose process this is; 0 in a worker.
         """
         self.over: deque[tuple[int, int]] = deque()
         self.unnamed: set[int] = set()
         self.are_used = False
         self.on_over: Callable[[], object] | None = None
-        self.press: Callable[[], object] = _nothing
+        self._press = press
         self._owner = owner
         self._spill = spill
         self._page = page
@@ -384,7 +386,7 @@ class Loans:
                 spans = segment.write(buffers)
                 # It has taken its time; once the driver has it, it is too late.
                 self._interrupts.catch_up()
-                self.descriptors.send(segment, self.press)
+                self.descriptors.send(segment, self._press)
             except BaseException:
                 warm.discard(segment.id)
                 self.end(segment.id, 1)  # the driver may count it as warm
@@ -428,10 +430,6 @@ class Loans:
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""
         self.descriptors.leave()
-
-
-def _nothing() -> None:
-    """Nobody can be told yet."""
 
 
 REFUSED: Final = 5e-3

@@ -518,9 +518,10 @@ class RemoteEngine(NodeClient):
         self._line.on_lost = self._on_lost
         self._page = ControlPage.open(descriptor := ControlPage.create())
         os.close(descriptor)
-        self._loans = Loans("", "", self._page, Interrupts(self._page), self.client)
+        self._loans = Loans(
+            *("", "", self._page, Interrupts(self._page)), self._line.press, self.client
+        )
         self._loans.on_over = self._on_over
-        self._loans.press = self._line.press
         self.lookups: set[asyncio.Future[Any]] = set()
         self._ledger: Ledger | None = None
         self._welcome: asyncio.Future[Welcome] = loop.create_future()

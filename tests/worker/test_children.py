@@ -271,7 +271,7 @@ def test_what_is_not_needed_any_more_is_told_amid_the_task(
     children: TaskClient, driver: DriverEnd, channel: Channel, page: ControlPage
 ) -> None:
     """A handle to an actor is lent as a value is; a task may go on for days."""
-    channel.loans = Loans("", "", page, Interrupts(page))
+    channel.loans = Loans("", "", page, Interrupts(page), press=bool)
     hold = children.actor(11)
     assert driver.next() == Hold(11)
     assert children.actor(11) is hold, "it is lent once, however many handles there are"
@@ -285,7 +285,7 @@ def test_what_a_function_holds_is_held_by_each_of_its_calls(
     children: TaskClient, driver: DriverEnd, channel: Channel, page: ControlPage
 ) -> None:
     """The parent may have let go of it before the child has begun."""
-    channel.loans = Loans("", "", page, Interrupts(page))
+    channel.loans = Loans("", "", page, Interrupts(page), press=bool)
     actor = ActorReference(11, children.actor(11))
     closure = replace(TRAIN, function=Function(2, b"function", (actor,)))
     del actor

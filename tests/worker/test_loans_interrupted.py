@@ -77,7 +77,7 @@ def loans(
     """Those of a worker whose task 7 is to stop."""
     context.worker = WORKER
     page.note_left(1 << 30)
-    loans = Loans(node.path, "", page, interrupts)
+    loans = Loans(node.path, "", page, interrupts, press=bool)
     page.ask(3, 7)
     interrupts.entered = 7
     yield loans

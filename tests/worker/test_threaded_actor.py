@@ -108,7 +108,7 @@ def test_a_result_holds_the_actors_whose_handles_it_has(
     page: ControlPage,
 ) -> None:
     """Until it is sent: its own loan of them is over before, in whichever thread."""
-    channel.loans = Loans("", "", page, Interrupts(page))
+    channel.loans = Loans("", "", page, Interrupts(page), press=bool)
     driver.send(Invoke(1, "give", dump_arguments("give", (), {})), Leave())
     creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
     ThreadedActor(executor, Giver(children), creation).serve()

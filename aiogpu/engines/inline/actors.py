@@ -33,8 +33,8 @@ from aiogpu.engines.inline.tasks import (
     running_job,
 )
 from aiogpu.errors import ActorDiedError, DeadlockError, NodeClosedError, NodeError
-from aiogpu.runtime.actors.actor import Actor, ActorState
-from aiogpu.runtime.actors.registry import FIRST_CALL, LEAVE_LIMIT, Actors
+from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState
+from aiogpu.runtime.actors.registry import LEAVE_LIMIT, Actors
 from aiogpu.serialization.exceptions import LEFT, STOPPED
 from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (

@@ -71,8 +71,7 @@ from aiogpu.errors import (
     SerializationError,
     TaskError,
 )
-from aiogpu.runtime.actors.actor import Actor
-from aiogpu.runtime.actors.registry import FIRST_CALL
+from aiogpu.runtime.actors.actor import FIRST_CALL, Actor
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import filled

@@ -9,19 +9,22 @@ missing argument may depend on them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Final, Protocol
+from itertools import count, islice
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import ActorDiedError, ActorNameError, NodeClosedError
-from aiogpu.runtime.objects.segments import ActorHold, ActorRegister
+from aiogpu.runtime.objects.segments import ActorHold
 from aiogpu.runtime.objects.store import Borrower
 from aiogpu.runtime.objects.values import Value, await_arguments, is_complete
 from aiogpu.runtime.pending_tasks import EACH, Delay, internal_error, settle
@@ -30,6 +33,9 @@ from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire import messages as wire
+
+if TYPE_CHECKING:
+    from aiogpu.observe.status import ActorStatus
 
 
 class ActorState(Enum):
@@ -71,23 +77,6 @@ class ActorCall:
         if type(payload) is not bytes:
             payload = worker.borrow(payload)
         return wire.Invoke(number, self.method, payload, self.limit, self.passed)
-
-
-class ActorEnd:
-    """Why an actor is dead: an error of aiogpu, or the failure of its constructor.
-
-    The failure holds the user's exception, which only the receiver unpickles.
-    """
-
-    def __init__(self, why: Exception | wire.Failed) -> None:
-        self._why = why
-
-    def tell(self, receiver: Receiver) -> None:
-        """Tell a receiver."""
-        if isinstance(self._why, Exception):
-            receiver.fail(_again(self._why))
-        else:
-            receiver.reject(self._why)
 
 
 def died(name: str, why: str) -> ActorDiedError:
@@ -210,29 +199,166 @@ AHEAD: Final = 256
 NO_HANDLE: Final = "nobody had a handle to it any more."
 
 
-class ActorOwner(ActorRegister, Protocol):
-    """Has actors, and is told what becomes of them."""
+FIRST_CALL: Final = 1 << 40
+"""Number of a node's first call: above those of tasks and of what they are sent."""
 
-    @property
-    def new_number(self) -> Callable[[], CallId]:
-        """Gives the number of the next call."""
-        ...
+
+class Register:
+    """The actors of a node that live, or to which somebody has a handle."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._actors: dict[int, Actor] = {}
+        self._named: dict[tuple[str, str], Actor] = {}
+        self._refused: dict[int, Exception] = {}
+        self.new_number: Final = count(FIRST_CALL).__next__
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self._actors)}>"
+
+    def check_name(self, key: tuple[str, str] | None) -> None:
+        """Raise `ActorNameError` if a living actor has that name."""
+        if key is not None and key in self._named:
+            raise name_taken(key[1])
+
+    def name(self, actor: Actor) -> None:
+        """Let it be found by its name, if it has one."""
+        if actor.key is not None:
+            self._named[actor.key] = actor
+
+    def add(self, actor: Actor, public: int) -> None:
+        """Let it be found by its id, and by the one that a worker has given it."""
+        self._actors[actor.id] = actor
+        if public:
+            self._actors[public] = actor
+            actor.aliases.append(public)
+
+    def get(self, actor: int) -> Actor | None:
+        """An actor to which somebody holds a handle."""
+        return self._actors.get(actor)
+
+    def all(self) -> list[Actor]:
+        """All that live, or to which somebody holds a handle, each once."""
+        return [one for known_as, one in self._actors.items() if known_as == one.id]
+
+    def listed(
+        self,
+        place_of: Callable[[Actor], tuple[int, int] | None],
+        client_of: Callable[[int], int],
+    ) -> tuple[ActorStatus, ...]:
+        """The actors as `status()` shows them.
+
+        Those that have a process, by number, then the first of those that wait for one.
+
+        Args:
+            place_of: gives an actor's worker and the process id of that, None without.
+            client_of: gives whose an actor is, by its number.
+        """
+        from aiogpu.observe.snapshot import LISTED
+
+        placed: list[ActorStatus] = []
+        pending: list[Actor] = []
+        for actor in self.all():
+            place = place_of(actor)
+            if actor.state is ActorState.DEAD:
+                continue
+            if place is None:
+                pending.append(actor)
+            else:
+                placed.append(_status(actor, place, client_of(actor.id)))
+        placed.sort(key=lambda status: status.id)
+        rest = [_status(it, None, client_of(it.id)) for it in islice(pending, LISTED)]
+        return (*placed, *rest)
+
+    def held(self, actor: int, _name: str = "") -> Actor:
+        """See `ActorsPort.held`."""
+        if not self.hold(actor):
+            raise self.unknown(actor)
+        return self._actors[actor]
+
+    def unknown(self, actor: int) -> Exception:
+        """The error for one that never was, or to which nobody has a handle."""
+        refused = self._refused.get(actor)
+        return refused or ActorDiedError(
+            f"the actor {actor} has ended with its last handle."
+        )
+
+    def refuse(self, public: int, error: Exception) -> None:
+        """Note why one is not made that a worker wanted."""
+        self._refused[public] = error
+
+    def find(self, key: tuple[str, str]) -> Actor | None:
+        """The actor of that name, if it lives; whoever asks holds one handle more."""
+        actor = self._named.get(key)
+        if actor is not None:
+            actor.holders += 1
+        return actor
+
+    def hold(self, actor: int) -> bool:
+        """One more holds a handle; False if nobody has until now."""
+        found = self._actors.get(actor)
+        if found is None:
+            return False
+        found.holders += 1
+        return True
+
+    def release(self, actor: int) -> None:
+        """One who held a handle has gone."""
+        found = self._actors.get(actor)
+        if found is None:
+            self._refused.pop(actor, None)
+        else:
+            found.release()
+            self.forget(found)
+
+    def release_soon(self, actor: int) -> None:
+        """The same from wherever objects are dropped."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.release, actor)
+
+    def forget(self, actor: Actor) -> None:
+        """Keep it no more, if it is dead and nobody has a handle."""
+        if not actor.holders and actor.state is ActorState.DEAD:
+            for known_as in (actor.id, *actor.aliases):
+                self._actors.pop(known_as, None)
+
+    def free_name(self, actor: Actor) -> None:
+        """Another one may have its name."""
+        if actor.key is not None and self._named.get(actor.key) is actor:
+            del self._named[actor.key]
 
     def caller_here(self) -> int:
-        """Tell the callers of this process apart."""
-        ...
+        """Tell the callers of this process apart; they are one unless overridden."""
+        return 0
 
     def on_idle(self, actor: Actor) -> None:
         """Nobody can call an actor any more, and all its calls were answered."""
-        ...
+        raise NotImplementedError
 
     def on_leaving(self, actor: Actor) -> None:
         """An actor was told to end."""
-        ...
+        self.free_name(actor)
 
     def on_dead(self, actor: Actor) -> None:
         """An actor is dead."""
-        ...
+        self.free_name(actor)
+        self.forget(actor)
+
+
+def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorStatus:
+    from aiogpu.observe.status import ActorStatus  # late: few programs ask for it
+
+    namespace, name = actor.key or ("", None)
+    worker, pid = place or (None, 0)
+    suffix = f" {name!r}" if name is not None else ""
+    return ActorStatus(
+        *(actor.id, name, namespace, actor.name.removesuffix(suffix)),
+        actor.state.value,
+        actor.holders,
+        *(worker, pid, len(actor.calls)),
+        is_detached=actor.func.spec.is_detached,
+        client=client,
+    )
 
 
 class Actor:
@@ -259,7 +385,7 @@ class Actor:
     """
 
     def __init__(
-        self, func: FunctionSpec, owner: ActorOwner, key: tuple[str, str] | None
+        self, func: FunctionSpec, owner: Register, key: tuple[str, str] | None
     ) -> None:
         assert func.actor is not None, func
         self.id = 0
@@ -287,7 +413,7 @@ class Actor:
         self._terms = terms
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
-        self._end: ActorEnd | None = None
+        self._end: Exception | wire.Failed | None = None
         self._why_left = NO_HANDLE
 
     def __repr__(self) -> str:
@@ -365,7 +491,7 @@ class Actor:
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
         if self._end is not None:
-            self._end.tell(receiver)
+            self._tell_end(receiver)
         elif self.state is ActorState.PENDING:
             self._awaited_by.append(receiver)
         else:
@@ -570,8 +696,7 @@ class Actor:
         """Tell all who wait, and whoever comes later."""
         if self._end is not None:
             return
-        end = self._end = ActorEnd(why)
-        self.state = ActorState.DEAD
+        self._end, self.state = why, ActorState.DEAD
         calls, self.calls = self.calls, {}
         waiting, self._awaited_by = self._awaited_by, []
         for mailbox in self.mailboxes.values():
@@ -580,10 +705,20 @@ class Actor:
         receivers = [call.receiver for call in calls.values()]
         for receiver in (*receivers, *waiting):
             if receiver is not None:
-                end.tell(receiver)
+                self._tell_end(receiver)
 
     def _refuse(self, receiver: Receiver) -> None:
         if self._end is None:
             receiver.fail(leaving(self.name))
         else:
-            self._end.tell(receiver)
+            self._tell_end(receiver)
+
+    def _tell_end(self, receiver: Receiver) -> None:
+        """Tell a receiver why this actor is dead.
+
+        A failed constructor's exception is the user's: only the receiver unpickles it.
+        """
+        if isinstance(self._end, wire.Failed):
+            receiver.reject(self._end)
+        elif self._end is not None:
+            receiver.fail(_again(self._end))

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import count, islice
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from aiogpu.client.function_spec import FunctionSpec
@@ -22,7 +20,13 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError, DeadlockError
-from aiogpu.runtime.actors.actor import Actor, ActorState, died, name_taken
+from aiogpu.runtime.actors.actor import (
+    FIRST_CALL,
+    Actor,
+    ActorState,
+    Register,
+    died,
+)
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.results import Results
@@ -35,13 +39,8 @@ from aiogpu.wire.messages import Create, Created, Done, Failed
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
-    from aiogpu.observe.status import ActorStatus
     from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_guard import Shortages
-
-
-FIRST_CALL: Final = 1 << 40
-"""Number of a node's first call: above those of tasks and of what they are sent."""
 
 
 Check = Callable[[FunctionSpec, bytes], None]
@@ -73,147 +72,6 @@ class TaskPort(Protocol):
 
     def on_created(self, task: TaskId) -> None:
         """The constructor of an actor has returned."""
-
-
-class Register:
-    """The actors that live, or of which somebody has a handle."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._actors: dict[int, Actor] = {}
-        self._named: dict[tuple[str, str], Actor] = {}
-        self._refused: dict[int, Exception] = {}
-        self.new_number: Final = count(FIRST_CALL).__next__
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self._actors)}>"
-
-    def check_name(self, key: tuple[str, str] | None) -> None:
-        """Raise `ActorNameError` if a living actor has that name."""
-        if key is not None and key in self._named:
-            raise name_taken(key[1])
-
-    def name(self, actor: Actor) -> None:
-        """Let it be found by its name, if it has one."""
-        if actor.key is not None:
-            self._named[actor.key] = actor
-
-    def add(self, actor: Actor, public: int) -> None:
-        """Let it be found by its id, and by the one that a worker has given it."""
-        self._actors[actor.id] = actor
-        if public:
-            self._actors[public] = actor
-            actor.aliases.append(public)
-
-    def get(self, actor: int) -> Actor | None:
-        """An actor to which somebody holds a handle."""
-        return self._actors.get(actor)
-
-    def all(self) -> list[Actor]:
-        """All that live, or to which somebody holds a handle, each once."""
-        return [one for known_as, one in self._actors.items() if known_as == one.id]
-
-    def listed(
-        self,
-        place_of: Callable[[Actor], tuple[int, int] | None],
-        client_of: Callable[[int], int],
-    ) -> tuple[ActorStatus, ...]:
-        """The actors as `status()` shows them.
-
-        Those that have a process, by number, then the first of those that wait for one.
-
-        Args:
-            place_of: gives an actor's worker and the process id of that, None without.
-            client_of: gives whose an actor is, by its number.
-        """
-        from aiogpu.observe.snapshot import LISTED
-
-        placed: list[ActorStatus] = []
-        pending: list[Actor] = []
-        for actor in self.all():
-            place = place_of(actor)
-            if actor.state is ActorState.DEAD:
-                continue
-            if place is None:
-                pending.append(actor)
-            else:
-                placed.append(_status(actor, place, client_of(actor.id)))
-        placed.sort(key=lambda status: status.id)
-        rest = [_status(it, None, client_of(it.id)) for it in islice(pending, LISTED)]
-        return (*placed, *rest)
-
-    def held(self, actor: int, _name: str = "") -> Actor:
-        """See `ActorsPort.held`."""
-        if not self.hold(actor):
-            raise self.unknown(actor)
-        return self._actors[actor]
-
-    def unknown(self, actor: int) -> Exception:
-        """The error for one that never was, or to which nobody has a handle."""
-        refused = self._refused.get(actor)
-        return refused or ActorDiedError(
-            f"the actor {actor} has ended with its last handle."
-        )
-
-    def refuse(self, public: int, error: Exception) -> None:
-        """Note why one is not made that a worker wanted."""
-        self._refused[public] = error
-
-    def find(self, key: tuple[str, str]) -> Actor | None:
-        """The actor of that name, if it lives; whoever asks holds one handle more."""
-        actor = self._named.get(key)
-        if actor is not None:
-            actor.holders += 1
-        return actor
-
-    def hold(self, actor: int) -> bool:
-        """One more holds a handle; False if nobody has until now."""
-        found = self._actors.get(actor)
-        if found is None:
-            return False
-        found.holders += 1
-        return True
-
-    def release(self, actor: int) -> None:
-        """One who held a handle has gone."""
-        found = self._actors.get(actor)
-        if found is None:
-            self._refused.pop(actor, None)
-        else:
-            found.release()
-            self.forget(found)
-
-    def release_soon(self, actor: int) -> None:
-        """The same from wherever objects are dropped."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.release, actor)
-
-    def forget(self, actor: Actor) -> None:
-        """Keep it no more, if it is dead and nobody has a handle."""
-        if not actor.holders and actor.state is ActorState.DEAD:
-            for known_as in (actor.id, *actor.aliases):
-                self._actors.pop(known_as, None)
-
-    def free_name(self, actor: Actor) -> None:
-        """Another one may have its name."""
-        if actor.key is not None and self._named.get(actor.key) is actor:
-            del self._named[actor.key]
-
-
-def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorStatus:
-    from aiogpu.observe.status import ActorStatus  # late: few programs ask for it
-
-    namespace, name = actor.key or ("", None)
-    worker, pid = place or (None, 0)
-    suffix = f" {name!r}" if name is not None else ""
-    return ActorStatus(
-        *(actor.id, name, namespace, actor.name.removesuffix(suffix)),
-        actor.state.value,
-        actor.holders,
-        *(worker, pid, len(actor.calls)),
-        is_detached=actor.func.spec.is_detached,
-        client=client,
-    )
 
 
 LEAVE_LIMIT: Final = 5.0
@@ -493,12 +351,8 @@ class Actors(Register):
                 found.append(record.id)
         return found
 
-    def caller_here(self) -> int:
-        """All code of this process is one caller."""
-        return 0
-
     def on_idle(self, actor: Actor) -> None:
-        """See `ActorOwner`."""
+        """See `Register`."""
         self._leave(actor, actor.why_idle)
 
     def _leave(self, actor: Actor, why: str) -> None:
@@ -510,8 +364,8 @@ class Actors(Register):
             actor.leave(why)
 
     def on_leaving(self, actor: Actor) -> None:
-        """See `ActorOwner`."""
-        self.free_name(actor)
+        """See `Register`."""
+        super().on_leaving(actor)
         self._loop.call_later(LEAVE_LIMIT, self._end, actor)
 
     def _end(self, actor: Actor) -> None:
@@ -520,11 +374,10 @@ class Actors(Register):
             actor.receive(b"")
 
     def on_dead(self, actor: Actor) -> None:
-        """See `ActorOwner`."""
-        self.free_name(actor)
+        """See `Register`."""
         if actor.worker is None:
             actor.note_gone()
-        self.forget(actor)
+        super().on_dead(actor)
 
 
 class Edge(NamedTuple):
@@ -575,16 +428,16 @@ class WaitGraph:
 
     def _find_cycle(self, start: Caller) -> list[Edge]:
         """The edges of a cycle through a process, from it and back; none without."""
-        came_by: dict[Caller, Edge] = {}
-        unseen = [start]
-        while unseen:
-            for edge in self._edges(unseen.pop()):
-                if edge.awaited in came_by:
-                    continue
-                came_by[edge.awaited] = edge
+        seen: set[Caller] = set()
+        paths: list[tuple[Caller, list[Edge]]] = [(start, [])]
+        while paths:
+            waiter, path = paths.pop()
+            for edge in self._edges(waiter):
                 if edge.awaited is start:
-                    return _path_to(start, came_by)
-                unseen.append(edge.awaited)
+                    return [*path, edge]
+                if edge.awaited not in seen:
+                    seen.add(edge.awaited)
+                    paths.append((edge.awaited, [*path, edge]))
         return []
 
     def _edges(self, waiter: Caller) -> Iterator[Edge]:
@@ -667,10 +520,3 @@ class WaitGraph:
         if actor.state is ActorState.PENDING or call is None:
             return f"the constructor of {actor.name}"
         return f"{actor.name}.{call.method}"
-
-
-def _path_to(end: Caller, came_by: dict[Caller, Edge]) -> list[Edge]:
-    path = [came_by[end]]
-    while path[0].waiter is not end:
-        path.insert(0, came_by[path[0].waiter])
-    return path

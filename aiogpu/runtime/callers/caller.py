@@ -169,13 +169,13 @@ def pass_on_all(
     return True
 
 
-class CallChild(Child):
-    """A call of an actor, on behalf of a caller."""
+class Question(Child):
+    """A call of an actor or a fetch of a value, on behalf of a caller."""
 
     __slots__ = ("_on_end",)
 
     def __init__(
-        self, caller: Caller, number: int, on_end: Callable[[], object]
+        self, caller: Caller, number: int, on_end: Callable[[Caller, int], object]
     ) -> None:
         super().__init__(caller, number)
         self._on_end = on_end
@@ -183,12 +183,12 @@ class CallChild(Child):
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
         super().receive(payload)
-        self._on_end()
+        self._on_end(self.caller, self.number)
 
     def reject(self, failed: wire.Failed) -> None:
         """Pass on the failure."""
         super().reject(failed)
-        self._on_end()
+        self._on_end(self.caller, self.number)
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +204,8 @@ class Client(Caller):
         pidfd: tells its end, whoever else has its connection open; -1 for none.
         is_slow: it has not read what it was sent.
         is_behind: so much that nothing more of it is started.
-        leases: those that it has asked for and not given back, by its own numbers.
+        leases: numbers of those children that are leases, asked for or granted, and
+            not given back.
         last: the highest number that it has given to anything.
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
@@ -219,7 +220,35 @@ class Client(Caller):
     pidfd: int = -1
     last: int = 0
     departing: set[TaskId] = field(default_factory=set)
-    leases: dict[int, int] = field(default_factory=dict)
+    leases: set[int] = field(default_factory=set)
+
+
+class LeaseChild(Child):
+    """Tells a program of a lease that it has asked for; see `LeaseReceiver`.
+
+    The lease is the program's once it is granted, until it gives it back or ends.
+    """
+
+    __slots__ = ()
+
+    caller: Client
+
+    @property
+    def pid(self) -> int:
+        """The program's process."""
+        return self.caller.pid
+
+    def receive(self, payload: bytes) -> None:
+        """The lease is granted, and stays a child until it is given back."""
+        task = self.caller.children.get(self.number)
+        super().receive(payload)
+        if task is not None:
+            self.caller.children[self.number] = task
+
+    def reject(self, failed: wire.Failed) -> None:
+        """The lease is refused, or gone with its node."""
+        self.caller.leases.discard(self.number)
+        super().reject(failed)
 
 
 _ASKING: Final = frozenset(

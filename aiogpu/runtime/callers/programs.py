@@ -22,7 +22,7 @@ from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import AiogpuError, InternalError, NodeClosedError, ProtocolError
+from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import Requests
@@ -65,27 +65,6 @@ WITHIN: Final = 10.0
 """Seconds in which a program says it; it does so at once, unless it is stopped."""
 
 
-class LeaseChild(Child):
-    """Tells a client of a lease that it has asked for; see `LeaseReceiver`.
-
-    The lease is the client's once it is granted, until it gives it back or ends.
-    """
-
-    __slots__ = ()
-
-    caller: Client
-
-    @property
-    def pid(self) -> int:
-        """The client's process."""
-        return self.caller.pid
-
-    def reject(self, failed: wire.Failed) -> None:
-        """It is refused, or gone with its node."""
-        self.caller.leases.pop(self.number, None)
-        super().reject(failed)
-
-
 AT_ONCE: Final = 1000
 """Tasks of a client that has gone which are stopped in one turn of the loop."""
 
@@ -103,6 +82,9 @@ _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset(
     {wire.Submit, wire.Ask, wire.Make, wire.Put, wire.PutFailed}
 )
+
+
+_NEW_WORK: Final = frozenset({wire.Submit, wire.Ask, wire.Make, wire.TakeLease})
 
 
 BACKLOG_OF_RESULTS: Final = 16 << 20
@@ -306,9 +288,9 @@ class Clients:
             if payload is not None and payload[:1] == MARK:
                 payload = self._store.admit(client, payload)
                 message = message._replace(payload=payload)  # type: ignore[call-arg]
-            if self.is_draining and kind not in (wire.Put, wire.PutFailed):
-                self._refuse(client, message)
-                return
+        if self.is_draining and kind in _NEW_WORK:
+            self._refuse(client, message)
+            return
         if client.is_joined is not (kind is not wire.Join):
             raise ProtocolError(f"{kind.__name__} where it may not be")
         if kind is wire.Join:
@@ -318,18 +300,24 @@ class Clients:
         elif kind is wire.Depart:
             self._depart(client)
         elif kind is wire.TakeLease:
-            self._take_lease(client, message)  # type: ignore[arg-type]
-        elif kind is wire.Withdraw and message.child in client.leases:  # type: ignore[union-attr]
-            self._driver.cancel(client.leases.pop(message.child))  # type: ignore[union-attr]
+            if client.wish is not None:
+                # From now on its limits and its turn are as any other program's.
+                self._driver.feed(Scheduler.join, *client.wish)
+                client.wish = None
+            self._requests.take_lease(client, message)  # type: ignore[arg-type]
         else:
+            if kind is wire.Withdraw:
+                client.leases.discard(message.child)  # type: ignore[union-attr]
             self._requests.on_message(client, message)
 
     def _refuse(self, client: Client, message: wire.Message) -> None:
-        error = NodeClosedError("the node is being stopped, and takes no new work.")
+        is_lease = isinstance(message, wire.TakeLease)
+        what = "grants nothing" if is_lease else "takes no new work"
+        error = NodeClosedError(f"the node is being stopped, and {what}.")
         if isinstance(message, wire.Make):
             self._driver.actors.refuse(message.actor, error)
-        elif isinstance(message, wire.Submit | wire.Ask):
-            Child(client, message.child).fail(error)
+        else:
+            Child(client, message.child).fail(error)  # type: ignore[union-attr]
 
     def _join(self, client: Client, join: wire.Join) -> None:
         ours = self._server_info
@@ -384,29 +372,6 @@ class Clients:
         self._doing.add(doing)
         doing.add_done_callback(self._doing.discard)
 
-    def _take_lease(self, client: Client, message: wire.TakeLease) -> None:
-        receiver, driver = LeaseChild(client, message.child), self._driver
-        func = client.declared.get(message.func)
-        if self.is_draining:
-            error = "the node is being stopped, and grants nothing."
-            receiver.fail(NodeClosedError(error))
-        elif isinstance(func, wire.Failed):
-            receiver.reject(func)
-        elif func is None or not func.spec.is_lease:
-            receiver.fail(InternalError(f"{client.name} never declared this lease"))
-        else:
-            if client.wish is not None:
-                # From now on its limits and its turn are as any other program's.
-                driver.feed(Scheduler.join, *client.wish)
-                client.wish = None
-            try:
-                task = driver.submit(func, b"", receiver, None, client.client)
-            except AiogpuError as error:
-                receiver.fail(error)
-                return
-            if driver.knows(task):
-                client.leases[message.child] = task
-
     async def _tell(self, client: Client, inquiry: wire.Inquire) -> None:
         """Answer what a client asks of the node."""
         child = Child(client, inquiry.child)
@@ -425,7 +390,7 @@ class Clients:
     def _task_of(self, client: Client, number: int) -> int:
         """The task that a client means: its child's, or that of an actor."""
         if number > 0:
-            return client.children.get(number) or client.leases.get(number, 0)
+            return client.children.get(number, 0)
         actor = self._driver.actors.get(number)
         return 0 if actor is None else actor.id
 
@@ -452,17 +417,16 @@ class Clients:
 
     def _give_up(self, client: Client) -> None:
         """Stop what is a client's own; what its leases were for may go on."""
-        driver, actors = self._driver, self._driver.actors
-        leases, client.leases = client.leases, {}
-        for task in leases.values():
-            driver.cancel(task)
+        actors = self._driver.actors
         for number in list(client.asked):
             self._requests.withdraw_call(client, number)
         client.fetched.clear()
+        leases, client.leases = client.leases, set()
         children, client.children = client.children, {}
-        tasks = [TaskId(task) for task in children.values()]
-        self._stop_some(tasks)
-        client.departing.update(tasks)
+        self._stop_some([TaskId(task) for task in children.values()])
+        client.departing.update(
+            TaskId(task) for number, task in children.items() if number not in leases
+        )
         for hold in client.borrowers.take_actors() if client.borrowers else ():
             hold.end()
             actor = actors.get(hold.id)
@@ -520,7 +484,7 @@ class Clients:
         clients = self.by_id.values()
         asked = (number for one in clients for _, number in one.asked.values())
         counts = {
-            "task": sum(len(one.children) for one in clients),
+            "task": sum(len(one.children) - len(one.leases) for one in clients),
             "call": sum(number > 0 for number in asked),
             "lease": sum(len(one.leases) for one in clients),
         }

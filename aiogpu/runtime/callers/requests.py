@@ -29,9 +29,10 @@ from aiogpu.errors import (
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.actors.registry import WaitGraph
 from aiogpu.runtime.callers.caller import (
-    CallChild,
     Caller,
     Child,
+    LeaseChild,
+    Question,
     check_claims,
     count_fresh,
 )
@@ -69,7 +70,7 @@ class Requests:
         self._functions: dict[bytes, Function] = {}
         self._funcs: dict[tuple[int, bytes, str], FunctionSpec] = {}
         self._handlers: Final[dict[type[wire.Message], Callable[..., object]]] = {
-            wire.Declare: self._note_declared,
+            wire.Declare: self._declare,
             wire.Submit: self.submit,
             wire.Wait: self._wait,
             wire.Withdraw: self._withdraw,
@@ -101,38 +102,34 @@ class Requests:
 
     # Tasks
 
-    def _note_declared(self, caller: Caller, message: wire.Declare) -> None:
-        declared = caller.declared
-        declared.pop(message.func, None)
-        declared[message.func] = self._declare(message, caller.program)
-        if len(declared) > KEPT:
-            # The oldest; by now the worker would declare it anew.
-            del declared[next(iter(declared))]
-
-    def _declare(
-        self, message: wire.Declare, program: str
-    ) -> FunctionSpec | wire.Failed:
+    def _declare(self, caller: Caller, message: wire.Declare) -> None:
+        func: FunctionSpec | wire.Failed
         try:
-            func = self._find_site(message, program)
+            func = self._func_of(message, caller.program)
             self._actors.check(func, b"")
         except AiogpuError as error:
-            return pack_failure(0, RAISED, error, "")
-        return func
+            func = pack_failure(0, RAISED, error, "")
+        declared = caller.declared
+        declared.pop(message.func, None)
+        declared[message.func] = func
+        if len(declared) > KEPT:
+            # The oldest; by now the caller would declare it anew.
+            del declared[next(iter(declared))]
 
-    def _find_site(self, message: wire.Declare, program: str) -> FunctionSpec:
+    def _func_of(self, message: wire.Declare, program: str) -> FunctionSpec:
         """The function that another caller may have declared before, or a new one."""
-        if len(self._functions) + len(self._funcs) > 2 * KEPT:
-            self._functions.clear()
-            self._funcs.clear()
-        function = self._functions.get(message.payload)
+        functions, funcs = self._functions, self._funcs
+        if len(functions) + len(funcs) > 2 * KEPT:
+            functions.clear()
+            funcs.clear()
+        function = functions.get(message.payload)
         if function is None:
             function = Function(new_function_id(), message.payload)
-            self._functions[message.payload] = function
+            functions[message.payload] = function
         key = function.id, message.terms, program
-        func = self._funcs.get(key)
+        func = funcs.get(key)
         if func is None:
-            func = load_spec(message.terms, function, program)
-            self._funcs[key] = func
+            func = funcs[key] = load_spec(message.terms, function, program)
         return func
 
     def submit_all(self, client: Client, messages: Sequence[wire.Submit]) -> None:
@@ -176,36 +173,47 @@ class Requests:
         return len(tasks)
 
     def submit(self, caller: Caller, message: wire.Submit) -> None:
-        """Start a task for whoever asks."""
-        number, driver = message.child, self._driver
-        child = Child(caller, number)
-        func = caller.declared.get(message.func)
-        if not isinstance(func, FunctionSpec):
-            if func is not None:
-                child.reject(func)
-            else:
-                child.fail(
-                    InternalError(f"worker {caller.id} never declared this task")
-                )
+        """Start a task for a caller."""
+        parent = None if caller.client else TaskId(message.task)
+        child = Child(caller, message.child)
+        self._start(child, message.func, message.payload, parent)
+
+    def take_lease(self, client: Client, message: wire.TakeLease) -> None:
+        """Ask for a lease for a program."""
+        client.leases.add(message.child)
+        self._start(LeaseChild(client, message.child), message.func, b"", None)
+
+    def _start(
+        self, child: Child, number: int, payload: bytes, parent: TaskId | None
+    ) -> None:
+        caller, driver = child.caller, self._driver
+        func = caller.declared.get(number)
+        is_lease = type(child) is LeaseChild
+        if isinstance(func, wire.Failed):
+            child.reject(func)
             return
-        if func.actor is not None or func.spec.is_lease:
-            child.fail(InternalError(f"{func.spec.name} was declared as no task"))
+        if func is None:
+            error = f"the caller {caller.id} never declared this task"
+            child.fail(InternalError(error))
+            return
+        if func.actor is not None or func.spec.is_lease is not is_lease:
+            kind = "lease" if is_lease else "task"
+            child.fail(InternalError(f"{func.spec.name} was declared as no {kind}"))
             return
         client = caller.client
-        parent = None if client else TaskId(message.task)
         if driver.scheduler.clients is not None:
             client = self._client_of(caller)
         try:
-            task = driver.submit(func, message.payload, child, parent, client)
+            task = driver.submit(func, payload, child, parent, client)
         except AiogpuError as error:
             child.fail(error)
             return
-        except Exception as error:  # noqa: BLE001 - it is told to who waits
+        except Exception as error:  # noqa: BLE001 - the caller is told
             _log.exception("! failed to start a child")
             settle(child, internal_error("started the task", error))
             return
         if driver.knows(task):
-            caller.children[number] = task
+            caller.children[child.number] = task
 
     def _client_of(self, caller: Caller) -> ClientId:
         """The program to which the tasks and actors belong that a caller starts."""
@@ -265,6 +273,7 @@ class Requests:
 
         Not of each: a task that waits for ten thousand calls tells it once.
         """
+        caller.asked.pop(child, None)
         elsewhere = caller.waits_elsewhere
         if child in elsewhere:
             elsewhere.discard(child)
@@ -335,7 +344,7 @@ class Requests:
             receiver.reject(failed._replace(kind=STOPPED))
 
     def _fetch(self, caller: Caller, message: wire.Fetch) -> None:
-        receiver = Child(caller, message.child)
+        receiver = Question(caller, message.child, self._note_answer)
         try:
             value = known(message.value)
         except ProtocolError as error:
@@ -343,13 +352,7 @@ class Requests:
             return
         if value.is_pending:
             caller.fetched[message.child] = value
-        value.watch(partial(self._tell, caller, message.child, receiver))
-
-    def _tell(self, caller: Caller, child: int, receiver: Child, value: Value) -> None:
-        was_due = caller.fetched.pop(child, None) is not None
-        value.tell(receiver)
-        if was_due:
-            self._note_answer(caller, child)
+        value.watch(lambda settled: settled.tell(receiver))
 
     def _discard(self, _caller: Caller, message: wire.Discard) -> None:
         value = find(message.value)
@@ -367,7 +370,7 @@ class Requests:
 
     def _ask(self, caller: Caller, message: wire.Ask) -> None:
         child = message.child
-        receiver = CallChild(caller, child, partial(self._on_call_end, caller, child))
+        receiver = Question(caller, child, self._note_answer)
         actor = self._actors.get(message.actor)
         if actor is None:
             receiver.fail(self._actors.unknown(message.actor))
@@ -385,10 +388,6 @@ class Requests:
         number = actor.call(message.method, message.payload, receiver, caller.id)
         if child in caller.asked:
             caller.asked[child] = message.actor, number
-
-    def _on_call_end(self, caller: Caller, child: int) -> None:
-        if caller.asked.pop(child, None) is not None:
-            self._note_answer(caller, child)
 
     def withdraw_call(self, caller: Caller, child: int) -> None:
         """Nobody wants the answer of a call any more."""

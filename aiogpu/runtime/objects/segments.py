@@ -1,10 +1,10 @@
-"""Segments of shared memory: what they take, and what a worker was lent of them.
+"""Shared-memory segments on the driver's side, and the references that workers hold.
 
-Each takes up a descriptor of this process. Where few are left, a private copy of the
-content is kept instead, which takes up none. A segment, a value and an actor are kept
-alive as long as a worker may use them (`BorrowerReferences`). Each is lent as often as
-a payload that names it is sent, and counts as returned when the worker says so as
-often, or ends.
+An open segment takes a descriptor of this process. When few descriptors are left, the
+driver keeps a private copy of the content instead. `BorrowerReferences` is the one
+reference count for segments, values and actors: a worker is lent a thing once for each
+payload that names it, and has returned the thing once it has said so as often, or has
+ended.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LARGEST_COPY: Final = 1 << 26
 
 
 class SharedSegment:
-    """Kept alive by whoever reads it; with the last of these it can be written again.
+    """One segment, kept alive by its readers; without readers it can be written again.
 
     Attributes:
-        id: by which payloads name it.
-        fd: a descriptor for readers, which is closed with this; -1 if there is a copy.
-        copy: a private copy of its content, None if there is a descriptor.
+        id: the id by which payloads name it.
+        fd: a descriptor for readers, closed with this object; -1 if there is a copy.
+        copy: a private copy of the content, None if there is a descriptor.
         size: in bytes.
-        counted: bytes of it that count as memory in use.
-        on_free: told its id, what is counted and whether it was a copy when nobody
-            reads it any more; None before it is in use.
+        counted: its bytes that count as memory in use.
+        on_free: called with the id, `counted` and whether there was a copy when the
+            last reader has gone; None before the segment is in use.
     """
 
     __slots__ = ("__weakref__", "copy", "counted", "fd", "id", "on_free", "size")
@@ -63,7 +63,7 @@ class SharedSegment:
 
     @property
     def is_memory(self) -> bool:
-        """True if it takes memory; a file on disk does not, and knows no seals."""
+        """True if it takes memory; a file on disk does not, and has no seals."""
         if self.copy is None:
             try:
                 fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
@@ -72,7 +72,7 @@ class SharedSegment:
         return True
 
     def keep_copy(self) -> bool:
-        """Keep a copy in place of the descriptor; False if it is too large for that.
+        """Replace the descriptor by a copy; False if the segment is too large.
 
         Raises:
             OSError: there is too little memory.
@@ -92,7 +92,7 @@ class SharedSegment:
         return True
 
     def share(self) -> int:
-        """A new descriptor with the content, for a reader; the caller closes it.
+        """Return a new descriptor with the content; the caller closes it.
 
         Raises:
             OSError: there are too many descriptors, or there is too little memory.
@@ -107,10 +107,10 @@ class SharedSegment:
             segment.close()
 
     def views_of_copy(self, spans: list[tuple[int, int]]) -> list[memoryview]:
-        """Buffers of the copy, for this process to read.
+        """Return buffers of the copy, for this process to read.
 
         Raises:
-            ValueError: one is outside of it.
+            ValueError: a span is outside of the segment.
         """
         assert self.copy is not None, self
         whole = memoryview(self.copy).toreadonly()
@@ -120,7 +120,7 @@ class SharedSegment:
         return [whole[offset : offset + length] for offset, length in spans]
 
     def __del__(self) -> None:
-        # Wherever the collector runs: in another thread, or amid the loop's own work.
+        # May run in any thread and amid the loop's own work, as the collector likes.
         if self.fd >= 0:
             os.close(self.fd)
         if self.on_free is not None:
@@ -130,7 +130,7 @@ class SharedSegment:
 def is_short() -> bool:
     """Return whether few descriptors of this process are left.
 
-    The kernel gives the lowest number that is free, so all below are in use.
+    The kernel gives the lowest free number, so all numbers below are in use.
     """
     try:
         lowest = os.dup(0)
@@ -141,20 +141,20 @@ def is_short() -> bool:
 
 
 PART: Final = 0.3
-"""The part of the memory that may be used here that values take unless told."""
+"""The default limit for values, as a fraction of the memory of this machine."""
 
 
 WARM_PART: Final = 4
-"""Of the limit, at most one in so many bytes stands ready in workers."""
+"""At most the limit divided by this is kept in workers as segments to write again."""
 
 
 class ObjectMemory:
-    """Counts the segments that somebody reads, whoever has written them.
+    """Counts the memory of all segments that have readers.
 
     Attributes:
-        limit: bytes; beyond it values are written to disk.
+        limit: bytes; beyond the limit, values are written to disk.
         used: bytes in memory now.
-        warm: bytes of segments that stand ready in workers, to be written again.
+        warm: bytes of segments that workers keep to write again.
     """
 
     def __init__(self, limit: int | None = None, directory: str | None = None) -> None:
@@ -168,34 +168,35 @@ class ObjectMemory:
         return f"<ObjectMemory {self.used} of {self.limit} bytes>"
 
     def show_on(self, page: ControlPage | None) -> None:
-        """Have workers see how much is left, who do not ask before they write.
+        """Publish how much is left on the control page: workers do not ask first.
 
-        None: there are no workers any more.
+        Args:
+            page: the page, None once there are no workers any more.
         """
         self._page = page
         self._show()
 
     @property
     def directory(self) -> str:
-        """Where values are written that have no room in memory."""
+        """The directory for values beyond the limit."""
         if self._directory is None:
             self._directory = spill_directory()
         return self._directory
 
     @property
     def total(self) -> int:
-        """The limit in bytes, which is found out when it is first needed."""
+        """The limit in bytes; worked out when it is first needed."""
         if self.limit is None:
             self.limit = int(MemoryBounds().safe_limit() * PART)
         return self.limit
 
     @property
     def left(self) -> int:
-        """Bytes to the limit; below zero beyond it."""
+        """Bytes left below the limit; negative beyond it."""
         return self.total - self.used - self.warm
 
     def keep_warm(self, size: int) -> bool:
-        """Count a segment that nobody reads as ready; False if it is too much."""
+        """Count an unread segment as kept by its worker; False if that is too much."""
         if not size or size > min(
             self.left, (self.limit or 0) // WARM_PART - self.warm
         ):
@@ -205,7 +206,7 @@ class ObjectMemory:
         return True
 
     def use_warm(self, size: int) -> None:
-        """What stood ready is written again, or has gone with its worker."""
+        """Count a kept segment no more: it is written again, or its worker has gone."""
         self.warm -= size
         self._show()
 
@@ -214,50 +215,50 @@ class ObjectMemory:
             self._page.note_left(max(0, self.left))
 
     def take(self, size: int) -> int:
-        """Count so many bytes that a segment, or a copy of it, takes in memory."""
+        """Count the memory of a segment or of its copy; returns `size`."""
         if size:
             self.used += size
             self._show()
         return size
 
     def give_back(self, size: int) -> None:
-        """Count a segment no more that took so much."""
+        """Stop counting the memory of a segment."""
         self.used -= size
         self._show()
 
 
 MOST_EARLY: Final = 1024
-"""Descriptors that may come before what names them."""
+"""Descriptors that may arrive before the message that names them."""
 
 
 REFUSED: Final = 5e-3
-"""Seconds after which descriptors are sent again that the kernel would not take."""
+"""Seconds until descriptors that the kernel refused are sent again."""
 
 
 _SHORT_OF_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
 
 
 class ActorRegister(Protocol):
-    """Counts who has a handle to an actor."""
+    """Counts the holders of handles to actors."""
 
     def hold(self, actor: int) -> bool:
-        """One more has; False if nobody has until now."""
+        """Count one more holder; False if the actor is unknown."""
 
     def release(self, actor: int) -> None:
-        """One who had has gone."""
+        """Count one holder less."""
 
     def release_soon(self, actor: int) -> None:
-        """The same from wherever objects are dropped."""
+        """Do the same from any thread, as `__del__` needs."""
 
 
 class ActorHold:
-    """Somebody who has a handle to an actor: a process, or a payload on its way.
+    """One counted holder of an actor: a process, or a payload that is on its way.
 
-    The actor has one holder less when this has gone, and ends with the last.
+    The count falls when this object goes. The actor ends with its last holder.
 
     Args:
-        actor: its id; who holds it counts already.
-        register: has the actor.
+        actor: the actor's id; the holder is counted already.
+        register: counts the actor's holders.
     """
 
     __slots__ = ("_register", "id")
@@ -270,7 +271,7 @@ class ActorHold:
         return f"<ActorHold of {self.id}>"
 
     def end(self) -> None:
-        """Let go of it now."""
+        """Give up the hold now."""
         register, self._register = self._register, None
         if register is not None:
             register.release(self.id)
@@ -281,11 +282,11 @@ class ActorHold:
 
 
 class BorrowerReferences:
-    """What one worker was lent, and the socket by which it gets descriptors.
+    """The references of one worker or program, and its socket for descriptors.
 
     Attributes:
-        worker: id of the worker.
-        warm: sizes in bytes of its segments that are ready to be written again, by id.
+        worker: id of the worker or program.
+        warm: sizes in bytes of the segments that it keeps to write again, by id.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, worker: int) -> None:
@@ -311,7 +312,7 @@ class BorrowerReferences:
         return self._socket is not None
 
     def lend(self, thing: SharedSegment | Value | ActorHold) -> None:
-        """Lend a thing, once more if it has it already."""
+        """Lend a thing, once more if it was lent before."""
         identity = thing.id
         if identity in self._things:
             self._counts[identity] += 1
@@ -325,13 +326,13 @@ class BorrowerReferences:
             self._send()
 
     def take_back(self, things: tuple[int, ...], counts: tuple[int, ...]) -> list[int]:
-        """The worker has returned these things that often; give what it never had."""
+        """Take back things as often as counted; returns ids that were never lent."""
         strange = []
         for identity, count in zip(things, counts, strict=False):
             left = self._counts.get(identity, 0) - count
             if left > 0:
                 self._counts[identity] = left
-                # It has closed its descriptor before it heard of the latest loan.
+                # It closed its descriptor before it received the latest loan.
                 self._pass(self._things[identity])
             else:
                 self._counts.pop(identity, None)
@@ -341,7 +342,7 @@ class BorrowerReferences:
         return strange
 
     def connect(self, connected: socket.socket) -> None:
-        """The worker has connected for descriptors."""
+        """Use the socket by which the worker has connected for descriptors."""
         self._socket = connected
         self._sender = DescriptorSender(connected)
         self._receiver = DescriptorReceiver(connected)
@@ -366,7 +367,7 @@ class BorrowerReferences:
         except OSError as error:
             if error.errno in _SHORT_OF_DESCRIPTORS:
                 self._loop.call_later(REFUSED, self._send)
-            return  # else it has ended, which is told elsewhere
+            return  # else the worker has ended, which its main connection tells
         if sender.waiting or sender.is_refused:
             self._flush()
 
@@ -376,20 +377,20 @@ class BorrowerReferences:
         try:
             is_through = self._sender.flush()
         except OSError:
-            is_through = True  # it has ended, which is told elsewhere
+            is_through = True  # it has ended, which its main connection tells
         if is_through or self._sender.is_refused:
             self._loop.remove_writer(self._socket.fileno())
         else:
             self._loop.add_writer(self._socket.fileno(), self._flush)
         if not is_through and self._sender.is_refused:
-            # Writable all the same: too many are under way, until others read theirs.
+            # Writable all the same: too many are in flight until others read theirs.
             self._loop.call_later(REFUSED, self._flush)
 
     def receive(self, segment: int) -> SharedSegment:
-        """A segment that the worker has written; it was sent first.
+        """Return a segment that the worker has written, and sent before naming it.
 
         Raises:
-            ProtocolError: it was not.
+            ProtocolError: the worker has not sent it.
         """
         most = len(self._arrived) + MOST_EARLY
         while segment not in self._arrived and len(self._arrived) <= most:
@@ -400,14 +401,14 @@ class BorrowerReferences:
         return self._arrived.pop(segment)
 
     def take_in(self) -> None:
-        """Read all that the worker has sent: it waits for room for more."""
+        """Read all that has arrived: the worker waits for room to send more."""
         while self._read():
             pass
 
     def _read(self) -> bool:
-        """Read one message; False where there is nothing.
+        """Read one message; False if there is none.
 
-        One at a time, and each carries one descriptor: so there is room for it.
+        Each message carries one descriptor, so reading one at a time always has room.
         """
         if self._receiver is None:
             return False
@@ -419,13 +420,13 @@ class BorrowerReferences:
             size = os.fstat(descriptor).st_size
             arrived = self._arrived[number] = SharedSegment(number, descriptor, size)
             if descriptor >= values_limit():
-                # Few are left. The next one gets the same number again.
-                with suppress(OSError):  # there is no memory
+                # Few are left. With a copy, the next one gets the same number again.
+                with suppress(OSError):  # there is no memory for a copy
                     arrived.keep_copy()
         return bool(found)
 
     def own_values(self) -> list[Value]:
-        """The values that the worker has begun itself."""
+        """Return the values that the worker itself has created."""
         things, owner = self._things, self.worker
         return [
             thing
@@ -435,7 +436,7 @@ class BorrowerReferences:
         ]
 
     def take_actors(self) -> list[ActorHold]:
-        """Have the worker hold no actor any more; gives those that it has held."""
+        """Remove and return all holds of actors."""
         things = list(self._things.values())
         holds = [thing for thing in things if isinstance(thing, ActorHold)]
         for hold in holds:
@@ -443,7 +444,7 @@ class BorrowerReferences:
         return holds
 
     def close(self) -> None:
-        """The worker has ended: it has nothing any more."""
+        """Drop all references: the worker has ended."""
         self._things.clear()
         self._counts.clear()
         self._unsent.clear()

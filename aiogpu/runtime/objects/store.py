@@ -1,11 +1,10 @@
-"""The values' shared memory on one node: what is written, read and lent to workers.
+"""The shared memory of one node's values: written, read and lent to workers.
 
-Payloads of the program leave by `pack`, those of workers come in by `admit`, and all
-that goes to a worker goes by `dispatch`. What a payload refers to lives as long as the
-payload does, which is an object for that reason. Descriptors go over a second socket
-(`DescriptorServer`): asyncio's transports cannot carry them, so its connections are raw
-ones, made only by workers that use shared memory. A worker says its id there, and no
-more.
+`pack` makes the payloads of the program, `admit` takes in those of workers, and
+`dispatch` prepares what is sent to a worker. A payload is an object that keeps alive
+all that it refers to. Descriptors travel over a second socket (`DescriptorServer`),
+since asyncio's transports cannot carry them. Only workers that use shared memory
+connect to it, and each says its id there and nothing else.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ if TYPE_CHECKING:
 
 
 DEEPEST: Final = 4
-"""Parcels in which one may lie: of several results each is one, of these none has any.
-What is within is copied at each level."""
+"""Levels of payloads within payloads: each of several results is one and has
+none. The content is copied at each level."""
 
 
 WARM: Final = 1 << 30
-"""Bytes of segments that stand ready to be written again."""
+"""Bytes of segments that this process keeps to write again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +65,11 @@ class Borrower:
     """A process at the other end of a connection, to which values are lent.
 
     Attributes:
-        id: no worker and no client has the same.
-        pid: its process, 0 where that is not known.
-        peer: its connection, None before and after.
+        id: unique among workers and programs.
+        pid: its process id, 0 if unknown.
+        peer: its connection, None before it is made and after it has ended.
         store: lends it what its payloads refer to.
-        borrowers: what it was lent, None for nothing so far.
+        borrowers: its references, None if it has had none so far.
     """
 
     id: int
@@ -80,7 +79,7 @@ class Borrower:
     borrowers: BorrowerReferences | None = field(default=None, kw_only=True)
 
     def borrow(self, payload: bytes) -> bytes:
-        """The payload that it is sent; what that refers to is lent to it."""
+        """Return the payload to send, after lending what the payload refers to."""
         return payload if self.store is None else self.store.dispatch(self, payload)
 
 
@@ -88,9 +87,9 @@ class Store:
     """The values of one node. Made for the running loop, and used only on that loop.
 
     Attributes:
-        memory: how much it takes and may take.
-        clients: those that have joined the node, by id.
-        descriptors: accepts the workers that connect for descriptors.
+        memory: the memory in use and its limit.
+        clients: the programs that have joined the node, by id.
+        descriptors: accepts connections for descriptors.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
@@ -117,16 +116,19 @@ class Store:
         page: ControlPage | None,
         actors: ActorRegister | None,
     ) -> None:
-        """Have these workers, by id, and actors; no page if there are none any more."""
+        """Lend to these workers, by id, and hold these actors.
+
+        `page` is None once there are no workers any more.
+        """
         self._workers, self._actors = workers, actors
         self.memory.show_on(page)
 
     def caller(self, identity: int) -> Borrower | None:
-        """The worker or the client of that id."""
+        """Return the worker or program with an id."""
         return self._workers.get(identity) or self.clients.get(identity)
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make the payload of what the program sends.
+        """Make the payload of what this program sends.
 
         Raises:
             SerializationError: it is too large for a frame, and there is no memory to
@@ -187,7 +189,7 @@ class Store:
     def _written(
         self, buffers: list[memoryview]
     ) -> tuple[SharedSegment, tuple[tuple[int, int], ...]]:
-        """A segment with these, and where they are."""
+        """Write buffers to a segment; returns the segment and the spans."""
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
         is_scarce = room + self._warm.bytes_warm > self.memory.left
         segment = self._warm.take(room, is_scarce)
@@ -195,7 +197,7 @@ class Store:
             spans = segment.write(buffers)
             descriptor = segment.share()
             if descriptor >= values_limit():
-                # Workers could not connect any more, to be given what there is.
+                # Workers could not connect any more to receive the others.
                 os.close(descriptor)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             shared = SharedSegment(segment.id, descriptor, segment.size)
@@ -211,29 +213,29 @@ class Store:
         return shared
 
     def borrowers(self, caller: Borrower) -> BorrowerReferences:
-        """Return what a worker was lent."""
+        """Return the references of a worker or program."""
         if caller.borrowers is None:
             caller.borrowers = BorrowerReferences(self._loop, caller.id)
         return caller.borrowers
 
     def announce(self, caller: Borrower, identity: int) -> None:
-        """A worker speaks of a value that it may just have put: it is known by now.
+        """Make a value known that a worker names and may just have created.
 
-        What is said of it may be heard only when what was printed before is out.
+        The message that settles it may be delayed until earlier output is written.
         """
         if find(identity) is None:
             self.borrowers(caller).lend(Value("put", identity=identity))
 
     def admit(self, caller: Borrower, payload: bytes, depth: int = 0) -> bytes:
-        """Take in the payload of a worker: what it refers to is kept from here on.
+        """Take in a worker's payload; from here on it keeps what it refers to.
 
         Args:
-            caller: who has sent it.
-            payload: as it has come.
-            depth: of how many others it is a part.
+            caller: the sender.
+            payload: as received.
+            depth: the number of payloads that contain this one.
 
         Raises:
-            ProtocolError: it refers to what is not there.
+            ProtocolError: it refers to something that does not exist.
         """
         if not is_compound(payload):
             return payload
@@ -264,7 +266,7 @@ class Store:
         return self._in_use(shared)
 
     def _received(self, caller: Borrower, segment: int) -> SharedSegment:
-        """Return what a worker has written; it was sent first."""
+        """Return a segment that a worker has written and sent."""
         if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
         borrowers = self.borrowers(caller)
@@ -276,19 +278,19 @@ class Store:
     def take_back(
         self, caller: Borrower, things: tuple[int, ...], counts: tuple[int, ...]
     ) -> None:
-        """A worker has returned these things that often.
+        """Take back things from a worker, each as often as counted.
 
-        Among them may be what it has written, and then told nobody of. None at all are
-        `PRESSING`.
+        They may include segments that the worker wrote and never named. An empty
+        message asks this process to read descriptors (`READ_DESCRIPTORS`).
         """
         if not things:
             self.borrowers(caller).take_in()
         for strange in self.borrowers(caller).take_back(things, counts):
-            with suppress(ProtocolError):  # it has not got as far as to send it
+            with suppress(ProtocolError):  # it was never sent
                 self._received(caller, strange)
 
     def dispatch(self, caller: Borrower, payload: bytes) -> bytes:
-        """Give the payload that a worker is sent, and lend it what that refers to."""
+        """Return the payload to send to a worker, after lending what it refers to."""
         if type(payload) is not Payload:
             return payload
         parcel = filled(payload)
@@ -305,13 +307,13 @@ class Store:
                 self._lend(borrowers, part)
 
     def _hold(self, actor: int) -> ActorHold | None:
-        """One more holder of an actor; None if nobody has been one until now."""
+        """Count one more holder of an actor; None if the actor is unknown."""
         if self._actors is None or not self._actors.hold(actor):
             return None
         return ActorHold(actor, self._actors)
 
     def lend_actor(self, caller: Borrower, actor: int) -> None:
-        """A worker has a handle to an actor that has come to it in a function."""
+        """Lend an actor to which a worker got a handle as part of a function."""
         hold = self._hold(actor)
         if hold is not None:
             self.borrowers(caller).lend(hold)
@@ -319,12 +321,12 @@ class Store:
     def forget(
         self, borrowers: BorrowerReferences, error: Exception, is_all: bool
     ) -> None:
-        """A caller has ended: it has nothing any more.
+        """Drop the references of a caller that has ended.
 
         Args:
-            borrowers: what it was lent.
-            error: for its values that will never come now.
-            is_all: whether also those end that its children were to give.
+            borrowers: its references.
+            error: fails those of its values that will never be settled now.
+            is_all: whether values that its children were to give fail as well.
         """
         for value in borrowers.own_values():
             if is_all or value.stop is None:
@@ -334,14 +336,14 @@ class Store:
         borrowers.close()
 
     def views(self, contents: Contents) -> list[memoryview]:
-        """The buffers of a parcel, for this process to read."""
+        """Return the buffers of a payload, for this process to read."""
         segment = self._segments[contents.segment]
         flat = contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
         is_mapped = segment.copy is not None or self._mappings.is_mapped(segment.id)
         # A mapping has a descriptor of its own up to Python 3.12.
         if not is_mapped and is_short() and segment.keep_copy():
-            # Counted for the segment until now; on disk it was not.
+            # Count the copy; a segment in memory was counted before, one on disk not.
             segment.counted = segment.counted or self.memory.take(segment.size)
             self._close_original(segment.id)
         if segment.copy is not None:
@@ -353,7 +355,7 @@ class Store:
         return found
 
     def _close_original(self, identity: int) -> None:
-        """Have the writer close a segment of which this process has a copy."""
+        """Tell the writer to close a segment of which this process has a copy."""
         owner = (identity - FIRST_SEGMENT) >> OWNER_BITS
         writer = self.caller(owner) if owner else None
         if not owner:
@@ -362,7 +364,7 @@ class Store:
             writer.peer.send(Recycle((-identity,)))
 
     def _do_soon(self, action: Callable[..., object], *arguments: object) -> None:
-        """Act on the loop; for what the garbage collector calls, wherever it runs."""
+        """Call something on the loop; safe from `__del__` in any thread."""
         self._unused.append(partial(action, *arguments))
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._look)
@@ -376,7 +378,7 @@ class Store:
             self._mapped.pop(identity, None)
 
     def _reclaim(self, identity: int, counted: int, was_copy: bool) -> None:
-        """Nobody reads it: its writer may write it again, unless this was a copy."""
+        """Give an unread segment back to its writer, unless there was only a copy."""
         self.memory.give_back(counted)
         if was_copy:
             return
@@ -395,13 +397,13 @@ class Store:
             writer.peer.send(Recycle((identity if is_kept else -identity,)))
 
     def close(self) -> None:
-        """Give up this process's hold on all of it; what is mapped stays until read."""
+        """Let go of all segments; what is mapped stays until its readers have gone."""
         self._look()
         self._warm.close()
 
 
 def filled(parcel: Payload) -> Payload:
-    """Arguments, with the values that they need if they need some."""
+    """Return arguments together with the values that they need."""
     if not parcel.needs:
         return parcel
     parts: tuple[Any, ...] = tuple(value.payload for value in parcel.needs)
@@ -416,19 +418,19 @@ BACKLOG: Final = 64
 
 
 RETRY: Final = 0.1
-"""Seconds after which connections are accepted again where that was not possible."""
+"""Seconds until connections are accepted again after a failure to accept one."""
 
 
 ID: Final = 8
-"""Bytes of a worker's id, the lowest first."""
+"""Bytes of a worker's id, little-endian."""
 
 
 WITHIN: Final = 10.0
-"""Seconds in which it says its id; it does so at once, unless it is stopped."""
+"""Seconds within which a worker must send its id; it does so at once unless stopped."""
 
 
 class DescriptorServer:
-    """Accepts workers' connections and hands them to what keeps their loans."""
+    """Accepts connections for descriptors and hands them to `BorrowerReferences`."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, path: str, store: Store
@@ -454,7 +456,7 @@ class DescriptorServer:
         except (BlockingIOError, ConnectionAbortedError):
             return False
         except OSError as error:
-            # No descriptor, or no memory: who waits there is asked in again later.
+            # No descriptor, or no memory: accept those that wait later.
             _log.warning("! a worker cannot connect for shared memory yet: %s", error)
             self._loop.remove_reader(self._listening.fileno())
             if self._later is None:
@@ -470,9 +472,9 @@ class DescriptorServer:
         return True
 
     def catch_up(self) -> None:
-        """Take in who has connected, before the loop comes to tell of it.
+        """Accept and greet now, before the loop reports that it can be done.
 
-        What a worker says of a segment may come first by the other socket.
+        A message that names a segment may arrive first, by the other socket.
         """
         while self._accept():
             pass
@@ -480,7 +482,7 @@ class DescriptorServer:
             self._greet(connected)
 
     def _turn_away(self, connected: socket.socket) -> None:
-        """It has said nothing."""
+        """Close a connection that has not sent an id in time."""
         self._loop.remove_reader(connected.fileno())
         del self._greeting[connected]
         connected.close()
@@ -511,7 +513,7 @@ class DescriptorServer:
         borrowers.connect(connected)
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop accepting connections."""
         if self._later is not None:
             self._later.cancel()
         for late in self._greeting.values():

@@ -1,7 +1,7 @@
-"""Values: results, and what was put, as this process keeps them for others.
+"""Values: results and what was `put`, as this process keeps them for others.
 
-Whoever refers to one keeps it alive: a handle, a task that waits for it, a payload that
-holds a handle to it, a worker that was lent one. With the last of these it is freed.
+Each reference keeps a value alive: a handle, a task that waits for it, a payload that
+contains a handle to it, a worker that was lent it. The last one frees it.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ _watchers: Final = _Watchers()
 
 
 class Value:
-    """A value that is there, or still to come; also the receiver of its coming.
+    """A value that exists or is still to come; also the receiver of its outcome.
 
     Attributes:
-        id: by which others ask for it; of those that workers put, below zero.
-        name: of the task whose result it is, for messages.
-        task: that task, 0 for none.
-        outcome: the value pickled, or why it will never be there; None until then.
-        stop: stops who makes it, None if nobody does.
+        id: the id by which others ask for it; negative if a worker created it.
+        name: name of the task whose result it is, for messages.
+        task: id of that task, 0 for none.
+        outcome: the pickled value, or why there will be none; None while it is pending.
+        stop: stops the task or call that makes it, None if there is none.
     """
 
     __slots__ = (
@@ -108,21 +108,21 @@ class Value:
 
     @property
     def payload(self) -> bytes | None:
-        """The value pickled, None if it is not there."""
+        """The pickled value, None if there is none."""
         return self.outcome if isinstance(self.outcome, bytes) else None
 
     @property
     def has_failed(self) -> bool:
-        """True if it will never be there."""
+        """True if there will never be a value."""
         return not (self.is_pending or isinstance(self.outcome, bytes))
 
     @property
     def is_pending(self) -> bool:
-        """True if it is still to come."""
+        """True if there is no outcome yet."""
         return self.outcome is None
 
     def watch(self, call: Callable[[Value], object]) -> None:
-        """Call with this value when it has come or failed; now, if it has.
+        """Call a function with this value once it is settled; now, if it is.
 
         If it settles while another watcher runs, the call follows that watcher.
         """
@@ -132,12 +132,12 @@ class Value:
             call(self)
 
     def tell(self, receiver: Receiver) -> None:
-        """Tell someone how it has come out; it is not pending."""
+        """Settle a receiver with the outcome of this value, which is not pending."""
         assert self.outcome is not None, self
         settle(receiver, self.outcome)
 
     def receive(self, outcome: bytes | Failed | Exception) -> None:
-        """It has come, or will not; what comes later changes nothing."""
+        """Settle the value; later outcomes are ignored."""
         if self.outcome is not None:
             return
         self.outcome, self.stop = outcome, None
@@ -149,15 +149,15 @@ class Value:
 
 
 def find(identity: int) -> Value | None:
-    """The value of that id, if somebody has it."""
+    """Return the value with an id, None if nobody refers to it."""
     return _known.get(identity)
 
 
 def known(identity: int) -> Value:
-    """The value of that id.
+    """Return the value with an id.
 
     Raises:
-        ProtocolError: nobody has it any more.
+        ProtocolError: nobody refers to it any more.
     """
     value = _known.get(identity)
     if value is None:
@@ -166,7 +166,7 @@ def known(identity: int) -> Value:
 
 
 def unfinished_in(payload: bytes) -> Iterator[int]:
-    """The unfinished tasks to whose results a payload holds handles."""
+    """Yield the unfinished tasks to whose results a payload contains handles."""
     if type(payload) is not Payload:
         return
     for thing in payload.holds:
@@ -177,7 +177,7 @@ def unfinished_in(payload: bytes) -> Iterator[int]:
 
 
 def is_complete(payload: bytes) -> bool:
-    """Return whether all arguments are there, and no more than a call carries."""
+    """Return whether all arguments are there and fit into one call."""
     if type(payload) is not Payload:
         return True
     if any(value.is_pending or value.has_failed for value in payload.needs):
@@ -186,12 +186,12 @@ def is_complete(payload: bytes) -> bool:
 
 
 def size_of(payload: Payload) -> int:
-    """Bytes of the arguments that are there, as far as they are in no segment."""
+    """Return the bytes of the arguments that are there and in no segment."""
     return len(payload) + sum(len(value.payload or b"") for value in payload.needs)
 
 
 def oversized(payload: bytes) -> Value | None:
-    """A value that has failed, if the arguments are more than a call carries."""
+    """Return a failed value if the arguments do not fit into one call, else None."""
     if type(payload) is not Payload or (size := size_of(payload)) <= LARGEST_PAYLOAD:
         return None
     value = Value("its arguments")
@@ -206,11 +206,11 @@ def oversized(payload: bytes) -> Value | None:
 
 
 def await_arguments(payload: Payload, then: Callable[[Value | None], object]) -> None:
-    """Call back once, when all values that a call needs are there.
+    """Call back once, when all values that a call needs are there or one has failed.
 
     Args:
         payload: the arguments.
-        then: gets the value that has failed, as soon as one has; None if all are there.
+        then: called with the value that has failed, or None if all are there.
     """
     values = dict.fromkeys(payload.needs)
     missing = len(values)

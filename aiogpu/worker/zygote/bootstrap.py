@@ -136,9 +136,9 @@ class Birth:
         self._interrupts.install()
         self._channel = Channel(self._interrupts)
         self._loans = Loans(
-            descriptor_path(setup.directory), setup.spill, page, self._interrupts
+            *(descriptor_path(setup.directory), setup.spill, page, self._interrupts),
+            partial(self._channel.send, READ_DESCRIPTORS),
         )
-        self._loans.press = partial(self._channel.send, READ_DESCRIPTORS)
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
         self._worker.task_state.find()
         self._seeds = seeds()
