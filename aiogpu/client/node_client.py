@@ -16,8 +16,8 @@ from aiogpu.client.references import Loan, Loans
 from aiogpu.errors import SerializationError, TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import result_part
-from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import (
+    LARGEST_PAYLOAD,
     NUMBER_BITS,
     Ask,
     ChildDemand,

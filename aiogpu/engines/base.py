@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from aiogpu.client.interface import ValueStore, Waits
 from aiogpu.errors import InfeasibleError
-from aiogpu.wire.codec import LARGEST_PAYLOAD
+from aiogpu.wire.messages import LARGEST_PAYLOAD
 
 if TYPE_CHECKING:
     import asyncio

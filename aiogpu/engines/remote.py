@@ -41,7 +41,6 @@ from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
-from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import (
     AFTER_ALL,
@@ -51,6 +50,7 @@ from aiogpu.wire.messages import (
     CAPACITY,
     ENDED,
     FIRST_CLIENT,
+    LARGEST_PAYLOAD,
     READY,
     RESOURCES,
     STATUS,

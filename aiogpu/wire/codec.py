@@ -17,15 +17,9 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 import msgpack
 
 from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.wire.messages import TAGS, Message
+from aiogpu.wire.messages import LIMIT, TAGS, Message
 
 HEADER: Final = 4
-
-LIMIT: Final = 1 << 30
-"""The longest frame in bytes, without its header."""
-
-LARGEST_PAYLOAD: Final = LIMIT - 4096
-"""Bytes that a call's arguments may have; the rest of a frame is small."""
 
 LARGE: Final = 1 << 20
 """Bytes from which on a payload or a frame is large."""

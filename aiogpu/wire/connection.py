@@ -10,8 +10,9 @@ from enum import Enum
 from typing import Final, get_args
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.codec import LIMIT, FrameReader, encode
+from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import (
+    LIMIT,
     VERSION,
     FromClient,
     FromKeeper,

@@ -55,6 +55,14 @@ LOG_LEVEL: Final = "aiogpu_log_level"
 """The -X option with the level from which on workers log."""
 
 
+LIMIT: Final = 1 << 30
+"""The longest frame in bytes, without its header."""
+
+
+LARGEST_PAYLOAD: Final = LIMIT - 4096
+"""Bytes that a call's arguments may have; the rest of a frame is small."""
+
+
 class Setup(NamedTuple):
     """The configuration of a zygote and its forks, given at its start; no message.
 

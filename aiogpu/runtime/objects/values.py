@@ -17,8 +17,7 @@ from weakref import WeakValueDictionary
 from aiogpu.errors import ProtocolError, SerializationError
 from aiogpu.runtime.pending_tasks import settle
 from aiogpu.serialization.payload import Payload
-from aiogpu.wire.codec import LARGEST_PAYLOAD
-from aiogpu.wire.messages import FIRST_VALUE
+from aiogpu.wire.messages import FIRST_VALUE, LARGEST_PAYLOAD
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
