@@ -75,6 +75,7 @@ from aiogpu.runtime.actors.actor import FIRST_CALL, Actor
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import filled
+from aiogpu.runtime.objects.values import unfinished_in
 from aiogpu.runtime.workers.death import Death
 from aiogpu.serialization.exceptions import (
     LEFT,
@@ -821,6 +822,9 @@ def _packed(job: Job, value: object) -> Outcome:
     result = dump_result(value)
     if isinstance(result, PickledValue):
         result = job.node.pack(result)
+        # Before the children are stopped that end with this one.
+        for child in unfinished_in(result):
+            job.node.feed(Scheduler.detach, TaskId(child))
     return Outcome(Done(job.id, result))
 
 
