@@ -349,7 +349,6 @@ class Decorated(CalledFirst):
             resources=resources,
             environ=dict(options.runtime_env),
             is_coroutine=definition.is_coroutine,
-            retry_exceptions=options.retry_exceptions,
             retried=dump_retried(options.retry_exceptions),
             **more,
         )

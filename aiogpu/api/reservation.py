@@ -105,7 +105,6 @@ def func_of(spec: TaskSpec) -> FunctionSpec:
         resources=spec.shape.request.as_numbers(),
         environ={},
         is_coroutine=False,
-        retry_exceptions=False,
     )
 
 

@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
-from aiogpu.serialization.serializer import RETRY_NONE, Retried, dump_whole
+from aiogpu.serialization.serializer import RETRY_NONE, dump_whole
 from aiogpu.wire.messages import SERIAL
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ class FunctionSpec:
         resources: the request in the user's terms, for the task to ask about.
         environ: variables of `runtime_env`.
         is_coroutine: whether it is cancelled by a message first.
-        retry_exceptions: exceptions after which it is tried again, True for all, where
-            it runs in this process.
-        retried: the same for workers; see `wire.retried`.
+        retried: the option `retry_exceptions`, pickled; see `worker.invoke.RetryRules`.
         checked_by: who has found last that the request can be met.
         actor: how its calls are run, if it is a class.
         window: if it is a generator, how many items it may be ahead; else 0.
@@ -101,7 +99,6 @@ class FunctionSpec:
     resources: Mapping[str, float]
     environ: Mapping[str, str]
     is_coroutine: bool
-    retry_exceptions: Retried = False
     retried: bytes = RETRY_NONE
     checked_by: object = None
     actor: ActorTerms | None = None
@@ -126,4 +123,4 @@ def placeholder_func(name: str, interface: object = None) -> FunctionSpec:
     """
     spec = TaskSpec(name, Shape(Request()))
     terms = ActorTerms(SERIAL, {}, {}, interface=interface)
-    return FunctionSpec(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)
+    return FunctionSpec(0, Function(0, b""), spec, {}, {}, False, actor=terms)

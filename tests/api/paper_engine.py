@@ -28,7 +28,6 @@ def func(name: str = "train") -> FunctionSpec:
         resources=request.as_numbers(),
         environ={},
         is_coroutine=False,
-        retry_exceptions=False,
     )
 
 

@@ -19,7 +19,7 @@ from aiogpu.api.node import Node
 from aiogpu.api.remote_function import Definition, FunctionName, RemoteFunction
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, OptionError
-from aiogpu.serialization.serializer import load_function
+from aiogpu.serialization.serializer import load_function, load_retried
 from tests.api.paper_engine import PaperEngine
 
 T = TypeVar("T")
@@ -258,7 +258,7 @@ async def test_options_have_a_site_of_their_own_and_one_function(
     assert two is not None
     assert one.id != two.id
     assert one.function is two.function
-    assert (one.retry_exceptions, two.retry_exceptions) == (False, (OSError,))
+    assert (load_retried(one.retried), load_retried(two.retried)) == (False, (OSError,))
     for handle in handles:
         handle.cancel()
 
