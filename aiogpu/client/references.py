@@ -1,11 +1,13 @@
 """Values and segments of this process: what it was lent, writes, and gives to others.
 
-Each payload that comes and names things counts as a loan of them. A loan ends when no
-payload, no handle and no mapping in this process needs it any more; the driver is told
-so at the next opportunity. A segment that the worker has written is written again when
-the driver says that nobody reads it any more. Descriptors of segments have a socket of
-their own, which is connected when it is first needed; each is matched by the id of its
-segment, since it comes before or after the message that names that.
+A received payload names values, actors and a segment. Each of them counts as lent once
+more (`Loan`). A loan ends when no payload, handle or mapping in this process needs it;
+the driver is told at the next opportunity. A segment that this process has written is
+reused when the driver says that nobody reads it any more.
+
+Descriptors of segments travel over a socket of their own, which is connected on first
+use. A descriptor may come before or after the message that names its segment, so it is
+matched by the segment's id.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ if TYPE_CHECKING:
 
 
 class Uncut(Protocol):
-    """What keeps an interrupt from cutting in two what is done with shared memory."""
+    """Defers interrupts while this process handles shared memory."""
 
     def if_open(self) -> AbstractContextManager[None]:
-        """Nothing interrupts this thread within, as far as anything could."""
+        """Defer interrupts in the block, if this thread can be interrupted at all."""
         ...
 
     def catch_up(self) -> None:
@@ -89,10 +91,10 @@ class Loan:
 
 
 class Written:
-    """A segment that this process has written for a payload, which this is part of.
+    """A segment that this process has written; held by the payload that names it.
 
-    Should the payload go without having been sent, the driver is told: it has the
-    segment's descriptor by then, and would wait to hear of it.
+    The driver already has the segment's descriptor. If the payload is dropped unsent,
+    the driver is told, or it would keep the segment for ever.
 
     Attributes:
         id: of the segment.
@@ -113,14 +115,16 @@ class Written:
 
 
 class Loans:
-    """See above. Made in the zygote; connects when it is first needed.
+    """The loans, segments and mappings of this process; see the module.
+
+    Made in the zygote; connects on first use.
 
     Attributes:
-        over: loans that have ended and of which the driver was not told.
-        unnamed: segments that were written and of which the driver was not told yet.
+        over: loans that have ended, but whose end was not sent to the driver yet.
+        unnamed: segments that were written, but not named in a message yet.
         are_used: whether anything was ever lent to this process.
-        on_over: told that a loan has ended, in whichever thread; None for nobody.
-        descriptors: the way for those of shared memory.
+        on_over: called when a loan has ended, in any thread; or None.
+        descriptors: sends and receives the descriptors of segments.
     """
 
     def __init__(
@@ -139,9 +143,8 @@ class Loans:
             spill: directory for values beyond the limit, "" for the system's choice.
             page: tells how much memory is left for values.
             interrupts: defers interrupts while shared memory is handled.
-            press: asks the driver to read the descriptors that it was sent, soon:
-                there is no room for more, and the message that would name them
-                cannot be sent before.
+            press: asks the driver to read the descriptors now. It is called if the
+                socket is full: a segment is named only after its descriptor was sent.
             owner: id of the client whose process this is; 0 in a worker.
         """
         self.over: deque[tuple[int, int]] = deque()
@@ -161,7 +164,7 @@ class Loans:
         self._warm: SegmentPool | None = None
 
     def take_in(self, messages: list[Message]) -> list[Message]:
-        """What has come: its parcels as loans, and what concerns these taken in."""
+        """Register the loans in received messages; handle and remove `Recycle`s."""
         has_recycled = False
         for index, message in enumerate(messages):
             payload = getattr(message, "payload", None)
@@ -205,9 +208,9 @@ class Loans:
         return loan
 
     def own(self, identity: int) -> Loan:
-        """A loan of what this process has just put; it counts as lent once."""
+        """Return the loan of a value that this process has put; it is lent once."""
         with self._interrupts.if_open():
-            # Half of a loan would complain of that as it goes.
+            # The `__del__` of a half-made loan would raise.
             return self._note(identity)
 
     def loan(self, identity: int) -> Loan:
@@ -237,7 +240,7 @@ class Loans:
             self.on_over()
 
     def name(self, message: Message) -> None:
-        """The driver is being told what this message names."""
+        """Note that the driver learns of the segments that this message names."""
         for field in message:
             if type(field) is Payload:
                 self._name(field)
@@ -253,7 +256,7 @@ class Loans:
                 self._name(part)
 
     def tell(self) -> Returned | None:
-        """What the driver is to be told of loans that have ended; None for nothing."""
+        """Return the message that reports ended loans; None if no loan has ended."""
         if not self.over:
             return None
         ended: dict[int, int] = {}
@@ -261,12 +264,13 @@ class Loans:
             identity, count = self.over.popleft()
             loan = self._loans.get(identity)
             if loan is not None:
-                # It came again meanwhile: what is told as returned is closed here.
+                # It was lent again. To return it would close the descriptor here, so
+                # the new loan takes over the count.
                 loan.count += count
             else:
                 ended[identity] = ended.get(identity, 0) + count
         with self._interrupts.if_open(), self._lock:
-            # What nobody opened holds its segment as long as it is not read.
+            # A descriptor that lies unread in the socket keeps its segment alive.
             self.descriptors.take_in()
             for identity in ended:
                 self.descriptors.close(identity)
@@ -441,9 +445,10 @@ PATIENCE: Final = 10.0
 
 
 class Descriptors:
-    """See above. Made in the zygote; used by one thread at a time.
+    """The socket for descriptors of segments; see the module.
 
-    Nothing may cut its methods short: who connects a second time is turned away.
+    Made in the zygote; used by one thread at a time. No interrupt may land in its
+    methods: the driver refuses a second connection.
     """
 
     def __init__(self, path: str, owner: int = 0) -> None:

@@ -40,8 +40,8 @@ class Recording:
         self._pool = pool
         self._now = loop.time
         self._end = self.recorder.end
-        self._assign: Callable[[Any], None] = driver.ways[Assign]
-        driver.ways[Assign] = self._on_assign
+        self._assign: Callable[[Any], None] = driver.handlers[Assign]
+        driver.handlers[Assign] = self._on_assign
         driver.on_end = self._on_end
         driver.on_row = self._on_row
         driver.on_death = self._on_death

@@ -1,12 +1,12 @@
 """The one place where decisions meet I/O: events to the core, effects to the pool.
 
-Keeps what the core must not see: each task's payload, its receiver, its answer. Every
-event is carried to its end before the next is looked at: what happens while the effects
-of one event are carried out waits in a queue, so the stack stays flat.
+The driver keeps what the core must not see: the payload, receiver and answer of each
+task. It finishes one event before it looks at the next. An event that arrives while
+effects are carried out waits in a queue, so the stack stays flat.
 
-Calls of one function that a program makes in a row, where others wait already, are told
-to the core together (`SubmitBatch`): none of them can start, so nothing is to be
-decided about any, which halves what a submission costs there.
+If tasks of a function already wait, further calls of it in a row are submitted to the
+core together (`SubmitBatch`). None of them can start, so the core has nothing to
+decide. That halves the cost of a submission in the core.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class SubmitBatch:
         """Prepare.
 
         Args:
-            loop: has what is left told at the end of a turn.
-            tell: tells the core of calls of one function.
+            loop: the event loop; a batch is submitted at the end of the loop's turn.
+            tell: submits calls of one function to the core.
         """
         self.func: FunctionSpec | None = None
         self.calls: list[Call] = []
@@ -91,12 +91,12 @@ class SubmitBatch:
         return f"<SubmitBatch of {len(self.calls)}>"
 
     def begin(self, func: FunctionSpec, bucket: Bucket | None, before: int) -> None:
-        """The next calls of this function may come together, if they are plain tasks.
+        """Let the next calls of a function form a batch, if it runs plain tasks.
 
         Args:
-            func: theirs.
-            bucket: where others like them wait; while any does, they must as well.
-            before: the id of the task before them.
+            func: the function.
+            bucket: where its tasks wait. While one waits there, later ones must wait.
+            before: the id of the last task that was submitted.
         """
         spec = func.spec
         is_plain = not (func.actor or spec.is_lease or spec.is_grouped)
@@ -104,7 +104,7 @@ class SubmitBatch:
             self.func, self._bucket, self._before = func, bucket, before
 
     def add(self, payload: bytes, receiver: Receiver) -> int:
-        """One more call of it; gives its id, 0 if it is to be told by itself."""
+        """Add a call to the batch; return its id, or 0 if it must go alone."""
         func, calls = self.func, self.calls
         if func is None or not self._bucket.size:
             return 0
@@ -131,15 +131,16 @@ class Driver:
     """Runs one node's tasks on the loop that it was made for.
 
     Attributes:
-        is_busy: the core decides, or its effects are carried out; what happens
-            meanwhile is queued by `feed`.
-        events: the queue.
-        on_end: told of an answer before the core is; None for nobody.
-        on_row: told of the tasks that a worker has ended in a row, as the core knew
-            them, and of the seconds that each took; None for nobody.
-        on_death: told of a worker that is gone before the core is; None for nobody.
-        on_nested: told what a task says of its children.
-        devices: what the node's devices are seen with; None where there are none.
+        is_busy: whether the core decides or effects are carried out. `feed` queues the
+            events that arrive meanwhile.
+        events: the queued events.
+        on_end: called with each answer, before the core hears of it; or None.
+        on_row: called with the tasks that a worker has ended together, as the core
+            knew them, and the seconds that each took; or None.
+        on_death: called with a worker that is gone, before the core hears of it; or
+            None.
+        on_nested: called with a task's messages about its children.
+        devices: monitors the node's devices; None if there are none.
     """
 
     def __init__(
@@ -190,9 +191,9 @@ class Driver:
         self.on_items = self.results.on_items
         self.on_acting = self.actors.on_message
         self.on_nested = on_nested
-        self.ways: Final = self._all_ways()
+        self.handlers: Final = self._effect_handlers()
 
-    def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
+    def _effect_handlers(self) -> dict[type[Effect], Callable[..., None]]:
         return {
             # Not bound methods: these would load the leases now.
             effects.Granted: lambda effect: self.leases.grant(effect),  # noqa: PLW0108
@@ -302,9 +303,9 @@ class Driver:
     def submit_row(
         self, func: FunctionSpec, calls: list[Call], client: ClientId
     ) -> range:
-        """Start tasks that would wait behind others like them; gives their ids.
+        """Submit tasks that must wait behind others of the same kind; return their ids.
 
-        There are none where each is to be submitted by itself.
+        The range is empty if the caller must submit each task alone.
         """
         self.row.end()
         if self.is_busy:
@@ -317,7 +318,7 @@ class Driver:
         return range(first, first + count)
 
     def _submit_each(self, func: FunctionSpec, calls: list[Call]) -> None:
-        """Start tasks that were to wait, which nobody may need to do any more."""
+        """Submit a batch; one by one if no other task of its kind waits any more."""
         if not self.submit_row(func, calls, OWN):
             for call in calls:
                 assert call.receiver is not None, call
@@ -375,16 +376,16 @@ class Driver:
         self.carry_out(wanted)
 
     def carry_out(self, wanted: Sequence[Effect]) -> None:
-        """Do what the core says, then take in what was queued meanwhile.
+        """Carry out effects; then feed the core the events that were queued meanwhile.
 
-        Whoever has asked the core has set `is_busy` before; it is False afterwards.
+        The caller must set `is_busy` before it asks the core. This method clears it.
         """
-        events, ways = self.events, self.ways
+        events, handlers = self.events, self.handlers
         try:
             while True:
                 for effect in wanted:
                     try:
-                        ways[type(effect)](effect)
+                        handlers[type(effect)](effect)
                     except Exception as error:  # noqa: BLE001 - see `Faults`
                         self.faults.on_effect(effect, error)
                 if not events:
@@ -419,10 +420,10 @@ class Driver:
         self.feed(Scheduler.wake)
 
     async def close(self, timeout: float) -> None:
-        """Stop everything; returns when the last worker is gone, or time is up.
+        """Stop everything; return when the last worker is gone, or time is up.
 
-        Time is up when nothing more has ended for that long: a million owners are
-        told in a few seconds. Tasks that were given longer to stop have it.
+        Time is up when no task has ended for `timeout` seconds: it takes seconds to
+        tell a million owners. The longest `cancel_grace` of a worker's task is added.
         """
         self.guard.close()
         self.feed(Scheduler.close)
@@ -523,7 +524,7 @@ class Driver:
         lease = None if record is None else record.lease
         if self.devices is None:
             return False
-        # Without a process id it never was: nothing of it can be on a device.
+        # A worker without a process id never existed, so it has nothing on a device.
         if lease is None or not pid or self.scheduler.is_closing:
             self.devices.release.forget(worker)
             return False
@@ -534,7 +535,7 @@ class Driver:
         self.faults.on_message(worker, message, error)
 
     def on_outdated(self, environment: Environment) -> None:
-        """Workers for it that wait for work come from a zygote that was replaced."""
+        """The zygote of an environment was replaced; its idle workers are outdated."""
         self.feed(Scheduler.environment_outdated, environment)
 
     # What workers are sent: tasks, and what takes them back
@@ -680,7 +681,7 @@ class Driver:
         retry, took = False, 0.0
         if type(answer) is Done:
             if type(answer.payload) is not bytes:
-                # What a result has handles to goes on, though who has started it ends.
+                # Tasks to which the result has handles outlive the task that ends now.
                 for one in unfinished_in(answer.payload):
                     self.feed(Scheduler.detach, TaskId(one))
             took = answer.took * 1e-6

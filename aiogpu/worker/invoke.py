@@ -1,7 +1,8 @@
 """One call of the user's code: load the arguments, call, await, send, classify.
 
-`invoke` is the only way in which a task or a method is called: in a worker's main
-thread, in the threads of an actor, and on an event loop. It is a coroutine, since code
+`invoke` is the only way in which a worker calls a task or a method: in its main thread,
+in the threads of an actor, and on an event loop. The inline engine and the bridge to
+Ray still have call paths of their own. It is a coroutine, since code
 on a loop must be able to suspend in it. A `Runner` says what differs. Where no loop
 runs, nothing suspends, and one `send` takes `invoke` to its end (`run_now`); asyncio is
 not needed for that.

@@ -135,7 +135,7 @@ class Desk:
             self.sent,
             sorted(scheduler.tasks),
             [(record.id, record.since) for record in scheduler.ready.in_turn()],
-            [(one.id, one.unfinished, one.held, one.tag) for one in clients],
+            [(one.id, one.unfinished, one.held, one.virtual_time) for one in clients],
         )
 
 

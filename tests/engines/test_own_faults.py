@@ -46,7 +46,7 @@ class Broken:
         self, kind: type[Effect], when: Callable[[Any], bool], *, times: int = 1
     ) -> None:
         """Have effects of a kind fail, of those that it is asked about."""
-        carry_out = self.driver.ways[kind]
+        carry_out = self.driver.handlers[kind]
 
         def way(effect: Effect) -> None:
             if len(self.failed) < times and when(effect):
@@ -54,7 +54,7 @@ class Broken:
                 raise OverflowError("Integer value out of range")
             carry_out(effect)
 
-        self.driver.ways[kind] = way
+        self.driver.handlers[kind] = way
 
 
 class Logged(logging.Handler):

@@ -98,7 +98,7 @@ async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> 
 
 async def test_there_is_a_way_for_every_effect() -> None:
     driver = Office(b"x").driver
-    assert set(driver.ways) == set(get_args(Effect))
+    assert set(driver.handlers) == set(get_args(Effect))
     assert driver.holders == {}
 
 

@@ -1,11 +1,11 @@
 """What `.remote()` gives: a true `asyncio.Future` whose cancelling stops the work.
 
-`await` does not wait on the handle itself but on a future of its own, so that a
-cancelled waiter withdraws only itself; when the last one has gone and nobody else
-has registered a callback, the work is cancelled. The result is unpickled once, when
-it is first asked for. A handle belongs to one event loop and to the node that this loop
-had then, so the sessions of loops are registered here. This file imports asyncio, so it
-is itself imported late.
+Each `await` waits on a future of its own, not on the handle. So a cancelled waiter
+withdraws only itself. When the last waiter has gone and no callback is registered, the
+work is cancelled. The result is unpickled once, when it is first asked for. A handle
+belongs to one event loop, and to the node that the loop had when the handle was made,
+so the sessions of all loops are registered here. This module is imported late, because
+it imports asyncio.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def session_of(loop: asyncio.AbstractEventLoop | None) -> Any:
 
 
 def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
-    """Refuse a call from another thread than an event loop's, if that has a node.
+    """Refuse a call from a thread other than the loop's, if the loop has a node.
 
     Raises:
         NoLoopError: another thread runs this.
@@ -157,7 +157,7 @@ class Handle(HandleBase, asyncio.Future[T]):
     """The future result of a task; awaitable, and cancelling it stops the work.
 
     Attributes:
-        remote_values: the store of its value if another process keeps that.
+        remote_values: the store of its value, if another process keeps the value.
     """
 
     remote_values: ValueStore | None = None
@@ -345,7 +345,7 @@ class Handle(HandleBase, asyncio.Future[T]):
             self._wake()
             if self.shared is not None:
                 self._tell("fail", error)
-                super().exception()  # those who were given the value report it
+                super().exception()  # holders of the shared value report the error
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, None
@@ -374,7 +374,7 @@ class Handle(HandleBase, asyncio.Future[T]):
             del self
 
     def exception(self) -> BaseException | None:
-        """The task's error, or the one of unpickling its result; None without."""
+        """Return the task's error, or the error of unpickling the result; or None."""
         error = _exception(self)
         if error is None and self._payload is not None:
             self._decode()
@@ -400,9 +400,10 @@ class Handle(HandleBase, asyncio.Future[T]):
 class RemoteHandle(Handle[T]):
     """A handle of a program whose node is another process.
 
-    Other tasks refer to its result by an id that this program chooses and tells the
-    node. The id may be needed before the task is submitted, while the program joins the
-    node: it is then promised, and the node is told the task as soon as it has a number.
+    Other tasks refer to its result by an id that this program chooses and sends to the
+    node. If the id is needed before the task is submitted, while the program joins the
+    node, the id is promised. The node learns which task it means once the task has a
+    number.
     """
 
     __slots__ = ("_is_promised", "_number", "remote_values")
@@ -425,14 +426,14 @@ class RemoteHandle(Handle[T]):
 
     @task_id.setter
     def task_id(self, number: int) -> None:
-        """It is started; what was promised of it is named."""
+        """Note that the task was submitted, and keep the promise of its id."""
         self._number = number
         if number and self._is_promised:
             self._is_promised = False
             self.remote_values.shares.keep(self.shared, self)
 
     def share(self) -> Reference:
-        """What others refer to who are given this handle; it is a holder as well."""
+        """Return the reference by which others share the result; it counts as held."""
         if self.shared is None and not self._number and not self.done():
             self._want()
             self._is_promised = True
@@ -516,7 +517,7 @@ class ChildHandle(Handle[T]):
             super().fail(error)
 
     def abandon(self) -> None:
-        """Learn that the task has ended first; called by the engine."""
+        """Fail: the parent task has ended before this child; called by the engine."""
         self._call_soon(self.fail, abandoned(self.task_name))
 
     def _is_its_loop(self, how: str, told: object) -> bool:

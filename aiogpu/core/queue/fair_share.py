@@ -1,13 +1,15 @@
-"""Clients that share a node: their limits, what they hold, and whose turn it is.
+"""Accounts of the clients that share a node: their limits, and what they use.
 
-Nothing here costs anything until a second client has joined. What a client has had is
-its virtual time, as in start-time fair queuing (Goyal, Vin and Cheng, 1996): for each
-of its tasks, the part of the node that it held, times the seconds, over the client's
-weight. A client that begins to wait starts at the virtual time of the one that began
-last, so that nobody is owed for the time in which it wanted nothing.
+This module keeps the accounts; `core.scheduler.placement` chooses whose turn it is.
+Nothing here costs anything until a second client has joined.
 
-The order between clients is found when it is asked for, because it changes with
-everything that they get.
+A client's virtual time measures how much of the node it has used, as in start-time fair
+queuing (Goyal, Vin and Cheng, 1996). Each task adds: the part of the node that the task
+held, times the seconds, divided by the client's weight. A client that begins to wait
+starts at least at the virtual time of the client that began a task last. So a client
+earns no credit for the time in which it wanted nothing.
+
+The order between clients is computed on demand, because every lease changes it.
 """
 
 from __future__ import annotations
@@ -100,20 +102,20 @@ def capacity_of(ledger: Ledger) -> dict[str, int]:
 
 
 LONGEST: Final = 60.0
-"""Seconds that a task counts at most, and for which a turn can be put off."""
+"""The most seconds that a task is charged for, and that a client's turn is put off."""
 
 LEAST: Final = 1e-6
-"""The part of a node that a task counts at least: it has a process."""
+"""The smallest part of a node that a task is charged for: a task occupies a process."""
 
 
 class DominantShare:
-    """What a request is of a node.
+    """The share of a node that a request takes.
 
     Attributes:
-        amounts: of each resource that it asks for, in parts, and one over what there
-            is of it.
-        cost: the greatest part that it is of any of them.
-        cost_lent: the same without its CPUs.
+        amounts: for each resource, its name, the parts that the request asks for, and
+            1 divided by the node's capacity in parts.
+        cost: the largest fraction of any one resource that the request takes.
+        cost_lent: the same, not counting CPUs.
     """
 
     __slots__ = ("amounts", "cost", "cost_lent")
@@ -145,13 +147,13 @@ def _amounts(request: Request) -> list[tuple[str, int]]:
 
 
 class LeaseUsage:
-    """A lease on the account of the program whose task has it.
+    """Charges a program for one lease that a task of the program holds.
 
     Attributes:
         client: the program.
-        portion: what was asked for.
-        cost: what a second of it counts; 0 of what is held without end.
-        turn_since: when it was last the program's turn to have it.
+        portion: the share of the node that the lease takes.
+        cost: the charge for one second; 0 for a lease that is held without end.
+        turn_since: when the program last got its turn to hold the lease.
     """
 
     def __init__(
@@ -172,12 +174,12 @@ class LeaseUsage:
         """Count what was had until now."""
         now, client = self._clients.clock.now, self.client
         seconds = min(now - self._since, self._left)
-        client.tag += self.cost * seconds / client.weight
+        client.virtual_time += self.cost * seconds / client.weight
         self._since = now
         self._left -= seconds
 
     def note_task(self) -> float:
-        """It is held for another task from now on; gives the age of its slice."""
+        """Note that the next task holds the lease; return the age of the time slice."""
         self.charge()
         self._left = LONGEST
         return self._since - self.turn_since
@@ -238,15 +240,15 @@ class Client:
     """One program.
 
     Attributes:
-        weight: what it gets for each that another of weight 1 gets.
-        limits: what it may have, as it was said.
-        most: what it may hold of each limited resource, in parts.
-        held: what it holds, in parts; CPUs that are lent are not among that.
-        tag: what it has had, by weight.
-        since: when it last began a task, or first wanted to.
-        unfinished: its tasks that have not ended.
-        has_left: whether it is forgotten once they have.
-        is_behind: it does not read what it is sent, so nothing more of it is started.
+        weight: how many times the share of a program of weight 1 it gets.
+        limits: the limits, as the program or the node declared them.
+        most: the most that it may hold of each limited resource, in parts.
+        held: what it holds now, in parts, without CPUs that are lent.
+        virtual_time: what it has used, divided by its weight.
+        since: when it last began a task, or began to wait for its first.
+        unfinished: the number of its tasks that have not ended.
+        has_left: whether to forget it once all its tasks have ended.
+        is_behind: whether it does not read its results; then no task of it is started.
     """
 
     id: ClientId
@@ -254,7 +256,7 @@ class Client:
     limits: Limits = field(default_factory=Limits)
     most: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
-    tag: float = 0.0
+    virtual_time: float = 0.0
     since: float = 0.0
     unfinished: int = 0
     has_left: bool = False
@@ -272,7 +274,7 @@ class Clients:
 
     Attributes:
         clock: says when the latest event was.
-        begun: the tag of who began a task last, or a later one.
+        begun: the highest virtual time at which a program has begun a task.
     """
 
     def __init__(self, clock: Clock, ledger: Ledger) -> None:
@@ -319,7 +321,7 @@ class Clients:
             self.forget(client)
 
     def of(self, id_: ClientId) -> Client:
-        """What is known of a program; one that has not said that it joins has."""
+        """Return the record of a program; make one if there is none."""
         client = self._by_id.get(id_)
         if client is None:
             client = self._by_id[id_] = Client(id_)
@@ -393,9 +395,9 @@ class Clients:
         )
 
     def why_barred(self, record: TaskRecord) -> str:
-        """In words what its program holds of what it may, of what a task waits for.
+        """Say which limits of its program a task waits for, and what the program holds.
 
-        Empty if it does not wait for that.
+        Empty if the task does not wait for a limit.
         """
         client = self.of(record.client)
         return in_words(
@@ -416,17 +418,20 @@ class Clients:
     def share_of(
         self, client: Client, request: Request, *, has_it: bool = False
     ) -> tuple[float, float]:
-        """The part that a program holds of what a request asks for, by weight.
+        """Return a program's dominant share, before and after it gets a request.
+
+        Only the resources that the request asks for count. The shares are divided by
+        the program's weight.
 
         Args:
             client: the program.
             request: what is asked for.
-            has_it: whether one lease that it holds is of this request, and counts as
-                not granted.
+            has_it: whether the program already holds a lease for this request; that
+                lease counts as not granted.
 
         Returns:
-            Of the resource of which it is the greatest: as it is now, and as it would
-            be if the request were granted.
+            The largest share of any of the resources: now, and if the request were
+            granted.
         """
         held, now, then = client.held, 0.0, 0.0
         portion = self.portion_of(request)
@@ -464,9 +469,9 @@ class Clients:
             del self._by_id[client.id]
 
     def note_wish(self, client: Client) -> None:
-        """A program that did not wants a task run: from now on it is owed its part."""
+        """Note that an idle program wants a task run; it is owed its share from now."""
         client.since = self.clock.now
-        client.tag = max(client.tag, self.begun)
+        client.virtual_time = max(client.virtual_time, self.begun)
 
     def begin(self, record: TaskRecord, lease: Lease) -> None:
         """A task has a lease: what it holds counts for its program."""
@@ -477,7 +482,7 @@ class Clients:
     def note_turn(self, client: Client) -> None:
         """A program has had its turn."""
         client.since = self.clock.now
-        self.begun = max(self.begun, client.tag)
+        self.begun = max(self.begun, client.virtual_time)
 
 
 def _told(name: str, parts: int) -> str:

@@ -4,9 +4,10 @@ Every step costs the same however many tasks wait. Shapes of one program that as
 the same resources, and differ in their environment alone, are one group: where one of
 them does not fit, none does. This module knows the order, not what fits.
 
-A task that leaves a `FifoQueue` before its turn is only counted, and skipped when its
-turn comes. Each such task removes a few others from the front, and further behind where
-they outnumber the rest. So memory does not grow with them, and no single step is long.
+A task that leaves a `FifoQueue` before its turn stays in the deque, and is skipped when
+its turn comes. Such a task is called stale here. Each task that leaves also removes a
+few stale tasks from the front; where stale tasks outnumber waiting ones, it removes a
+few further behind as well. So stale tasks do not pile up, and no single step is long.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from aiogpu.core.queue.fair_share import Client, Clients
 from aiogpu.core.records import TaskRecord, TaskState, sort_key
 
 SWEPT: Final = 4
-"""Tasks that one leaving looks at."""
+"""How many queued tasks `note_left` examines for each task that leaves."""
 
 SEARCHED: Final = 4096
 """Tasks that are looked at one by one, for a position or for those near the front."""
@@ -34,7 +35,11 @@ _WAITING: Final = TaskState.WAITING
 
 
 class FifoQueue:
-    """Tasks in order of their ids. `_swept` goes before `_rest`."""
+    """Tasks in order of their ids.
+
+    `_swept` holds the front, which `note_left` has cleared of stale tasks, and `_rest`
+    holds the tasks behind. `_left` counts the stale tasks in both.
+    """
 
     def __init__(self) -> None:
         self._swept: deque[TaskRecord] = deque()
@@ -54,7 +59,7 @@ class FifoQueue:
         self._rest.extend(records)
 
     def push_back(self, record: TaskRecord) -> None:
-        """Add a task that has been first before; costs as many as go before it."""
+        """Put back a task that was taken; costs O(tasks before its old place)."""
         earlier = []
         while (head := self.head()) is not None and head.id < record.id:
             earlier.append(head)
@@ -95,11 +100,12 @@ class FifoQueue:
         return taken
 
     def note_left(self) -> None:
-        """One that stands here waits no longer."""
+        """Count one stale task: it is in a deque but no longer waits."""
         self._left += 1
         front = self._swept or self._rest
         for _ in range(SWEPT):
-            # Those who leave in order shall not be skipped all at once.
+            # Else tasks that leave in order of their ids pile up at the front, and one
+            # `head()` would have to skip them all.
             if front and front[0].state is not _WAITING:
                 front.popleft()
                 self._left -= 1
@@ -114,7 +120,7 @@ class FifoQueue:
                 self._swept, self._rest = self._rest, self._swept
 
     def position(self, record: TaskRecord) -> int:
-        """Return how many go before a task; those that left may count, far behind."""
+        """Return how many tasks go before one; beyond `SEARCHED` an upper estimate."""
         before = 0
         for looked, other in enumerate(chain(self._swept, self._rest)):
             if other is record:
@@ -151,7 +157,7 @@ BucketKey = tuple[ClientId, Shape]
 """What tasks of one bucket have in common."""
 
 EXPECTED: Final = 1e-3
-"""Seconds that a task is thought to take at least, and of which nothing is known."""
+"""Seconds that a task is assumed to take: the least, and if nothing is known of it."""
 
 T = TypeVar("T")
 
@@ -166,7 +172,8 @@ class Bucket:
 
     Attributes:
         size: how many wait.
-        turn: the place of its head, or of an earlier one, among those of its group.
+        turn: the key under which the group's heap has this bucket: that of its head, or
+            of an earlier head; None once the bucket is dropped.
     """
 
     def __init__(self, shape: Shape, group: Group) -> None:
@@ -218,7 +225,7 @@ class Bucket:
         return lane
 
     def _note(self, record: TaskRecord) -> None:
-        """Have the group know it if this task goes before all that it knows of."""
+        """Enter the bucket in its group's heap anew if this task is its new first."""
         turn = precedence(record)
         if self.turn is None or turn < self.turn:
             self.group.enter(self, turn)
@@ -273,17 +280,18 @@ class Bucket:
 
 
 class Group:
-    """The buckets that ask for the same resources, and which of them goes first.
+    """The buckets of one program that ask for the same resources, in a heap.
 
-    Every bucket has one entry in a heap. A head mostly gives way to a later one, so
-    the entry is corrected when it comes up; only an earlier head is entered anew.
+    A bucket's head is mostly replaced by a later task. So the bucket's entry in the
+    heap is corrected only when it comes to the top. An earlier head gets a new entry,
+    and the old entry is dropped when it comes to the top.
 
     Attributes:
-        client: the program whose they are.
+        client: the program.
         size: how many buckets there are.
-        stuck: the first of its tasks, when it last did not fit.
-        reserve_at: when something is to be kept for that one.
-        is_warned: whether one of them was warned; see `stalls`.
+        stuck: the task that was first when the group last did not fit.
+        reserve_at: when resources are to be reserved for `stuck`.
+        is_warned: whether a stall of one of its tasks was reported; see `stalls`.
     """
 
     def __init__(self, request: Request, client: ClientId) -> None:
@@ -352,9 +360,8 @@ class ReadyQueue:
         by_shape: the buckets that hold a task; empty when nothing waits.
         of_client: of each program that waits, its groups by what they ask for.
         clients: the programs that share the node, None while it is one's alone.
-        unserved: shapes whose tasks are passed over, since no worker can be started
-            for their environments and none is idle; known since all that waits was
-            last looked at.
+        unserved: shapes whose tasks are passed over: no worker can be started for
+            their environments, and none is idle. Each placement round fills it anew.
     """
 
     def __init__(self) -> None:
@@ -501,14 +508,18 @@ class ReadyQueue:
         heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
         for id_, line in lines.items():
             client = clients.of(id_)
-            # Who holds something is likely to have had more when others end.
-            tag = client.tag + EXPECTED * clients.held_by(client) / client.weight
+            # A program that holds something will have used more when others end.
+            virtual_time = (
+                client.virtual_time + EXPECTED * clients.held_by(client) / client.weight
+            )
             entry = next(line)
             record = record_of(entry)
-            heap.append((sort_key(record)[0], tag, record.id, entry, client, line))
+            heap.append(
+                (sort_key(record)[0], virtual_time, record.id, entry, client, line)
+            )
         heapify(heap)
         while heap:
-            _, tag, _, entry, client, line = heap[0]
+            _, virtual_time, _, entry, client, line = heap[0]
             yield entry
             record = record_of(entry)
             mean = max(record.spec.pace.mean, EXPECTED)
@@ -518,7 +529,11 @@ class ReadyQueue:
                 heappop(heap)
             else:
                 record = record_of(following)
-                key = sort_key(record)[0], tag + mean * cost / client.weight, record.id
+                key = (
+                    sort_key(record)[0],
+                    virtual_time + mean * cost / client.weight,
+                    record.id,
+                )
                 heapreplace(heap, (*key, following, client, line))
 
     def some(self) -> TaskRecord | None:

@@ -1,10 +1,10 @@
 """What the node has, what is taken, and by which lease.
 
-A lease holds scalars and shares of devices together or not at all. The ledger does not
-know what a lease is for. `check()` asserts its invariant: capacity less all leases is
-what is free. A `BundleLedger` is the ledger of one bundle of a placement group:
-whatever holds of a node's ledger holds of a bundle as well. What would be if some
-leases had ended is tried on a `copy()`, by `suppose()`.
+A lease takes all its scalars and device shares, or nothing. The ledger does not know
+what a lease is for. `check()` asserts the invariant: capacity minus all leases equals
+what is free. A `BundleLedger` is the ledger of one bundle of a placement group, with
+the same invariant. To learn what would be free if some leases had ended, take a
+`copy()` and call `suppose()` on it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Lease:
         id: counts up from 1.
         request: what was asked for.
         shares: device shares by kind, in the order of `request.devices`.
-        is_lent: whether its CPUs are given back for as long as its task waits.
-        usage: charges its client for it; None where no clients share the node.
+        is_lent: whether its CPUs are lent to others while its task waits.
+        usage: charges a client for the lease; None where no clients share the node.
         home: the ledger from which it was taken: the node's, or that of a bundle.
         parts: the bundles of a placement group's lease.
-        memories: like `shares`, the `gpu_memory` for which each share of a placement
-            group's lease was taken; empty where none of its bundles names any.
-        holder: the worker that has it, None before one has.
+        memories: for a placement group's lease, the `gpu_memory` of each share, in the
+            order of `shares`; empty if no bundle names GPU memory.
+        holder: the worker that has the lease; None before a worker has it.
     """
 
     id: LeaseId
@@ -93,9 +93,9 @@ class Ledger:
     """The node's resources: exact amounts, taken and given back whole.
 
     Attributes:
-        placement_groups: the bundles of those that were granted, by key.
-        ended: how many leases that somebody held have ended, those of bundles as
-            well. A lease that was only tried on does not count.
+        placement_groups: the bundles of each granted placement group, by key.
+        ended: how many leases with a holder have ended, leases in bundles included.
+            A lease that never had a holder does not count.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Ledger:
             request: what is asked for.
             barred: by kind, a mask of devices that this request may not use.
             kept: by name, parts of scalars that this request must leave free.
-            warm: devices that are as good as others, but for which something is
-                ready; of a request's only kind of devices.
+            warm: devices to prefer among equally good ones, because a worker is ready
+                for them. Given only if the request has one kind of devices.
         """
         free = self.free
         for name, amount in request.scalars:
@@ -217,7 +217,7 @@ class Ledger:
     def give_back(self, lease: Lease) -> None:
         """End a lease; all it held is free at once.
 
-        Of a placement group's, no member holds anything any more.
+        Before the lease of a placement group ends, all leases in its bundles must end.
 
         Raises:
             KeyError: the lease was given back before.
@@ -262,7 +262,7 @@ class Ledger:
             lease.usage.lend()
 
     def resume(self, lease: Lease) -> None:
-        """Undo `lend`, at once: there may be less than nothing free afterwards."""
+        """Undo `lend` at once; the free CPUs may be negative (`is_overdrawn`) then."""
         lease.is_lent = False
         self._move_cpus(lease, -1)
         if lease.usage is not None:
@@ -280,7 +280,7 @@ class Ledger:
         return Ledger(self.capacity, empty)
 
     def copy(self) -> Ledger:
-        """The same with what is taken now, by leases that the copy does not know."""
+        """Copy what is free now; the copy has no leases and no device set aside."""
         other = self.emptied()
         other.free = dict(self.free)
         for lease in self.leases.values():
@@ -288,7 +288,7 @@ class Ledger:
         return other
 
     def suppose(self, lease: Lease, *, is_held: bool) -> None:
-        """Have this copy of a ledger with a lease of that, or without it."""
+        """Take what a lease of the original holds from this copy, or give it back."""
         sign = 1 if is_held else -1
         for name, amount in lease.request.scalars:
             if name != CPU or not lease.is_lent:
@@ -333,9 +333,9 @@ class Ledger:
         """Return what a lease holds of the memory of each of its devices.
 
         Returns:
-            For each: its kind, its index, and the bytes; 0 where its memory is not
-            known. They are those that were asked for by name, or else the part that
-            the share is of the device's.
+            For each device: its kind, its index, and the bytes; 0 if the device's
+            memory is not known. The bytes are the `gpu_memory` that the request named.
+            If it named none, they are the share's part of the device's memory.
         """
         sets = lease.home.device_sets
         return tuple(
@@ -362,7 +362,7 @@ class Ledger:
     def available(self) -> dict[str, float]:
         """Return what is free now in the user's terms; 0.0 where nothing is.
 
-        Of GPU memory, bytes that nobody has reserved, be it by a share.
+        For GPU memory: the bytes reserved neither by name nor by a share.
         """
         available = {name: number(max(amount, 0)) for name, amount in self.free.items()}
         for kind, devices in self.device_sets.items():
@@ -455,9 +455,10 @@ class BundleLedger(Ledger):
 def _with_memory(
     devices: Sequence[Device], held: Share, named: int
 ) -> tuple[Device, ...]:
-    """A node's devices, of which one has the memory that a bundle names of it.
+    """Return a node's devices; the bundle's device gets another memory size.
 
-    So much that the bundle's share stands for it; or all of it, where it has no share.
+    The size is chosen so that the bundle's share of it is the memory that the bundle
+    names. If the bundle has no share, the size is the memory that the bundle names.
     """
     at, amount = held
     changed = replace(devices[at], memory=named * UNIT // (amount or UNIT))

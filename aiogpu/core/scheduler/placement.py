@@ -236,7 +236,7 @@ class PlacementRound:
         floor = min(one.then for one in candidates)
         overdue = self._node.now - LONGEST
         fair = (
-            (one.client.tag, one.now, one.task, one)
+            (one.client.virtual_time, one.now, one.task, one)
             for one in candidates
             if one.client is not None
             and (one.now < floor or one.client.since <= overdue)
@@ -265,8 +265,8 @@ def _reserve(node: SchedulerState, group: Group) -> None:
             usage = None if worker.lease is None else usage_of(worker.lease)
             if usage is not None:
                 usage.charge()
-        mine = clients.of(record.client).tag
-        if any(clients.of(id_).tag < mine for id_ in queue.of_client):
+        mine = clients.of(record.client).virtual_time
+        if any(clients.of(id_).virtual_time < mine for id_ in queue.of_client):
             return
     found = None
     if not (node.outages and node.has_outage(record)):
@@ -342,12 +342,12 @@ def _is_fairest(
         other = clients.of(record.client)
         has, would = clients.share_of(other, record.spec.shape.request)
         floor = min(floor, would)
-        shares.append((other.tag, has, record.id, other.since))
+        shares.append((other.virtual_time, has, record.id, other.since))
     overdue = clients.clock.now - LONGEST
     if now >= floor:
         return False
     return not any(
-        (tag, has, id_) < (client.tag, now, head.id)
-        for tag, has, id_, since in shares
+        (virtual_time, has, id_) < (client.virtual_time, now, head.id)
+        for virtual_time, has, id_, since in shares
         if has < floor or since <= overdue
     )

@@ -1,18 +1,20 @@
 """Tasks in the calling process: who is next, how their code runs, what they hold.
 
 The node's scheduler decides, as it does for workers. It is told that a worker has
-started when it is a task's turn: one task runs at a time, and on top of it what it has
-started, while it waits. Nothing runs where a job is added or cancelled, but in
-callbacks of the loop. A job whose parent waits for it lies on top of it, with its
-surroundings and its lease. All runners of a node share its stack, and one loop runs
-inside a callback of the other, so that only the innermost is at work. Plain code that
-waits runs a loop meanwhile (`TaskHost`): its children are carried on that as the
-program's tasks are on the program's. So they pause when it goes on before they end.
+started when it is a task's turn. One task runs at a time. While it waits for its
+children, they run on top of it: a child lies above its parent on the node's `Stack`,
+with its own surroundings and lease. Jobs run only in callbacks of a loop, never inside
+the call that adds or cancels a job.
 
-Values pass through pickles as on their way to a worker and back, the function too: what
-it closes over is a copy, and so are the globals that it uses if it is defined in
-`__main__`. A function of a module is that module's own. A generator lies on top of
-nothing between two items: whoever takes them runs meanwhile.
+Plain code that waits runs an event loop of its own (`TaskHost`), inside a callback of
+the outer loop. Its children run on that inner loop, and pause if the plain code goes on
+before they end. Each loop has a `Runner`. All runners of a node share its stack, and
+only the innermost runner is at work.
+
+Values and functions are pickled and unpickled, as on the way to a worker. So what a
+function closes over is a copy; if it is defined in `__main__`, so are its globals. A
+function of an imported module is not copied. Between two items a generator is not on
+the stack, because the consumer of the items runs meanwhile.
 """
 
 from __future__ import annotations
@@ -241,25 +243,26 @@ class Job:
         func: its function.
         payload, limit, skip: the arguments, how many items it may yield in all, and how
             many an attempt before has yielded.
-        runner: runs it on its loop; set when it begins.
-        parent: the task that has started it, None for one of the program's.
-        above: on top of which it may run; None for nobody's.
-        waiters: how many wait for it.
-        calls_awaited: how many calls of actors its own code waits for.
-        assigned_to: stands for the process that is to run it next, or runs it.
-        worker: the same, while it runs; None while it waits.
-        surroundings: what it finds around it while it runs.
+        runner: runs the job on a loop; set when the job begins.
+        above: the job that started this one, on top of which it may run; None if the
+            program started it.
+        waiters: how many pieces of code wait for the job.
+        calls_awaited: how many calls of actors the job's own code waits for.
+        assigned_to: the stand-in for the process that is to run the job, or runs it.
+        worker: the same, while the job runs; None while the job waits for its turn.
+        surroundings: the environment, output and context facts while the job runs.
         has_devices: whether it holds any.
         main: runs its coroutine; None for a plain function.
         started: the asyncio tasks that its code has started.
-        timer: rings when the patience with a call that was cancelled is over.
-        aside: what has begun on top of it and pauses, while its own code goes on.
-        needed: others' tasks for which its plain code waits, which run on top of it.
-        is_urgent: whether it runs on top of whatever runs, since an actor needs it.
-        is_over: its code has stopped; others may lie on top of it yet.
-        flow: the way out for its items, if it is a generator that has begun.
-        outcome: what has come of it, to be told.
-        worn: put on whenever its code runs, where other code runs in between.
+        timer: fires when the grace period of a cancelled call is over.
+        aside: jobs that began on top of this job and pause while its own code runs.
+        needed: tasks that this job did not start, but for which its plain code waits;
+            they run on top of this job.
+        is_urgent: whether it may run on top of any job, because an actor needs it.
+        is_over: whether its code has stopped; other jobs may still lie on top of it.
+        flow: sends its items, if it is a generator that has begun.
+        outcome: the result or error that is not reported yet.
+        worn: surroundings to put on for each step, if other code runs between steps.
     """
 
     actor_id: int | None = None
@@ -463,12 +466,12 @@ class Stack:
 
 
 class Beside:
-    """The generators that have begun, and lie on top of nothing between two items.
+    """The generators that have begun, and are not on the stack between two items.
 
     Attributes:
-        flows: the ways out for their items, by the task's or call's number; also of
-            generators of actors, which are on no stack.
-        jobs: those that have left the stack, in that order.
+        flows: senders of their items, by number of the task or call. Generators of
+            actors, which are never on the stack, have one too.
+        jobs: the jobs of generators that have left the stack, oldest first.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -749,7 +752,8 @@ class Executor:
     @coroutine
     def stepwise(self, job: Job, begun: BegunCoroutine) -> Generator[Any, Any, Any]:
         """Drive a coroutine, so that it is seen when its code begins and pauses."""
-        # Not a name of its own: an error would hold itself, by its frames.
+        # A list, so that no local variable of this frame keeps a thrown error: the
+        # error's traceback holds this frame, and the error would hold itself.
         next_step: list[Callable[[], Any]] = [partial(begun.send, None)]
         while True:
             with self._step(job):
@@ -829,10 +833,10 @@ def _packed(job: Job, value: object) -> Outcome:
 
 
 class TaskHost:
-    """The node as the code of one attempt at a task sees it; see `family.Host`.
+    """The node, as the code of one attempt at a task sees it; see `interface.Host`.
 
     Attributes:
-        upsets: how many children that plain code may wait for have failed so far.
+        upsets: how many children have failed or were withdrawn so far.
     """
 
     def __init__(self, job: Job) -> None:
@@ -955,10 +959,10 @@ class TaskHost:
             self._node.tell_waits(self._job)
 
     def _bring_up(self, job: Job) -> None:
-        """Have a job run now, and before it what it needs, whoever has started them.
+        """Let a job run now, after the jobs that make its arguments.
 
-        What a job needs may need others in turn, ten thousand in a row, so this is a
-        depth-first search with a stack of its own.
+        It does not matter which code has started these jobs. Chains of needs may be ten
+        thousand long, so the depth-first search has an explicit stack.
         """
         jobs, seen = self._node.jobs, set[TaskId]()
         stack: list[tuple[Job, bool]] = [(job, False)]
@@ -1217,14 +1221,14 @@ class InlineNode(Driver):
     Attributes:
         executor: runs the jobs' code.
         pack: makes payloads of large values.
-        jobs: the tasks that have not ended, actors included; leases are none.
-        stack: those that run.
-        runners: all that carry its jobs.
+        jobs: the tasks that have not ended, with actors but without leases.
+        stack: the jobs that run.
+        runners: the runners of all loops on which jobs run.
         beside: the generators that have begun.
-        urgent: tasks that wait and that an actor needs, or that are one.
-        starting: workers that are wanted, each for a task whose turn is next.
-        assigned: tasks whose code is to begin.
-        lost: workers that have gone amid an event, of which the scheduler is told next.
+        urgent: waiting tasks that are an actor, or that an actor needs.
+        starting: workers that the scheduler has asked for and that have not started.
+        assigned: jobs that have a worker, and whose code has not begun.
+        lost: workers that ended during an event; the scheduler is told next.
     """
 
     actors: HostedActors  # type: ignore[assignment]
@@ -1267,11 +1271,11 @@ class InlineNode(Driver):
             _no_messages,
         )
         self.guard.is_on = False
-        self.ways[effects.Interrupt] = lambda it: self.jobs[it.task].interrupt()
-        self.ways[effects.Kill] = self._kill
-        self.ways[effects.Revoke] = self._revoke
-        self.ways[effects.Settle] = self._settle
-        self.ways[effects.Forget] = self._forget
+        self.handlers[effects.Interrupt] = lambda it: self.jobs[it.task].interrupt()
+        self.handlers[effects.Kill] = self._kill
+        self.handlers[effects.Revoke] = self._revoke
+        self.handlers[effects.Settle] = self._settle
+        self.handlers[effects.Forget] = self._forget
 
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.jobs)} jobs, {self.stack!r}>"
@@ -1302,7 +1306,10 @@ class InlineNode(Driver):
 
     @contextmanager
     def cpus_beneath(self) -> Iterator[None]:
-        """What is urgent may have the CPUs of what it lies on: that waits meanwhile."""
+        """In the block, urgent tasks may take the CPUs of the jobs beneath them.
+
+        The jobs beneath wait meanwhile.
+        """
         beneath: list[tuple[dict[str, int], int]] = []
         if self.urgent:
             for job in self.stack.running:
@@ -1508,14 +1515,15 @@ class InlineNode(Driver):
             job.waiters = 0
 
     def hopeless(self, runner: Runner) -> Job | None:
-        """The job whose wait can never end, as plain code has the thread and waits.
+        """Return a job that can never start, because waiting plain code has the thread.
 
-        Deadlocks over what tasks hold are the scheduler's to find. But while plain code
-        waits the program can end no actor, and these can do nothing either.
+        The scheduler finds deadlocks over what tasks hold. This method finds those over
+        what actors hold: while plain code waits, neither the program nor the actors
+        themselves can run to end an actor.
 
         Args:
-            runner: who looks. While the program's loop runs, the program may end
-                actors, and so may these themselves.
+            runner: the runner that asks. The answer is None for the runner of the
+                program's loop: while that loop runs, actors can still end.
         """
         if runner is self.actors.runner or self.starting or self.assigned:
             return None
@@ -1627,13 +1635,13 @@ class Runner:
         self.node.ring()
 
     def wake(self) -> None:
-        """Have the next job begun soon; never here, where somebody else runs."""
+        """Begin the next job in a later callback; never now, inside other code."""
         if not self._is_woken and not self.loop.is_closed():
             self._is_woken = True
             self.loop.call_soon(self._advance, context=self._context)
 
     def _advance(self) -> None:
-        # Who is told meanwhile that something may begin tells nothing new.
+        # `_is_woken` stays set until here: a `wake` during these steps adds nothing.
         node, job = self.node, None
         while node.lost:
             node.lose(node.lost.popleft())
