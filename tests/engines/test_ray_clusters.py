@@ -72,6 +72,31 @@ async def test_a_share_is_of_one_device(joined):
     assert await whole.remote() == (joined.nodes[1], [0, 1], "0,1")
 
 
+async def test_an_actor_on_another_machine_hears_of_cancelled_coroutines(
+    joined, gate, monkeypatch
+):
+    """Ray tells it. A plain method runs to its end, and nobody has its answer."""
+    from aiogpu.engines.ray import actor_process
+
+    # Before the tests that kill nodes: Ray starts actors on a dead node for a while.
+    monkeypatch.setattr(actor_process, "send_cancels", lambda *_: False)
+    counter = await actor_classes.Counter.options(num_cpus=0).remote()
+    actor = await actor_classes.Async.options(num_cpus=0).remote()
+    waiting = actor.wait.remote(gate.path, "coroutine")
+    await gate.entered("coroutine")
+    waiting.cancel()
+    await gate.entered("coroutine-cancelled")
+    assert await actor.later.remote() == 1
+
+    busy = counter.gated.remote(gate.path, "plain")
+    await gate.entered("plain")
+    behind = counter.add.remote()
+    busy.cancel()
+    gate.release("plain")
+    assert await behind == 1
+    assert await counter.notes.remote() == ["plain"]
+
+
 async def test_status_tells_what_is_free_and_which_calls_were_sent(joined, gate):
     holding = spread_tasks.gated_node.options(num_gpus=1, num_cpus=0)
     held = [holding.remote(gate.path, f"h{i}") for i in range(GPUS)]
@@ -223,27 +248,3 @@ def test_programs_share_it_and_it_goes_on(joined_by):
         out, err = one.communicate(timeout=120)
         # Ray may have something to say before.
         assert (one.returncode, out[-3:]) == (0, "55\n"), err
-
-
-async def test_an_actor_on_another_machine_hears_of_cancelled_coroutines(
-    joined, gate, monkeypatch
-):
-    """Ray tells it. A plain method runs to its end, and nobody has its answer."""
-    from aiogpu.engines.ray import actor_process
-
-    monkeypatch.setattr(actor_process, "send_cancels", lambda *_: False)
-    counter = await actor_classes.Counter.options(num_cpus=0).remote()
-    actor = await actor_classes.Async.options(num_cpus=0).remote()
-    waiting = actor.wait.remote(gate.path, "coroutine")
-    await gate.entered("coroutine")
-    waiting.cancel()
-    await gate.entered("coroutine-cancelled")
-    assert await actor.later.remote() == 1
-
-    busy = counter.gated.remote(gate.path, "plain")
-    await gate.entered("plain")
-    behind = counter.add.remote()
-    busy.cancel()
-    gate.release("plain")
-    assert await behind == 1
-    assert await counter.notes.remote() == ["plain"]
