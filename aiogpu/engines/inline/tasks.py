@@ -1320,9 +1320,11 @@ class InlineNode(Driver):
                     beneath.append((free, dict(lease.request.scalars).get(CPU, 0)))
         for free, cpus in beneath:
             free[CPU] += cpus
-        yield
-        for free, cpus in beneath:
-            free[CPU] -= cpus
+        try:
+            yield
+        finally:
+            for free, cpus in beneath:
+                free[CPU] -= cpus
 
     def _kill(self, effect: effects.Kill) -> None:
         """A task has not ended in its time: leave it behind, if it is a coroutine."""
