@@ -270,7 +270,7 @@ def test_an_inner_block_leaves_it_to_the_outer_one_to_wake() -> None:
     with interrupts.enabled(), interrupts.deferred(lambda: woken.append(True)):
         with interrupts.deferred():
             signal.raise_signal(signal.SIGINT)
-        assert woken == [True]
+        assert woken  # more than once if the thread that insists was quick
         assert interrupts.take()
         assert not interrupts.take()
 
