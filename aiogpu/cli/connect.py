@@ -1,6 +1,6 @@
-"""Which node a command asks and how it joins it; types of options for quantities.
+"""Joins the node that a command asks, and defines option types for quantities.
 
-Click's own names of types are those of a programmer, such as "float range".
+The option types name themselves for users: click would call one "float range".
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 class Node:
     """The node that this loop has joined.
 
-    Raises TimeoutError if the node does not answer within `patience` seconds; None
-    waits for ever.
+    Each method raises TimeoutError if the node does not answer within `patience`
+    seconds; None waits without limit.
     """
 
     def __init__(self, patience: float | None) -> None:
@@ -149,7 +149,7 @@ def default_address() -> str:
     return AUTO if default in EMBEDDED else default
 
 
-def where(address: str) -> str:
+def socket_path(address: str) -> str:
     """The path of the socket of an address."""
     return default_socket() if address == AUTO else address.removeprefix(UNIX)
 
@@ -166,36 +166,36 @@ def check_there(address: str) -> None:
             f"{address!r} is a Ray cluster, which Ray's own `ray status` tells of; "
             f"give the --address of a node that `aiogpu start` has started."
         )
-    path = where(address)
+    path = socket_path(address)
     check_meeting(path)
     try:
         is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
     except FileNotFoundError:
-        raise none_runs(f"there is no socket {path}") from None
+        raise no_node_error(f"there is no socket {path}") from None
     except OSError as error:
-        raise none_runs(f"{path}: {error.strerror}") from None
+        raise no_node_error(f"{path}: {error.strerror}") from None
     if not is_socket:
-        raise none_runs(f"{path} is no socket")
+        raise no_node_error(f"{path} is no socket")
 
 
-def none_runs(why: str) -> click.ClickException:
+def no_node_error(why: str) -> click.ClickException:
     """The error if there is no node to ask."""
     return click.ClickException(
         f"no node runs that could be asked: {why}. {ADVICE}, or give its --address."
     )
 
 
-def silent(address: str, patience: float | None) -> click.ClickException:
+def no_answer_error(address: str, patience: float | None) -> click.ClickException:
     """The error for a node that does not answer."""
     within = "" if patience is None else f" within {patience:g} s"
     return click.ClickException(
-        f"the node at {where(address)} has not answered{within}; `aiogpu doctor` says "
-        f"how it stands, and `aiogpu stop --force` ends it."
+        f"the node at {socket_path(address)} has not answered{within}; `aiogpu doctor` "
+        f"says how it stands, and `aiogpu stop --force` ends it."
     )
 
 
-def opening(address: str) -> Opening:
-    """What joins the node at an address without running tasks there."""
+def joining(address: str) -> Opening:
+    """Return an `Opening` that joins a node to look at it, not to run tasks."""
     options = NodeOptions(only_looks=True, log_to_driver=False)
     return Opening(address, options, ignore_reinit_error=False)
 
@@ -204,7 +204,7 @@ def opening(address: str) -> Opening:
 async def joined(
     address: str, patience: float | None = PATIENCE
 ) -> AsyncIterator[Node]:
-    """The node at an address, joined while the block runs.
+    """Join the node at an address for the length of the block.
 
     Args:
         address: its socket, or `AUTO`.
@@ -217,9 +217,9 @@ async def joined(
     check_there(address)
     try:
         async with asyncio.timeout(patience):
-            node = await opening(address)
+            node = await joining(address)
     except TimeoutError:
-        raise silent(address, patience) from None
+        raise no_answer_error(address, patience) from None
     except (aiogpu.errors.NodeError, OSError) as error:
         raise click.ClickException(str(error)) from None
     try:
@@ -227,7 +227,7 @@ async def joined(
     except (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError) as error:
         raise click.ClickException(str(error)) from None
     except TimeoutError:
-        raise silent(address, patience) from None
+        raise no_answer_error(address, patience) from None
     finally:
         # Nothing of a view has to stop first, and the node may not answer any more.
         await node.shutdown(at_once=True)
@@ -238,7 +238,7 @@ def ask(
     question: Callable[[Node], Awaitable[T]],
     patience: float | None = PATIENCE,
 ) -> T:
-    """Join, ask and leave; returns the answer. See `joined`."""
+    """Join a node, await `question(node)`, leave, and return the answer."""
 
     async def main() -> T:
         async with joined(address, patience) as node:

@@ -131,7 +131,7 @@ def thumbnail(levels: Sequence[Sequence[int]]) -> Text:
     return text
 
 
-class Screen:
+class Display:
     """Shows a fan-out. Enter it before the first task.
 
     Attributes:
@@ -150,7 +150,7 @@ class Screen:
         self._gpus: dict[Gpu, str] = {}
         self._begin = 0.0
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Display:
         if self._is_live:
             self._live.start()
         return self
@@ -269,11 +269,11 @@ def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> No
         raise click.BadParameter(str(error), param_hint="--share") from None
     if share == 0:
         raise click.BadParameter("a share is above 0.", param_hint="--share")
-    picture, screen = Picture(Scene.of(size, seed)), Screen()
+    picture, screen = Picture(Scene.of(size, seed)), Display()
     with screen:
         outcome = aiogpu.run(fan_out(task, tasks, gpus, picture, screen))
     screen.finish(outcome.spans)
-    tell(outcome, picture, screen)
+    report(outcome, picture, screen)
 
 
 def find_example() -> None:
@@ -309,7 +309,7 @@ async def open_node(gpus: int | None) -> AsyncIterator[None]:
 
 
 async def fan_out(
-    task: Task, count: int, gpus: int | None, picture: Picture, screen: Screen
+    task: Task, count: int, gpus: int | None, picture: Picture, screen: Display
 ) -> Outcome:
     """Run a task for each band; show each end as it comes."""
     async with open_node(gpus):
@@ -362,7 +362,7 @@ def running_spans(
     return running
 
 
-def tell(outcome: Outcome, picture: Picture, screen: Screen) -> None:
+def report(outcome: Outcome, picture: Picture, screen: Display) -> None:
     """Print the totals; exit with 1 if the picture is wrong."""
     begin = time.monotonic()
     is_right = picture.equals_serial()

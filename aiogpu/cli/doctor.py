@@ -1,10 +1,9 @@
 """`aiogpu doctor` and `aiogpu gpus`: what this machine allows, and what is in it.
 
-`doctor` has one line for each mechanism; what is not well says what that means and what
-to do (`aiogpu.cli.checks`). `gpus` shows the devices and what is on each now
-(`aiogpu.engines.device_report`): a table for a terminal that is wide enough, lines
-elsewhere, JSON for programs. Who holds which share is known to the node that programs
-share, if one runs, and to any other node's own program.
+`doctor` prints one line for each mechanism; a failed check says what it means and what
+to do (`aiogpu.cli.checks`). `gpus` prints the devices and what runs on them
+(`aiogpu.engines.device_report`): a table if the terminal is wide enough, else lines, or
+JSON. The holders of shares come from the user's shared node, if one runs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from aiogpu.cli.status import data_of
 from aiogpu.cli.tables import Column, Table, held_by, plain, text
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import printable
-from aiogpu.engines.device_report import Box, Seen, look_around
+from aiogpu.engines.device_report import DetectedDevice, DeviceReport, probe_devices
 from aiogpu.observe.status import DeviceStatus, OtherProcess, amount, memory_use
 
 STYLES: Final = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
@@ -52,7 +51,7 @@ def doctor(imports: bool, as_json: bool) -> int:
 
 def run(checks: Sequence[Check], *, as_json: bool = False) -> int:
     """Run checks and print what they find; returns the exit code."""
-    # What a check logs, it reports as a finding as well.
+    # A check reports as a finding what it also logs.
     logging.getLogger("aiogpu").addHandler(logging.NullHandler())
     screen = Console(highlight=False)
     findings = []
@@ -86,19 +85,19 @@ PATIENCE: Final = 5.0
 """Seconds in which the node has to answer."""
 
 
-class Shares(NamedTuple):
-    """What the user's node says of its devices.
+class NodeDevices(NamedTuple):
+    """The devices as the user's node reports them.
 
     Attributes:
         devices: the devices of the node.
-        note: why they are not known although there may be a node; "" otherwise.
+        note: why the node could not be asked; "" if it answered or none runs.
     """
 
     devices: tuple[DeviceStatus, ...] = ()
     note: str = ""
 
     def of(self, kind: str, device: Device) -> DeviceStatus | None:
-        """What the node says of a device; None if it does not have it."""
+        """Return the node's status of a device; None if the node does not have it."""
         for one in self.devices:
             is_known = one.uuid is not None and device.uuid is not None
             is_it = one.uuid == device.uuid if is_known else one.id == device.id
@@ -107,7 +106,7 @@ class Shares(NamedTuple):
         return None
 
     def told(self, kind: str, device: Device) -> str:
-        """Who holds what of a device and how much is free, in words."""
+        """Describe the holders of a device and the share that is free."""
         found = self.of(kind, device)
         if found is None:
             return ""
@@ -118,30 +117,30 @@ class Shares(NamedTuple):
         return f"{holders}; {free}" if holders else free
 
 
-async def ask_shares() -> Shares:
-    """Ask the user's node, if there may be one; without a node there are no shares."""
+async def ask_node() -> NodeDevices:
+    """Ask the user's node for its devices; without a node there are none."""
     address = connect.default_address()
     try:
         connect.check_there(address)
     except click.ClickException:
-        return Shares()
+        return NodeDevices()
     except aiogpu.errors.NodeError as error:
         told = str(error)
     else:
         try:
             async with connect.joined(address, PATIENCE) as node:
-                return Shares((await node.status()).devices)
+                return NodeDevices((await node.status()).devices)
         except click.ClickException as error:
             told = error.message
         except aiogpu.AiogpuError as error:
             told = str(error)
     why = told.partition(". ")[0].rstrip(".")
-    return Shares(note=f"Who holds what is not known: {why}.")
+    return NodeDevices(note=f"Who holds what is not known: {why}.")
 
 
 SHOWN: Final = 4
 """Processes of a device that are named."""
-NOTHING: Final = Shares()
+NOTHING: Final = NodeDevices()
 
 
 @click.command()
@@ -159,15 +158,15 @@ def gpus(as_json: bool) -> int:
       aiogpu gpus --json
     """  # noqa: D301 - click's mark for lines to be left as they are
     log = logging.getLogger("aiogpu")
-    heard = Warnings()
-    log.addHandler(heard)
+    warnings = Warnings()
+    log.addHandler(warnings)
     try:
-        box = heard.added_to(asyncio.run(look_around()))
-        shares = asyncio.run(ask_shares()) if box.seen else NOTHING
+        box = warnings.added_to(asyncio.run(probe_devices()))
+        shares = asyncio.run(ask_node()) if box.seen else NOTHING
         if shares.note:
             box = box._replace(notes=(*box.notes, shares.note))
     finally:
-        log.removeHandler(heard)
+        log.removeHandler(warnings)
     if as_json:
         click.echo(json.dumps(as_data(box, shares), indent=1))
         return 0
@@ -188,7 +187,7 @@ def gpus(as_json: bool) -> int:
 
 
 class Warnings(logging.Handler):
-    """The warnings of detection, each once: they count as notes.
+    """Collects the warnings of detection, each once, to be shown as notes.
 
     Attributes:
         lines: their texts.
@@ -202,15 +201,15 @@ class Warnings(logging.Handler):
         """Keep a warning."""
         self.lines[record.getMessage().removeprefix("! ")] = None
 
-    def added_to(self, box: Box) -> Box:
-        """The box with the warnings that its notes do not contain."""
+    def added_to(self, box: DeviceReport) -> DeviceReport:
+        """Return the report with those warnings that its notes do not contain."""
         notes = "\n".join(box.notes)
         fresh = [line for line in self.lines if line.partition(";")[0] not in notes]
         return box._replace(notes=(*fresh, *box.notes))
 
 
-def as_data(box: Box, shares: Shares = NOTHING) -> dict[str, Any]:
-    """Everything as JSON: bytes in full, None for what is unknown."""
+def as_data(box: DeviceReport, shares: NodeDevices = NOTHING) -> dict[str, Any]:
+    """Return the report as JSON data: sizes in bytes, None for unknown values."""
     devices = []
     for seen in box.seen:
         data = _device_data(seen)
@@ -221,7 +220,7 @@ def as_data(box: Box, shares: Shares = NOTHING) -> dict[str, Any]:
     return {"devices": devices, "notes": list(box.notes)}
 
 
-def _device_data(seen: Seen) -> dict[str, Any]:
+def _device_data(seen: DetectedDevice) -> dict[str, Any]:
     device, sample, health = seen.device, seen.sample, seen.health
     return {
         "kind": seen.kind,
@@ -251,8 +250,8 @@ def _device_data(seen: Seen) -> dict[str, Any]:
     }
 
 
-def lines(box: Box, shares: Shares = NOTHING) -> Iterator[str]:
-    """Each device with its facts below it, a line each."""
+def lines(box: DeviceReport, shares: NodeDevices = NOTHING) -> Iterator[str]:
+    """Yield a heading for each device and a line for each of its facts."""
     for seen in box.seen:
         name = seen.device.name or seen.device.type or "without a name"
         yield f"{seen.kind} {seen.device.id}  {name}"
@@ -261,8 +260,10 @@ def lines(box: Box, shares: Shares = NOTHING) -> Iterator[str]:
     yield from box.notes
 
 
-def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str, str]]:
-    """Return what is known of a device, each fact with its name."""
+def facts(
+    seen: DetectedDevice, box: DeviceReport, shares: NodeDevices = NOTHING
+) -> Iterator[tuple[str, str]]:
+    """Yield the known facts of a device as (name, text)."""
     device, sample = seen.device, seen.sample
     busy = None if sample is None else sample.utilisation
     capability = device.compute_capability
@@ -292,15 +293,15 @@ def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str,
             yield name, told
 
 
-def near(seen: Seen) -> str:
-    """Where it is attached."""
+def near(seen: DetectedDevice) -> str:
+    """Describe the NUMA node and the CPUs that the device is attached to."""
     node = "" if seen.numa_node is None else f"NUMA node {seen.numa_node}"
     cpus = f"CPUs {seen.cpus}" if seen.cpus else ""
     return ", ".join(filter(None, (node, cpus)))
 
 
-def health(seen: Seen) -> str:
-    """Return whether it is well, as far as its driver can tell."""
+def health(seen: DetectedDevice) -> str:
+    """Describe the health of a device as its driver reports it."""
     if seen.sample is None or seen.health is None:
         return "not known: its driver is not asked"
     problem = seen.sample.problem
@@ -316,8 +317,8 @@ def health(seen: Seen) -> str:
     return "well" if seen.health.action is not None else "answers"
 
 
-def processes(seen: Seen) -> str:
-    """Who is on it."""
+def processes(seen: DetectedDevice) -> str:
+    """List the processes on a device."""
     if seen.sample is None or seen.sample.problem is not None:
         return ""
     if seen.processes is None:
@@ -333,10 +334,10 @@ def _process(process: OtherProcess) -> str:
     return told if process.memory is None else f"{told} {amount(process.memory, '0')}"
 
 
-def device_table(box: Box, shares: Shares) -> Table:
-    """A row for each device, with the facts that are short."""
+def device_table(box: DeviceReport, shares: NodeDevices) -> Table:
+    """Build a table with a row for each device and its short facts."""
 
-    def fact(name: str) -> Column[Seen]:
+    def fact(name: str) -> Column[DetectedDevice]:
         return Column(name, lambda seen: dict(facts(seen, box, shares)).get(name, ""))
 
     return Table(

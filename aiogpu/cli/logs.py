@@ -26,11 +26,11 @@ from aiogpu.runtime.output import FILE
 CHUNK: Final = 1 << 16
 
 
-class Trail:
-    """Reads `path.2`, `path.1`, `path`, and continues where the last reading ended.
+class LogReader:
+    """Reads a rotated log: `path.2`, `path.1`, `path`, and then what is appended.
 
-    The file may be renamed or removed meanwhile: it is known by its inode, and stays
-    open until it was read to its end.
+    The current file may be renamed or removed while it is read. It is recognised by its
+    inode and stays open until it was read to its end.
     """
 
     def __init__(self, path: str) -> None:
@@ -39,7 +39,7 @@ class Trail:
         self._rest = b""
 
     def __repr__(self) -> str:
-        return f"<Trail {self._path}>"
+        return f"<LogReader {self._path}>"
 
     def read(self) -> Iterator[str]:
         """The complete lines since the last reading, without line ends."""
@@ -78,7 +78,7 @@ class Trail:
         return found
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the current file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -150,7 +150,7 @@ def logs(
         raise click.UsageError("--node has no tasks: leave out --task and --client.")
     directory = log_dir
     if directory is None:
-        directory = logs_beside(connect.where(address))
+        directory = logs_beside(connect.socket_path(address))
         check_meeting(directory)
     if not os.path.isdir(directory):
         raise click.ClickException(
@@ -158,16 +158,16 @@ def logs(
             f"started writes them beside its socket: name that by --address, or the "
             f"directory by --log-dir."
         )
-    trail = Trail(os.path.join(directory, NODE if node else FILE))
+    reader = LogReader(os.path.join(directory, NODE if node else FILE))
     known: set[int] = set()
     try:
-        _show(deque(filter(_wanted(task, client, known), trail.read()), lines))
+        _show(deque(filter(_wanted(task, client, known), reader.read()), lines))
         if client is not None and client not in known and not follow:
             raise _no_lines(client, known, directory)
         while follow and _wait():
-            _show(filter(_wanted(task, client, known), trail.read()))
+            _show(filter(_wanted(task, client, known), reader.read()))
     finally:
-        trail.close()
+        reader.close()
 
 
 def _no_lines(client: int, known: set[int], directory: str) -> click.ClickException:
@@ -182,7 +182,7 @@ def _no_lines(client: int, known: set[int], directory: str) -> click.ClickExcept
 
 
 def _wanted(task: int | None, client: int | None, known: set[int]) -> Wanted:
-    """A test for lines to show; it adds the program of each line to `known`."""
+    """Return a filter for lines; it adds the program of each line to `known`."""
     if task is None and client is None:
         return lambda _line: True
 

@@ -47,7 +47,7 @@ def open_streams() -> None:
 
 
 @contextmanager
-def written_out() -> Iterator[None]:
+def flushed_output() -> Iterator[None]:
     """Flush the output when the block ends.
 
     Raises:
@@ -57,11 +57,11 @@ def written_out() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        let_go()
+        discard_output()
         sys.exit(BROKEN_PIPE)
 
 
-def let_go() -> None:
+def discard_output() -> None:
     """Discard what is still buffered, so that the exit does not try to write it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -94,12 +94,12 @@ class LateGroup(click.Group):
 
     def make_context(self, *given: Any, **more: Any) -> click.Context:
         """See click; `--help` is printed here."""
-        with written_out():
+        with flushed_output():
             return super().make_context(*given, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         """See click."""
-        with written_out():
+        with flushed_output():
             return super().invoke(ctx)
 
     def resolve_command(
@@ -161,7 +161,7 @@ def main() -> NoReturn:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        let_go()
+        discard_output()
         click.echo(f"Error: what is printed has no room: {error.strerror}.", err=True)
         code = 1
     sys.exit(code or 0)

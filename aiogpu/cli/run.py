@@ -1,8 +1,8 @@
-"""`aiogpu run -- COMMAND`: a command waits its turn for GPUs that others use too.
+"""`aiogpu run -- COMMAND`: run a command under a lease of the user's node.
 
-It holds a lease of the user's node while the command, or any process that the command
-started, lives. Exit codes: 125 a failure of this program, 124 the turn did not come in
-time; 126, 127 and all others as from a shell.
+The lease is held until the command and every process that it started have ended. Exit
+codes: 125 this program failed, 124 the lease was not granted in time; 126, 127 and all
+others as from a shell.
 
 The command stays in this process group: the kernel sends the signals of the terminal,
 Ctrl-C or Ctrl-Z, to both, and the shell does job control with both. Signals that are
@@ -31,7 +31,7 @@ from aiogpu.cli.connect import (
     Seconds,
     address_option,
     check_there,
-    opening,
+    joining,
     size_or_share,
 )
 from aiogpu.errors import AiogpuError, OptionError, TaskTimeoutError
@@ -45,18 +45,18 @@ SENT_ON: Final = (
 )
 """Signals that are passed on to the command."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that ask this process to end."""
-SETTLED: Final = 0.05
-"""Seconds after which a stopped command counts as stopped alone."""
+"""Signals that end this process."""
+STOP_DELAY: Final = 0.05
+"""Seconds to wait for a SIGSTOP of this process after the command was stopped."""
 NOT_FOUND: Final = 127
 NOT_EXECUTABLE: Final = 126
 
 
-class Signals:
+class SignalListener:
     """Delivers the signals of this process on its event loop, with their senders.
 
-    They are blocked, and a thread waits for them: so none is lost before the loop runs,
-    and it is known which of them the kernel sent to the command as well.
+    The signals are blocked and a thread waits for them, so that none is lost before the
+    loop runs. `siginfo` tells which of them the kernel also sent to the command.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Command:
         )
 
     def hear(self, number: signal.Signals, is_kernels: bool) -> None:
-        """This process got a signal; see `Signals`."""
+        """This process got a signal; see `SignalListener`."""
         if number is signal.SIGCHLD:
             self._reap()
         elif not is_kernels and not self.ended.done():
@@ -148,7 +148,7 @@ class Command:
             self._stopping.cancel()
             self._stopping = None
         if os.WIFSTOPPED(status):
-            self._stopping = self._loop.call_later(SETTLED, _stop_as_well)
+            self._stopping = self._loop.call_later(STOP_DELAY, _stop_as_well)
         elif not os.WIFCONTINUED(status):
             self.status = status
             self.ended.set_result(None)
@@ -163,7 +163,7 @@ def _stop_as_well() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def end_as(status: int) -> int:
+def end_like(status: int) -> int:
     """End by the signal that ended a command; without one, return its exit code."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
@@ -191,21 +191,21 @@ NAMED: Final = 40
 """Characters of the command line that become the name of its lease."""
 
 
-class BadLine(click.UsageError):
+class RunUsageError(click.UsageError):
     """A usage error of `aiogpu run`. Not 2, which may be the code of the command."""
 
     exit_code = FAILED
 
 
 class RunCommand(click.Command):
-    """A click command whose usage errors are `BadLine`."""
+    """A click command whose usage errors are `RunUsageError`."""
 
     def make_context(self, *given: Any, **more: Any) -> click.Context:
         """See click; usage errors get another exit code."""
         try:
             return super().make_context(*given, **more)
         except click.UsageError as error:
-            raise BadLine(error.format_message(), error.ctx) from None
+            raise RunUsageError(error.format_message(), error.ctx) from None
 
 
 @click.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
@@ -237,18 +237,18 @@ def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     Example: aiogpu run --num-gpus=0.5 -- python train.py
     """
     address = options.pop("address")
-    turn = _Turn(command, Signals())
+    leased = _LeasedCommand(command, SignalListener())
     try:
         asked = _asked(command, **options)
         check_there(address)
-        code = asyncio.run(turn.take(Lease(*lease_func(asked)), address))
+        code = asyncio.run(leased.take(Lease(*lease_func(asked)), address))
     except TaskTimeoutError as error:
-        code = _say(str(error), NOT_IN_TIME)
+        code = _print(str(error), NOT_IN_TIME)
     except click.ClickException as error:
-        code = _say(error.message, FAILED)
+        code = _print(error.message, FAILED)
     except AiogpuError as error:
-        code = _say(str(error), FAILED)
-    ctx.exit(code if code is not None else end_as(turn.status))
+        code = _print(str(error), FAILED)
+    ctx.exit(code if code is not None else end_like(leased.status))
 
 
 def _asked(
@@ -274,33 +274,33 @@ def _asked(
     return asked
 
 
-def _say(text: str, code: int = 0) -> int:
+def _print(text: str, code: int = 0) -> int:
     click.echo(f"aiogpu run: {text}", err=True)
     return code
 
 
-class _Turn:
-    """One command: waits for the lease, runs it, waits for what it has left behind.
+class _LeasedCommand:
+    """Acquires the lease, runs the command, waits for the processes that it started.
 
     Attributes:
         status: the wait status to end with: that of a signal, or of the command.
     """
 
-    def __init__(self, command: Sequence[str], signals: Signals) -> None:
+    def __init__(self, command: Sequence[str], signals: SignalListener) -> None:
         self.status = 0
         self._arguments = command
         self._signals = signals
 
     async def take(self, lease: Lease, address: str) -> int | None:
-        """Do all three; returns the exit code, or None to end with `status`."""
+        """Do all that; return the exit code, or None to end with `status`."""
         self._signals.listen(asyncio.get_running_loop())
-        node = opening(address)
-        if not await self._unless_asked(node.__aenter__()):
+        node = joining(address)
+        if not await self._finishes_before_signal(node.__aenter__()):
             return None
         try:
-            telling = asyncio.ensure_future(_tell_why(lease))
+            telling = asyncio.ensure_future(_show_reason(lease))
             try:
-                if not await self._unless_asked(lease.__aenter__()):
+                if not await self._finishes_before_signal(lease.__aenter__()):
                     return None
             finally:
                 telling.cancel()
@@ -312,8 +312,8 @@ class _Turn:
         finally:
             await node.__aexit__(None, None, None)
 
-    async def _unless_asked(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Wait for work; if a signal comes first, cancel it and return False."""
+    async def _finishes_before_signal(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Await `work`; if an ending signal comes first, cancel it and return False."""
         awaited = asyncio.ensure_future(work)
 
         def on_signal(number: signal.Signals, _: bool) -> None:
@@ -340,7 +340,7 @@ class _Turn:
         except OSError as error:
             is_missing = isinstance(error, FileNotFoundError)
             code = NOT_FOUND if is_missing else NOT_EXECUTABLE
-            return _say(f"{name}: {error.strerror}", code)
+            return _print(f"{name}: {error.strerror}", code)
         self._signals.on_signal = command.hear
         command.hear(signal.SIGCHLD, True)  # it may have ended already
         watching = asyncio.ensure_future(_watch(lease, name))
@@ -353,13 +353,13 @@ class _Turn:
         return None
 
     async def _await_rest(self, command: Command, lease: Lease, name: str) -> None:
-        """Wait for what a command has left behind; a signal to end ends that."""
+        """Wait for processes that the command left; an ending signal kills them."""
         left = command.left()
         if command.all_ended.done() or not left:
             return
         held = ", ".join(f"GPU {each}" for each in lease.ids) or "its lease"
         pids = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
-        _say(
+        _print(
             f"{name} has ended, but processes that it has started have not, and hold "
             f"{held}: pid {pids}. Ctrl-C ends them."
         )
@@ -389,11 +389,13 @@ class _Turn:
 async def _watch(lease: Lease, name: str) -> None:
     """Print a warning if the lease is lost."""
     error = await lease.lost()
-    _say(f"{name} goes on, but its lease is gone and others may get its GPUs: {error}")
+    _print(
+        f"{name} goes on, but its lease is gone and others may get its GPUs: {error}"
+    )
 
 
-async def _tell_why(lease: Lease) -> None:
-    """Show on one line of the terminal why the lease waits, until cancelled."""
+async def _show_reason(lease: Lease) -> None:
+    """Keep one line of the terminal with the reason for the wait, until cancelled."""
     if not sys.stderr.isatty():
         return
     is_shown = False

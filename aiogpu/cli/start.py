@@ -35,12 +35,12 @@ NO_HEAD: Final = (
 
 
 def option(
-    names: str, told: str, default: Any = None, **more: Any
+    names: str, text: str, default: Any = None, **more: Any
 ) -> Callable[[Command], Command]:
     """An option; the help shows its default, if it has one."""
     if default is not None:
         more |= {"default": default, "show_default": True}
-    return click.option(*names.split(), help=told, **more)
+    return click.option(*names.split(), help=text, **more)
 
 
 OPTIONS: Final = (
@@ -160,7 +160,7 @@ def start(
             raise click.BadParameter("it is empty.", param_hint=option)
     given["resources"] = amounts(given["resources"], "--resources", '{"license": 2}')
     modules = tuple(
-        name for told in given["preload"] for name in told.split(",") if name
+        name for names in given["preload"] for name in names.split(",") if name
     )
     given["preload"] = modules if given["preload"] else "auto"
     plan = Plan(
@@ -179,9 +179,9 @@ def start(
     elif block:
         from aiogpu.daemon.process import run_here
 
-        run_here(plan, tell)
+        run_here(plan, print_ready)
     else:
-        tell(start_detached(plan))
+        print_ready(start_detached(plan))
 
 
 def check_absolute(*paths: str | None) -> None:
@@ -221,13 +221,13 @@ def import_path() -> tuple[str, ...]:
     return tuple(found)
 
 
-def tell(ready: Ready) -> None:
-    """Print it; the node runs even if nobody reads that."""
+def print_ready(ready: Ready) -> None:
+    """Print how to use the node; a closed terminal is not an error."""
     with suppress(OSError):
-        click.echo("\n".join(told(ready)))
+        click.echo("\n".join(ready_lines(ready)))
 
 
-def told(ready: Ready) -> list[str]:
+def ready_lines(ready: Ready) -> list[str]:
     """The lines that are printed after a start."""
     address, stop = how_to_use(ready.socket)
     return [
@@ -266,8 +266,8 @@ def stop(address: str, force: bool, drain: float | None) -> None:
     """
     if force and drain is not None:
         raise click.UsageError("--force leaves no time for --drain; give one of them.")
-    place = Place.at(connect.where(address))
-    ended = stop_node(place, force=force, drain=drain, on_wait=_tell_wait)
+    place = Place.at(connect.socket_path(address))
+    ended = stop_node(place, force=force, drain=drain, on_wait=_print_wait)
     if ended is None:
         click.echo(f"No node runs at {place.socket}.")
         return
@@ -278,7 +278,7 @@ def stop(address: str, force: bool, drain: float | None) -> None:
     )
 
 
-def _tell_wait(record: Record, seconds: float) -> None:
+def _print_wait(record: Record, seconds: float) -> None:
     click.echo(
         f"Stopping the node at {record.socket} (pid {record.pid}); what runs has "
         f"{span(seconds)} to end.",

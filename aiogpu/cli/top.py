@@ -55,7 +55,7 @@ SEQUENCES: Final = {
 """The ends of escape sequences of keys; source: xterm's "ctlseqs"."""
 
 
-class Decoder:
+class KeyDecoder:
     """Decodes what a terminal sends, in pieces of any size, into keys."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Keyboard:
         self._fd = fd
         self._loop = loop
         self._before: list[Any] | None = None
-        self._decoder = Decoder()
+        self._decoder = KeyDecoder()
 
     def open(self) -> None:
         """Read keys one by one, without echo."""
@@ -117,15 +117,15 @@ ORDERS: Final = ("number", "name", "memory", "time")
 
 @dataclass(slots=True)
 class View:
-    """What of the picture is shown; changed by keys.
+    """Which part of the status is shown; keys change it.
 
     Attributes:
-        is_paused: whether the picture stays as it is.
+        is_paused: whether updates are suspended.
         has_ended: whether the user has quit.
-        offset: how many lines of the picture are above the screen.
+        offset: how many lines are scrolled off above the screen.
         order: one of `ORDERS`.
         bottom: the offset that shows the last line; noted when it is drawn.
-        page: lines of the picture that are shown at once.
+        page: how many lines are shown at once.
     """
 
     is_paused: bool = False
@@ -136,13 +136,13 @@ class View:
     page: int = 1
 
     def fit(self, count: int, room: int) -> None:
-        """Keep the offset within a picture of `count` lines on a screen of `room`."""
+        """Limit the offset to `count` lines on a screen with room for `room`."""
         self.page = max(room, 1)
         self.bottom = max(0, count - room)
         self.offset = min(self.offset, self.bottom)
 
     def press(self, key: str) -> None:
-        """Do what a key is for; other keys do nothing."""
+        """Handle a key; unknown keys do nothing."""
         match key:
             case "q":
                 self.has_ended = True
@@ -166,7 +166,7 @@ class View:
 
 
 COLORS: Final = ("cyan", "magenta", "green", "yellow", "blue")
-"""Colours of holders, in turn."""
+"""Colours of successive holders."""
 FULL, EMPTY = "█", "░"
 NARROW_BARS: Final = 60
 """Columns below which there is one bar."""
@@ -234,19 +234,19 @@ def part_bar(part: float, width: int, style: str) -> Iterator[tuple[str, str]]:
 KEYS: Final = "q quit  p pause  s sort  j/k scroll"
 
 
-def board(
+def render_screen(
     status: NodeStatus, view: View, width: int, height: int, note: str = ""
 ) -> Group:
-    """The screen: a line on top, as much of the picture as there is room for, keys.
+    """Render the screen: a heading, the lines that fit, and the keys.
 
     Args:
-        status: the picture.
+        status: the status to show.
         view: what of it is shown; is told how many lines there are.
         width: columns of the screen.
         height: lines of the screen.
         note: what else is to be said, on top.
     """
-    body = list(picture(status, view.order, width))
+    body = list(render_body(status, view.order, width))
     heights = [len(one.rows) + 1 if isinstance(one, Table) else 1 for one in body]
     room = max(1, height - 2)
     view.fit(sum(heights), room)
@@ -273,15 +273,15 @@ def board(
     return Group(top, *shown, keys)
 
 
-def picture(status: NodeStatus, order: str, width: int) -> Iterator[Text | Table]:
-    """Everything that there is to see, from top to bottom."""
+def render_body(status: NodeStatus, order: str, width: int) -> Iterator[Text | Table]:
+    """Yield the devices and all tables, from top to bottom."""
     yield from device_lines(status.devices, width)
     holders = {
         (holder.pid, holder.task): holder
         for device in status.devices
         for holder in device.holders
     }
-    tasks = in_order(held_tasks(status), holders, order)
+    tasks = sorted_tasks(held_tasks(status), holders, order)
     clients, groups = shown_clients(status), status.placements
     for title, table in (
         (f"waiting: {status.waiting_count}", tables.shape_table(status.shapes, status)),
@@ -306,12 +306,12 @@ def picture(status: NodeStatus, order: str, width: int) -> Iterator[Text | Table
         yield text("Nothing runs, and nothing waits.", "dim")
 
 
-def in_order(
+def sorted_tasks(
     tasks: list[TaskStatus],
     holders: Mapping[tuple[int, str | None], Holder],
     order: str,
 ) -> list[TaskStatus]:
-    """The tasks in the order of the view; the largest, or oldest, first."""
+    """Sort tasks by the order of the view; the largest, or oldest, first."""
 
     def key(task: TaskStatus) -> tuple[str | float, int]:
         holder = holders.get((task.pid, task.name))
@@ -419,7 +419,7 @@ class Top:
         is_late = age > LATE + self._interval and not self._view.is_paused
         note = f"no answer for {span(age)}" if is_late else ""
         size = self._screen.console.size
-        drawn = board(self._seen, self._view, size.width, size.height, note)
+        drawn = render_screen(self._seen, self._view, size.width, size.height, note)
         self._screen.update(drawn, refresh=True)
 
     async def _ask(self) -> None:

@@ -30,7 +30,7 @@ FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _log: Final = logging.getLogger("aiogpu.daemon")
 
 
-class Pages(RotatingFileHandler):
+class RotatingLog(RotatingFileHandler):
     """The log files, mode 0600. Lines that cannot be written are counted and reported.
 
     Attributes:
@@ -76,7 +76,7 @@ def _record(level: int, text: str) -> logging.LogRecord:
 
 
 class Journal(QueueHandler):
-    """The handler of the root logger: passes lines to a thread that writes them.
+    """Handler of the root logger: queues lines for a thread that writes them.
 
     Attributes:
         lost: lines that were dropped because the queue was full, or were not text.
@@ -96,9 +96,9 @@ class Journal(QueueHandler):
     @classmethod
     def begin(cls, directory: str, terminal: TextIO | None = None) -> Journal:
         """Log to files in a directory, and to a terminal if there is one."""
-        handlers: list[logging.Handler] = [Pages(f"{directory}/{FILE}")]
+        handlers: list[logging.Handler] = [RotatingLog(f"{directory}/{FILE}")]
         if terminal is not None:
-            handlers.append(Screen(terminal))
+            handlers.append(TerminalLog(terminal))
         journal = cls(*handlers)
         root = logging.getLogger()
         root.addHandler(journal)
@@ -115,7 +115,7 @@ class Journal(QueueHandler):
         while (record := self._lines.get()) is not None:
             lost = self.lost
             for handler in self._to:
-                if isinstance(handler, Pages):
+                if isinstance(handler, RotatingLog):
                     handler.lost += lost - told
                 handler.handle(record)
             told = lost
@@ -137,8 +137,8 @@ class Journal(QueueHandler):
         super().close()
 
 
-class Screen(logging.StreamHandler[TextIO]):
-    """A terminal, which may be closed at any time."""
+class TerminalLog(logging.StreamHandler[TextIO]):
+    """Logs to a terminal, which may be closed at any time."""
 
     def __init__(self, terminal: TextIO) -> None:
         super().__init__(terminal)
@@ -148,8 +148,8 @@ class Screen(logging.StreamHandler[TextIO]):
         """Ignore it: the terminal was closed."""
 
 
-class Lines(io.TextIOBase):
-    """A stream without a terminal: its lines go to the log."""
+class StreamToLog(io.TextIOBase):
+    """Replaces a standard stream of a process without a terminal: logs its lines."""
 
     def __init__(self, name: str) -> None:
         self._log = logging.getLogger(f"aiogpu.daemon.{name}")
@@ -167,6 +167,6 @@ class Lines(io.TextIOBase):
         return len(text)
 
 
-def stand_in_for_streams() -> None:
-    """Log what this process prints from now on."""
-    sys.stdout, sys.stderr = Lines("stdout"), Lines("stderr")
+def log_standard_streams() -> None:
+    """Redirect `sys.stdout` and `sys.stderr` to the log."""
+    sys.stdout, sys.stderr = StreamToLog("stdout"), StreamToLog("stderr")

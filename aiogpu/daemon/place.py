@@ -1,4 +1,4 @@
-"""Where one node is reached: its socket, pidfile and logs, and whether that is safe."""
+"""The files of a shared node: socket, pidfile, logs; checks that they are private."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiogpu.runtime.directories import (
     unfit_directory,
 )
 
-LONGEST: Final = 107
+MAX_SOCKET_PATH: Final = 107
 """Bytes of a socket's path; the kernel has 108 with the zero at its end (unix(7))."""
 _SUFFIX: Final = ".sock"
 
@@ -33,18 +33,18 @@ class Place(NamedTuple):
     Attributes:
         socket: where it listens.
         pidfile: names its process, and is locked while the node lives.
-        wish: where `aiogpu stop --drain` leaves the seconds for the node to read.
+        drain_file: `aiogpu stop --drain` writes the seconds there for the node.
         logs: the directory of its logs.
     """
 
     socket: str
     pidfile: str
-    wish: str
+    drain_file: str
     logs: str
 
     @classmethod
     def at(cls, socket: str | None = None, logs: str | None = None) -> Place:
-        """The place of a node by its socket.
+        """Return the files of the node that listens at a socket.
 
         Args:
             socket: its path; None for the one that `address="auto"` joins.
@@ -58,15 +58,15 @@ class Place(NamedTuple):
         return cls(
             socket=path,
             pidfile=f"{directory}/{stem}.pid",
-            wish=f"{directory}/{stem}.drain",
+            drain_file=f"{directory}/{stem}.drain",
             logs=f"{directory}/{beside}" if logs is None else os.path.abspath(logs),
         )
 
     def prepare(self) -> None:
-        """Make what is missing, and check that only this user can enter.
+        """Create the directories, and check that only this user can enter them.
 
         Raises:
-            NodeStartError: the place is not fit for a node; says what to do.
+            NodeStartError: a path is not usable; the text says what to do.
         """
         check_length(self.socket)
         if os.path.isdir(self.socket):
@@ -79,11 +79,11 @@ class Place(NamedTuple):
 def check_length(socket: str) -> None:
     """Raise `NodeStartError` for a path that is too long for a socket."""
     length = len(os.fsencode(socket))
-    if length > LONGEST:
+    if length > MAX_SOCKET_PATH:
         raise NodeStartError(
             f"the path of the node's socket, {socket}, has {length} bytes; Linux "
-            f"allows {LONGEST}. Give a shorter one by --socket, or set XDG_RUNTIME_DIR "
-            f"to a shorter directory."
+            f"allows {MAX_SOCKET_PATH}. Give a shorter one by --socket, or set "
+            f"XDG_RUNTIME_DIR to a shorter directory."
         )
 
 
@@ -135,7 +135,7 @@ def check_socket(path: str) -> None:
 
 RECORD_SIZE: Final = 1 << 16
 WRITTEN_WITHIN: Final = 5.0
-"""Seconds from a node's lock until it says who it is."""
+"""Seconds from taking the lock until the pidfile is written, at most."""
 _PAUSE: Final = 0.01
 
 
@@ -208,11 +208,11 @@ def living_node(path: str) -> Record | None:
     return record if record is not None and record.is_alive else None
 
 
-def holds_claim(pid: int, path: str) -> bool:
-    """Whether a process is this user's and has the pidfile open, as its node has.
+def holds_pidfile(pid: int, path: str) -> bool:
+    """Return whether a process belongs to this user and has the pidfile open.
 
-    A node holds its `Claim` from before it writes the pidfile until it ends, so this is
-    true while it starts and while it closes as well, when it does not listen.
+    A node holds its `PidfileLock` from before it writes the pidfile until it ends. So
+    the answer is also True while the node starts or closes and does not listen.
 
     Args:
         pid: the process; the caller holds a pidfd of it.
@@ -232,8 +232,8 @@ def holds_claim(pid: int, path: str) -> bool:
     return False
 
 
-class Claim:
-    """A lock on a place, held by one node until its process ends."""
+class PidfileLock:
+    """The lock on a node's files, held by the node until its process ends."""
 
     def __init__(self, path: str, descriptor: int, directory: int) -> None:
         self._path = path
@@ -241,11 +241,11 @@ class Claim:
         self._directory = directory
 
     def __repr__(self) -> str:
-        return f"<Claim {self._path}>"
+        return f"<PidfileLock {self._path}>"
 
     @classmethod
-    def take(cls, place: Place) -> Claim:
-        """Lock the place; what a dead node has left there is taken over.
+    def take(cls, place: Place) -> PidfileLock:
+        """Take the lock; the files of a dead node are taken over.
 
         Raises:
             NodeRunningError: another node holds it.
@@ -263,7 +263,7 @@ class Claim:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
-                raise _taken(place) from None
+                raise _already_running(place) from None
             if _is_there(path, descriptor):
                 return cls(path, descriptor, _hold_directory(path))
             os.close(descriptor)  # its node has just removed it: there is a next one
@@ -290,7 +290,7 @@ class Claim:
         os.close(self._descriptor)
         os.close(self._directory)
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> PidfileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -320,8 +320,8 @@ def _no_pidfile(path: str, error: OSError) -> NodeStartError:
     )
 
 
-def _taken(place: Place) -> NodeRunningError:
-    """The error that names the node that holds the place, once it has written so."""
+def _already_running(place: Place) -> NodeRunningError:
+    """Wait for the other node's pidfile, and return the error that names the node."""
     ends = time.monotonic() + WRITTEN_WITHIN
     while (record := living_node(place.pidfile)) is None:
         if time.monotonic() >= ends:

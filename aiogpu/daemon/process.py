@@ -1,9 +1,9 @@
 """The process of a node that programs share, from its start to its end.
 
-Detached, it has no terminal and belongs to no shell; in the foreground it is the
-`aiogpu start --block` command itself. The command decides on a `Plan`. Asked to stop,
-the node gives running tasks time to end; asked twice, it stops at once. The only
-importer of uvloop here.
+The process is detached and has no terminal, or it is `aiogpu start --block` itself. Its
+`Plan` comes from the command line. The first request to stop drains the node, which
+gives running tasks time to end; the second one ends it at once. Of the daemon only this
+module imports uvloop.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.core.model.text import span, terms
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.daemon.journal import Journal, stand_in_for_streams
-from aiogpu.daemon.place import Claim, Place, Record, check_socket
-from aiogpu.daemon.readiness import Notifier, Ready, tell_failure, tell_ready
+from aiogpu.daemon.journal import Journal, log_standard_streams
+from aiogpu.daemon.place import PidfileLock, Place, Record, check_socket
+from aiogpu.daemon.readiness import Notifier, Ready, report_failure, report_ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, InternalError, NodeClosedError, NodeStartError
 from aiogpu.linux.syscalls import set_process_name
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 DRAIN: Final = 30.0
 """Seconds that running tasks get when the node is asked to stop."""
 CLOSING: Final = 20.0
-"""Seconds that the end of a node takes at most, beside the grace of cancelled tasks."""
+"""Seconds that closing takes at most, plus the grace period of cancelled tasks."""
 OPENING: Final = 120.0
 """Seconds until a node is ready, at most."""
 IMPORTING: Final = 60.0
 """Seconds more for each module that is preloaded."""
-LAST_WORDS: Final = "node.err"
-"""Beside the log: output from below Python, such as a crash; of the last start."""
+CRASH_LOG: Final = "node.err"
+"""File beside the log for output from below Python, such as a crash report."""
 
 
 class Plan(NamedTuple):
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
         return OPENING + IMPORTING * len(self.options.preload)
 
     def packed(self) -> bytes:
-        """The plan as bytes, for the process of the node."""
+        """Return the plan as bytes, for the process of the node."""
         fields = self._asdict()
         fields["options"] = self.options._asdict()
         fields["place"] = self.place._asdict()
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def unpacked(cls, data: bytes) -> Plan:
-        """The plan of such bytes; raises `ValueError` or `TypeError` for others."""
+        """Read the bytes of `packed`; `ValueError` or `TypeError` for others."""
         fields = json.loads(data)
         options = NodeOptions(**fields.pop("options"))
         place = Place(**fields.pop("place"))
@@ -140,7 +140,7 @@ class Service:
         self._hurried = asyncio.Event()
 
     def ask_to_stop(self, why: str) -> None:
-        """Have it drain and end; if asked again, end at once.
+        """Drain and end; if asked again, end at once.
 
         Args:
             why: the signal's name, for the log.
@@ -155,15 +155,15 @@ class Service:
                 self._node.hasten()
 
     def hang_up(self) -> None:
-        """Its terminal has gone; the shell and the kernel may both send SIGHUP."""
+        """Stop after the terminal has gone: shell and kernel may both send SIGHUP."""
         if not self._asked.is_set():
             self.ask_to_stop("SIGHUP")
 
-    async def run(self, claim: Claim, on_ready: Callable[[Ready], None]) -> None:
-        """Serve until it is asked to stop; the caller releases the claim.
+    async def run(self, lock: PidfileLock, on_ready: Callable[[Ready], None]) -> None:
+        """Serve until the node is asked to stop; the caller releases the lock.
 
         Args:
-            claim: the lock on its place.
+            lock: the lock on its files.
             on_ready: called as soon as clients can join.
 
         Raises:
@@ -171,8 +171,8 @@ class Service:
             DeviceError: the devices asked for are not there.
         """
         plan, loop = self._plan, asyncio.get_running_loop()
-        claim.write(Record.of_this_process(plan.place, plan.drain, plan.ends_within))
-        remove(plan.place.wish)  # left for a node that has died
+        lock.write(Record.of_this_process(plan.place, plan.drain, plan.ends_within))
+        remove(plan.place.drain_file)  # left for a node that has died
         listening = bind(plan.place.socket)
         alive: asyncio.Task[None] | None = None
         try:
@@ -185,7 +185,7 @@ class Service:
                 on_ready(await self._ready(node))
                 alive = loop.create_task(self._show_life())
                 await self._asked.wait()
-                self._notifier.tell(STOPPING=1, STATUS="lets what runs end")
+                self._notifier.send(STOPPING=1, STATUS="lets what runs end")
                 await self._drain(node)
             finally:
                 if self._metrics is not None:
@@ -199,7 +199,7 @@ class Service:
                 alive.cancel()
             listening.close()
             remove(plan.place.socket)
-            remove(plan.place.wish)
+            remove(plan.place.drain_file)
 
     def _begin_metrics(self, node: LocalEngine) -> None:
         if self._plan.metrics is None:
@@ -216,18 +216,18 @@ class Service:
         _log.info("metrics at http://%s:%d/metrics", ADDRESS, self._metrics.port)
 
     async def _open(self, node: LocalEngine) -> None:
-        """Open the node, unless it is asked to stop meanwhile."""
+        """Open the node, unless it is asked to stop first."""
         opening = asyncio.ensure_future(node.open())
-        if not await _is_first(opening, self._asked):
+        if not await _ends_before(opening, self._asked):
             raise NodeClosedError("the node was asked to stop before it was ready.")
         opening.result()
 
     async def _drain(self, node: LocalEngine) -> None:
-        seconds = wished(self._plan.place, self._plan.drain)
+        seconds = drain_seconds(self._plan.place, self._plan.drain)
         _log.info("what runs has %s to end", span(seconds))
         begun = time.monotonic()
         draining = asyncio.ensure_future(node.drain(seconds))
-        if await _is_first(draining, self._hurried):
+        if await _ends_before(draining, self._hurried):
             took = span(time.monotonic() - begun)
             left = draining.result()
             if left:
@@ -239,18 +239,18 @@ class Service:
         place, total = self._plan.place, await node.total()
         told = terms(total.items())
         _log.info("ready at %s: pid %d, %s", place.socket, os.getpid(), told)
-        self._notifier.tell(READY=1, STATUS=f"serves at {place.socket}: {told}")
+        self._notifier.send(READY=1, STATUS=f"serves at {place.socket}: {told}")
         return Ready(os.getpid(), total, place.socket, place.logs)
 
     async def _show_life(self) -> None:
-        """Tell a watchdog, if there is one, while the loop runs."""
+        """Notify the service manager's watchdog, if any, while the loop runs."""
         while self._notifier.interval:
-            self._notifier.tell(WATCHDOG=1)
+            self._notifier.send(WATCHDOG=1)
             await asyncio.sleep(self._notifier.interval)
 
 
-async def _is_first(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
-    """Wait for work; if the event comes first, cancel the work and return False."""
+async def _ends_before(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
+    """Await `work`; if the event comes first, cancel the work and return False."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -289,17 +289,17 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def wished(place: Place, otherwise: float) -> float:
-    """Seconds to drain: what `aiogpu stop --drain` has left, or the plan's."""
+def drain_seconds(place: Place, otherwise: float) -> float:
+    """Return the seconds that `aiogpu stop --drain` has written, or the default."""
     try:
-        with open(place.wish, encoding="ascii") as file:
+        with open(place.drain_file, encoding="ascii") as file:
             text = file.read(64)
-        os.unlink(place.wish)
+        os.unlink(place.drain_file)
         return max(0.0, min(float(text), sys.float_info.max))
     except FileNotFoundError:
         return otherwise
     except (OSError, ValueError) as error:
-        _log.warning("! %s tells no seconds: %s", place.wish, error)
+        _log.warning("! %s tells no seconds: %s", place.drain_file, error)
         return otherwise
 
 
@@ -311,27 +311,29 @@ are in no cycle and are freed with it: the default of 700 cost 4 % of the work."
 
 
 def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
-    """Be a node without a terminal; returns the exit code.
+    """Run a node without a terminal; return the exit code.
 
     Args:
-        plan: what to be.
+        plan: how to start it.
         pipe: descriptor on which to report that it is ready, or why it is not.
         make: makes the node.
     """
 
     def on_ready(ready: Ready) -> None:
-        tell_ready(pipe, ready)
+        report_ready(pipe, ready)
         os.close(pipe)
 
     set_process_name(NAME)
     try:
-        _live(plan, on_ready, make, is_detached=True)
+        _run_node(plan, on_ready, make, is_detached=True)
     except AiogpuError as error:
-        tell_failure(pipe, error)
+        report_failure(pipe, error)
         return 1
     except BaseException as error:
         _log.critical("a defect of aiogpu ended the node", exc_info=True)
-        tell_failure(pipe, InternalError(f"the node ended: {error!r}. Please report."))
+        report_failure(
+            pipe, InternalError(f"the node ended: {error!r}. Please report.")
+        )
         raise
     return 0
 
@@ -339,10 +341,10 @@ def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
 def run_here(
     plan: Plan, on_ready: Callable[[Ready], None], make: MakeNode = make_node
 ) -> None:
-    """Be a node in the foreground: Ctrl-C drains and ends it, a second one at once.
+    """Run a node in the foreground: Ctrl-C drains it, a second one ends it at once.
 
     Args:
-        plan: what to be.
+        plan: how to start it.
         on_ready: called when clients can join.
         make: makes the node.
 
@@ -350,15 +352,15 @@ def run_here(
         NodeError: it could not start.
         DeviceError: the devices asked for are not there.
     """
-    _live(plan, on_ready, make, is_detached=False)
+    _run_node(plan, on_ready, make, is_detached=False)
 
 
-def _live(
+def _run_node(
     plan: Plan, on_ready: Callable[[Ready], None], make: MakeNode, is_detached: bool
 ) -> None:
     import uvloop
 
-    async def serve(claim: Claim) -> None:
+    async def serve(lock: PidfileLock) -> None:
         service = Service(plan, Notifier.take(os.environ), make)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -368,17 +370,17 @@ def _live(
         # Not SIG_IGN, which all workers would inherit.
         hung_up = partial(_log.info, told) if is_detached else service.hang_up
         loop.add_signal_handler(signal.SIGHUP, hung_up)
-        await service.run(claim, on_ready)
+        await service.run(lock, on_ready)
 
     plan.place.prepare()
-    with Claim.take(plan.place) as claim:
+    with PidfileLock.take(plan.place) as lock:
         if is_detached:
-            _leave_the_terminal(plan.place.logs)
+            _detach_from_terminal(plan.place.logs)
         gc.set_threshold(COLLECTED)
         journal = Journal.begin(plan.place.logs, None if is_detached else sys.stderr)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(claim))
+                runner.run(serve(lock))
         except AiogpuError as error:
             _log.error("%s", error)
             raise
@@ -386,26 +388,26 @@ def _live(
             journal.close()
 
 
-def _leave_the_terminal(logs: str) -> None:
+def _detach_from_terminal(logs: str) -> None:
     """Detach the standard streams from the process that started this one.
 
     Raises:
         NodeStartError: the file that replaces them cannot be written.
     """
-    path = f"{logs}/{LAST_WORDS}"
+    path = f"{logs}/{CRASH_LOG}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
     try:
-        words = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        output = os.open(path, flags | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise NodeStartError(
             f"the node's log {path} cannot be written: {error.strerror}. Make room "
             f"or allow it, or name another directory by --log-dir."
         ) from error
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    for descriptor, number in ((nothing, 0), (words, 1), (words, 2)):
+    for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)
-    os.close(words)
+    os.close(output)
     os.close(nothing)
     faulthandler.enable(2)
-    stand_in_for_streams()
+    log_standard_streams()
     os.chdir("/")  # or the file system that it was started on could not be unmounted

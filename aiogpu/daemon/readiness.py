@@ -1,4 +1,4 @@
-"""How a node says that it is ready, or why not: to its starter, and to systemd.
+"""Reports that a node is ready, or why it failed, to its starter and to systemd.
 
 The starter reads one line of JSON from a pipe. A pipe that ends without one means that
 the process has died.
@@ -37,12 +37,12 @@ class Ready(NamedTuple):
     logs: str
 
 
-def tell_ready(pipe: int, ready: Ready) -> None:
-    """Report that the node serves; the reader may have gone."""
+def report_ready(pipe: int, ready: Ready) -> None:
+    """Report that the node is ready; the reader may have gone."""
     _tell(pipe, {"ready": ready._asdict()})
 
 
-def tell_failure(pipe: int, error: errors.AiogpuError) -> None:
+def report_failure(pipe: int, error: errors.AiogpuError) -> None:
     """Report why the node did not start."""
     _tell(pipe, {"failed": type(error).__name__, "text": str(error)})
 
@@ -52,8 +52,8 @@ def _tell(pipe: int, fields: dict[str, object]) -> None:
         os.write(pipe, json.dumps(fields).encode() + b"\n")
 
 
-def hear(pipe: int, seconds: float) -> Ready | None:
-    """Wait for the report of a node; None if it has ended without one.
+def wait_for_report(pipe: int, seconds: float) -> Ready | None:
+    """Wait for the report of a node; return None if it ends without one.
 
     Raises:
         AiogpuError: why it did not start.
@@ -83,10 +83,10 @@ _WATCHDOG: Final = ("WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Notifier:
-    """Messages to the service manager; without one, they are dropped.
+    """Sends messages to the service manager; without one they are dropped.
 
     Attributes:
-        interval: seconds between two signs of life that it asks for, 0 for none.
+        interval: seconds between two watchdog messages; 0 if none are asked for.
     """
 
     def __init__(self, address: str = "", interval: float = 0.0) -> None:
@@ -106,8 +106,8 @@ class Notifier:
             address = ""
         return cls(address, interval if address else 0.0)
 
-    def tell(self, **fields: object) -> None:
-        """Send fields, such as `READY=1`, without waiting for the reader."""
+    def send(self, **fields: object) -> None:
+        """Send fields, such as `READY=1`, without blocking."""
         if not self._address:
             return
         text = "\n".join(f"{name}={value}" for name, value in fields.items())

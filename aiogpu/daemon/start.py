@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Final
 
 from aiogpu.accelerators.registry import KNOWN
-from aiogpu.daemon.process import LAST_WORDS, Plan
-from aiogpu.daemon.readiness import Ready, hear
+from aiogpu.daemon.process import CRASH_LOG, Plan
+from aiogpu.daemon.readiness import Ready, wait_for_report
 from aiogpu.errors import NodeStartError
 from aiogpu.runtime.zygote.config import interpreter_flags
 
@@ -110,19 +110,19 @@ def start_detached(plan: Plan) -> Ready:
         KeyboardInterrupt: the wait was interrupted; no node is left either.
     """
     reading, writing = os.pipe()
-    words = os.memfd_create("aiogpu-words", os.MFD_CLOEXEC)
+    output = os.memfd_create("aiogpu-output", os.MFD_CLOEXEC)
     try:
-        child = _start(plan, writing, words)
+        child = _start(plan, writing, output)
     except BaseException:
         os.close(reading)
-        os.close(words)
+        os.close(output)
         raise
     finally:
         os.close(writing)
     try:
-        ready = hear(reading, plan.opens_within)
+        ready = wait_for_report(reading, plan.opens_within)
         if ready is None:
-            raise _death(plan, child.wait(), words)
+            raise _death(plan, child.wait(), output)
     except TimeoutError:
         _end(child)
         raise NodeStartError(
@@ -134,12 +134,12 @@ def start_detached(plan: Plan) -> Ready:
         raise
     finally:
         os.close(reading)
-        os.close(words)
+        os.close(output)
     child.returncode = 0  # it lives on: Popen must not wait for it
     return ready
 
 
-def _start(plan: Plan, pipe: int, words: int) -> subprocess.Popen[bytes]:
+def _start(plan: Plan, pipe: int, output: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, *interpreter_flags(), *_safe(), "-m", "aiogpu.daemon"]
     source = os.memfd_create("aiogpu-plan", os.MFD_CLOEXEC)
     try:
@@ -148,8 +148,8 @@ def _start(plan: Plan, pipe: int, words: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [*command, plan.place.socket, str(pipe)],
             stdin=source,
-            stdout=words,
-            stderr=words,
+            stdout=output,
+            stderr=output,
             pass_fds=(pipe,),
             start_new_session=True,
         )
@@ -178,13 +178,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _death(plan: Plan, status: int, words: int) -> NodeStartError:
+def _death(plan: Plan, status: int, output: int) -> NodeStartError:
     """The error for a process that died without a report."""
     ended = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-    said = _tail(words)
-    with suppress(OSError), open(f"{plan.place.logs}/{LAST_WORDS}", "rb") as file:
+    said = _tail(output)
+    with suppress(OSError), open(f"{plan.place.logs}/{CRASH_LOG}", "rb") as file:
         said = said or _tail(file.fileno())
-    after = f" Its last words:\n{said}" if said else ""
+    after = f" Its last output:\n{said}" if said else ""
     return NodeStartError(
         f"the node ended before it was ready ({ended}); more may be told in "
         f"{plan.place.logs}.{after}"

@@ -1,8 +1,8 @@
-"""Stops the node of a place and waits for its end.
+"""Stops a shared node and waits for its end.
 
-The pidfile names its process. A signal is sent by pidfd, and only to a process of this
-user that holds the pidfile open: so a process that got the same number meanwhile is
-never hit.
+The pidfile names the process. The signal is sent by pidfd, and only to a process of
+this user that has the pidfile open, so that a process that has got the same number
+meanwhile is never hit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiogpu.daemon.place import Claim, Place, Record, holds_claim, living_node
+from aiogpu.daemon.place import PidfileLock, Place, Record, holds_pidfile, living_node
 from aiogpu.daemon.process import remove
 from aiogpu.errors import NodeError, NodeRunningError
 from aiogpu.linux.sockets import user
@@ -81,7 +81,7 @@ def stop(
         within = KILLED_WITHIN
         if not force:
             if drain is not None:
-                _leave_wish(place, drain)
+                _write_drain_seconds(place, drain)
             within = record.drain if drain is None else drain
             on_wait(record, within)
             within += record.ends_within + SLACK
@@ -102,14 +102,14 @@ def stop(
 
 
 def _is_node(node: int, record: Record, place: Place) -> bool:
-    """Whether the pidfile's process is the place's node; False if it has just ended.
+    """Return whether the pidfile's process is the node; False if it has just ended.
 
     Raises:
         NodeError: it is another process, which must not be signalled.
     """
-    if holds_claim(record.pid, place.pidfile):
+    if holds_pidfile(record.pid, place.pidfile):
         return True
-    # A node gives up its claim just before its process ends.
+    # A node releases its lock just before its process ends.
     if select.select([node], [], [], SLACK)[0]:
         return False
     raise NodeError(
@@ -132,21 +132,24 @@ def _signal(node: int, record: Record, number: signal.Signals) -> None:
         ) from error
 
 
-def _leave_wish(place: Place, drain: float) -> None:
-    """Write how long the drain may take, which a signal cannot say."""
+def _write_drain_seconds(place: Place, drain: float) -> None:
+    """Write how long the drain may take: a signal cannot carry it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(place.wish, flags, 0o600), "w", encoding="ascii") as file:
+        with open(
+            os.open(place.drain_file, flags, 0o600), "w", encoding="ascii"
+        ) as file:
             file.write(repr(drain))
     except OSError as error:
         raise NodeError(
-            f"the node cannot be told to drain for {drain:g} s: {place.wish} cannot "
-            f"be written: {error.strerror}. Leave --drain out, or make room there."
+            f"the node cannot be told to drain for {drain:g} s: {place.drain_file} "
+            f"cannot be written: {error.strerror}. Leave --drain out, or make room "
+            f"there."
         ) from error
 
 
 def _clear(place: Place) -> None:
     """Remove what a killed node has left, unless another node has started there."""
-    with suppress(NodeRunningError), Claim.take(place):
+    with suppress(NodeRunningError), PidfileLock.take(place):
         remove(place.socket)
-        remove(place.wish)
+        remove(place.drain_file)

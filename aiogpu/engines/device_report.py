@@ -1,7 +1,7 @@
-"""What is in the box, seen without a node: its devices, and what is on each now.
+"""Reports the devices of this machine and what runs on them, without a node.
 
-Devices are detected as a node does it, so that what is shown here is what a node would
-share out. Nothing is kept open, and nobody is reserved anything.
+Devices are detected as a node detects them, so the report shows what a node would share
+out. Nothing stays open and nothing is reserved.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BUS: Final = "/sys/bus/pci/devices"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One device, and what its driver says of it now.
+class DetectedDevice:
+    """One device, and what its driver reports now.
 
     Attributes:
         kind: the name of the resource, "GPU".
@@ -49,20 +49,20 @@ class Seen:
     cpus: str = ""
 
 
-class Box(NamedTuple):
-    """All devices of this machine that a node would share out.
+class DeviceReport(NamedTuple):
+    """The devices of this machine that a node would share out.
 
     Attributes:
         seen: the devices, those of a kind together.
-        notes: why there are none, or fewer than one might think; for people.
+        notes: explanations for people, such as why there are no devices.
     """
 
-    seen: tuple[Seen, ...]
+    seen: tuple[DetectedDevice, ...]
     notes: tuple[str, ...]
 
 
-async def look_around(environ: Mapping[str, str] = os.environ) -> Box:
-    """See what is in the box; drivers are asked in threads, for they block.
+async def probe_devices(environ: Mapping[str, str] = os.environ) -> DeviceReport:
+    """Detect and examine the devices; drivers block, so threads ask them.
 
     Args:
         environ: says which devices a node may share out.
@@ -74,30 +74,32 @@ async def look_around(environ: Mapping[str, str] = os.environ) -> Box:
     seen = [
         one
         for each in found
-        for one in await in_thread(lambda: _look_at(each.vendor, each.devices))  # noqa: B023 - awaited at once
+        for one in await in_thread(lambda: _examine_all(each.vendor, each.devices))  # noqa: B023 - awaited at once
     ]
     notes = await in_thread(lambda: _notes(seen, environ))
-    return Box(tuple(seen), tuple(notes))
+    return DeviceReport(tuple(seen), tuple(notes))
 
 
-def _look_at(vendor: Accelerator, devices: tuple[Device, ...]) -> list[Seen]:
+def _examine_all(
+    vendor: Accelerator, devices: tuple[Device, ...]
+) -> list[DetectedDevice]:
     watch = vendor.watch()
     is_asked = any(map(watch.knows, devices))
     if is_asked:
         watch.open()
     try:
-        return [_see(vendor.kind, device, watch) for device in devices]
+        return [_examine(vendor.kind, device, watch) for device in devices]
     finally:
         if is_asked:
             watch.close()
 
 
-def _see(kind: str, device: Device, watch: DeviceWatch) -> Seen:
+def _examine(kind: str, device: Device, watch: DeviceWatch) -> DetectedDevice:
     numa_node, cpus = place_of(device.pci)
     if not watch.knows(device):
-        return Seen(kind, device, numa_node=numa_node, cpus=cpus)
+        return DetectedDevice(kind, device, numa_node=numa_node, cpus=cpus)
     sample = watch.look(device)
-    return Seen(
+    return DetectedDevice(
         *(kind, device, sample, watch.check(device), _processes(sample)),
         *(numa_node, cpus),
     )
@@ -132,8 +134,8 @@ def place_of(pci: str | None, bus: str | Path = BUS) -> tuple[int | None, str]:
     return int(node) if node.isdigit() else None, read(folder, "local_cpulist")
 
 
-def _notes(seen: list[Seen], environ: Mapping[str, str]) -> list[str]:
-    """Return what is to be said of the GPUs that are not shown."""
+def _notes(seen: list[DetectedDevice], environ: Mapping[str, str]) -> list[str]:
+    """Explain which GPUs the report leaves out."""
     shown = [one.device for one in seen if one.kind == GPU]
     text = environ.get(VISIBLE)
     if text is not None and not shown and not entries(text):

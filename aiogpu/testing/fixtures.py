@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 import aiogpu
-from aiogpu.testing.traces import Traces
+from aiogpu.testing.leaks import Resources
 
 if TYPE_CHECKING:
     from aiogpu.types import Node
@@ -56,9 +56,9 @@ def no_leaks(runtime_directory: Path) -> Iterator[None]:
     It must be set up before the node of the test: put it into `pytestmark`, or make it
     the first argument of the fixture that opens the node.
     """
-    before = Traces.take()
+    before = Resources.take()
     yield
-    left = Traces.take().since(before)
+    left = Resources.take().since(before)
     if left:
         for directory in runtime_directory.iterdir():
             # Reported here; `runtime_directory` need not report it again.

@@ -13,7 +13,7 @@ import sys
 from typing import Any, Final
 
 import aiogpu
-from aiogpu.testing.traces import Traces
+from aiogpu.testing.leaks import Resources
 from benchmarks.soak import books
 from benchmarks.soak.channel import Channel
 from benchmarks.soak.load import Load
@@ -90,7 +90,7 @@ async def main(address: str, seed: str, in_flight: int, is_mortal: bool) -> None
     channel = await Channel.open()
     account = Account(is_mortal, is_joined=address != "local")
     asyncio.get_running_loop().set_exception_handler(minding(account))
-    before = Traces.take()
+    before = Resources.take()
     options = OPTIONS if address == "local" else {}
     async with aiogpu.init(address=address, **options) as session:
         load = Load(seed, in_flight, account)
@@ -99,7 +99,7 @@ async def main(address: str, seed: str, in_flight: int, is_mortal: bool) -> None
         await program.serve()
         notifier.cancel()
     gc.collect()
-    left = Traces.take().since(before)
+    left = Resources.take().since(before)
     channel.tell("ended", left=left, **account.as_told())
 
 

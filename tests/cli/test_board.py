@@ -8,14 +8,14 @@ import pytest
 from rich.cells import cell_len
 
 from aiogpu.cli.tables import plain
-from aiogpu.cli.top import ORDERS, Decoder, View, board, in_order
+from aiogpu.cli.top import ORDERS, KeyDecoder, View, render_screen, sorted_tasks
 from aiogpu.observe.status import Holder
 from tests.cli.pictures import BUSY, IDLE
 from tests.cli.view_program import LONG
 
 
 def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list[str]:
-    return list(plain(board(BUSY, view, width, height, note), width))
+    return list(plain(render_screen(BUSY, view, width, height, note), width))
 
 
 def test_a_screen() -> None:
@@ -78,7 +78,7 @@ def test_it_fits_any_screen(width: int, height: int) -> None:
 
 
 def test_an_idle_node() -> None:
-    lines = list(plain(board(IDLE, View(), 60, 5), 60))
+    lines = list(plain(render_screen(IDLE, View(), 60, 5), 60))
     assert lines[:3] == [
         "aiogpu  CPU 4/4, GPU 0/0; 0 workers; no tasks",
         "",
@@ -93,7 +93,7 @@ def test_it_says_that_it_is_paused_and_that_no_answer_comes() -> None:
 
 def test_scrolling_stays_within_the_picture() -> None:
     view = View()
-    lines = list(plain(board(LONG, view, 80, 12), 80))
+    lines = list(plain(render_screen(LONG, view, 80, 12), 80))
     assert lines[-1].endswith("1-10 of 129")
     for key, offset in (
         *(("k", 0), ("j", 1), ("down", 2), ("up", 1), (" ", 11), ("page down", 21)),
@@ -103,8 +103,10 @@ def test_scrolling_stays_within_the_picture() -> None:
         view.press(key)
         assert view.offset == offset, key
     view.press("G")
-    assert list(plain(board(LONG, view, 80, 12), 80))[-2].endswith("no such key")
-    board(BUSY, view, 80, 50)
+    assert list(plain(render_screen(LONG, view, 80, 12), 80))[-2].endswith(
+        "no such key"
+    )
+    render_screen(BUSY, view, 80, 50)
     assert view.offset == 0
 
 
@@ -133,7 +135,7 @@ def test_tasks_are_sorted() -> None:
         ("memory", [8, 1, 7]),
         ("time", [8, 1, 7]),
     ):
-        assert [task.id for task in in_order(named, holders, order)] == ids, order
+        assert [task.id for task in sorted_tasks(named, holders, order)] == ids, order
 
 
 @pytest.mark.parametrize(
@@ -153,5 +155,5 @@ def test_tasks_are_sorted() -> None:
 def test_what_a_terminal_sends_becomes_keys(
     pieces: list[bytes], keys: list[str]
 ) -> None:
-    decoder = Decoder()
+    decoder = KeyDecoder()
     assert [key for piece in pieces for key in decoder.keys(piece)] == keys

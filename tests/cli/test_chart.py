@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from aiogpu.cli.demo import Screen, Span, thumbnail, timeline
+from aiogpu.cli.demo import Display, Span, thumbnail, timeline
 
 SPANS = [
     Span(1, (0,), 11, 0.0, 5.0),
@@ -45,7 +45,7 @@ def test_two_rows_of_pixels_make_a_line() -> None:
 
 def test_outside_a_terminal_each_end_is_a_line() -> None:
     file = io.StringIO()
-    screen = Screen(Console(file=file, width=40, soft_wrap=True, highlight=False))
+    screen = Display(Console(file=file, width=40, soft_wrap=True, highlight=False))
     assert screen.pixels is None
     with screen:
         screen.begin([0, 1], 10.0)

@@ -16,7 +16,7 @@ import pytest
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.cli.doctor import as_data, lines
 from aiogpu.core.model.request import Device
-from aiogpu.engines.device_report import Box, Seen, place_of
+from aiogpu.engines.device_report import DetectedDevice, DeviceReport, place_of
 from aiogpu.observe.status import OtherProcess
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
@@ -187,23 +187,23 @@ def test_a_device_that_is_not_there_is_bad_input(two: StubNvml) -> None:
     )
 
 
-def told_of(seen: Seen) -> dict[str, str]:
+def told_of(seen: DetectedDevice) -> dict[str, str]:
     """The facts that are printed of a device."""
-    _, *rows = lines(Box((seen,), ()))
+    _, *rows = lines(DeviceReport((seen,), ()))
     return {row[2:13].rstrip(): row[14:] for row in rows}
 
 
 def test_a_device_whose_driver_is_not_asked_is_told_as_far_as_it_is_known() -> None:
-    seen = Seen("TPU", Device(3), numa_node=1, cpus="8-15")
+    seen = DetectedDevice("TPU", Device(3), numa_node=1, cpus="8-15")
     assert told_of(seen) == {
         "health": "not known: its driver is not asked",
         "near": "NUMA node 1, CPUs 8-15",
     }
-    assert list(lines(Box((seen,), ("why",))))[:: len(told_of(seen)) + 1] == [
+    assert list(lines(DeviceReport((seen,), ("why",))))[:: len(told_of(seen)) + 1] == [
         "TPU 3  without a name",
         "why",
     ]
-    [data] = as_data(Box((seen,), ()))["devices"]
+    [data] = as_data(DeviceReport((seen,), ()))["devices"]
     assert (data["used"], data["processes"], data["action"]) == (None, None, None)
     assert (data["is_lost"], data["errors"], data["cpus"]) == (False, [], "8-15")
 
@@ -223,7 +223,7 @@ def test_a_device_whose_driver_is_not_asked_is_told_as_far_as_it_is_known() -> N
     ],
 )
 def test_health_in_words(sample: Sample, health: Health, told: str) -> None:
-    assert told_of(Seen("GPU", A100, sample, health))["health"] == told
+    assert told_of(DetectedDevice("GPU", A100, sample, health))["health"] == told
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_health_in_words(sample: Sample, health: Health, told: str) -> None:
 def test_processes_in_words(
     processes: tuple[OtherProcess, ...] | None, told: str
 ) -> None:
-    seen = Seen("GPU", A100, Sample({}), Health(), processes)
+    seen = DetectedDevice("GPU", A100, Sample({}), Health(), processes)
     assert told_of(seen)["processes"] == told
 
 

@@ -8,7 +8,7 @@ from rich.console import Group
 
 from aiogpu.cli.status import KINDS, data_of, sections
 from aiogpu.cli.tables import plain
-from aiogpu.cli.top import picture
+from aiogpu.cli.top import render_body
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus
 from tests.core.placement_group_world import GangWorld
@@ -45,7 +45,7 @@ def test_a_table_has_them_with_their_bundles() -> None:
 def test_the_picture_of_a_node_has_them() -> None:
     told = "\n".join(plain(Group(*sections(shown())), 200))
     assert "placements" in told
-    lines = Group(*picture(shown(), "free", 200))
+    lines = Group(*render_body(shown(), "free", 200))
     assert "placements: 3" in list(plain(lines))
     printed = str(shown())
     assert "  0  held  PACK  ready  pid 4711, 1 in it" in printed

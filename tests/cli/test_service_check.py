@@ -85,7 +85,13 @@ def test_a_pidfile_that_was_left_is_no_node(place: Place) -> None:
 @pytest.fixture
 def child() -> Iterator[int]:
     """A process that stands for a node."""
-    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as cat:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["/bin/cat"], stdin=pipe, stdout=pipe) as cat:
+        assert cat.stdin is not None
+        assert cat.stdout is not None
+        # Until it answers, the loader may still have files open.
+        os.write(cat.stdin.fileno(), b"?")
+        assert os.read(cat.stdout.fileno(), 1) == b"?"
         yield cat.pid
 
 

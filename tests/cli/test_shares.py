@@ -9,15 +9,15 @@ import pytest
 
 import aiogpu
 from aiogpu.cli import connect
-from aiogpu.cli.doctor import Shares, as_data, ask_shares, lines
+from aiogpu.cli.doctor import NodeDevices, as_data, ask_node, lines
 from aiogpu.core.model.request import Device
-from aiogpu.engines.device_report import Box, Seen
+from aiogpu.engines.device_report import DetectedDevice, DeviceReport
 from tests.cli.pictures import BUSY, GIB, stand_in
 
-SHARES = Shares(BUSY.devices)
-BOX = Box(
+SHARES = NodeDevices(BUSY.devices)
+BOX = DeviceReport(
     tuple(
-        Seen("GPU", Device(n, "A100", f"GPU-{n}", "NVIDIA A100", 40 * GIB))
+        DetectedDevice("GPU", Device(n, "A100", f"GPU-{n}", "NVIDIA A100", 40 * GIB))
         for n in range(4)
     ),
     (),
@@ -38,7 +38,7 @@ def test_json_has_them_where_a_node_has_the_device() -> None:
     assert (first["free"], first["aside"]) == (0.25, None)
     assert [one["task"] for one in first["holders"]] == ["Model 'serve'", "train"]
     assert "holders" not in last
-    assert as_data(BOX) == as_data(BOX, Shares())
+    assert as_data(BOX) == as_data(BOX, NodeDevices())
 
 
 def test_devices_are_told_apart_by_uuid_where_that_is_known() -> None:
@@ -46,7 +46,7 @@ def test_devices_are_told_apart_by_uuid_where_that_is_known() -> None:
     assert SHARES.of("GPU", other) is BUSY.devices[1]
     assert SHARES.of("GPU", replace(other, uuid=None)) is BUSY.devices[0]
     assert SHARES.of("neuron_cores", other) is None
-    assert Shares((replace(BUSY.devices[0], holders=(), free=1.0),)).told(
+    assert NodeDevices((replace(BUSY.devices[0], holders=(), free=1.0),)).told(
         "GPU", Device(0)
     ) == ("1 free")
 
@@ -56,7 +56,7 @@ async def test_without_a_node_nothing_is_said(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
-    assert await ask_shares() == Shares()
+    assert await ask_node() == NodeDevices()
 
 
 async def test_a_node_is_asked_or_it_is_said_why_it_does_not_answer(
@@ -64,11 +64,11 @@ async def test_a_node_is_asked_or_it_is_said_why_it_does_not_answer(
 ) -> None:
     monkeypatch.setattr(connect, "check_there", lambda _: None)
     stand_in(monkeypatch, BUSY)
-    assert await ask_shares() == SHARES
+    assert await ask_node() == SHARES
 
     def fail(_address: str, _patience: float) -> object:
         raise aiogpu.NodeDiedError("the node has ended. Start it anew.")
 
     monkeypatch.setattr(connect, "joined", fail)
-    told = (await ask_shares()).note
+    told = (await ask_node()).note
     assert told == "Who holds what is not known: the node has ended."

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from aiogpu.cli import start as start_command
-from aiogpu.cli.start import start, stop, told
+from aiogpu.cli.start import ready_lines, start, stop
 from aiogpu.daemon.process import Plan
 from aiogpu.daemon.readiness import Ready
 
@@ -128,7 +128,7 @@ def test_mistakes_are_told(plans: list[Plan], arguments: list[str], said: str) -
 
 
 def test_another_place_is_named_in_full(runtime_directory: Path) -> None:
-    lines = told(Ready(1, {"CPU": 1.0}, f"{runtime_directory}/b.sock", "/logs"))
+    lines = ready_lines(Ready(1, {"CPU": 1.0}, f"{runtime_directory}/b.sock", "/logs"))
     assert lines[-2:] == [
         f'  join     aiogpu.init(address="{runtime_directory}/b.sock"), or '
         f"AIOGPU_ADDRESS={runtime_directory}/b.sock",

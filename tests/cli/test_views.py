@@ -126,9 +126,9 @@ async def test_a_node_that_does_not_answer_is_left(
 
 async def test_who_never_lets_anybody_join_is_not_waited_for(tmp_path: Path) -> None:
     path = f"{tmp_path}/s"
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(path)
-        silent.listen()
+    with socket.socket(socket.AF_UNIX) as no_answer_error:
+        no_answer_error.bind(path)
+        no_answer_error.listen()
         with pytest.raises(click.ClickException, match=r"not answered within 0\.1 s"):
             async with connect.joined(path, 0.1):
                 pass

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.daemon import journal
-from aiogpu.daemon.journal import Journal, Lines, Pages, Screen
+from aiogpu.daemon.journal import Journal, RotatingLog, StreamToLog, TerminalLog
 
 log = logging.getLogger("aiogpu.test")
 
@@ -45,7 +45,7 @@ def test_what_is_logged_is_in_the_file(tmp_path: Path, root: logging.Logger) -> 
 
 
 def test_what_utf8_does_not_know_is_escaped(tmp_path: Path) -> None:
-    pages = Pages(f"{tmp_path}/node.log")
+    pages = RotatingLog(f"{tmp_path}/node.log")
     pages.handle(record("a lone \ud800"))
     pages.close()
     assert (tmp_path / "node.log").read_text().endswith("a lone \\ud800\n")
@@ -62,14 +62,14 @@ def test_a_terminal_hears_it_as_well(tmp_path: Path, root: logging.Logger) -> No
 
 def test_a_terminal_that_was_closed(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = io.StringIO()
-    screen = Screen(terminal)
+    screen = TerminalLog(terminal)
     terminal.close()
     screen.handle(record("to nobody"))
     assert capsys.readouterr() == ("", "")
 
 
 def test_files_are_bounded_in_size_and_number(tmp_path: Path) -> None:
-    pages = Pages(f"{tmp_path}/node.log", size=200, kept=2)
+    pages = RotatingLog(f"{tmp_path}/node.log", size=200, kept=2)
     for number in range(50):
         pages.handle(record(f"line {number:02} {'x' * 20}"))
     pages.close()
@@ -84,7 +84,7 @@ def test_a_full_disk_costs_lines_that_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "node.log"
-    pages = Pages("/dev/full")
+    pages = RotatingLog("/dev/full")
     for number in range(3):
         pages.handle(record(f"lost {number}"))
     assert pages.lost == 3
@@ -98,7 +98,7 @@ def test_a_full_disk_costs_lines_that_are_counted(
 
 
 def test_a_directory_that_was_removed(tmp_path: Path) -> None:
-    pages = Pages(f"{tmp_path}/logs/node.log")
+    pages = RotatingLog(f"{tmp_path}/logs/node.log")
     pages.handle(record("lost"))
     pages.handle(record("lost as well"))
     assert pages.lost == 2
@@ -110,7 +110,7 @@ def test_a_directory_that_was_removed(tmp_path: Path) -> None:
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "node.log").symlink_to(tmp_path / "precious")
-    pages = Pages(f"{tmp_path}/node.log")
+    pages = RotatingLog(f"{tmp_path}/node.log")
     pages.handle(record("text"))
     assert pages.lost == 1
     assert not (tmp_path / "precious").exists()
@@ -150,7 +150,7 @@ def test_lines_that_found_no_room_are_told_of(
 ) -> None:
     monkeypatch.setattr(journal, "WAITING", 1)
     disk = Stuck()
-    pages = Pages(f"{tmp_path}/node.log")
+    pages = RotatingLog(f"{tmp_path}/node.log")
     both = Journal(disk, pages)
     both.handle(record("first"))
     assert disk.has.wait(20)
@@ -180,7 +180,7 @@ def test_a_line_that_cannot_be_formatted_is_lost() -> None:
 
 def test_what_is_printed_is_logged_by_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    stream = Lines("stdout")
+    stream = StreamToLog("stdout")
     print("one\ntwo", end=" ", file=stream)
     print("words", file=stream)
     assert stream.writable()
@@ -191,5 +191,5 @@ def test_what_is_printed_is_logged_by_lines(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_log_is_opened_late(tmp_path: Path) -> None:
-    Pages(f"{tmp_path}/node.log").close()
+    RotatingLog(f"{tmp_path}/node.log").close()
     assert os.listdir(tmp_path) == []

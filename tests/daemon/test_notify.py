@@ -25,7 +25,7 @@ def test_it_is_told(address: str) -> None:
         manager.bind(where)
         try:
             notifier = Notifier.take(environ)
-            notifier.tell(READY=1, STATUS="serves at /there: {GPU: 2}")
+            notifier.send(READY=1, STATUS="serves at /there: {GPU: 2}")
         finally:
             if address.startswith("/"):
                 os.unlink(address)

@@ -13,7 +13,7 @@ import pytest
 
 from aiogpu.daemon import place as pidfile
 from aiogpu.daemon.place import (
-    Claim,
+    PidfileLock,
     Place,
     Record,
     living_node,
@@ -31,10 +31,10 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def claim(place: Place) -> Iterator[Claim]:
-    claim = Claim.take(place)
-    yield claim
-    claim.release()
+def lock(place: Place) -> Iterator[PidfileLock]:
+    lock = PidfileLock.take(place)
+    yield lock
+    lock.release()
 
 
 def record(place: Place, pid: int | None = None, started: int | None = None) -> Record:
@@ -44,45 +44,45 @@ def record(place: Place, pid: int | None = None, started: int | None = None) -> 
     return Record(pid, started, place.socket, place.logs, 30.0, 20.0, "0.1")
 
 
-def test_it_says_who_holds_it(place: Place, claim: Claim) -> None:
+def test_it_says_who_holds_it(place: Place, lock: PidfileLock) -> None:
     assert living_node(place.pidfile) is None
     mine = record(place)
-    claim.write(mine)
+    lock.write(mine)
     assert living_node(place.pidfile) == mine
     assert os.stat(place.pidfile).st_mode & 0o777 == 0o600
     shorter = mine._replace(version="")
-    claim.write(shorter)
+    lock.write(shorter)
     assert read_record(place.pidfile) == shorter
 
 
-def test_the_second_is_told_who_was_first(place: Place, claim: Claim) -> None:
-    claim.write(record(place))
+def test_the_second_is_told_who_was_first(place: Place, lock: PidfileLock) -> None:
+    lock.write(record(place))
     with pytest.raises(NodeRunningError) as error:
-        Claim.take(place)
+        PidfileLock.take(place)
     assert f"at {place.socket} already (pid {os.getpid()})" in str(error.value)
     assert f"`aiogpu stop --socket {place.socket}`" in str(error.value)
 
 
 def test_who_has_not_said_his_name_is_there_too(
-    place: Place, claim: Claim, monkeypatch: pytest.MonkeyPatch
+    place: Place, lock: PidfileLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert claim
+    assert lock
     monkeypatch.setattr(pidfile, "WRITTEN_WITHIN", 0.02)
     with pytest.raises(NodeRunningError, match="another node is starting or stopping"):
-        Claim.take(place)
+        PidfileLock.take(place)
 
 
 def test_it_is_removed_with_its_end(place: Place) -> None:
-    first = Claim.take(place)
+    first = PidfileLock.take(place)
     first.release()
     assert not os.path.exists(place.pidfile)
-    Claim.take(place).release()
+    PidfileLock.take(place).release()
 
 
 def test_a_file_of_somebody_else_is_not_removed(place: Place) -> None:
-    first = Claim.take(place)
+    first = PidfileLock.take(place)
     os.unlink(place.pidfile)
-    second = Claim.take(place)
+    second = PidfileLock.take(place)
     first.release()
     second.write(record(place))
     assert living_node(place.pidfile)
@@ -91,28 +91,30 @@ def test_a_file_of_somebody_else_is_not_removed(place: Place) -> None:
 
 def test_a_file_without_a_lock_is_taken_over(place: Place) -> None:
     Path(place.pidfile).write_text(json.dumps(record(place)._asdict()))
-    claim = Claim.take(place)
-    claim.release()
+    lock = PidfileLock.take(place)
+    lock.release()
 
 
 def test_the_lock_ends_with_its_process(place: Place) -> None:
     program = (
         "import os, signal, sys\n"
-        "from aiogpu.daemon.place import Claim\n"
+        "from aiogpu.daemon.place import PidfileLock\n"
         "from aiogpu.daemon.place import Place\n"
-        "claim = Claim.take(Place.at(sys.argv[1]))\n"
+        "lock = PidfileLock.take(Place.at(sys.argv[1]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", program, place.socket], check=False)
     assert ran.returncode == -9
     assert os.path.exists(place.pidfile)
-    Claim.take(place).release()
+    PidfileLock.take(place).release()
 
 
-def test_a_process_id_that_was_given_away_again(place: Place, claim: Claim) -> None:
+def test_a_process_id_that_was_given_away_again(
+    place: Place, lock: PidfileLock
+) -> None:
     started = start_time(os.getpid())
     assert started is not None
-    claim.write(record(place, started=started - 1))
+    lock.write(record(place, started=started - 1))
     assert read_record(place.pidfile)
     assert living_node(place.pidfile) is None
 
@@ -141,14 +143,14 @@ def test_a_file_that_is_none(place: Place) -> None:
     os.mkdir(place.pidfile)
     assert read_record(place.pidfile) is None
     with pytest.raises(NodeStartError, match="cannot be written: Is a directory"):
-        Claim.take(place)
+        PidfileLock.take(place)
 
 
 def test_a_full_disk(place: Place) -> None:
     full = os.open("/dev/full", os.O_RDWR)
     directory = os.open(os.path.dirname(place.pidfile), os.O_RDONLY)
-    claim = Claim(place.pidfile, full, directory)
+    lock = PidfileLock(place.pidfile, full, directory)
     # It cannot be cut to a length, as a file can; the kernel says so first.
     with pytest.raises(NodeStartError, match=r"node\.pid cannot be written: .*room"):
-        claim.write(record(place))
-    claim.release()
+        lock.write(record(place))
+    lock.release()

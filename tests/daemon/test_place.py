@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.daemon.place import LONGEST, Place, check_length
+from aiogpu.daemon.place import MAX_SOCKET_PATH, Place, check_length
 from aiogpu.errors import NodeStartError
 
 
@@ -46,7 +46,7 @@ def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_path_of_the_greatest_length_can_be_bound(tmp_path: Path) -> None:
-    check_length("/" + "x" * (LONGEST - 1))
+    check_length("/" + "x" * (MAX_SOCKET_PATH - 1))
     with pytest.raises(NodeStartError, match=r"has 108 bytes; Linux allows 107"):
         check_length("/" + "é" * 53 + "x")
 
@@ -140,5 +140,5 @@ def test_a_socket_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(directory)  # its whole path may be too long to bind
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind("n")
-    monkeypatch.setattr("aiogpu.daemon.place.LONGEST", 1000)
+    monkeypatch.setattr("aiogpu.daemon.place.MAX_SOCKET_PATH", 1000)
     Place.at("n").prepare()

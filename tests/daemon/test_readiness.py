@@ -9,7 +9,7 @@ import pytest
 
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.process import Plan
-from aiogpu.daemon.readiness import Ready, hear, tell_failure, tell_ready
+from aiogpu.daemon.readiness import Ready, report_failure, report_ready, wait_for_report
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, DeviceError, NodeStartError
 
@@ -29,15 +29,15 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_it_is_ready(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    tell_ready(writing, READY)
-    assert hear(reading, 0) == READY
+    report_ready(writing, READY)
+    assert wait_for_report(reading, 0) == READY
 
 
 def test_it_has_failed(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    tell_failure(writing, DeviceError("no such device"))
+    report_failure(writing, DeviceError("no such device"))
     with pytest.raises(DeviceError, match="no such device"):
-        hear(reading, 0)
+        wait_for_report(reading, 0)
 
 
 @pytest.mark.parametrize("name", ["RemoteTraceback", "annotations", "NewerError"])
@@ -45,27 +45,27 @@ def test_it_has_failed_of_what_is_not_known_here(
     pipe: tuple[int, int], name: str
 ) -> None:
     reading, writing = pipe
-    tell_failure(writing, type(name, (AiogpuError,), {})("strange"))
+    report_failure(writing, type(name, (AiogpuError,), {})("strange"))
     with pytest.raises(NodeStartError, match="strange"):
-        hear(reading, 0)
+        wait_for_report(reading, 0)
 
 
 def test_it_has_ended_without_a_word(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     os.write(writing, b'{"rea')
     os.close(writing)
-    assert hear(reading, 0) is None
+    assert wait_for_report(reading, 0) is None
 
 
 def test_it_says_nothing(pipe: tuple[int, int]) -> None:
     with pytest.raises(TimeoutError):
-        hear(pipe[0], 0)
+        wait_for_report(pipe[0], 0)
 
 
 def test_nobody_listens_any_more(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     os.close(reading)
-    tell_ready(writing, READY)
+    report_ready(writing, READY)
 
 
 def test_a_plan_arrives_as_it_was() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from aiogpu.daemon import process as service_module
-from aiogpu.daemon.place import Claim, Place, living_node
-from aiogpu.daemon.process import Plan, Service, bind, wished
+from aiogpu.daemon.place import PidfileLock, Place, living_node
+from aiogpu.daemon.process import Plan, Service, bind, drain_seconds
 from aiogpu.daemon.readiness import Notifier, Ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import DeviceError, NodeClosedError, NodeStartError
@@ -33,10 +33,10 @@ def place() -> Iterator[Place]:
 
 
 @pytest.fixture
-def claim(place: Place) -> Iterator[Claim]:
-    claim = Claim.take(place)
-    yield claim
-    claim.release()
+def lock(place: Place) -> Iterator[PidfileLock]:
+    lock = PidfileLock.take(place)
+    yield lock
+    lock.release()
 
 
 class Life:
@@ -47,18 +47,16 @@ class Life:
         ready: what it has said when it was.
     """
 
-    def __init__(self, place: Place, claim: Claim, notifier: Notifier) -> None:
+    def __init__(self, place: Place, lock: PidfileLock, notifier: Notifier) -> None:
         self.ready: Ready | None = None
         self.node = PaperNode(NodeOptions())
         plan = Plan(NodeOptions(), place, drain=7)
         self.service = Service(plan, notifier, lambda *_: self.node)
-        self._claim = claim
+        self._lock = lock
         self.running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        self.running = asyncio.create_task(
-            self.service.run(self._claim, self._on_ready)
-        )
+        self.running = asyncio.create_task(self.service.run(self._lock, self._on_ready))
 
     def _on_ready(self, ready: Ready) -> None:
         self.ready = ready
@@ -69,8 +67,8 @@ class Life:
 
 
 @pytest.fixture
-def life(place: Place, claim: Claim) -> Life:
-    return Life(place, claim, Notifier())
+def life(place: Place, lock: PidfileLock) -> Life:
+    return Life(place, lock, Notifier())
 
 
 async def test_it_is_met_when_it_is_ready(life: Life, place: Place) -> None:
@@ -150,31 +148,31 @@ async def test_it_cannot_open(life: Life, place: Place) -> None:
 
 
 async def test_how_long_to_drain_may_be_said_late(life: Life, place: Place) -> None:
-    Path(place.wish).write_text("99")
+    Path(place.drain_file).write_text("99")
     life.begin()
     await until(lambda: life.ready)
-    assert not os.path.exists(place.wish), "it was meant for another node"
-    Path(place.wish).write_text("0.25")
+    assert not os.path.exists(place.drain_file), "it was meant for another node"
+    Path(place.drain_file).write_text("0.25")
     life.service.ask_to_stop("SIGTERM")
     await life.end()
     assert "drain 0.25" in life.node.asked
-    assert not os.path.exists(place.wish)
+    assert not os.path.exists(place.drain_file)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("3", 3), ("-1", 0), ("inf", None), ("soon", 30), ("", 30)]
 )
 def test_what_a_wish_may_be(place: Place, text: str, seconds: float | None) -> None:
-    Path(place.wish).write_text(text)
-    found = wished(place, 30)
+    Path(place.drain_file).write_text(text)
+    found = drain_seconds(place, 30)
     assert found == seconds if seconds is not None else found > 1e300
 
 
-async def test_the_service_manager_is_told(place: Place, claim: Claim) -> None:
+async def test_the_service_manager_is_told(place: Place, lock: PidfileLock) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(f"{place.wish}.manager")
+        manager.bind(f"{place.drain_file}.manager")
         manager.setblocking(False)
-        life = Life(place, claim, Notifier(f"{place.wish}.manager", 1e-3))
+        life = Life(place, lock, Notifier(f"{place.drain_file}.manager", 1e-3))
         life.begin()
         await until(lambda: life.ready)
         loop = asyncio.get_running_loop()
@@ -183,7 +181,7 @@ async def test_the_service_manager_is_told(place: Place, claim: Claim) -> None:
         await life.end()
         while not told[-1].startswith(b"STOPPING"):
             told.append(await loop.sock_recv(manager, 1000))
-    os.unlink(f"{place.wish}.manager")
+    os.unlink(f"{place.drain_file}.manager")
     assert told[0].startswith(f"READY=1\nSTATUS=serves at {place.socket}: ".encode())
     assert set(told[1:-1]) == {b"WATCHDOG=1"}
 

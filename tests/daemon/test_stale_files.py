@@ -48,7 +48,7 @@ async def test_stop_by_force_clears_the_files_of_the_node(here: Box) -> None:
     assert node is not None
     os.kill(node.pid, signal.SIGSTOP)
     asking = here.begin("stop", "--drain=0")
-    await until(lambda: os.path.exists(here.place.wish))
+    await until(lambda: os.path.exists(here.place.drain_file))
     out, _ = here.run("stop", "--force")
     assert out.startswith(f"Killed the node at {here.place.socket}")
     asking.communicate(timeout=LIMIT)

@@ -12,7 +12,7 @@ import pytest
 
 from aiogpu.daemon import place as pidfile
 from aiogpu.daemon import stop as stop_module
-from aiogpu.daemon.place import Claim, Place, Record, living_node, start_time
+from aiogpu.daemon.place import PidfileLock, Place, Record, living_node, start_time
 from aiogpu.daemon.stop import stop
 from aiogpu.errors import NodeError
 from tests.daemon.box import Box
@@ -96,13 +96,13 @@ def test_one_that_cannot_end_is_killed(here: Box) -> None:
 
 def test_a_process_of_the_same_number_is_not_hit(here: Box) -> None:
     here.place.prepare()
-    claim = Claim.take(here.place)
+    lock = PidfileLock.take(here.place)
     started = start_time(os.getpid())
     assert started is not None
     mine = Record(os.getpid(), started - 1, "", "", 0.0, 0.0, "")
-    claim.write(mine)
+    lock.write(mine)
     assert stop(here.place, force=True) is None
-    claim.release()
+    lock.release()
 
 
 def test_a_node_that_ends_while_it_is_looked_for(
@@ -131,10 +131,10 @@ def test_a_pidfile_of_another_user(here: Box, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_wish_that_cannot_be_left(here: Box) -> None:
     with daemon(here, "calm") as process:
-        os.mkdir(here.place.wish)
+        os.mkdir(here.place.drain_file)
         with pytest.raises(NodeError, match=r"Leave --drain out, or make room there"):
             stop(here.place, drain=3)
-        os.rmdir(here.place.wish)
+        os.rmdir(here.place.drain_file)
         assert process.poll() is None
         assert living_node(here.place.pidfile)
 
@@ -145,11 +145,11 @@ def test_the_next_node_is_not_touched(
     """One that has begun where another was killed keeps its files."""
     monkeypatch.setattr(pidfile, "WRITTEN_WITHIN", 0.0)
     here.place.prepare()
-    claim = Claim.take(here.place)
+    lock = PidfileLock.take(here.place)
     place: Place = here.place
-    with open(place.wish, "w", encoding="ascii"):
+    with open(place.drain_file, "w", encoding="ascii"):
         stop_module._clear(place)
-    assert os.path.exists(place.wish)
-    claim.release()
+    assert os.path.exists(place.drain_file)
+    lock.release()
     stop_module._clear(place)
     assert here.files == []

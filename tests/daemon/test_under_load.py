@@ -94,10 +94,10 @@ async def test_a_drain_request_does_not_outlive_its_node(here: Box, gate: Gate) 
     assert first is not None
     os.kill(first.pid, signal.SIGSTOP)
     asking = here.begin("stop", "--drain=0")
-    await until(lambda: os.path.exists(here.place.wish))
+    await until(lambda: os.path.exists(here.place.drain_file))
     os.kill(first.pid, signal.SIGKILL)
     await asyncio.to_thread(asking.communicate, timeout=LIMIT)
-    assert os.path.exists(here.place.wish), "the node never read it"
+    assert os.path.exists(here.place.drain_file), "the node never read it"
     await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2", "--drain=60")
     second = here.node
     assert second is not None

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.testing.traces import Traces
+from aiogpu.testing.leaks import Resources
 from tests.deaths import storm_tasks
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -99,7 +99,7 @@ class Storm:
             if self._loop.time() < self._last_zygote + ZYGOTE_EVERY:
                 return
             self._last_zygote = self._loop.time()
-        processes = Traces.take().processes
+        processes = Resources.take().processes
         found = [pid for (pid, _), told in processes.items() if f"({name}" in told]
         if found:
             self.kills[name] += 1
@@ -139,7 +139,7 @@ def weight() -> tuple[int, int, int]:
     """Bytes, descriptors and processes of this program."""
     gc.collect()
     me = psutil.Process()
-    return me.memory_info().rss, me.num_fds(), len(Traces.take().processes)
+    return me.memory_info().rss, me.num_fds(), len(Resources.take().processes)
 
 
 @pytest.mark.parametrize("count", [750, pytest.param(5_000, marks=pytest.mark.slow)])

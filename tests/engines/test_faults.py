@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.testing.traces import Traces
+from aiogpu.testing.leaks import Resources
 from tests.engines import tasks
 from tests.engines.test_output import SlowTerminal
 from tests.gate import Gate
@@ -160,11 +160,11 @@ async def test_cancelling_an_init_that_hangs_in_an_import(
 ) -> None:
     (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = Traces.take()
+    before = Resources.take()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
             await aiogpu.init(preload=["endless"])
-    assert Traces.take().since(before) == []
+    assert Resources.take().since(before) == []
 
 
 HANGING = """

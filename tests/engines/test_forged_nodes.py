@@ -19,7 +19,7 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
-from aiogpu.cli.doctor import ask_shares
+from aiogpu.cli.doctor import ask_node
 from aiogpu.daemon.place import start_time
 from tests.engines.forged_node import forged
 from tests.program import environment
@@ -127,7 +127,7 @@ async def test_gpus_are_shown_without_asking_another_users_node(place: Path) -> 
     with forged(path, uid=NOBODY, makes=0o755, trap=trap) as forger:
         ran = await asyncio.to_thread(command, "gpus")
         assert ran.returncode == 0, ran
-        shares = await ask_shares()
+        shares = await ask_node()
         assert f"{place}/aiogpu belongs to uid {NOBODY}" in shares.note
         assert await asyncio.to_thread(forger.sent) == 0
     assert not os.path.exists(trap)

@@ -12,7 +12,7 @@ import pytest
 
 import aiogpu
 from aiogpu.linux.cgroup import usable_cpus
-from aiogpu.testing.traces import Traces
+from aiogpu.testing.leaks import Resources
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import Refused
 from tests.deaths.remains import gone_within
@@ -173,7 +173,7 @@ async def test_a_module_whose_import_raises(
 async def test_a_module_whose_import_never_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = Traces.take()
+    before = Resources.take()
     monkeypatch.setattr("aiogpu.runtime.zygote.process.IMPORT_LIMIT", 0.2)
     (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -181,7 +181,7 @@ async def test_a_module_whose_import_never_ends(
         aiogpu.errors.PreloadError, match=r"names 'endless', .* did not end"
     ):
         await aiogpu.init(preload=["endless"])
-    assert Traces.take().since(before) == []
+    assert Resources.take().since(before) == []
 
 
 async def test_what_a_preloaded_module_prints_is_shown(

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from aiogpu.cli.main import COMMANDS, cli
 from aiogpu.cli.status import VERSION, status_data
 from aiogpu.cli.tables import plain
-from aiogpu.cli.top import ORDERS, View, board
+from aiogpu.cli.top import ORDERS, View, render_screen
 from tests.cli.pictures import BUSY, stand_in
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,7 +36,7 @@ def test_commands_print_what_the_page_shows(
 
 def test_top_draws_what_the_page_shows() -> None:
     lines = TOP.splitlines()
-    assert list(plain(board(BUSY, View(), 96, len(lines)), 96)) == lines
+    assert list(plain(render_screen(BUSY, View(), 96, len(lines)), 96)) == lines
     assert f"({', '.join(ORDERS[:-1])} or {ORDERS[-1]})" in PAGE.replace("by ", "")
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from aiogpu.cli import start as start_command
-from aiogpu.cli.start import start, stop, told
+from aiogpu.cli.start import ready_lines, start, stop
 from aiogpu.daemon import journal
 from aiogpu.daemon import process as plan
-from aiogpu.daemon.place import LONGEST, Place
+from aiogpu.daemon.place import MAX_SOCKET_PATH, Place
 from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.start import CARRIED, NAME
 from aiogpu.runtime import output as task_log
@@ -24,7 +24,7 @@ def test_the_start_prints_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
     place = Place.at()
     resources = {"CPU": 16.0, "memory": float(60 << 30), "GPU": 2.0}
-    lines = told(Ready(4711, resources, place.socket, place.logs))
+    lines = ready_lines(Ready(4711, resources, place.socket, place.logs))
     assert "\n".join(["$ aiogpu start --head --num-gpus=2", *lines, ""]) == CONSOLE[0]
 
 
@@ -52,8 +52,8 @@ def test_its_options_are_there() -> None:
     [
         f"in {plan.DRAIN:.0f} seconds unless `--drain`",
         f"{journal.SIZE >> 20} MiB, then `node.log.1` to `node.log.{journal.KEPT}`",
-        f"Linux allows {LONGEST}",
-        f"`logs/{plan.LAST_WORDS}`",
+        f"Linux allows {MAX_SOCKET_PATH}",
+        f"`logs/{plan.CRASH_LOG}`",
         f"{task_log.SIZE >> 20} MiB, then `tasks.log.1` to `tasks.log."
         f"{task_log.LOGS_KEPT}`",
         f"`logs/{journal.FILE}`",

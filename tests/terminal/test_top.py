@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.cli.tables import plain
-from aiogpu.cli.top import View, board
+from aiogpu.cli.top import View, render_screen
 from tests.cli.pictures import BUSY
 from tests.terminal.screens import PROMPT, Screen, screen
 
@@ -28,7 +28,7 @@ def begin(terminal: Screen, picture: str) -> None:
 
 
 def drawn(columns: int, lines: int, view: View) -> list[str]:
-    return list(plain(board(BUSY, view, columns, lines), columns))
+    return list(plain(render_screen(BUSY, view, columns, lines), columns))
 
 
 def check_restored(terminal: Screen) -> None:

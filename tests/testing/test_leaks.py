@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import aiogpu
-from aiogpu.testing.traces import Traces
+from aiogpu.testing.leaks import Resources
 from tests.cgroups import PLACE, needs_cgroup
 from tests.engines import tasks
 
@@ -23,14 +23,14 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_processes_of_others_are_none() -> None:
-    before = Traces.take()
+    before = Resources.take()
     with process("-c", "input()") as child:
-        assert Traces.take().since(before) == []
+        assert Resources.take().since(before) == []
         child.communicate(b"\n")
 
 
 def test_processes_are_known_by_their_command_and_those_below_by_them() -> None:
-    before = Traces.take()
+    before = Resources.take()
     source = (
         "# aiogpu\nimport subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'input()'])\n"
@@ -43,51 +43,51 @@ def test_processes_are_known_by_their_command_and_those_below_by_them() -> None:
         assert child.stdout is not None
         below = int(child.stdout.readline())
         first, second = sorted(
-            Traces.take().since(before), key=lambda told: f"process {below}" in told
+            Resources.take().since(before), key=lambda told: f"process {below}" in told
         )
         child.communicate(b"\n")
     assert first.startswith(f"process {child.pid} (")
     assert "# aiogpu" in first
     assert second.startswith(f"process {below} (")
-    assert Traces.take().since(before) == []
+    assert Resources.take().since(before) == []
 
 
 def test_descriptors_and_mappings() -> None:
-    before = Traces.take()
+    before = Resources.take()
     descriptor = os.memfd_create("aiogpu-test")
     os.ftruncate(descriptor, mmap.PAGESIZE)
     mapped = mmap.mmap(descriptor, mmap.PAGESIZE)
     os.close(descriptor)
     second = os.memfd_create("aiogpu-second")
-    left = Traces.take().since(before)
+    left = Resources.take().since(before)
     assert sum("aiogpu-test" in told for told in left) == 1, "the mapping has its own"
     assert "1 open descriptor(s) of /memfd:aiogpu-second (deleted)" in left
     assert "1 mapping(s) of shared memory" in left
     mapped.close()
     os.close(second)
-    assert Traces.take().since(before) == []
+    assert Resources.take().since(before) == []
 
 
 async def test_a_node_has_all_of_them_and_leaves_none(no_leaks: None) -> None:
-    before = Traces.take()
+    before = Resources.take()
     async with aiogpu.init(address="local", num_cpus=1):
         pid = await tasks.pid.remote()
-        seen = Traces.take().since(before)
+        seen = Resources.take().since(before)
         assert any(f"process {pid} (" in told for told in seen), seen
         assert any("mapping" in told for told in seen)
         assert any("descriptor" in told for told in seen)
-    assert Traces.take().since(before) == []
+    assert Resources.take().since(before) == []
 
 
 @needs_cgroup
 def test_cgroups_of_this_process() -> None:
-    before = Traces.take()
+    before = Resources.take()
     ours, others = (f"aiogpu-test-{pid}" for pid in (os.getpid(), os.getppid()))
     for name in (ours, others):
         os.mkdir(f"{PLACE.directory}/{name}")
     try:
-        assert Traces.take().since(before) == [f"cgroup {ours}"]
+        assert Resources.take().since(before) == [f"cgroup {ours}"]
     finally:
         for name in (ours, others):
             os.rmdir(f"{PLACE.directory}/{name}")
-    assert Traces.take().since(before) == []
+    assert Resources.take().since(before) == []

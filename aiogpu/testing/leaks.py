@@ -1,6 +1,6 @@
-"""What nodes leave behind: processes, descriptors, shared memory and cgroups.
+"""Finds what nodes leave behind: processes, descriptors, shared memory and cgroups.
 
-Read from `/proc` and `/sys`. Only traces of aiogpu are seen: its processes have that
+Reads `/proc` and `/sys`. Only resources of aiogpu are seen: its processes have that
 name, and their descendants were started by tasks.
 """
 
@@ -19,12 +19,12 @@ _MARK: Final = "aiogpu"
 _MAPPING: Final = "memfd:aiogpu"
 
 
-class Traces(NamedTuple):
-    """What there was at a moment.
+class Resources(NamedTuple):
+    """The resources of aiogpu that this process has at one moment.
 
     Attributes:
-        processes: those of aiogpu below this one, in words, by pid and start.
-        descriptors: what this process's own lead to, and how many to each.
+        processes: descriptions of aiogpu's processes below this one, by (pid, start).
+        descriptors: how many of this process's descriptors lead to each target.
         mappings: how many pieces of aiogpu's shared memory are mapped here.
         groups: the cgroups of this process's nodes.
     """
@@ -35,12 +35,12 @@ class Traces(NamedTuple):
     groups: frozenset[str] = frozenset()
 
     @classmethod
-    def take(cls) -> Traces:
-        """Return what there is now."""
+    def take(cls) -> Resources:
+        """Return the current resources."""
         return cls(_processes(), _descriptors(), _mappings(), _groups())
 
-    def since(self, before: Traces) -> list[str]:
-        """Return what has come since an earlier moment, each in words."""
+    def since(self, before: Resources) -> list[str]:
+        """Describe each resource that was not there at an earlier moment."""
         new = [
             f"process {told}"
             for key, told in self.processes.items()
