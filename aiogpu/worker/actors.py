@@ -32,8 +32,8 @@ from aiogpu.worker.chunk import method_of
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.invoke import (
     Callables,
+    Invoker,
     Raised,
-    Runner,
     StreamSender,
     invoke,
     run_now,
@@ -177,7 +177,7 @@ class ThreadWindow:
             self._turn.acquire()
 
 
-class ThreadedActor(Runner):
+class ThreadedActor(Invoker):
     """The main thread reads; calls run in the threads of their groups.
 
     A plain method that returns a coroutine is

@@ -17,8 +17,8 @@ from aiogpu.worker.actors import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.invoke import (
+    Invoker,
     Raised,
-    Runner,
     StreamSender,
     invoke,
     send_all_async,
@@ -28,7 +28,7 @@ GLANCES: Final = 10
 """Looks at the socket after which the loop has a turn."""
 
 
-class AsyncActor(Runner):
+class AsyncActor(Invoker):
     """Begins each call when it comes; the driver sends no more than may run at once.
 
     Handles among the arguments belong to its loop, since that runs.

@@ -14,12 +14,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aiogpu.client.current import ActorExit, current, has_exited
-from aiogpu.errors import (
-    GpuOutOfMemoryError,
-    NodeClosedError,
-    SerializationError,
-    TaskError,
-)
+from aiogpu.errors import NodeClosedError, SerializationError
 from aiogpu.serialization.exceptions import (
     LEFT,
     RAISED,
@@ -44,10 +39,11 @@ from aiogpu.worker.invoke import (
     OWN_FRAMES,
     Arguments,
     Callables,
+    Constructor,
     Functions,
+    Invoker,
     Raised,
     RetryRules,
-    Runner,
     StreamSender,
     explain_quit,
     invoke,
@@ -69,8 +65,8 @@ if TYPE_CHECKING:
     from aiogpu.worker.zygote.preload import Imports
 
 
-class Executor(Runner):
-    """The functions that a worker knows, and how to run them; see `invoke.Runner`.
+class Executor(Invoker):
+    """The functions that a worker knows, and how to run them; see `invoke.Invoker`.
 
     Attributes:
         channel: to the driver.
@@ -105,7 +101,6 @@ class Executor(Runner):
         self._functions = Functions()
         self._coroutines: Coroutines | None = None
         self._retry_rules = RetryRules()
-        self._has_run_out = False
         interrupts.spare(self.call.__code__, invoke.__code__, send_all.__code__)
 
     def define(self, message: Define) -> None:
@@ -136,18 +131,9 @@ class Executor(Runner):
         if type(outcome) is not Raised:
             return outcome
         error = self.raised = outcome.error
-        self._has_run_out = False
         failed = self.describe(task, outcome)
         if func.retried and failed.kind == RAISED:
-            reported_as: list[type[BaseException]] = []
-            if failed.payload is None:
-                reported_as.append(TaskError)
-            if self._has_run_out:
-                reported_as.append(GpuOutOfMemoryError)
-            is_retried = self._retry_rules.wants(
-                func.name, func.retried, error, *reported_as
-            )
-            failed = failed._replace(is_retried=is_retried)
+            failed = self._retry_rules.mark(failed, func.name, func.retried, error)
         # It refers to this frame, and so to itself and to the arguments.
         del error
         return failed
@@ -159,17 +145,8 @@ class Executor(Runner):
         current.task, current.name = message.task, func.name
         current.resources = func.resources
         made: list[object] = []
-
-        def keep(*args: Any, **kwargs: Any) -> None:
-            made.append(self._functions[func.function](*args, **kwargs))
-
-        constructor = Functions()
-        constructor[0] = keep
-        try:
-            self._functions[func.function]
-        except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
-            return self.describe(message.task, Raised(UNREADABLE, error))
-        outcome = self.call(message.task, constructor, 0, message.payload)
+        constructor = Constructor(self._functions, made.append)
+        outcome = self.call(message.task, constructor, func.function, message.payload)
         if type(outcome) is not Raised:
             return made[0]
         return self.describe(message.task, outcome)
@@ -254,7 +231,6 @@ class Executor(Runner):
             self.interrupts.hear(number)
             kind = STOPPED
         elif has_devices and has_run_out(error):
-            self._has_run_out = True
             peak = peak_memory()
         explain_quit(error)
         pack = None if self.channel.is_closed else pack_value

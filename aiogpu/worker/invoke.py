@@ -1,9 +1,9 @@
 """One call of the user's code: load the arguments, call, await, send, classify.
 
-`invoke` is the only way in which a worker calls a task or a method: in its main thread,
-in the threads of an actor, and on an event loop. The inline engine and the bridge to
-Ray still have call paths of their own. It is a coroutine, since code
-on a loop must be able to suspend in it. A `Runner` says what differs. Where no loop
+`invoke` is the only way in which a task or a method is called: in a worker's main
+thread, in the threads of an actor, on an event loop, and in the program by the inline
+engine. (The bridge to Ray has a call path of its own.) It is a coroutine, since code
+on a loop must be able to suspend in it. An `Invoker` says what differs. Where no loop
 runs, nothing suspends, and one `send` takes `invoke` to its end (`run_now`); asyncio is
 not needed for that.
 
@@ -31,7 +31,12 @@ from types import CodeType, CoroutineType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from aiogpu.client.current import ActorExit, current, has_exited, services
-from aiogpu.errors import NodeClosedError, SerializationError
+from aiogpu.errors import (
+    GpuOutOfMemoryError,
+    NodeClosedError,
+    SerializationError,
+    TaskError,
+)
 from aiogpu.serialization.exceptions import (
     RAISED,
     UNREADABLE,
@@ -48,7 +53,7 @@ from aiogpu.serialization.serializer import (
     load_retried,
     split_results,
 )
-from aiogpu.wire.messages import Done, Items
+from aiogpu.wire.messages import Done, Failed, Items
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -119,8 +124,32 @@ class Functions(Callables):
         return loaded
 
 
-class Runner:
-    """Where calls run, as far as that makes a difference for them.
+class Constructor(Callables):
+    """Classes by function id, called to make an actor's object.
+
+    Args:
+        functions: has the classes.
+        keep: is given the object; a constructor has no result.
+    """
+
+    failure = UNREADABLE
+
+    def __init__(self, functions: Functions, keep: Callable[[object], object]) -> None:
+        super().__init__()
+        self._functions = functions
+        self._keep = keep
+
+    def __missing__(self, function: int) -> Callable[..., Any]:
+        cls, keep = self._functions[function], self._keep
+
+        def make(*args: Any, **kwargs: Any) -> None:
+            keep(cls(*args, **kwargs))
+
+        return make
+
+
+class Invoker:
+    """What `invoke` does differently from one place where code runs to another.
 
     What is here is right in a worker, on an event loop that runs.
     """
@@ -143,7 +172,7 @@ class Runner:
 
 
 async def invoke(
-    runner: Runner,
+    invoker: Invoker,
     call: int,
     functions: Callables,
     name: Any,
@@ -156,13 +185,13 @@ async def invoke(
     any step.
 
     Args:
-        runner: where the call runs.
+        invoker: what differs where the call runs.
         call: number of the task or call.
         functions: has what is called.
         name: its name there.
         payload: the arguments.
         stream: for a generator whose items are sent one by one: says how, to
-            `Runner.send_items`.
+            `Invoker.send_items`.
     """
     kind, arguments, value = functions.failure, None, None
     started = perf_counter()
@@ -173,24 +202,24 @@ async def invoke(
         arguments = (
             load_arguments(payload)
             if type(payload) is bytes
-            else runner.load(function, payload)
+            else invoker.load(function, payload)
         )
         current.loader = 0
         kind = RAISED
         value = _call(function, arguments)
         if type(value) is CoroutineType:
-            value = await runner.wait(value, call)
+            value = await invoker.wait(value, call)
         if type(payload) is not bytes:
             value = split_results(value, payload)
         if stream is not None:
-            await runner.send_items(value, stream)
+            await invoker.send_items(value, stream)
             value = None
         if current.exits and has_exited():
             raise ActorExit
         kind = UNSENDABLE
         result = dump_result(value)
         if type(result) is PickledValue:
-            result = runner.pack(result)
+            result = invoker.pack(result)
         took = int((perf_counter() - started) * 1e6) + 1
         return Done(call, result, took)  # type: ignore[arg-type]
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
@@ -228,14 +257,29 @@ class StreamSender:
         on_open: called when the limit has risen.
     """
 
-    __slots__ = ("_count", "_send", "_skip", "limit", "on_open", "task")
+    __slots__ = ("_count", "_pack", "_send", "_skip", "limit", "on_open", "task")
 
     def __init__(
-        self, send: Callable[[Items], object], task: int, limit: int, skip: int
+        self,
+        send: Callable[[Items], object],
+        task: int,
+        limit: int,
+        skip: int,
+        pack: Callable[[PickledValue], bytes] | None = None,
     ) -> None:
+        """Prepare.
+
+        Args:
+            send: sends an item.
+            task: number of the task or call.
+            limit: how many items it may yield in all.
+            skip: how many an attempt before has sent.
+            pack: makes the payload of a large item; `pack_value` if None.
+        """
         self.task = task
         self.limit = limit
         self.on_open: Callable[[], object] | None = None
+        self._pack = pack or pack_value
         self._send = send
         self._skip = skip
         self._count = 0
@@ -261,24 +305,18 @@ class StreamSender:
         Raises:
             UnsendableError: it cannot be pickled, or is too large.
         """
-        if not self.counts():
+        self._count += 1
+        if self._count <= self._skip:
             return
         try:
             payload = dump_result(item)
             if isinstance(payload, PickledValue):
-                payload = pack_value(payload)
+                payload = self._pack(payload)
             self._send(Items(self.task, (payload,)))
         except SerializationError as error:
-            raise self.unsendable(error) from error
-
-    def counts(self) -> bool:
-        """Count one more item; False if an attempt before has sent it."""
-        self._count += 1
-        return self._count > self._skip
-
-    def unsendable(self, error: SerializationError) -> UnsendableError:
-        """The error for the last item, which cannot be sent."""
-        return UnsendableError(f"item {self._count} of its stream is lost: {error}")
+            raise UnsendableError(
+                f"item {self._count} of its stream is lost: {error}"
+            ) from error
 
 
 def send_all(
@@ -384,6 +422,21 @@ class RetryRules:
     def forget(self) -> None:
         """Forget all options."""
         self._rules.clear()
+
+    def mark(
+        self, failed: Failed, name: str, retried: bytes, error: BaseException
+    ) -> Failed:
+        """Say in a failure of user code whether the options ask for another attempt.
+
+        They may name the exception by the class as which the program gets it.
+        """
+        reported_as: list[type[BaseException]] = []
+        if failed.payload is None:
+            reported_as.append(TaskError)
+        if failed.peak >= 0:
+            reported_as.append(GpuOutOfMemoryError)
+        is_retried = self.wants(name, retried, error, *reported_as)
+        return failed._replace(is_retried=is_retried)
 
     def wants(
         self,

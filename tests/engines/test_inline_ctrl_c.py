@@ -13,7 +13,7 @@ import signal
 import pytest
 
 import aiogpu
-from aiogpu.engines.inline.tasks import Executor, Job, TaskHost
+from aiogpu.engines.inline.tasks import InlineExecutor, Job, TaskHost
 from tests.engines import tasks
 from tests.program import start
 
@@ -154,10 +154,10 @@ def test_it_ends_the_program(kind: str, by: str, times: int, goes_on: bool) -> N
 def test_it_may_find_code_that_is_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program ends all the same, and does not wait for what never ran."""
 
-    def press(executor: Executor, job: Job, host: TaskHost) -> None:
+    def press(executor: InlineExecutor, job: Job, host: TaskHost) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Executor, "call", press)
+    monkeypatch.setattr(InlineExecutor, "begin", press)
     handles: list[aiogpu.Handle[int]] = []
 
     async def main() -> None:

@@ -14,7 +14,7 @@ import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from functools import partial
 from inspect import iscoroutinefunction, signature
@@ -48,11 +48,13 @@ from aiogpu.wire.messages import (
     Leave,
     Message,
 )
-from aiogpu.worker.chunk import method_of, plain_name
+from aiogpu.worker.actors import Methods
+from aiogpu.worker.chunk import plain_name
+from aiogpu.worker.invoke import Callables, Constructor
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.engines.inline.tasks import Executor, InlineNode, Runner
+    from aiogpu.engines.inline.tasks import InlineNode, Runner
     from aiogpu.runtime.workers.pool import Pool
 
 
@@ -84,15 +86,12 @@ class Creation(Job):
         self.started = set()
         self.resident = self._residents.begin_life(self)
 
-    def function(self, executor: Executor) -> Callable[..., Any]:
-        """What makes the object and keeps it; raises what unpickling the class does."""
-        cls, resident = executor.function(self.func), self.resident
+    def target(self) -> tuple[Callables, Any]:
+        """Return what makes the object, and keeps it."""
+        executor, resident = self.node.executor, self.resident
         assert resident is not None, self
-
-        def make(*args: Any, **kwargs: Any) -> None:
-            resident.object = cls(*args, **kwargs)
-
-        return make
+        cls = executor.learn(self.func)
+        return Constructor(executor.functions, resident.keep), cls
 
     def goes_on(self, outcome: Outcome) -> bool:
         """Whether it has made what goes on living."""
@@ -172,14 +171,9 @@ class Invocation(Job):
         """What its code is told that it is called."""
         return f"{self.func.spec.name}.{plain_name(self.method)}"
 
-    def function(self, executor: Executor) -> Callable[..., Any]:
-        """The method; where it cannot be had, the call raises why."""
-        resident, method = self.resident, self.method
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return method_of(resident.object, method)(*args, **kwargs)
-
-        return call
+    def target(self) -> tuple[Callables, Any]:
+        """Return the object's methods, and the name of this one."""
+        return self.resident.methods, self.method
 
     def stop(self) -> None:
         """Stop it, if it awaits something, and leave it behind after a while."""
@@ -209,6 +203,7 @@ class Resident:
         worker: stands for the process.
         actor: its calls and who waits for it; it may outlive this life.
         object: what its class has made; None before and after its life.
+        methods: the object's methods.
         is_over: whether nothing is left of it.
     """
 
@@ -218,6 +213,7 @@ class Resident:
         self.worker = creation.worker
         self.actor = creation.actor
         self.object: Any = None
+        self.methods = Methods(None)
         self.is_over = False
         self._residents = residents
         self._queue: deque[Invoke] = deque()
@@ -239,6 +235,10 @@ class Resident:
         assert self.creation.surroundings is not None, self
         return self.creation.surroundings.again()
 
+    def keep(self, made: object) -> None:
+        """Its constructor has made this object."""
+        self.object, self.methods = made, Methods(made)
+
     def on_made(self) -> None:
         """Its constructor has returned."""
         self.worker.peer = self
@@ -252,7 +252,7 @@ class Resident:
             self._queue.append(message)
             self._residents.note_calls(self)
         elif type(message) is Demand:
-            self.creation.node.beside.rise(message.task, message.limit)
+            self.creation.node.streams.rise(message.task, message.limit)
 
     def send(self, message: Message) -> None:
         """End in an orderly way."""
@@ -355,7 +355,8 @@ class Resident:
         if self.creation.surroundings is not None:
             with self.surroundings().on():
                 # Its `__del__` may want to know where it is.
-                was, self.object = _weak(self.object), None
+                was = _weak(self.object)
+                self.object, self.methods = None, Methods(None)
             if was is not None and was() is not None:
                 # It refers to itself, or code that is about to return does.
                 self._residents.collect_soon()

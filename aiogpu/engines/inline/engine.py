@@ -24,7 +24,7 @@ from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.actors import InlineActors
 from aiogpu.engines.inline.tasks import (
     AnyLoop,
-    Executor,
+    InlineExecutor,
     InlineNode,
     Runner,
     acting_job,
@@ -63,7 +63,7 @@ class InlineEngine(DriverEngine):
             self._loop,
             ledger,
             vendors,
-            Executor(is_silent=not options.log_to_driver),
+            InlineExecutor(is_silent=not options.log_to_driver),
             options.cancel_grace,
             self.pack,
         )

@@ -113,7 +113,6 @@ class CtrlC:
     def __init__(self) -> None:
         self._handler: Handler | None = None
         self._has_come = False
-        self._real: KeyboardInterrupt | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal as the program would, and take note of it."""
@@ -122,21 +121,16 @@ class CtrlC:
         self._handler(number, frame)
 
     def is_real(self, error: BaseException) -> bool:
-        """Return whether the last block ended by this error, and the user meant it."""
-        return error is self._real
+        """Return whether this error has ended the last block, and the user meant it."""
+        return self._has_come and isinstance(error, KeyboardInterrupt)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Look on during the block. Signals come to the main thread alone."""
         self._has_come = False
-        self._real = None
         is_watching = self._begin()
         try:
             yield
-        except KeyboardInterrupt as error:
-            if self._has_come:
-                self._real = error
-            raise
         finally:
             if is_watching:
                 self._end()

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import inf
-from types import CoroutineType, coroutine
+from types import CoroutineType, TracebackType, coroutine
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -65,13 +65,10 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.engines.base import check_arguments, check_func
 from aiogpu.engines.inline.surroundings import CtrlC, Surroundings, silence
 from aiogpu.errors import (
-    GpuOutOfMemoryError,
     InfeasibleError,
     MisuseError,
     NodeClosedError,
     NodeError,
-    SerializationError,
-    TaskError,
 )
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor
 from aiogpu.runtime.devices.binding import Assignment
@@ -82,25 +79,27 @@ from aiogpu.runtime.workers.death import Death
 from aiogpu.serialization.exceptions import (
     LEFT,
     RAISED,
-    UNREADABLE,
-    UNSENDABLE,
     pack_failure,
     unpack_failure,
 )
 from aiogpu.serialization.payload import Payload, has_handles
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import (
-    dump_result,
     load_arguments,
-    load_function,
-    split_results,
 )
 from aiogpu.wire.messages import ASYNC, Done, Failed, Items
 from aiogpu.worker.gpu import has_run_out, peak_memory
+from aiogpu.worker.invoke import OWN_FRAMES as INVOKED
 from aiogpu.worker.invoke import (
+    Arguments,
+    Callables,
+    Functions,
+    Invoker,
+    Raised,
     RetryRules,
     StreamSender,
-    UnsendableError,
+    invoke,
+    is_coroutine,
     send_all_async,
 )
 from aiogpu.worker.private_hooks import set_running_loop
@@ -191,12 +190,9 @@ class FrameRestorer:
     __slots__ = ("_name", "_receiver", "_trace")
 
     def __init__(self, receiver: Receiver, name: str, error: BaseException) -> None:
-        trace = error.__traceback__
-        while trace is not None and OWN_FRAMES in trace.tb_frame.f_code.co_filename:
-            trace = trace.tb_next
         self._receiver = receiver
         self._name = name
-        self._trace = trace
+        self._trace = error.__traceback__
 
     def receive(self, payload: bytes) -> None:
         """Pass on a result."""
@@ -260,7 +256,6 @@ class Job:
             they run on top of this job.
         is_urgent: whether it may run on top of any job, because an actor needs it.
         is_over: whether its code has stopped; other jobs may still lie on top of it.
-        flow: sends its items, if it is a generator that has begun.
         outcome: the result or error that is not reported yet.
         worn: surroundings to put on for each step, if other code runs between steps.
     """
@@ -296,7 +291,6 @@ class Job:
         self.aside: list[Job] = []
         self.needed: list[Job] = []
         self.is_over = False
-        self.flow: StreamSender | None = None
         self.outcome: Outcome | None = None
         self.worn: Surroundings | None = None
 
@@ -342,15 +336,22 @@ class Job:
         found = [jobs[child] for child in kin.children] if kin is not None else []
         return [child for child in found if child.above is self]
 
-    def function(self, executor: Executor) -> Callable[..., Any]:
-        """Return what is called; raises whatever unpickling it raises."""
-        return executor.function(self.func)
+    def target(self) -> tuple[Callables, Any]:
+        """Return what is called: where it is looked up, and under which name."""
+        executor = self.node.executor
+        return executor.functions, executor.learn(self.func)
+
+    def send_items(self, items: Items) -> None:
+        """Give items to who waits for them."""
+        assert self.worker is not None, self
+        self.node.on_items(self.worker, items)  # type: ignore[arg-type]
+        self.runner.note_item()
 
     def begin(self) -> None:
         """It is its turn, once more maybe."""
         self.worker = self.assigned_to
         self.is_over, self.outcome = False, None
-        self.main = self.flow = self.worn = None
+        self.main = self.worn = None
 
     def goes_on(self, _outcome: Outcome) -> bool:
         """Whether it holds on to what it has, though its code has returned."""
@@ -465,75 +466,44 @@ class Stack:
         self.running.clear()
 
 
-class Beside:
-    """The generators that have begun, and are not on the stack between two items.
+class Streams:
+    """The generators that have begun.
+
+    Those of tasks are not on the stack between two items.
 
     Attributes:
-        flows: senders of their items, by number of the task or call. Generators of
-            actors, which are never on the stack, have one too.
+        senders: send their items, by number of the task or call.
         jobs: the jobs of generators that have left the stack, oldest first.
     """
 
     def __init__(self, stack: Stack) -> None:
-        self.flows: dict[int, StreamSender] = {}
+        self.senders: dict[int, StreamSender] = {}
         self.jobs: dict[int, Job] = {}
         self._stack = stack
 
     def __repr__(self) -> str:
-        return f"<Beside {list(self.jobs.values())!r}>"
+        return f"<Streams {list(self.jobs.values())!r}>"
 
-    def enter(self, job: Job, context: Context) -> None:
-        """A job has just begun, and is a generator: others take their turns.
-
-        Args:
-            job: the job.
-            context: in which its code runs; what it starts runs on top of whatever
-                runs then, as what methods of actors start.
-        """
+    def enter(self, job: Job) -> None:
+        """A job has just begun, and is a generator: others take their turns."""
         assert job.surroundings is not None, job
         self._stack.running.remove(job)
         job.surroundings.take_off()
         job.worn = job.surroundings.again()
-        context.run(acting_job.set, job)
         self.jobs[job.id] = job
 
     def leave(self, job: Job) -> bool:
         """An attempt at a job has ended; False if it had not entered."""
-        job.flow = None
-        self.flows.pop(job.id, None)
         return self.jobs.pop(job.id, None) is not None
 
     def rise(self, task: int, limit: int) -> None:
         """Let a generator yield so many items in all."""
-        flow = self.flows.get(task)
-        if flow is not None:
-            flow.rise(limit)
+        sender = self.senders.get(task)
+        if sender is not None:
+            sender.rise(limit)
 
 
 _NO_ITEM: Final = object()
-
-
-class InlineFlow(StreamSender):
-    """The items of one job on their way."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(None, job.id, job.limit, job.skip)  # type: ignore[arg-type]
-        self._job = job
-
-    def send(self, item: object) -> None:
-        """Give the next item to who waits; see `StreamSender.send`."""
-        if not self.counts():
-            return
-        try:
-            payload = dump_result(item)
-            if isinstance(payload, PickledValue):
-                payload = self._job.node.pack(payload)
-        except SerializationError as error:
-            raise self.unsendable(error) from error
-        job = self._job
-        assert job.worker is not None, job
-        job.node.on_items(job.worker, Items(job.id, (payload,)))  # type: ignore[arg-type]
-        job.runner.note_item()
 
 
 class PlainItems:
@@ -578,30 +548,15 @@ class PlainItems:
             running.remove(self._job)
 
 
-def begin_stream(
-    job: Job, items: Any, host: TaskHost | None
-) -> Coroutine[Any, Any, None]:
-    """Return what runs a generator to its end.
-
-    Args:
-        job: whose it is; its flow is set.
-        items: the generator.
-        host: of plain code that has no loop of its own; None where it runs on one.
-    """
-    flow = job.flow = InlineFlow(job)
-    job.node.beside.flows[job.id] = flow
-    if host is not None and not hasattr(items, "__anext__"):
-        items = PlainItems(items, job, host)
-    return send_all_async(items, flow, job.runner.loop.create_future)
-
-
 AnyCoroutine = Coroutine[Any, Any, Any] | Generator[Any, None, Any]
 
 
 class Offspring:
     """Keeps watch over a loop while coroutines of jobs run on it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Executor) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, executor: InlineExecutor
+    ) -> None:
         self._loop = loop
         self._executor = executor
         self._coroutines = 0
@@ -659,98 +614,159 @@ async def end_started(job: Job) -> None:
         await asyncio.gather(*rest, return_exceptions=True)
 
 
-BegunCoroutine = Coroutine[Any, Any, Any]
+class JobInvoker(Invoker):
+    """How the code of one job is called; see `invoke`.
+
+    Plain code runs outside of any event loop, as in a worker. With the first `await`
+    the call continues in an asyncio task: it suspends once, and who drives it goes on
+    with it there.
+
+    Args:
+        job: the job.
+        host: of its plain code; None if the call begins on an event loop.
+    """
+
+    def __init__(self, job: Job, host: TaskHost | None) -> None:
+        self._job = job
+        self._host = host
+        self._is_on_loop = host is None
+
+    def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
+        """Unpickle arguments; handles for a coroutine belong to its loop."""
+        if self._is_on_loop or not (has_handles(payload) and is_coroutine(function)):
+            return load_arguments(payload)
+        set_running_loop(self._job.runner.loop)
+        try:
+            return load_arguments(payload)
+        finally:
+            set_running_loop(None)
+
+    async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
+        """Return the result of a coroutine, which is awaited on the job's loop."""
+        await self._move_to_loop()
+        return await coroutine
+
+    async def send_items(self, items: Any, stream: StreamSender) -> None:
+        """Run a generator to its end, on the job's loop."""
+        job, host = self._job, self._host
+        job.node.streams.senders[job.id] = stream
+        # What it starts runs on top of whatever runs then, as what actors start.
+        acting_job.set(job)
+        try:
+            await self._move_to_loop()
+            if host is not None and not hasattr(items, "__anext__"):
+                items = PlainItems(items, job, host)
+            await send_all_async(items, stream, job.runner.loop.create_future)
+        finally:
+            job.node.streams.senders.pop(job.id, None)
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make a payload; what it has handles to outlives the job."""
+        payload = self._job.node.pack(outgoing)
+        # Before the children are stopped that end with this one.
+        for child in unfinished_in(payload):
+            self._job.node.feed(Scheduler.detach, TaskId(child))
+        return payload
+
+    async def _move_to_loop(self) -> None:
+        if not self._is_on_loop:
+            self._is_on_loop = True
+            await _suspend()
 
 
-class Executor:
-    """The functions that this process knows as a worker would, and how to run them."""
+@coroutine
+def _suspend() -> Generator[None]:
+    yield
+
+
+BegunCall = Coroutine[Any, Any, Done | Raised]
+
+
+class InlineExecutor:
+    """Drives the calls of the user's code, and says what their failures are."""
 
     def __init__(self, is_silent: bool) -> None:
+        self.functions = Functions()
         self._is_silent = is_silent
         self._ctrl_c = CtrlC()
-        self._functions: dict[int, Callable[..., Any]] = {}
-        self._retrying = RetryRules()
+        self._retry_rules = RetryRules()
 
-    def call(self, job: Job, host: TaskHost) -> Outcome | BegunCoroutine:
+    def learn(self, func: FunctionSpec) -> int:
+        """Learn a function; gives the number by which `functions` has it."""
+        sent = func.function
+        self.functions.payloads[sent.id] = sent.payload
+        if func.spec.max_calls == 1:
+            # Its worker would have run nothing before.
+            self.functions.pop(sent.id, None)
+        return sent.id
+
+    def begin(self, job: Job, host: TaskHost) -> Outcome | BegunCall:
         """Call the function, outside of any event loop, as in a worker.
 
-        Gives the coroutine where that is what the function gives; `finish` it.
+        Gives the call if it is to go on in an asyncio task; `finish` it there.
         """
         loop = asyncio._get_running_loop()
         set_running_loop(None)
         try:
             try:
-                return self._call(job, host)
+                call = self._call(job, host)
+                with self._step(job):
+                    call.send(None)
+                return call
+            except StopIteration as ended:
+                return self._outcome(job, ended.value)
             finally:
                 host.close()
         finally:
             set_running_loop(loop)
 
-    def _call(self, job: Job, host: TaskHost | None = None) -> Outcome | BegunCoroutine:
-        kind = UNREADABLE
-        try:
-            with self._step(job):
-                function = job.function(self)
-                args, kwargs = _arguments(job)
-                kind = RAISED
-                value = function(*args, **kwargs)
-                if type(value) is CoroutineType:
-                    return value
-                value = split_results(value, job.payload)
-                _raise_exit()
-                if job.limit:
-                    return begin_stream(job, value, host)
-                kind = UNSENDABLE
-                return _packed(job, value)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
-            return self._failed(job, kind, error)
-
     async def interleave(self, job: Job) -> Outcome:
-        """Call an actor's method on the loop that runs, and await what it gives."""
-        outcome = self._call(job)
-        return (
-            outcome if isinstance(outcome, Outcome) else await self.finish(job, outcome)
-        )
+        """Call an actor's method on the loop that runs."""
+        return await self.finish(job, self._call(job, None))
 
-    async def finish(self, job: Job, begun: BegunCoroutine) -> Outcome:
-        """Await a coroutine to its end, and end what it has started."""
-        kind = RAISED
+    async def finish(self, job: Job, call: BegunCall) -> Outcome:
+        """Drive a call to its end, and end what it has started."""
         try:
-            value = await self.stepwise(job, begun)
-            value = split_results(value, job.payload)
-            _raise_exit()
-            kind = UNSENDABLE
-            with self._step(job):
-                return _packed(job, value)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
-            kind = UNSENDABLE if type(error) is UnsendableError else kind
-            return self._failed(job, kind, error)
+            return self._outcome(job, await self.stepwise(job, call))
         finally:
             await end_started(job)
 
-    def _failed(self, job: Job, kind: str, error: BaseException) -> Outcome:
+    def _call(self, job: Job, host: TaskHost | None) -> BegunCall:
+        functions, name = job.target()
+        stream = None
+        if job.limit:
+            stream = StreamSender(
+                job.send_items, job.id, job.limit, job.skip, job.node.pack
+            )
+        invoker = JobInvoker(job, host)
+        return invoke(invoker, job.id, functions, name, job.payload, stream)
+
+    def _outcome(self, job: Job, outcome: Done | Raised) -> Outcome:
+        if type(outcome) is Done:
+            return Outcome(outcome)
+        assert type(outcome) is Raised, outcome
+        kind, error = outcome.kind, outcome.error
         is_ctrl_c = self._ctrl_c.is_real(error)
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
-        answer = pack_failure(job.id, kind, error, OWN_FRAMES, job.node.pack)
-        told: list[type[BaseException]] = []
-        if answer.payload is None:
-            told.append(TaskError)
+        # A debugger that looks at it finds the user's frames alone.
+        BaseException.with_traceback(error, _users_frames(error))
+        failed = pack_failure(job.id, kind, error, INVOKED, job.node.pack)
         has_devices = kind != LEFT and job.has_devices
         if has_devices and not is_ctrl_c and has_run_out(error):
-            answer = answer._replace(peak=peak_memory())
-            told.append(GpuOutOfMemoryError)
+            failed = failed._replace(peak=peak_memory())
         if job.func.retried and kind == RAISED and not is_ctrl_c:
-            wanted = self._retrying.wants(job.name, job.func.retried, error, *told)
-            answer = answer._replace(is_retried=wanted)
-        return Outcome(answer, error, is_ctrl_c)
+            failed = self._retry_rules.mark(failed, job.name, job.func.retried, error)
+        return Outcome(failed, error, is_ctrl_c)
 
     def is_ctrl_c(self, error: BaseException) -> bool:
         """Whether the code that has run last was ended by the user at the keyboard."""
         return self._ctrl_c.is_real(error)
 
     @coroutine
-    def stepwise(self, job: Job, begun: BegunCoroutine) -> Generator[Any, Any, Any]:
+    def stepwise(
+        self, job: Job, begun: Coroutine[Any, Any, Any]
+    ) -> Generator[Any, Any, Any]:
         """Drive a coroutine, so that it is seen when its code begins and pauses."""
         # A list, so that no local variable of this frame keeps a thrown error: the
         # error's traceback holds this frame, and the error would hold itself.
@@ -782,54 +798,20 @@ class Executor:
             stack.enter_context(self._ctrl_c.watched())
             yield
 
-    async def dressed(self, job: Job, begun: BegunCoroutine) -> Any:
+    async def dressed(self, job: Job, begun: Coroutine[Any, Any, Any]) -> Any:
         """Await what an actor's code has started, in the actor's surroundings."""
         return await self.stepwise(job, begun)
 
-    def function(self, func: FunctionSpec) -> Callable[..., Any]:
-        """Return what a function stands for; raises whatever unpickling it raises."""
-        sent = func.function
-        if func.spec.max_calls == 1:
-            # Its worker would have run nothing before.
-            return self._load(sent.payload)
-        found = self._functions.get(sent.id)
-        if found is None:
-            found = self._functions[sent.id] = self._load(sent.payload)
-        return found
 
-    def _load(self, payload: bytes) -> Callable[..., Any]:
-        loaded: Callable[..., Any] = load_function(payload)
-        return loaded
-
-
-def _raise_exit() -> None:
-    """End the actor if its method called `exit_actor()` and swallowed the exception."""
-    if current.exits and has_exited():
-        raise ActorExit
-
-
-def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a call is given; handles for a coroutine are its loop's."""
-    payload = job.payload
-    if asyncio._get_running_loop() is not None or not (
-        has_handles(payload) and job.func.is_coroutine
-    ):
-        return load_arguments(payload)
-    set_running_loop(job.runner.loop)
-    try:
-        return load_arguments(payload)
-    finally:
-        set_running_loop(None)
-
-
-def _packed(job: Job, value: object) -> Outcome:
-    result = dump_result(value)
-    if isinstance(result, PickledValue):
-        result = job.node.pack(result)
-        # Before the children are stopped that end with this one.
-        for child in unfinished_in(result):
-            job.node.feed(Scheduler.detach, TaskId(child))
-    return Outcome(Done(job.id, result))
+def _users_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the first frame that is the user's own."""
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if OWN_FRAMES not in path and INVOKED not in path:
+            break
+        trace = trace.tb_next
+    return trace
 
 
 class TaskHost:
@@ -1023,7 +1005,7 @@ class TaskHost:
 
     def _end_streams(self) -> None:
         """End the generators that run on the loop of plain code, which is closed."""
-        for stream in list(self._node.beside.jobs.values()):
+        for stream in list(self._node.streams.jobs.values()):
             if self._home is not None and stream.runner is self._home:
                 self._node.end_orphans(stream)
                 self._home.see_off(stream)
@@ -1179,7 +1161,7 @@ class InlinePool:
 
     def demand(self, _worker: int, task: int, limit: int) -> None:
         """Let a task's generator yield so many items in all."""
-        self._node.beside.rise(task, limit)
+        self._node.streams.rise(task, limit)
 
     def begun(self, worker: int) -> int:
         """The number of what a worker has begun last, 0 for nothing."""
@@ -1224,7 +1206,7 @@ class InlineNode(Driver):
         jobs: the tasks that have not ended, with actors but without leases.
         stack: the jobs that run.
         runners: the runners of all loops on which jobs run.
-        beside: the generators that have begun.
+        streams: the generators that have begun.
         urgent: waiting tasks that are an actor, or that an actor needs.
         starting: workers that the scheduler has asked for and that have not started.
         assigned: jobs that have a worker, and whose code has not begun.
@@ -1238,7 +1220,7 @@ class InlineNode(Driver):
         loop: asyncio.AbstractEventLoop,
         ledger: Ledger,
         vendors: Sequence[Accelerator],
-        executor: Executor,
+        executor: InlineExecutor,
         cancel_grace: float,
         pack: Callable[[PickledValue], bytes],
     ) -> None:
@@ -1254,7 +1236,7 @@ class InlineNode(Driver):
         self.jobs: dict[TaskId, Job] = {}
         self.stack = Stack()
         self.runners: WeakSet[Runner] = WeakSet()
-        self.beside = Beside(self.stack)
+        self.streams = Streams(self.stack)
         self.urgent: set[TaskId] = set()
         self.starting: deque[WorkerId] = deque()
         self.assigned: deque[Job] = deque()
@@ -1529,7 +1511,7 @@ class InlineNode(Driver):
         """
         if runner is self.actors.runner or self.starting or self.assigned:
             return None
-        if self.holders or self.beside.jobs:
+        if self.holders or self.streams.jobs:
             return None  # a generator may end, if its items are taken
         records = (job.record for job in self.jobs.values() if job.waiters)
         awaited = [
@@ -1701,18 +1683,18 @@ class Runner:
     def _run(self, job: Job) -> None:
         host = TaskHost(job)
         context = job.fresh_context(host)
-        outcome = context.run(self.node.executor.call, job, host)
-        if isinstance(outcome, Outcome):
-            self._finish(job, outcome)
+        call = context.run(self.node.executor.begin, job, host)
+        if isinstance(call, Outcome):
+            self._finish(job, call)
             return
-        if job.flow is not None:
-            self.node.beside.enter(job, context)
+        if job.id in self.node.streams.senders:
+            self.node.streams.enter(job)
             self.node.wake()  # the next one has its turn
         self.offspring.begin()
         job.main = self.loop.create_task(
-            self.node.executor.finish(job, outcome), name=job.name, context=context
+            self.node.executor.finish(job, call), name=job.name, context=context
         )
-        ended = partial(self._on_ended, job, outcome)
+        ended = partial(self._on_ended, job, call)
         job.main.add_done_callback(ended, context=self._context)
         record = job.record
         if record is not None and record.state is TaskState.STOPPING:
@@ -1726,7 +1708,7 @@ class Runner:
     def _on_ended(
         self,
         job: Job,
-        begun: Coroutine[Any, Any, Any],
+        call: BegunCall,
         main: asyncio.Task[Outcome],
     ) -> None:
         self.offspring.end()
@@ -1734,7 +1716,7 @@ class Runner:
             return  # it was left behind, and is maybe tried again
         job.main = None
         if main.cancelled():
-            begun.close()  # maybe it never began
+            call.close()  # its task has not begun
             self._end(job)
         else:
             self._finish(job, main.result())
@@ -1783,7 +1765,7 @@ class Runner:
         for ended in popped:
             assert ended.surroundings is not None, ended
             ended.surroundings.take_off()
-        if node.beside.leave(job):
+        if node.streams.leave(job):
             popped.append(job)
         for ended in popped:
             if ended.is_over:
