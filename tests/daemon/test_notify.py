@@ -36,7 +36,7 @@ def test_it_is_told(address: str) -> None:
 
 
 def test_without_a_manager_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    Notifier.take({}).tell(READY=1)
+    Notifier.take({}).send(READY=1)
     assert not caplog.records
 
 
@@ -60,12 +60,12 @@ def test_a_watchdog_without_a_socket_is_none() -> None:
 def test_a_manager_that_does_not_listen(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Notifier.take({"NOTIFY_SOCKET": f"{tmp_path}/n"}).tell(READY=1)
+    Notifier.take({"NOTIFY_SOCKET": f"{tmp_path}/n"}).send(READY=1)
     assert "cannot be told 'READY=1'" in caplog.text
 
 
 def test_an_address_that_is_not_understood(caplog: pytest.LogCaptureFixture) -> None:
-    Notifier.take({"NOTIFY_SOCKET": "vsock:2:1"}).tell(READY=1)
+    Notifier.take({"NOTIFY_SOCKET": "vsock:2:1"}).send(READY=1)
     assert [record.getMessage() for record in caplog.records] == [
         "! NOTIFY_SOCKET=vsock:2:1 is not understood; nothing is told"
     ]
