@@ -166,15 +166,23 @@ class AsyncActor(Invoker):
             else:
                 answer = self._executor.describe(call, outcome)
         del self._running[call]
-        self._streams.pop(call, None)
-        self._dropped.discard(call)
-        self._answer(answer)
+        if stream is not None:
+            del self._streams[call]
+        if self._dropped:
+            self._dropped.discard(call)
+        if self._answers and not self._channel.is_closed:
+            self._answers.append(answer)
+        else:
+            self._answer(answer)
+        if self._executor.has_left:
+            self._stop()
 
     async def send_items(self, items: Any, stream: StreamSender) -> None:
         """Send what a generator yields; a plain one has the loop until it is held."""
         await send_all_async(items, stream, self._loop.create_future)
 
     def _answer(self, answer: Done | Failed) -> None:
+        """Answer at once if nothing else runs, else together with those that follow."""
         if self._channel.is_closed or not (self._running or self._answers):
             self._executor.answer(answer)
             self._executor.client.tell_dropped()
@@ -183,8 +191,6 @@ class AsyncActor(Invoker):
             if not self._answers:
                 self._loop.call_soon(self._flush)
             self._answers.append(answer)
-        if self._executor.has_left:
-            self._stop()
 
     def _tell_soon(self) -> None:
         """Something is not needed any more that was in what has ended just now."""

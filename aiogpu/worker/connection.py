@@ -232,8 +232,9 @@ class Channel:
     def send_all(self, messages: Sequence[Message]) -> None:
         """Send messages together, outside of user code; see `send`."""
         frames = encode_all(messages)
-        for message in messages:
-            self._name(message)
+        if self.loans is not None and self.loans.unnamed:
+            for message in messages:
+                self.loans.name(message)
         with self._lock:
             self._socket.sendall(frames)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from _thread import get_ident
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -158,9 +158,11 @@ class Invoker:
         """Unpickle the arguments of a call that are more than a plain pickle."""
         return open_arguments(payload)
 
-    async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
-        """Return the result of a coroutine that the call has returned."""
-        return await coroutine
+    def wait(
+        self, coroutine: CoroutineType[Any, Any, Any], call: int
+    ) -> Awaitable[Any]:
+        """Return what gives the result of a coroutine that the call has returned."""
+        return coroutine
 
     async def send_items(self, items: Any, stream: Any) -> None:
         """Run the generator that the call has returned, and send what it yields."""
