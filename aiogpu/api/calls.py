@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Client, Host, ValueStore
+    from aiogpu.client.interface import Client, Host, Outcome, ValueStore
     from aiogpu.observe.why import Why
-    from aiogpu.wire.messages import Failed
 
 T = TypeVar("T")
 
@@ -251,12 +250,14 @@ class ResultGroup:
     cancelled.
 
     Attributes:
+        task_name: name of the call.
         handles: one for each result.
     """
 
     def __init__(
         self, caller: TaskCaller | Session, name: str, owner: Any, count: int
     ) -> None:
+        self.task_name = name
         self._owner = owner
         self._wanted = count
         self._number = 0
@@ -295,37 +296,21 @@ class ResultGroup:
         """Return why the call waits."""
         return await self._owner.why(name, self._number)  # type: ignore[no-any-return]
 
-    def receive(self, payload: bytes) -> None:
-        """The call has ended; see `Receiver`."""
-        parts = payload.parts if type(payload) is Payload else ()
-        if len(parts) != len(self.handles):
-            self.fail(InternalError(f"{self!r} came as {len(parts)}"))
-            return
-        for handle, part in zip(self.handles, parts, strict=True):
-            handle.receive(part)
-
-    def reject(self, failed: Failed) -> None:
-        """The call failed in the worker; see `Receiver`."""
+    def settle(self, outcome: Outcome) -> None:
+        """The call has ended: settle each handle with its part; see `Receiver`."""
+        if isinstance(outcome, bytes):
+            parts = outcome.parts if type(outcome) is Payload else ()
+            if len(parts) == len(self.handles):
+                for handle, part in zip(self.handles, parts, strict=True):
+                    handle.settle(part)
+                return
+            outcome = InternalError(f"{self!r} came as {len(parts)}")
         for handle in self.handles:
-            handle.reject(failed)
-        self._quieten()
-
-    def fail(self, error: Exception) -> None:
-        """The call failed with this error; see `Receiver`."""
-        for handle in self.handles:
-            handle.fail(error)
-        self._quieten()
-
-    def _quieten(self) -> None:
-        """Leave it to one handle that asyncio warns if nobody retrieves the error."""
+            handle.settle(outcome)
+        # Of several handles, asyncio warns of one whose error nobody retrieves.
         for handle in self.handles[1:]:
-            if not handle.cancelled():
+            if handle.done() and not handle.cancelled():
                 handle.exception()
-
-    def abandon(self) -> None:
-        """The task that made the call has ended before the call."""
-        for handle in self.handles:
-            handle.abandon()
 
 
 # Values of `put`, and handles that came in a pickle.
@@ -470,11 +455,11 @@ def put(value: T) -> Putting[T]:
         from aiogpu.runtime.objects.values import Value
 
         reference = Value("put")
-        reference.receive(payload)
+        reference.settle(payload)
     handle = _handle_of(caller, "put", reference)
     if caller.remote_values is not None:
         handle.task_id = NOT_ASKED
-    handle.receive(payload)
+    handle.settle(payload)
     return Putting(handle)
 
 

@@ -43,16 +43,16 @@ from aiogpu.errors import (
     PlacementRemovedError,
     TaskTimeoutError,
 )
-from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.serialization.exceptions import error_of
 from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
     from aiogpu.api.options import GpuWhere, Strategy
     from aiogpu.api.session import Session
+    from aiogpu.client.interface import Outcome
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
-    from aiogpu.wire.messages import Failed
 
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -147,21 +147,17 @@ class Claim:
             if not self.is_over:
                 self.task = engine.take_lease(func, self)
 
-        self._session.when_open(start, self.fail)
+        self._session.when_open(start, self.settle)
 
-    def receive(self, payload: bytes) -> None:
-        """It is granted."""
-        if not self.granted.done():
-            self.granted.set_result(payload)
-
-    def reject(self, failed: Failed) -> None:
-        """It is refused, by a node that is another process."""
-        self.fail(unpack_failure(failed, self._name))
-
-    def fail(self, error: Exception) -> None:
-        """It is refused, or gone."""
+    def settle(self, outcome: Outcome) -> None:
+        """It is granted or refused, or was granted and has gone."""
         if self.is_over:
             return
+        if isinstance(outcome, bytes):
+            if not self.granted.done():
+                self.granted.set_result(outcome)
+            return
+        error = error_of(outcome, self._name)
         if not self.granted.done():
             self.granted.set_exception(error)
         elif not self.lost.done():
@@ -176,7 +172,7 @@ class Claim:
             return
         is_lost = self.lost.done()
         if why is not None:
-            self.fail(why)
+            self.settle(why)
         self.is_over = True
         if self.task and self._session.is_open and not is_lost:
             self._session.cancel(self.task)

@@ -214,7 +214,7 @@ class Session:
             if not handle.done():
                 handle.task_id = engine.submit(func, payload, handle)
 
-        self.when_open(start, handle.fail)
+        self.when_open(start, handle.settle)
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
         """A stream of this loop."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from aiogpu.wire.messages import Failed
+
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from collections.abc import Callable
@@ -15,35 +17,23 @@ if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
-    from aiogpu.wire.messages import Failed
+
+
+Outcome = bytes | Failed | Exception
+"""How a request ends: the pickled result, what a worker says of its failure, or an
+error of aiogpu."""
 
 
 class Receiver(Protocol):
-    """Who waits for a task's end. One of the three is called, at most once."""
+    """Waits for the end of a request: a task, a call, a value, a lease."""
 
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result."""
-        ...
-
-    def reject(self, failed: Failed) -> None:
-        """Take what the worker says of its failure in place of a result."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result."""
-        ...
-
-
-class ChildReceiver(Receiver, Protocol):
-    """Who waits for a child of a task, and may outlive the task."""
-
-    def abandon(self) -> None:
-        """Learn that the task has ended first, and the child with it."""
+    def settle(self, outcome: Outcome) -> None:
+        """Take the outcome; called at most once."""
         ...
 
 
 class ItemReceiver(Receiver, Protocol):
-    """Who waits for a stream: items come first, then one of the three is called."""
+    """Waits for a stream: its items come first, then its outcome."""
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Take pickled items, in order."""

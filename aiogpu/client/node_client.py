@@ -41,6 +41,8 @@ from aiogpu.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver, Shareable
 
@@ -180,7 +182,8 @@ class NodeClient:
 
     Attributes:
         client: id of the program; 0 in a worker.
-        upsets: how many requests have ended without a result so far.
+        upsets: how many requests of plain code have ended without a result so far;
+            handles count their own.
         shares: values that this process gives to others.
         new_number: gives a number for a request, a value or an actor, each once.
     """
@@ -365,7 +368,7 @@ class NodeClient:
                 self.shares.pass_on(message)
             receiver = self._receivers.pop(message.child, None)  # type: ignore[union-attr]
             if receiver is not None:
-                receiver.receive(message.payload)  # type: ignore[union-attr, arg-type]
+                receiver.settle(message.payload)  # type: ignore[union-attr, arg-type]
             return True
         if isinstance(message, ChildItems):
             receiver = self._receivers.get(message.child)
@@ -379,10 +382,15 @@ class NodeClient:
             if receiver is None:
                 self._take_stray(message)
             else:
-                receiver.reject(Failed(*message))
-                self.upsets += 1
+                receiver.settle(Failed(*message))
             return True
         return False
+
+    def _settle_all(self, why: Callable[[str], Exception]) -> None:
+        """Nothing that was asked for will come; `why` makes the error for a name."""
+        left, self._receivers = self._receivers, {}
+        for receiver in left.values():
+            receiver.settle(why(getattr(receiver, "task_name", "it")))
 
     def _take_stray(self, failed: ChildFailed) -> None:
         """Something has failed for which no receiver waits."""

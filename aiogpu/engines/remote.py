@@ -38,7 +38,7 @@ from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_meeting, default_socket
 from aiogpu.runtime.output import Console, Source
 from aiogpu.runtime.zygote.config import interpreter_flags
-from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.serialization.exceptions import error_of, unpack_failure
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.connection import CLIENT, greeting
@@ -78,7 +78,7 @@ from aiogpu.worker.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Receiver
+    from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.client.references import Loan
     from aiogpu.core.resources.ledger import Ledger
     from aiogpu.observe.recorder import Span
@@ -250,8 +250,13 @@ class FutureReceiver:
         self.future = future
         self._load = load
 
-    def receive(self, payload: bytes) -> None:
-        """It has come."""
+    def settle(self, outcome: Outcome) -> None:
+        """Load the answer; an error of loading is the outcome as well."""
+        if self.future.done():
+            return
+        if not isinstance(outcome, bytes):
+            self.future.set_exception(error_of(outcome, "the node"))
+            return
         load = self._load
         if load is None:
             # Late: who only runs tasks never needs it.
@@ -259,26 +264,16 @@ class FutureReceiver:
 
             load = status_codec.load
         try:
-            answer = load(payload)
+            answer = load(outcome)
         except ProtocolError as error:
-            self.fail(
+            self.future.set_exception(
                 DeserializationError(
                     f"what the node says of itself cannot be read: {error}. Use the "
                     f"same version of aiogpu in the program and the node."
                 )
             )
             return
-        if not self.future.done():
-            self.future.set_result(answer)
-
-    def reject(self, failed: Failed) -> None:
-        """The node cannot tell."""
-        self.fail(unpack_failure(failed, "the node"))
-
-    def fail(self, error: Exception) -> None:
-        """It will not come."""
-        if not self.future.done():
-            self.future.set_exception(error)
+        self.future.set_result(answer)
 
 
 class RemoteLeases:
@@ -309,13 +304,13 @@ class RemoteLeases:
         """Somebody else has removed what was granted; nothing happens for others."""
         receiver = self._held.pop(failed.child, None)
         if receiver is not None:
-            receiver.reject(Failed(*failed))
+            receiver.settle(Failed(*failed))
 
     def end(self, error: Exception) -> None:
         """The node has gone, and all leases with it."""
         held, self._held = list(self._held.values()), {}
         for receiver in held:
-            receiver.fail(error)
+            receiver.settle(error)
 
 
 class _Asking:
@@ -326,18 +321,11 @@ class _Asking:
         self._held = held
         self._receiver = receiver
 
-    def receive(self, payload: bytes) -> None:
-        """It is granted."""
-        self._held[self.number] = self._receiver
-        self._receiver.receive(payload)
-
-    def reject(self, failed: Failed) -> None:
-        """It is refused."""
-        self._receiver.reject(failed)
-
-    def fail(self, error: Exception) -> None:
-        """It will not come."""
-        self._receiver.fail(error)
+    def settle(self, outcome: Outcome) -> None:
+        """It is granted or refused."""
+        if isinstance(outcome, bytes):
+            self._held[self.number] = self._receiver
+        self._receiver.settle(outcome)
 
 
 class RemoteActor:
@@ -482,11 +470,12 @@ class _Sought(FutureReceiver):
     ) -> None:
         super().__init__(future, partial(_found, engine))
 
-    def reject(self, failed: Failed) -> None:
-        """Nobody has the name, or the node cannot tell."""
-        error = unpack_failure(failed, "the node")
-        if not isinstance(error, ActorNameError):
-            self.fail(error)
+    def settle(self, outcome: Outcome) -> None:
+        """Somebody has the name, or nobody, or the node cannot tell."""
+        if isinstance(outcome, Failed):
+            outcome = unpack_failure(outcome, "the node")
+        if not isinstance(outcome, ActorNameError):
+            super().settle(outcome)
         elif not self.future.done():
             self.future.set_result(None)
 
@@ -704,9 +693,7 @@ class RemoteEngine(NodeClient):
             self._departed.set_result(None)
         if self._terminal is not None:
             self._terminal.hold_nothing()
-        receivers, self._receivers = self._receivers, {}
-        for receiver in receivers.values():
-            receiver.fail(_again(error))
+        self._settle_all(lambda _: _again(error))
         self.leases.end(error)
 
     async def close(self) -> None:
@@ -716,12 +703,11 @@ class RemoteEngine(NodeClient):
             await self._finish_lookups(DEPART_LIMIT)
             self.send(Depart())
             self._is_leaving = True  # it may answer still of what it is about to end
-            receivers, self._receivers = self._receivers, {}
-            for receiver in receivers.values():
-                name = getattr(receiver, "task_name", "it")
-                receiver.fail(
-                    NodeClosedError(f"the node was shut down before {name} had ended.")
+            self._settle_all(
+                lambda name: NodeClosedError(
+                    f"the node was shut down before {name} had ended."
                 )
+            )
             left = max(0.0, until - self.loop.time())
             await asyncio.wait([self._departed], timeout=left)
         self._end(NodeClosedError("this node is shut down; join one by aiogpu.init()."))

@@ -660,7 +660,7 @@ class Driver:
         for call, answer in zip(calls, answers, strict=False):
             if call.receiver is not None:
                 try:  # as `settle` does, without its calls
-                    call.receiver.receive(answer.payload)
+                    call.receiver.settle(answer.payload)
                 except Exception as error:  # noqa: BLE001 - it is told to who waits
                     tell_fault(call.receiver, error)
 

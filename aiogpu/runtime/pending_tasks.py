@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 from aiogpu.client.function_spec import FunctionSpec
-from aiogpu.client.interface import ItemReceiver, Receiver
+from aiogpu.client.interface import ItemReceiver, Outcome, Receiver
 from aiogpu.errors import (
     AiogpuError,
     DeadlockError,
@@ -61,15 +61,10 @@ def internal_error(doing: str, error: Exception) -> AiogpuError:
     return told
 
 
-def settle(receiver: Receiver, outcome: bytes | Failed | Exception) -> None:
+def settle(receiver: Receiver, outcome: Outcome) -> None:
     """Tell who waits how it has ended; should that fail, an `InternalError`."""
     try:
-        if isinstance(outcome, Exception):
-            receiver.fail(outcome)
-        elif isinstance(outcome, bytes):
-            receiver.receive(outcome)
-        else:
-            receiver.reject(outcome)
+        receiver.settle(outcome)
     except Exception as fault:  # noqa: BLE001 - it is told to who waits
         tell_fault(receiver, fault)
 
@@ -78,7 +73,7 @@ def tell_fault(receiver: Receiver, fault: Exception) -> None:
     """Tell who waits that aiogpu has failed to pass on how the task has ended."""
     _log.error("! failed to tell %r", receiver, exc_info=fault)
     try:
-        receiver.fail(internal_error("passed on the end of a task", fault))
+        receiver.settle(internal_error("passed on the end of a task", fault))
     except Exception:  # noqa: BLE001 - there is nobody left to be told
         _log.exception("! nobody was told")
 

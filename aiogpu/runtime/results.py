@@ -93,12 +93,12 @@ class Results:
         assert receiver is not None, call
         try:
             if type(answer) is Done:
-                receiver.receive(answer.payload)
+                receiver.settle(answer.payload)
                 return
             if type(answer) is Failed:
                 if answer.kind != STOPPED:
                     self.note(task, call, answer.type_name, answer.message)
-                receiver.reject(answer)
+                receiver.settle(answer)
         except Exception as error:  # noqa: BLE001 - it is told to who waits
             tell_fault(receiver, error)
 

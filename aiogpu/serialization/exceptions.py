@@ -220,6 +220,13 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
     return _with_trace(raised, failed)
 
 
+def error_of(outcome: Failed | Exception, task_name: str) -> Exception:
+    """Return the exception for whoever waits for a task that gave no result."""
+    if isinstance(outcome, Exception):
+        return outcome
+    return unpack_failure(outcome, task_name)
+
+
 def _load(payload: bytes) -> Any:
     return pickle.loads(payload.open()[0] if type(payload) is Payload else payload)
 

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Final, NoReturn, Self, cast
 from aiogpu.client.current import current, error_inside_task, services
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
-from aiogpu.errors import MisuseError, NodeClosedError, NodeError
+from aiogpu.errors import (
+    MisuseError,
+    NodeClosedError,
+    NodeError,
+    TaskCancelledError,
+)
 from aiogpu.wire.messages import Message, Sync, Synced, Wait
 from aiogpu.worker.private_hooks import IMPORT
 
@@ -27,7 +32,6 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import ChildReceiver
     from aiogpu.worker.connection import Channel
 
 
@@ -245,10 +249,7 @@ class TaskClient(NodeClient):
                 return
             self._has_any = False
             self._channel.admit_guests(False)
-            left, self._receivers = self._receivers, {}
-        for receiver in left.values():
-            self.upsets += 1
-            cast("ChildReceiver", receiver).abandon()
+        self._settle_all(_abandoned)
 
     def take(self, message: Message) -> bool:
         """Tell the receiver of an answer; False if the message is none of a task's."""
@@ -318,6 +319,13 @@ class LoopWaits:
         if self.is_current and (self._waits or self._has_told):
             self._client.note_wait(self, tuple(self._waits))
             self._has_told = bool(self._waits)
+
+
+def _abandoned(name: str) -> TaskCancelledError:
+    """The error of a child that ends because its parent task has ended."""
+    return TaskCancelledError(
+        f"{name} was stopped, since the task that had started it has ended."
+    )
 
 
 def task_client() -> TaskClient:

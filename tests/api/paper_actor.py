@@ -74,7 +74,7 @@ class PaperLink:
         self.calls.append(handle)
         self.arguments.append((method, *load_arguments(payload)[0]))
         if self._death is not None:
-            handle.fail(self._death)
+            handle.settle(self._death)
         return handle
 
     def ready(self) -> Handle[None]:
@@ -87,7 +87,7 @@ class PaperLink:
 
     def room(self) -> Handle[Any]:
         handle: Handle[Any] = Handle("Model()", self, asyncio.get_running_loop())
-        handle.receive(dump_result((self.most, "half a GPU")))
+        handle.settle(dump_result((self.most, "half a GPU")))
         return handle
 
     def ended(self) -> Handle[None]:
@@ -98,9 +98,9 @@ class PaperLink:
     def _tell(self) -> None:
         for handle in self._readies:
             if self._death is not None:
-                handle.fail(self._death)
+                handle.settle(self._death)
             elif self._is_ready:
-                handle.receive(NONE_PAYLOAD)
+                handle.settle(NONE_PAYLOAD)
 
     def kill(self, no_restart: bool) -> None:
         self.story.append("kill" if no_restart else "restart")
@@ -118,28 +118,28 @@ class PaperLink:
         self._is_ready = False
         error = ActorDiedError("it restarts", "Model", is_restarting=True)
         for handle in self.calls:
-            handle.fail(error)
+            handle.settle(error)
 
     def die(self, why: Exception | str = "it died") -> None:
         """It is dead, and its process is not gone yet."""
         self._death = ActorDiedError(why, "Model") if isinstance(why, str) else why
         for handle in self.calls:
-            handle.fail(self._death)
+            handle.settle(self._death)
         self._tell()
 
     def end(self) -> None:
         """Its process has gone."""
         for handle in self._ends:
-            handle.receive(NONE_PAYLOAD)
+            handle.settle(NONE_PAYLOAD)
 
     def lose_node(self, error: Exception) -> None:
         """Its node has gone, and can be asked nothing any more."""
         self._lost = error
         for handle in self._ends:
-            handle.fail(error)
+            handle.settle(error)
 
     def answer(self, call: int = -1, value: Any = None) -> None:
-        self.calls[call].receive(dump_result(value))
+        self.calls[call].settle(dump_result(value))
 
 
 class Paper:

@@ -69,7 +69,7 @@ class Paper(PaperEngine):
         values = list(self.calls[call][1:])[:after]
         failure = error and tuple(pack_failure(0, self.kind, error, ""))
         outcome = ChunkOutcome(values, seconds, failure or None)
-        self.receivers[call].receive(dump_result(outcome))
+        self.receivers[call].settle(dump_result(outcome))
 
     @property
     def cancelled(self) -> list[int]:
@@ -240,7 +240,7 @@ async def test_an_error_comes_in_its_place_and_ends_it(
 async def test_a_call_that_fails_as_a_whole(paper: Paper) -> None:
     results = train.map(range(9), chunk=3)
     task = await asking(results)
-    paper.receivers[1].fail(NodeClosedError("shut down"))
+    paper.receivers[1].settle(NodeClosedError("shut down"))
     with pytest.raises(NodeClosedError):
         await task
     assert paper.cancelled == [3, 2]
@@ -300,7 +300,7 @@ async def test_an_item_that_is_tried_again_goes_alone(
     await settled()
     assert paper.calls[3:] == [(1,), (0.0, 2)]
     assert paper.retries[1:] == [3, 3, 2, 3]
-    paper.receivers[3].receive(dump_result(1))
+    paper.receivers[3].settle(dump_result(1))
     paper.end(4)
     paper.end(2)
     assert sorted(await task) == [0, 1, 2, 3, 4, 5]
@@ -511,7 +511,7 @@ def end(paper: Paper, call: int, chance: random.Random) -> None:
     arguments = paper.calls[call]
     if not isinstance(arguments[0], float):
         (item,) = arguments  # it is tried again, alone
-        paper.receivers[call].receive(dump_result(item))
+        paper.receivers[call].settle(dump_result(item))
     elif chance.random() < 0.2:
         paper.end(call, OSError("again"), after=chance.randrange(len(arguments) - 1))
     else:

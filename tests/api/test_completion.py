@@ -68,10 +68,10 @@ async def test_what_has_ended_comes_first_in_the_order_given(works: Works) -> No
     a, b, c, d = handles = works.start(4)
     task = soon(aiogpu.wait(handles, num_returns=2))
     await settled()
-    d.receive(UNREADABLE)
+    d.settle(UNREADABLE)
     await settled()
     assert not task.done()
-    b.receive(UNREADABLE)
+    b.settle(UNREADABLE)
     assert await task == ([b, d], [a, c])
     assert [callbacks(handle) for handle in (a, c)] == [0, 0]
     assert await aiogpu.wait(handles) == ([b], [a, c, d]), "no more than asked for"
@@ -81,7 +81,7 @@ async def test_what_has_ended_comes_first_in_the_order_given(works: Works) -> No
 async def test_it_does_not_unpickle(works: Works) -> None:
     handles = works.start(2)
     for handle in handles:
-        handle.receive(UNREADABLE)
+        handle.settle(UNREADABLE)
     await aiogpu.wait(handles, num_returns=2)
     async for handle in aiogpu.as_completed(handles):
         assert handle._payload == UNREADABLE
@@ -91,9 +91,9 @@ async def test_errors_and_cancelled_ones_have_ended(works: Works) -> None:
     a, b, c = handles = works.start(3)
     task = soon(aiogpu.wait(handles, num_returns=3))
     await settled()
-    a.fail(KeyError("boom"))
+    a.settle(KeyError("boom"))
     b.cancel()
-    c.receive(UNREADABLE)
+    c.settle(UNREADABLE)
     assert await task == ([a, b, c], [])
     with pytest.raises(KeyError):
         a.result()
@@ -102,7 +102,7 @@ async def test_errors_and_cancelled_ones_have_ended(works: Works) -> None:
 @pytest.mark.parametrize("timeout", [0, 0.001])
 async def test_time_is_up(works: Works, timeout: float) -> None:
     a, b = works.start(2)
-    b.receive(UNREADABLE)
+    b.settle(UNREADABLE)
     assert await aiogpu.wait([a, b], num_returns=2, timeout=timeout) == ([b], [a])
     assert await aiogpu.wait([a], timeout=timeout) == ([], [a])
     assert (callbacks(a), works.cancelled) == (0, [])
@@ -110,7 +110,7 @@ async def test_time_is_up(works: Works, timeout: float) -> None:
 
 async def test_to_look_is_to_read_what_has_come(works: Works) -> None:
     (a,) = works.start(1)
-    asyncio.get_running_loop().call_soon(a.receive, UNREADABLE)
+    asyncio.get_running_loop().call_soon(a.settle, UNREADABLE)
     assert await aiogpu.wait([a], timeout=0) == ([a], [])
 
 
@@ -118,7 +118,7 @@ async def test_a_timer_does_not_outlive_the_wait(works: Works) -> None:
     (a,) = works.start(1)
     task = soon(aiogpu.wait([a], timeout=1e9))
     await settled()
-    a.receive(UNREADABLE)
+    a.settle(UNREADABLE)
     assert await task == ([a], [])
 
 
@@ -166,16 +166,16 @@ async def test_work_that_is_looked_at_goes_on_without_its_waiters(
 
 async def test_handles_come_as_they_end(works: Works) -> None:
     a, b, c, d = handles = works.start(4)
-    b.receive(UNREADABLE)
+    b.settle(UNREADABLE)
     completed = aiogpu.as_completed(handles)
     assert repr(completed) == "<as_completed: 4 handles to come>"
     assert await anext(completed) is b  # type: ignore[call-overload]
     task = soon(anext(completed))  # type: ignore[call-overload]
     await settled()
-    d.fail(KeyError())
+    d.settle(KeyError())
     d.exception()
     a.cancel()
-    c.receive(UNREADABLE)
+    c.settle(UNREADABLE)
     assert await task is d
     assert [handle async for handle in completed] == [a, c]
     with pytest.raises(StopAsyncIteration):
@@ -195,8 +195,8 @@ async def test_a_cancelled_step_is_not_the_end(works: Works) -> None:
     await settled()
     task.cancel()
     await asyncio.wait([task])
-    a.receive(UNREADABLE)
-    b.receive(UNREADABLE)
+    a.settle(UNREADABLE)
+    b.settle(UNREADABLE)
     assert [handle async for handle in completed] == [a, b]
 
 
@@ -208,7 +208,7 @@ async def test_leaving_the_loop_cancels_nothing_and_looks_no_more(works: Works) 
             return handle
         raise AssertionError
 
-    a.receive(UNREADABLE)
+    a.settle(UNREADABLE)
     assert await first() is a
     gc.collect()
     await settled()
@@ -223,7 +223,7 @@ async def test_one_task_iterates(works: Works) -> None:
     await settled()
     with pytest.raises(MisuseError, match="let one task iterate"):
         await anext(completed)  # type: ignore[call-overload]
-    a.receive(UNREADABLE)
+    a.settle(UNREADABLE)
     assert await task is a
 
 
@@ -238,7 +238,7 @@ async def test_ten_thousand_handles(works: Works) -> None:
             task = soon(anext(completed)) if handle.task_id % 100 == 0 else None  # type: ignore[call-overload]
             if task is not None:
                 await asyncio.sleep(0)
-            handle.receive(UNREADABLE)
+            handle.settle(UNREADABLE)
             if task is not None:
                 await task
         left = [handle async for handle in completed]
@@ -484,7 +484,7 @@ def test_outside_of_everything(name: str) -> None:
 
 async def test_results_are_had_from_the_handles(works: Works) -> None:
     handles = works.start(2)
-    handles[1].receive(dump_result("second"))
-    handles[0].receive(dump_result("first"))
+    handles[1].settle(dump_result("second"))
+    handles[0].settle(dump_result("first"))
     got = [await handle async for handle in aiogpu.as_completed(handles)]
     assert got == ["first", "second"]

@@ -77,7 +77,7 @@ async def test_a_cancelled_or_failed_call_counts_no_more(paper: Paper) -> None:
     pool = await ready_pool(paper, 2)
     first, second = call(pool, 2)
     first.cancel()
-    paper.links[1].calls[0].fail(ValueError("bad text"))
+    paper.links[1].calls[0].settle(ValueError("bad text"))
     await turns()
     call(pool, 2)
     assert paper.loads == [2, 2]
@@ -104,7 +104,7 @@ async def test_an_error_that_nobody_hears_is_told_to_the_loop() -> None:
     )
     pool = await ready_pool(paper, 1)
     call(pool)
-    paper.links[0].calls.pop().fail(ValueError("unheard"))
+    paper.links[0].calls.pop().settle(ValueError("unheard"))
     await turns()
     gc.collect()
     assert told == ["unheard"]
@@ -301,7 +301,7 @@ async def test_another_actors_death_is_not_its_own(paper: Paper) -> None:
     """What its method has raised, who awaited a call of another one."""
     pool = await ready_pool(paper, 1)
     handles = call(pool)
-    paper.links[0].calls[0].fail(ActorDiedError("Other is dead", "Other"))
+    paper.links[0].calls[0].settle(ActorDiedError("Other is dead", "Other"))
     await turns()
     assert (len(pool), len(paper.links)) == (1, 1)
     handles += call(pool)

@@ -98,7 +98,7 @@ async def ended(task: asyncio.Future[Any]) -> Any:
 
 async def test_a_result_is_unpickled_once_and_when_it_is_asked_for(work: Work) -> None:
     before = loads
-    work.handle.receive(dump_result(Counted()))
+    work.handle.settle(dump_result(Counted()))
     assert work.handle.done()
     assert loads == before
     assert work.handle.exception() is None
@@ -109,7 +109,7 @@ async def test_a_result_is_unpickled_once_and_when_it_is_asked_for(work: Work) -
 
 
 async def test_a_result_of_none_is_a_result(work: Work) -> None:
-    work.handle.receive(dump_result(None))
+    work.handle.settle(dump_result(None))
     assert await work.handle is None
     assert work.handle.result() is None
     assert work.handle.exception() is None
@@ -117,14 +117,14 @@ async def test_a_result_of_none_is_a_result(work: Work) -> None:
 
 async def test_all_waiters_get_the_same_object(work: Work) -> None:
     tasks = [await waiting(work.handle) for _ in range(3)]
-    work.handle.receive(dump_result([1, 2]))
+    work.handle.settle(dump_result([1, 2]))
     values = await asyncio.gather(*tasks)
     assert all(value is work.handle.result() for value in values)
 
 
 @pytest.mark.parametrize("first", ["result", "exception"])
 async def test_what_cannot_be_decoded_is_the_exception(work: Work, first: str) -> None:
-    work.handle.receive(UNREADABLE)
+    work.handle.settle(UNREADABLE)
     if first == "result":
         with pytest.raises(DeserializationError) as caught:
             work.handle.result()
@@ -179,10 +179,10 @@ async def test_every_construct_raises_what_cannot_be_decoded(
     work: Work, construct: Callable[[Handle[Any]], Awaitable[None]], is_early: bool
 ) -> None:
     if is_early:
-        work.handle.receive(UNREADABLE)
+        work.handle.settle(UNREADABLE)
     waiter = asyncio.ensure_future(construct(work.handle))
     await asyncio.sleep(0)
-    work.handle.receive(UNREADABLE)
+    work.handle.settle(UNREADABLE)
     async with asyncio.timeout(60):
         assert isinstance(await ended(waiter), DeserializationError)
 
@@ -229,7 +229,7 @@ async def test_a_waiter_that_comes_again_counts(work: Work) -> None:
     second.cancel()
     await ended(second)
     assert not work.handle.done()
-    work.handle.receive(dump_result(1))
+    work.handle.settle(dump_result(1))
     assert await third == 1
 
 
@@ -239,7 +239,7 @@ async def test_a_timeout_withdraws_its_own_waiter_alone(work: Work) -> None:
         async with asyncio.timeout(0):
             await work.handle
     assert not work.handle.done()
-    work.handle.receive(dump_result(1))
+    work.handle.settle(dump_result(1))
     assert await other == 1
 
 
@@ -285,7 +285,7 @@ async def test_a_callback_gets_the_handle_in_its_context(work: Work) -> None:
     work.handle.add_done_callback(note)
     work.handle.add_done_callback(note, context=given)
     variable.set("later")
-    work.handle.receive(dump_result(1))
+    work.handle.settle(dump_result(1))
     assert seen == []
     await asyncio.sleep(0)
     assert seen == [(work.handle, "own"), (work.handle, "given")]
@@ -310,16 +310,16 @@ async def test_cancelling_twice(work: Work) -> None:
 
 async def test_what_comes_after_a_cancel_is_ignored(work: Work) -> None:
     work.handle.cancel()
-    work.handle.receive(dump_result(1))
-    work.handle.fail(OSError())
+    work.handle.settle(dump_result(1))
+    work.handle.settle(OSError())
     assert work.handle.cancelled()
     assert work.handle._payload is None
 
 
 async def test_what_comes_after_the_end_is_ignored(work: Work) -> None:
-    work.handle.receive(dump_result(1))
-    work.handle.receive(dump_result(2))
-    work.handle.fail(OSError())
+    work.handle.settle(dump_result(1))
+    work.handle.settle(dump_result(2))
+    work.handle.settle(OSError())
     assert not work.handle.cancel()
     assert await work.handle == 1
     assert work.cancelled == []
@@ -331,11 +331,11 @@ async def test_a_waiter_cancelled_as_the_result_comes(work: Work) -> None:
         work = Work()
         other, task = await waiting(work.handle), await waiting(work.handle)
         if steps == "result first":
-            work.handle.receive(dump_result(1))
+            work.handle.settle(dump_result(1))
             task.cancel()
         else:
             task.cancel()
-            work.handle.receive(dump_result(1))
+            work.handle.settle(dump_result(1))
         assert isinstance(await ended(task), asyncio.CancelledError)
         assert await other == work.handle.result() == 1
         assert work.cancelled == []
@@ -344,7 +344,7 @@ async def test_a_waiter_cancelled_as_the_result_comes(work: Work) -> None:
 async def test_a_handle_cancelled_by_a_callback_of_its_own(work: Work) -> None:
     answers: list[bool] = []
     work.handle.add_done_callback(lambda handle: answers.append(handle.cancel()))
-    work.handle.receive(dump_result(1))
+    work.handle.settle(dump_result(1))
     await asyncio.sleep(0)
     assert answers == [False]
     assert await work.handle == 1
@@ -363,7 +363,7 @@ async def test_a_waiter_that_is_closed_withdraws(work: Work) -> None:
 async def test_an_error_is_raised_as_it_is(work: Work) -> None:
     tasks = [await waiting(work.handle) for _ in range(2)]
     error = KeyError("a")
-    work.handle.fail(error)
+    work.handle.settle(error)
     assert [await ended(task) for task in tasks] == [error, error]
     assert work.handle.exception() is error
     with pytest.raises(KeyError) as caught:
@@ -378,9 +378,9 @@ def frames(error: BaseException) -> int:
 @pytest.mark.parametrize("kind", ["failed", "unreadable"])
 async def test_an_error_raised_again_keeps_one_traceback(work: Work, kind: str) -> None:
     if kind == "failed":
-        work.handle.fail(KeyError("a"))
+        work.handle.settle(KeyError("a"))
     else:
-        work.handle.receive(UNREADABLE)
+        work.handle.settle(UNREADABLE)
     lengths = set()
     for _ in range(3):
         with pytest.raises((KeyError, DeserializationError)) as caught:
@@ -394,7 +394,7 @@ async def test_an_error_nobody_looks_at_is_told(
     complaints: list[dict[str, Any]],
 ) -> None:
     work = Work()
-    work.handle.fail(KeyError("a"))
+    work.handle.settle(KeyError("a"))
     del work
     gc.collect()
     assert [what["message"] for what in complaints] == [
@@ -407,7 +407,7 @@ async def test_an_error_that_was_looked_at_is_not(
     complaints: list[dict[str, Any]], look: str
 ) -> None:
     work = Work()
-    work.handle.fail(KeyError("a"))
+    work.handle.settle(KeyError("a"))
     with suppress(KeyError):
         await work.handle if look == "await" else getattr(work.handle, look)()
     del work
@@ -419,11 +419,11 @@ async def test_a_closed_node_is_not_told_of_each_handle(
     complaints: list[dict[str, Any]],
 ) -> None:
     work = Work()
-    work.handle.fail(NodeClosedError("this node is shut down."))
+    work.handle.settle(NodeClosedError("this node is shut down."))
     with pytest.raises(NodeClosedError):
         await work.handle
     work = Work()
-    work.handle.fail(NodeClosedError("this node is shut down."))
+    work.handle.settle(NodeClosedError("this node is shut down."))
     del work
     gc.collect()
     assert complaints == []
@@ -444,8 +444,8 @@ async def test_what_it_shows(work: Work) -> None:
     work.handle.cancel()
     assert repr(work.handle) == "<Handle train 7 cancelled>"
     for settle in (
-        lambda handle: handle.receive(dump_result(1)),
-        lambda handle: handle.fail(NodeClosedError("closed")),
+        lambda handle: handle.settle(dump_result(1)),
+        lambda handle: handle.settle(NodeClosedError("closed")),
     ):
         handle = Work().handle
         settle(handle)
@@ -497,7 +497,7 @@ def test_it_ends_a_loop_that_runs_until_then() -> None:
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         handle: Handle[int] = Handle("train", Owner(), loop)
-        loop.call_soon(handle.receive, dump_result(3))
+        loop.call_soon(handle.settle, dump_result(3))
         assert loop.run_until_complete(handle) == 3
 
 
@@ -506,7 +506,7 @@ async def test_a_generator_may_delegate_to_it(work: Work) -> None:
         def __await__(self) -> Any:
             return (yield from work.handle)
 
-    asyncio.get_running_loop().call_soon(work.handle.receive, dump_result(3))
+    asyncio.get_running_loop().call_soon(work.handle.settle, dump_result(3))
     assert await Awaits() == 3
 
 
@@ -514,7 +514,7 @@ async def test_it_is_small(work: Work) -> None:
     """What it holds is in slots; ten thousand of them are a few megabytes."""
     await waiting(work.handle)
     work.handle.add_done_callback(print)
-    work.handle.receive(dump_result(1))
+    work.handle.settle(dump_result(1))
     assert await work.handle == 1
     assert getattr(work.handle, "__dict__", {}) == {}
     assert sys.getsizeof(work.handle) <= 400
@@ -529,8 +529,8 @@ async def test_it_asks_why_while_it_is_pending(work: Work) -> None:
 @pytest.mark.parametrize(
     ("settle", "told"),
     [
-        (lambda handle: handle.receive(dump_result(Counted())), "it gave its result"),
-        (lambda handle: handle.fail(ValueError("no")), "it failed with ValueError"),
+        (lambda handle: handle.settle(dump_result(Counted())), "it gave its result"),
+        (lambda handle: handle.settle(ValueError("no")), "it failed with ValueError"),
         (lambda handle: handle.cancel(), "it was cancelled"),
     ],
 )
@@ -561,7 +561,7 @@ async def test_what_it_raised_keeps_nobodys_frames_alive(work: Work) -> None:
         seen.append(weakref.ref(held))
         await work.handle
 
-    work.handle.fail(ValueError("no"))
+    work.handle.settle(ValueError("no"))
     gc.disable()
     try:
         with suppress(ValueError):

@@ -63,7 +63,7 @@ def test_what_was_cancelled_takes_nothing(
     inflow.cancel()
     inflow.cancel()
     inflow.receive_items(items(2))
-    inflow.fail(ValueError("late"))
+    inflow.settle(ValueError("late"))
     assert source.asked == [("cancel", 7, 0)]
     assert (list(inflow.buffer), inflow.error, inflow.is_over) == ([], None, True)
 
@@ -72,8 +72,8 @@ def test_the_end_comes_once_and_nothing_is_asked_after_it(
     inflow: ItemBuffer, source: PaperSource
 ) -> None:
     inflow.receive_items(items(1, 2))
-    inflow.receive(NONE_PAYLOAD)
-    inflow.abandon()
+    inflow.settle(NONE_PAYLOAD)
+    inflow.settle(TaskCancelledError("its parent has ended"))
     assert inflow.done()
     assert not inflow.is_held
     assert [inflow.take(), inflow.take()] == [1, 2]
@@ -81,8 +81,8 @@ def test_the_end_comes_once_and_nothing_is_asked_after_it(
     assert (source.asked, inflow.error) == ([], None)
 
 
-def test_one_whose_parent_has_ended_says_so(inflow: ItemBuffer) -> None:
-    inflow.abandon()
+def test_an_error_of_aiogpu_ends_it(inflow: ItemBuffer) -> None:
+    inflow.settle(TaskCancelledError("its parent has ended"))
     assert type(inflow.error) is TaskCancelledError
 
 
@@ -128,7 +128,7 @@ async def test_items_may_come_in_another_thread(source: PaperSource) -> None:
     def feed() -> None:
         for number in range(100):
             stream.inflow.receive_items(items(number))
-        stream.inflow.receive(NONE_PAYLOAD)
+        stream.inflow.settle(NONE_PAYLOAD)
 
     thread = threading.Thread(target=feed)
     waiting = asyncio.ensure_future(anext(stream))
@@ -143,7 +143,7 @@ async def test_an_error_is_raised_once_and_named_afterwards(
     source: PaperSource,
 ) -> None:
     stream = new_stream(source)
-    stream.inflow.fail(KeyError("k"))
+    stream.inflow.settle(KeyError("k"))
     assert (await stream.why()).outcome == "it failed with KeyError"
     with pytest.raises(KeyError):
         await anext(stream)

@@ -46,10 +46,10 @@ class Paper(PaperEngine):
 
     def end(self, *calls: int) -> None:
         for call in calls:
-            self.receivers[call].receive(dump_result(call))
+            self.receivers[call].settle(dump_result(call))
 
     def fail(self, call: int, error: Exception) -> None:
-        self.receivers[call].fail(error)
+        self.receivers[call].settle(error)
 
 
 @pytest.fixture

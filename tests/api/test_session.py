@@ -129,7 +129,7 @@ async def test_a_call(engine: PaperEngine) -> None:
     session = await opened(engine)
     handle = session.submit(func(), b"")
     assert (handle.task_name, handle.task_id) == ("train", 1)
-    engine.receivers[1].receive(dump_result(3))
+    engine.receivers[1].settle(dump_result(3))
     assert await handle == 3
     session.submit(func(), b"").cancel()
     assert engine.story[2:] == ["submit train", "submit train", "cancel 2"]

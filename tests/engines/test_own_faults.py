@@ -214,14 +214,10 @@ class Clumsy:
     def __init__(self) -> None:
         self.told: asyncio.Future[Exception] = asyncio.Future()
 
-    def receive(self, _payload: bytes) -> None:
-        raise OverflowError("Integer value out of range")
-
-    def reject(self, _failed: object) -> None:
-        raise OverflowError("Integer value out of range")
-
-    def fail(self, error: Exception) -> None:
-        self.told.set_result(error)
+    def settle(self, outcome: object) -> None:
+        if not isinstance(outcome, Exception):
+            raise OverflowError("Integer value out of range")
+        self.told.set_result(outcome)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

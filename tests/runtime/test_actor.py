@@ -31,14 +31,12 @@ class PaperReceiver:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def receive(self, payload: bytes) -> None:
-        self.told.append(payload)
-
-    def reject(self, failed: Failed) -> None:
-        self.told.append(failed.kind)
-
-    def fail(self, error: Exception) -> None:
-        self.told.append(type(error))
+    def settle(self, outcome: bytes | Failed | Exception) -> None:
+        if isinstance(outcome, Failed):
+            self.told.append(outcome.kind)
+        else:
+            is_error = isinstance(outcome, Exception)
+            self.told.append(type(outcome) if is_error else outcome)
 
 
 class Stage:
@@ -194,7 +192,7 @@ def test_each_is_told_by_an_error_of_his_own() -> None:
         stage = Stage()
         stage.actor.die(end)
         errors: list[Exception] = []
-        receiver: Any = SimpleNamespace(fail=errors.append)
+        receiver: Any = SimpleNamespace(settle=errors.append)
         for _ in range(2):
             stage.actor.call("add", b"", receiver)
         assert type(errors[0]) is type(errors[1]) is type(end)
@@ -211,7 +209,7 @@ def test_exit_actor_ends_it_also_where_the_call_was_cancelled(is_wanted: bool) -
         stage.actor.cancel(1)
     stage.actor.on_answer(Failed(1, LEFT, "", "", "", None))
     assert stage.actor.state is ActorState.LEAVING
-    stage.actor.receive(b"")
+    stage.actor.settle(b"")
     assert leaving.told == [ActorDiedError] * is_wanted
     assert behind.told == [ActorDiedError]
 

@@ -44,15 +44,15 @@ class Owner:
         self.has_cancelled = False
         self.begun = 0
 
-    def receive(self, payload: bytes) -> None:
-        self.told.append(payload)
-
-    def reject(self, failed: Failed) -> None:
-        self.told.append(failed.kind.partition(":")[0])  # or that it is dead, and why
-
-    def fail(self, error: Exception) -> None:
-        assert isinstance(error, ActorDiedError), error
-        self.told.append("died")
+    def settle(self, outcome: bytes | Failed | Exception) -> None:
+        if isinstance(outcome, Failed):
+            # Or that it is dead, and why.
+            self.told.append(outcome.kind.partition(":")[0])
+        elif isinstance(outcome, bytes):
+            self.told.append(outcome)
+        else:
+            assert isinstance(outcome, ActorDiedError), outcome
+            self.told.append("died")
 
 
 class Process:
@@ -104,7 +104,7 @@ class ActorMachine(RuleBasedStateMachine):
     def on_idle(self, actor: Actor) -> None:
         """As `Actors` does."""
         if actor.state is ActorState.PENDING:
-            actor.receive(b"")
+            actor.settle(b"")
         else:
             actor.leave("nobody has a handle.")
 
@@ -138,7 +138,7 @@ class ActorMachine(RuleBasedStateMachine):
     @rule()
     def fail_to_construct(self) -> None:
         self.was_ended = True
-        self.actor.reject(Failed(0, RAISED, "ValueError", "no", "", None))
+        self.actor.settle(Failed(0, RAISED, "ValueError", "no", "", None))
         self.lose()
 
     @precondition(lambda self: self.process and self.process.has_lived)
@@ -188,14 +188,14 @@ class ActorMachine(RuleBasedStateMachine):
                 self.restarts -= 1
             else:
                 self.was_ended = True
-                self.actor.fail(RuntimeError("it has crashed"))
+                self.actor.settle(RuntimeError("it has crashed"))
         self.actor.look_if_idle()
 
     @precondition(lambda self: self.process and self.process.is_to_leave)
     @rule()
     def leave(self) -> None:
         if self.process is not None and not self.process.sent:
-            self.actor.receive(b"")
+            self.actor.settle(b"")
             self.lose()
 
     def lose(self) -> None:
@@ -203,10 +203,10 @@ class ActorMachine(RuleBasedStateMachine):
         begun = max(self.process.begun, default=0)
         was_leaving = self.state is ActorState.LEAVING
         for receiver in self.actor.lose(begun):
-            receiver.fail(ActorDiedError("it went with its process"))
+            receiver.settle(ActorDiedError("it went with its process"))
         self.process = None
         if was_leaving:
-            self.actor.receive(b"")
+            self.actor.settle(b"")
 
     def read(self) -> None:
         """The process reads what it was sent."""

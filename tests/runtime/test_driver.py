@@ -136,12 +136,12 @@ class Meddler:
         self.told: list[object] = []
         self.during: list[str] = []
 
-    def fail(self, error: Exception) -> None:
+    def settle(self, error: Exception) -> None:
         driver, scheduler = self.office.driver, self.office.scheduler
         assert isinstance(scheduler, OneAtATime)
         self.told.append(type(error))
         before = len(scheduler.told)
-        receiver = SimpleNamespace(fail=self.told.append)
+        receiver = SimpleNamespace(settle=self.told.append)
         func = funcs.call().func
         first = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
         second = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]

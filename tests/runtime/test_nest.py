@@ -52,7 +52,7 @@ class PaperDriver:
         self.funcs.append(func)
         self.asked.append(("submit", payload, parent))
         if self.ends_at_once:
-            receiver.fail(InfeasibleError("at once"))
+            receiver.settle(InfeasibleError("at once"))
         else:
             self.receivers[task] = receiver
         return task
@@ -125,7 +125,7 @@ def test_a_result_goes_back_as_bytes(house: House) -> None:
     house.hear(worker, declaration(), Submit(3, 1, 7, b"args"))
     assert house.driver.asked == [("submit", b"args", 3)]
     assert worker.children == {1: 100}
-    house.driver.receivers[100].receive(b"result")
+    house.driver.receivers[100].settle(b"result")
     assert peer.sent == [ChildDone(1, b"result")]
     assert worker.children == {}
 
@@ -134,8 +134,8 @@ def test_a_failure_goes_back_as_it_is(house: House) -> None:
     worker, peer = house.worker()
     house.hear(worker, declaration(), Submit(3, 1, 7, b""), Submit(3, 2, 7, b""))
     failed = Failed(100, "raised", "KeyError", "1", "trace", b"pickle")
-    house.driver.receivers[100].reject(failed)
-    house.driver.receivers[101].fail(InfeasibleError("too much"))
+    house.driver.receivers[100].settle(failed)
+    house.driver.receivers[101].settle(InfeasibleError("too much"))
     first, second = peer.sent
     assert first == ChildFailed(1, *failed.why)
     assert repr(error_in(second)) == "InfeasibleError('too much')"
@@ -154,7 +154,7 @@ def test_a_parent_that_has_gone_hears_nothing(house: House) -> None:
     worker, peer = house.worker()
     house.hear(worker, declaration(), Submit(3, 1, 7, b""))
     worker.peer = None
-    house.driver.receivers[100].receive(b"result")
+    house.driver.receivers[100].settle(b"result")
     assert peer.sent == []
 
 
@@ -162,7 +162,7 @@ def test_waits_name_tasks_of_the_node(house: House) -> None:
     worker, _ = house.worker()
     house.hear(worker, declaration())
     house.hear(worker, *(Submit(3, child, 7, b"") for child in (1, 2, 3)))
-    house.driver.receivers.pop(101).receive(b"")
+    house.driver.receivers.pop(101).settle(b"")
     house.driver.asked.clear()
     house.hear(worker, Wait(3, (1, 2, 3, 9)), Wait(3, ()))
     assert house.driver.asked == [("wait", 3, (100, 102)), ("wait", 3, ())]

@@ -163,11 +163,10 @@ class Angry:
     def __init__(self) -> None:
         self.told: list[Exception] = []
 
-    def receive(self, _payload: bytes) -> None:
-        raise ValueError("not this one")
-
-    def fail(self, error: Exception) -> None:
-        self.told.append(error)
+    def settle(self, outcome: bytes | Exception) -> None:
+        if isinstance(outcome, bytes):
+            raise ValueError("not this one")
+        self.told.append(outcome)
 
 
 class Content:
@@ -177,7 +176,7 @@ class Content:
         self._into = into
         self._then = then
 
-    def receive(self, payload: bytes) -> None:
+    def settle(self, payload: bytes) -> None:
         self._into.append(payload)
         self._then()
 

@@ -294,7 +294,7 @@ class ActorLink:
                 check_late_call(self.interface, method)
             handle.task_id = actor.call(method, payload, handle)
 
-        self._ask(call, handle.fail)
+        self._ask(call, handle.settle)
 
     def ready(self) -> Handle[None]:
         """Settled when the constructor has returned."""
@@ -315,7 +315,7 @@ class ActorLink:
         name = f"{self.name}()"
 
         def start(receiver: Receiver) -> int:
-            self._ask(lambda actor: ask(actor, receiver), receiver.fail)
+            self._ask(lambda actor: ask(actor, receiver), receiver.settle)
             return 0
 
         host = self._host(f"Awaiting {name}")

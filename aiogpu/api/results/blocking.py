@@ -16,17 +16,17 @@ from aiogpu.api.usage_errors import NotItsResult
 from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
 from aiogpu.core.mailbox import Window
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
-from aiogpu.serialization.exceptions import STOPPED, unpack_failure
+from aiogpu.serialization.exceptions import STOPPED, error_of
 from aiogpu.serialization.references import add_handle
 from aiogpu.serialization.serializer import load_result
+from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aiogpu.client.interface import Client, ValueStore
+    from aiogpu.client.interface import Client, Outcome, ValueStore
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
-    from aiogpu.wire.messages import Failed
 
 
 T = TypeVar("T")
@@ -110,16 +110,15 @@ class HandleBase(NotItsResult):
         """The store of values in another process; None if values are kept here."""
         raise NotImplementedError
 
-    def _tell(self, how: str, told: object) -> None:
-        """Call a method of the shared value, for which others here may wait."""
-        tell = getattr(self.shared, how, None)
-        if tell is not None:
-            tell(told)
+    def _tell(self, outcome: Outcome) -> None:
+        """Settle the shared value, for which others in this process may wait."""
+        settle = getattr(self.shared, "settle", None)
+        if settle is not None:
+            settle(outcome)
 
     def _tell_cancelled(self) -> None:
         if self.shared is not None:
-            error = TaskCancelledError(f"{self.task_name} was cancelled.")
-            self._tell("fail", error)
+            self._tell(TaskCancelledError(f"{self.task_name} was cancelled."))
             store = self._store()
             if store is not None and self.part >= 0:
                 # The call may go on for its other results.
@@ -132,11 +131,11 @@ def _local_value(handle: Any) -> Reference:
 
     value = Value(handle.task_name, handle.task_id)
     if handle.raw is not None:
-        value.receive(handle.raw)
+        value.settle(handle.raw)
     elif handle.cancelled():
-        value.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
+        value.settle(TaskCancelledError(f"{handle.task_name} was cancelled."))
     elif handle.error is not None:
-        value.fail(handle.error)
+        value.settle(handle.error)
     else:
         value.stop = handle.cancel
     return value
@@ -217,37 +216,21 @@ class BlockingHandle(HandleBase, Generic[T]):
         """
         raise error_inside_task(f"why() of the handle of {self.task_name}")
 
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result; called by the engine."""
-        self._payload = self.raw = payload
+    def settle(self, outcome: Outcome) -> None:
+        """Take how the child has ended; called by the engine."""
         if self.shared is not None:
-            self._tell("receive", payload)
-        self._end("finished")
-
-    def reject(self, failed: Failed) -> None:
-        """Take what the child's worker says of its failure; called by the engine."""
-        if self.shared is not None:
-            self._tell("reject", failed)
-        self.client.upsets += 1
-        if failed.kind == STOPPED:
-            self._end("cancelled")  # another holder of the handle has cancelled it
+            self._tell(outcome)
+        if isinstance(outcome, bytes):
+            self._payload = self.raw = outcome
+            self._end("finished")
             return
-        self._refuse(unpack_failure(failed, self.task_name))
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result; called by an engine of this process."""
-        self._refuse(error)
+        if isinstance(outcome, Failed) and outcome.kind == STOPPED:
+            self._end("cancelled")  # another holder of the handle has cancelled it
+        else:
+            error = error_of(outcome, self.task_name)
+            self._error, self._trace = error, error.__traceback__
+            self._end("failed")
         self.client.upsets += 1
-
-    def abandon(self) -> None:
-        """Learn that the task has ended first; called by the engine."""
-        self._refuse(abandoned(self.task_name))
-
-    def _refuse(self, error: Exception) -> None:
-        if self.shared is not None:
-            self._tell("fail", error)
-        self._error, self._trace = error, error.__traceback__
-        self._end("failed")
 
     def _end(self, state: str) -> None:
         self._state = state
@@ -299,13 +282,6 @@ class BlockingHandle(HandleBase, Generic[T]):
             # cycle, which keeps the error and all that the callers' frames hold, such
             # as actors, until the collector runs.
             del self
-
-
-def abandoned(task_name: str) -> TaskCancelledError:
-    """The error of a child that ends because its parent task has ended."""
-    return TaskCancelledError(
-        f"{task_name} was stopped, since the task that had started it has ended."
-    )
 
 
 class ItemBuffer:
@@ -393,21 +369,12 @@ class ItemBuffer:
             self.buffer.extend(payloads)
             self.wake()
 
-    def receive(self, _payload: bytes) -> None:
-        """Note that all items have arrived; called by the engine."""
-        self._end(None)
-
-    def reject(self, failed: Failed) -> None:
-        """Take what the worker says of its failure; called by the engine."""
-        self._end(unpack_failure(failed, self.task_name))
-
-    def fail(self, error: Exception) -> None:
-        """Take why no further item will come; called by the engine."""
-        self._end(error)
-
-    def abandon(self) -> None:
-        """Note that the parent task has ended; called by the engine."""
-        self._end(abandoned(self.task_name))
+    def settle(self, outcome: Outcome) -> None:
+        """All items have come, or this is why no further one will; see `Receiver`."""
+        if isinstance(outcome, bytes):
+            self._end(None)
+        else:
+            self._end(error_of(outcome, self.task_name))
 
     def _end(self, error: Exception | None) -> None:
         if not self.is_over:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import HandleBase, Owner, abandoned
+from aiogpu.api.results.blocking import HandleBase, Owner
 from aiogpu.client.current import services
 from aiogpu.errors import (
     DeserializationError,
@@ -27,15 +27,15 @@ from aiogpu.errors import (
     NodeClosedError,
     TaskCancelledError,
 )
-from aiogpu.serialization.exceptions import STOPPED, unpack_failure
+from aiogpu.serialization.exceptions import STOPPED, error_of
 from aiogpu.serialization.references import closed_node_error
 from aiogpu.serialization.serializer import load_result
+from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
-    from aiogpu.client.interface import ValueStore, Waits
+    from aiogpu.client.interface import Outcome, ValueStore, Waits
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
-    from aiogpu.wire.messages import Failed
 
 
 sessions: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
@@ -126,29 +126,31 @@ all are unpickled. Results that arrive later queue behind them, so that handles 
 the order of their results. Mostly empty; a small result only checks that."""
 
 
-def _settle_in_turn(handle: Handle[Any]) -> None:
-    """Settle a handle in a later turn of its loop, or now if nothing is queued."""
+def _finish_in_turn(handle: Handle[Any], payload: bytes) -> None:
+    """Finish a handle in a later turn of its loop, or now if nothing is queued."""
+    handle._payload = handle.raw = payload
+    handle._owner = None
     for left in [loop for loop in list(_late) if loop.is_closed()]:
         _late.pop(left, None)  # nobody waits there
     loop = handle.get_loop()
     late = _late.get(loop)
     if late is None:
-        if type(handle._payload) is bytes:
-            handle.settle()  # only other loops have a queue
+        if type(payload) is bytes:
+            handle.finish()  # only other loops have a queue
             return
         late = _late[loop] = deque()
-        loop.call_soon(_settle_some, loop)
+        loop.call_soon(_finish_some, loop)
     late.append(handle)
 
 
-def _settle_some(loop: asyncio.AbstractEventLoop) -> None:
+def _finish_some(loop: asyncio.AbstractEventLoop) -> None:
     late, until = _late[loop], time.perf_counter() + DECODING
     try:
         while late and time.perf_counter() < until:
-            late.popleft().settle()
+            late.popleft().finish()
     finally:
         if late:
-            loop.call_soon(_settle_some, loop)
+            loop.call_soon(_finish_some, loop)
         else:
             del _late[loop]
 
@@ -213,9 +215,9 @@ class Handle(HandleBase, asyncio.Future[T]):
     def _store(self) -> ValueStore | None:
         return self.remote_values
 
-    def _tell(self, how: str, told: object) -> None:
+    def _tell(self, outcome: Outcome) -> None:
         if self._store() is None:
-            super()._tell(how, told)
+            super()._tell(outcome)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -300,22 +302,26 @@ class Handle(HandleBase, asyncio.Future[T]):
             outcome = "it gave its result"
         return await why_of(self, self._owner, self.get_loop(), outcome)
 
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result; called by the engine."""
-        if not self.done():
-            self._payload = self.raw = payload
+    def settle(self, outcome: Outcome) -> None:
+        """Take how the task has ended; called by the engine."""
+        if self.done():
+            return
+        if type(outcome) is bytes and not _late:
+            self._payload = self.raw = outcome
             # Kept results must not keep an actor alive, which is an owner.
             self._owner = None
-            if type(payload) is bytes and not _late:
-                _set_result(self, None)
-                if self._waiters:
-                    self._wake()
-            else:
-                _settle_in_turn(self)
-            if self.shared is not None:
-                self._tell("receive", payload)
+            _set_result(self, None)
+            if self._waiters:
+                self._wake()
+        elif isinstance(outcome, bytes):
+            _finish_in_turn(self, outcome)
+        else:
+            self._fail(outcome)
+            return
+        if self.shared is not None:
+            self._tell(outcome)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """End with the payload that arrived; unpickle it now if someone waits."""
         if self.done():
             return
@@ -324,28 +330,21 @@ class Handle(HandleBase, asyncio.Future[T]):
         _set_result(self, None)
         self._wake()
 
-    def reject(self, failed: Failed) -> None:
-        """Take what the worker says of its failure; called by the engine."""
-        if failed.kind == STOPPED:
+    def _fail(self, outcome: Failed | Exception) -> None:
+        if isinstance(outcome, Failed) and outcome.kind == STOPPED:
             self.cancel()  # another holder of the handle has cancelled the task
             return
+        error = error_of(outcome, self.task_name)
+        super().set_exception(error)
+        self._owner = None
+        if isinstance(error, NodeClosedError | TaskCancelledError):
+            # After a shutdown, or the end of the parent task, nobody is expected to
+            # retrieve the error: asyncio must not warn.
+            super().exception()
+        self._wake()
         if self.shared is not None:
-            self._tell("reject", failed)
-        self.fail(unpack_failure(failed, self.task_name))
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result; called by the engine."""
-        if not self.done():
-            super().set_exception(error)
-            self._owner = None
-            if isinstance(error, NodeClosedError | TaskCancelledError):
-                # After a shutdown, or the end of the parent task, nobody is expected
-                # to retrieve the error: asyncio must not warn.
-                super().exception()
-            self._wake()
-            if self.shared is not None:
-                self._tell("fail", error)
-                super().exception()  # holders of the shared value report the error
+            self._tell(outcome)
+            super().exception()  # holders of the shared value report the error
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, None
@@ -440,11 +439,11 @@ class RemoteHandle(Handle[T]):
             self.shared = self.remote_values.shares.promise()
         return super().share()
 
-    def _tell(self, how: str, told: object) -> None:
-        if self._is_promised and isinstance(told, Exception):
+    def _tell(self, outcome: Outcome) -> None:
+        if self._is_promised and isinstance(outcome, Exception):
             # It failed or was cancelled before its task was submitted.
             self._is_promised = False
-            self.remote_values.shares.fail(self.shared, told)
+            self.remote_values.shares.fail(self.shared, outcome)
 
 
 class ChildHandle(Handle[T]):
@@ -501,41 +500,22 @@ class ChildHandle(Handle[T]):
     def _store(self) -> ValueStore | None:
         return None if services.client is None else services.client.remote_values
 
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result; called by the engine."""
-        if self._is_its_loop("receive", payload):
-            super().receive(payload)
+    def settle(self, outcome: Outcome) -> None:
+        """Take how the task has ended, on the thread of its loop, unless that is over.
 
-    def reject(self, failed: Failed) -> None:
-        """Take what is said of its failure; called by the engine."""
-        if self._is_its_loop("reject", failed):
-            super().reject(failed)
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result; called by the engine."""
-        if self._is_its_loop("fail", error):
-            super().fail(error)
-
-    def abandon(self) -> None:
-        """Fail: the parent task has ended before this child; called by the engine."""
-        self._call_soon(self.fail, abandoned(self.task_name))
-
-    def _is_its_loop(self, how: str, told: object) -> bool:
-        """Return whether its loop runs here; else have its loop call the method."""
-        if asyncio._get_running_loop() is self.get_loop():
+        Called by the engine.
+        """
+        loop = self.get_loop()
+        if asyncio._get_running_loop() is loop:
             if self._waits is not None:
                 self._waits.settle(self.task_id)
-            return True
+            super().settle(outcome)
+            return
         if self.shared is not None:
             # Plain code that blocks the loop may wait for the value.
-            self._tell(how, told)
-        self._call_soon(getattr(self, how), told)
-        return False
-
-    def _call_soon(self, tell: Callable[..., object], *told: object) -> None:
-        """Call something on the loop's own thread, unless it is closed."""
-        with suppress(RuntimeError):
-            self.get_loop().call_soon_threadsafe(tell, *told)
+            self._tell(outcome)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self.settle, outcome)
 
 
 class BorrowedHandle(ChildHandle[T]):

@@ -448,7 +448,7 @@ class AsyncResident(Resident):
             return
         call = None if self._is_restarting else self.actor.calls.get(number)
         if call is not None and call.receiver is not None:
-            call.receiver.fail(
+            call.receiver.settle(
                 NodeClosedError(f"the event loop of {self.actor.name} has ended.")
             )
             self.actor.cancel(number)  # its loop takes no more of it
@@ -598,7 +598,7 @@ class CallWaits:
         receiver = actor.calls[number].receiver
         self._actors.cancel(actor.id, number)
         if receiver is not None:
-            receiver.fail(DeadlockError(why))
+            receiver.settle(DeadlockError(why))
 
 
 class InlineActors(Actors):
@@ -736,7 +736,7 @@ class InlineActors(Actors):
         is_ended = is_last and not no_restart
         if is_ended and found is not None and found.state is ActorState.ALIVE:
             found.is_killed = True
-            found.fail(ActorDiedError(f"{found.name} was killed.", found.name))
+            found.settle(ActorDiedError(f"{found.name} was killed.", found.name))
             self._node.cancel(found.id)
         super().kill(actor, no_restart)
 

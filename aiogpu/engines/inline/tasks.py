@@ -194,23 +194,18 @@ class FrameRestorer:
         self._name = name
         self._trace = error.__traceback__
 
-    def receive(self, payload: bytes) -> None:
-        """Pass on a result."""
-        self._receiver.receive(payload)
-
-    def reject(self, failed: Failed) -> None:
-        """Pass on the exception that the failure describes, with its frames."""
-        error = unpack_failure(failed, self._name)
-        BaseException.with_traceback(error, self._trace)
+    def settle(self, outcome: bytes | Failed | Exception) -> None:
+        """Pass on the outcome; in place of a failure its exception, with its frames."""
         receiver = self._receiver
+        if not isinstance(outcome, Failed):
+            receiver.settle(outcome)
+            return
+        error = unpack_failure(outcome, self._name)
+        BaseException.with_traceback(error, self._trace)
         if isinstance(receiver, Actor):
-            receiver.break_down(failed, error)
+            receiver.break_down(outcome, error)
         else:
-            receiver.fail(error)
-
-    def fail(self, error: Exception) -> None:
-        """Pass on an error."""
-        self._receiver.fail(error)
+            receiver.settle(error)
 
 
 _log: Final = logging.getLogger(__name__)
@@ -1418,7 +1413,7 @@ class InlineNode(Driver):
         except InfeasibleError as error:
             if above is None:
                 raise
-            receiver.fail(error)
+            receiver.settle(error)
             self._last_task += 1
             return self._last_task
         self._catch_up()

@@ -311,14 +311,14 @@ class RayActor:
     def await_ready(self, receiver: Receiver) -> None:
         """Tell a receiver when the constructor has returned, or why it never will."""
         if self.end is not None and not self.is_leaving:
-            receiver.reject(self.end)
+            receiver.settle(self.end)
         else:
             self._ask(receiver, result=NONE)
 
     def await_end(self, receiver: Receiver) -> None:
         """Tell a receiver when the actor's process has ended."""
         if self.is_gone:
-            receiver.receive(NONE)
+            receiver.settle(NONE)
         else:
             self._ask(_Answer(partial(self._note_end, receiver)))
 
@@ -332,7 +332,7 @@ class RayActor:
     def _note_end(self, receiver: Receiver, answer: Any) -> None:
         """Ask again and again, until it does not answer any more."""
         if isinstance(answer, Failed):  # its constructor has failed
-            receiver.receive(NONE)
+            receiver.settle(NONE)
         elif not isinstance(answer, Exception):
             self.place = answer
             again = LOOK_AGAIN if self.end is not None else LOOK_SELDOM
@@ -345,13 +345,13 @@ class RayActor:
             is_here = bool(node) and node == cluster.process_ids()[0]
             self._await_process(receiver, pid if is_here else 0, PROCESS_END)
         else:
-            receiver.fail(answer)
+            receiver.settle(answer)
 
     def _ask_again(self, receiver: Receiver) -> None:
         try:
             self.await_end(receiver)
         except NodeError as error:
-            receiver.fail(error)
+            receiver.settle(error)
 
     def _await_process(self, receiver: Receiver, pid: int, left: float) -> None:
         """Wait for the end of its process, of which Ray says that it is dead."""
@@ -359,7 +359,7 @@ class RayActor:
             look = partial(self._await_process, receiver, pid, left - PROCESS_LOOK)
             self._calls.loop.call_later(PROCESS_LOOK, look)
         else:
-            receiver.receive(NONE)
+            receiver.settle(NONE)
 
     def kill(self, *, may_restart: bool) -> None:
         """End its process at once."""
@@ -433,17 +433,9 @@ class _Answer(NamedTuple):
 
     note: Callable[[Any], object]
 
-    def receive(self, place: Any) -> None:
-        """Note where it is."""
-        self.note(place)
-
-    def reject(self, failed: Failed) -> None:
-        """Note that its constructor has failed."""
-        self.note(failed)
-
-    def fail(self, error: Exception) -> None:
-        """Note that there is no answer."""
-        self.note(error)
+    def settle(self, outcome: Any) -> None:
+        """Note where it is, or why it cannot tell."""
+        self.note(outcome)
 
 
 def _note_made(actor: ref[RayActor], answer: Any) -> None:
@@ -577,7 +569,7 @@ class RayActors:
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
         request = self.known(actor).func.spec.shape.request
-        receiver.receive(dump_whole((self._overview.room_for(request), str(request))))
+        receiver.settle(dump_whole((self._overview.room_for(request), str(request))))
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Let a call that is a stream yield so many items in all."""

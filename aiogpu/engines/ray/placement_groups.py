@@ -188,7 +188,7 @@ class PlacementGroups:
         """Tell the receivers of granted groups that these have gone."""
         for number, own in self._own.items():
             if number not in self._calls.live:
-                own.receiver.fail(error)
+                own.receiver.settle(error)
 
     def close(self) -> None:
         """Remove the groups that this program has asked for."""

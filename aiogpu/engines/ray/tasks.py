@@ -202,13 +202,13 @@ class PendingCall:
                 settle(receiver, bad)
                 return
         if self.result is not None:
-            receiver.receive(self.result)
+            receiver.settle(self.result)
             return
         parts = tuple(map(values.from_stored, found, self.refs))
         if len(parts) == 1:
-            receiver.receive(parts[0])
+            receiver.settle(parts[0])
         else:
-            receiver.receive(Payload.of(Contents(parts=parts), encoded=b""))
+            receiver.settle(Payload.of(Contents(parts=parts), encoded=b""))
 
 
 _numbers: Final = count(1)

@@ -21,7 +21,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.client.function_spec import FunctionSpec
-from aiogpu.client.interface import Receiver
+from aiogpu.client.interface import Outcome, Receiver
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import ActorDiedError, ActorNameError, NodeClosedError
 from aiogpu.runtime.objects.segments import ActorHold
@@ -495,12 +495,12 @@ class Actor:
         elif self.state is ActorState.PENDING:
             self._awaited_by.append(receiver)
         else:
-            receiver.receive(NONE_PAYLOAD)
+            receiver.settle(NONE_PAYLOAD)
 
     def await_end(self, receiver: Receiver) -> None:
         """Tell it when the process has ended."""
         if self.is_gone:
-            receiver.receive(NONE_PAYLOAD)
+            receiver.settle(NONE_PAYLOAD)
         else:
             self._end_awaited_by.append(receiver)
 
@@ -509,7 +509,7 @@ class Actor:
         self.is_gone = True
         waiting, self._end_awaited_by = self._end_awaited_by, []
         for receiver in waiting:
-            receiver.receive(NONE_PAYLOAD)
+            receiver.settle(NONE_PAYLOAD)
 
     def delay(self, number: CallId, delay: Delay) -> None:
         """Have who waits for a call told later, or all who wait for the actor."""
@@ -530,7 +530,7 @@ class Actor:
         self.state = ActorState.ALIVE
         waiting, self._awaited_by = self._awaited_by, []
         for receiver in waiting:
-            receiver.receive(NONE_PAYLOAD)
+            receiver.settle(NONE_PAYLOAD)
         for mailbox in self.mailboxes.values():
             self._send(mailbox.open())
         self.look_if_idle()
@@ -550,7 +550,7 @@ class Actor:
             self._send(mailbox.take())
         if type(answer) is wire.Done:
             if receiver is not None:
-                receiver.receive(answer.payload)
+                receiver.settle(answer.payload)
         elif type(answer) is wire.Failed:
             self._reject(receiver, answer)
         if not self.holders or self.is_ending:
@@ -562,12 +562,12 @@ class Actor:
         if receiver is None:
             return
         if failed.kind == LEFT:
-            receiver.fail(died(self.name, "this call has ended it by exit_actor()."))
+            receiver.settle(died(self.name, "this call has ended it by exit_actor()."))
         elif failed.kind == STOPPED and self.state is ActorState.LEAVING:
             # It was stopped with its process, and not by its caller.
-            receiver.fail(died(self.name, self._why_left))
+            receiver.settle(died(self.name, self._why_left))
         else:
-            receiver.reject(failed)
+            receiver.settle(failed)
 
     def _send(self, numbers: list[CallId]) -> None:
         while numbers and self.worker is not None and self.worker.peer is not None:
@@ -664,13 +664,14 @@ class Actor:
 
     # What follows is said of the task that it is to the core.
 
-    def receive(self, _payload: bytes) -> None:
-        """It has ended in an orderly way."""
-        self.die(died(self.name, self._why_left))
-
-    def reject(self, failed: wire.Failed) -> None:
-        """Its constructor has failed."""
-        self.die(not_made(self.name, failed))
+    def settle(self, outcome: Outcome) -> None:
+        """It has ended: in an orderly way, by a failed constructor, or by an error."""
+        if isinstance(outcome, bytes):
+            self.die(died(self.name, self._why_left))
+        elif isinstance(outcome, wire.Failed):
+            self.die(not_made(self.name, outcome))
+        else:
+            self.die(self._death_by(outcome))
 
     def break_down(self, failed: wire.Failed, cause: Exception) -> None:
         """Its constructor has failed with this exception, in this process."""
@@ -680,17 +681,16 @@ class Actor:
         error.__cause__ = cause
         self.die(error)
 
-    def fail(self, error: Exception) -> None:
-        """It is dead for good."""
-        if not isinstance(error, NodeClosedError):
-            notes = getattr(error, "__notes__", [])
-            why = " ".join([str(error), *notes])
-            if self.is_killed:
-                why = "it was killed, without restarts left."
-            told = died(self.name, why)
-            told.__cause__ = error
-            error = told
-        self.die(error)
+    def _death_by(self, error: Exception) -> Exception:
+        if isinstance(error, NodeClosedError):
+            return error
+        notes = getattr(error, "__notes__", [])
+        why = " ".join([str(error), *notes])
+        if self.is_killed:
+            why = "it was killed, without restarts left."
+        told = died(self.name, why)
+        told.__cause__ = error
+        return told
 
     def die(self, why: Exception | wire.Failed) -> None:
         """Tell all who wait, and whoever comes later."""
@@ -709,7 +709,7 @@ class Actor:
 
     def _refuse(self, receiver: Receiver) -> None:
         if self._end is None:
-            receiver.fail(leaving(self.name))
+            receiver.settle(leaving(self.name))
         else:
             self._tell_end(receiver)
 
@@ -719,6 +719,6 @@ class Actor:
         A failed constructor's exception is the user's: only the receiver unpickles it.
         """
         if isinstance(self._end, wire.Failed):
-            receiver.reject(self._end)
+            receiver.settle(self._end)
         elif self._end is not None:
-            receiver.fail(_again(self._end))
+            receiver.settle(_again(self._end))

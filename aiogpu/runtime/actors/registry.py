@@ -158,7 +158,7 @@ class Actors(Register):
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """See `ActorsPort.tell_room`."""
-        receiver.receive(dump_whole(self.room(actor)))
+        receiver.settle(dump_whole(self.room(actor)))
 
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""
@@ -286,13 +286,13 @@ class Actors(Register):
         if lost and not was_killed:
             cause = self._results.cause_of(*(actor.id, actor.name, worker_id, death))
         if was_leaving:
-            actor.receive(b"")
+            actor.settle(b"")
             self._tasks.cancel(actor.id)
 
         def tell() -> None:
             for receiver in lost:
                 is_restarting = actor.state is not ActorState.DEAD
-                receiver.fail(describe_loss(actor.name, cause, is_restarting))
+                receiver.settle(describe_loss(actor.name, cause, is_restarting))
             if actor.state is ActorState.DEAD:
                 actor.note_gone()
             actor.look_if_idle()
@@ -371,7 +371,7 @@ class Actors(Register):
     def _end(self, actor: Actor) -> None:
         if actor.state is not ActorState.DEAD:
             self._tasks.cancel(actor.id)
-            actor.receive(b"")
+            actor.settle(b"")
 
     def on_dead(self, actor: Actor) -> None:
         """See `Register`."""
@@ -478,7 +478,7 @@ class WaitGraph:
         assert actor is not None, call
         assert receiver is not None, call
         self._actors.cancel(actor.id, number)
-        receiver.fail(
+        receiver.settle(
             DeadlockError(
                 f"{told}. Each of these actors runs one call at a time, so the wait "
                 f"could never end. Give one of them max_concurrency=2 or more or "

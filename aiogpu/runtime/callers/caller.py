@@ -27,7 +27,7 @@ from aiogpu.wire.codec import LARGE
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Receiver
+    from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.objects.values import Value
 
@@ -98,50 +98,47 @@ class Child:
         self.values: list[tuple[Value, int]] | None = None
         self.number = number
 
-    def receive(self, payload: bytes) -> None:
-        """Pass on the result."""
-        for value, part in self.values or ():
-            try:
-                value.receive(result_part(payload, part))
-            except IndexError:
-                value.fail(ProtocolError(f"a result has no part {part}"))
+    def settle(self, outcome: Outcome) -> None:
+        """Pass on the outcome."""
         caller, number = self.caller, self.number
-        if type(payload) is not bytes:
-            payload = caller.borrow(payload)
-        # As `_send` does; of all that is told to programs, nearly all is this.
+        if type(outcome) is bytes:
+            answer: wire.Message = wire.ChildDone(number, outcome)
+        elif isinstance(outcome, bytes):
+            answer = wire.ChildDone(number, caller.borrow(outcome))
+        else:
+            if isinstance(outcome, Exception):
+                outcome = pack_own_error(outcome)
+            answer = self._failure(outcome)
+        if self.values is not None:
+            self._settle_values(outcome)
         caller.children.pop(number, None)
         if caller.fetched:
             caller.fetched.pop(number, None)
         if caller.peer is not None:
-            caller.peer.post(wire.ChildDone(number, payload))
+            caller.peer.post(answer)
+
+    def _settle_values(self, outcome: Outcome) -> None:
+        for value, part in self.values or ():
+            try:
+                if isinstance(outcome, bytes):
+                    value.settle(result_part(outcome, part))
+                else:
+                    value.settle(outcome)
+            except IndexError:
+                value.settle(ProtocolError(f"a result has no part {part}"))
+
+    def _failure(self, failed: wire.Failed) -> wire.ChildFailed:
+        if self.number in self.caller.bound:
+            self.caller.bound = ()  # the failure ends the wait
+        if failed.payload is not None:
+            failed = failed._replace(payload=self.caller.borrow(failed.payload))
+        return wire.ChildFailed(self.number, *failed.why)
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Pass on items of its stream."""
         if self.caller.peer is not None:
             lent = tuple(map(self.caller.borrow, payloads))
             self.caller.peer.post(wire.ChildItems(self.number, lent))
-
-    def reject(self, failed: wire.Failed) -> None:
-        """Pass on what the child's worker said of its failure."""
-        for value, _ in self.values or ():
-            value.reject(failed)
-        if self.number in self.caller.bound:
-            self.caller.bound = ()  # the failure ends the wait
-        if failed.payload is not None:
-            failed = failed._replace(payload=self.caller.borrow(failed.payload))
-        self._send(wire.ChildFailed(self.number, *failed.why))
-
-    def fail(self, error: Exception) -> None:
-        """Pass on an error of aiogpu's own."""
-        self.reject(pack_own_error(error))
-
-    def _send(self, message: wire.Message) -> None:
-        caller = self.caller
-        caller.children.pop(self.number, None)
-        if caller.fetched:
-            caller.fetched.pop(self.number, None)
-        if caller.peer is not None:
-            caller.peer.post(message)
 
 
 def pass_on_all(
@@ -180,14 +177,9 @@ class Question(Child):
         super().__init__(caller, number)
         self._on_end = on_end
 
-    def receive(self, payload: bytes) -> None:
-        """Pass on the result."""
-        super().receive(payload)
-        self._on_end(self.caller, self.number)
-
-    def reject(self, failed: wire.Failed) -> None:
-        """Pass on the failure."""
-        super().reject(failed)
+    def settle(self, outcome: Outcome) -> None:
+        """Pass on the outcome."""
+        super().settle(outcome)
         self._on_end(self.caller, self.number)
 
 
@@ -238,17 +230,15 @@ class LeaseChild(Child):
         """The program's process."""
         return self.caller.pid
 
-    def receive(self, payload: bytes) -> None:
-        """The lease is granted, and stays a child until it is given back."""
+    def settle(self, outcome: Outcome) -> None:
+        """The lease is granted, is refused, or has gone with its node."""
         task = self.caller.children.get(self.number)
-        super().receive(payload)
-        if task is not None:
+        super().settle(outcome)
+        if not isinstance(outcome, bytes):
+            self.caller.leases.discard(self.number)
+        elif task is not None:
+            # It stays a child until it is given back.
             self.caller.children[self.number] = task
-
-    def reject(self, failed: wire.Failed) -> None:
-        """The lease is refused, or gone with its node."""
-        self.caller.leases.discard(self.number)
-        super().reject(failed)
 
 
 _ASKING: Final = frozenset(

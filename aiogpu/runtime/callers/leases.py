@@ -179,8 +179,8 @@ def misfit(spec: TaskSpec, reason: str) -> InfeasibleError:
 class LeaseReceiver(Receiver, Protocol):
     """Who waits for a lease.
 
-    He is told a `Bind`, packed; afterwards he may be told, by `fail`, that it is gone,
-    since its node is.
+    It is settled with a `Bind`, packed; later it may be settled once more, with the
+    reason why the lease is gone.
     """
 
     @property
@@ -257,7 +257,7 @@ class Leases:
         func, receiver = call.func, cast("LeaseReceiver", call.receiver)
         if func.spec.is_grouped:
             self._placements[effect.task] = effect.holder, receiver.pid
-            receiver.receive(b"")
+            receiver.settle(b"")
             return
         mark = f"{self._token}.{effect.task}"
         bind = self._assignment.bind(effect.lease, {})
@@ -267,7 +267,7 @@ class Leases:
         if self._device_release is not None:
             self._device_release.begin(effect.holder, effect.lease)
         environ = {**bind.environ, LEASE_MARK: mark}
-        receiver.receive(pack(bind._replace(environ=environ)))
+        receiver.settle(pack(bind._replace(environ=environ)))
 
     def reclaim(self, effect: effects.Reclaim) -> None:
         """Give a lease back once all processes that it was for have ended."""

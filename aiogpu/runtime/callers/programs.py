@@ -317,7 +317,7 @@ class Clients:
         if isinstance(message, wire.Make):
             self._driver.actors.refuse(message.actor, error)
         else:
-            Child(client, message.child).fail(error)  # type: ignore[union-attr]
+            Child(client, message.child).settle(error)  # type: ignore[union-attr]
 
     def _join(self, client: Client, join: wire.Join) -> None:
         ours = self._server_info
@@ -380,12 +380,12 @@ class Clients:
             number = self._task_of(client, number)
         answer = self._answers.get(inquiry.what)
         if answer is None:
-            child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
+            child.settle(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
             return
         try:
-            child.receive(status_codec.dump(await answer(number)))
+            child.settle(status_codec.dump(await answer(number)))
         except Exception as error:  # noqa: BLE001 - it is told to who has asked
-            child.fail(error)
+            child.settle(error)
 
     def _task_of(self, client: Client, number: int) -> int:
         """The task that a client means: its child's, or that of an actor."""

@@ -190,15 +190,15 @@ class Requests:
         func = caller.declared.get(number)
         is_lease = type(child) is LeaseChild
         if isinstance(func, wire.Failed):
-            child.reject(func)
+            child.settle(func)
             return
         if func is None:
             error = f"the caller {caller.id} never declared this task"
-            child.fail(InternalError(error))
+            child.settle(InternalError(error))
             return
         if func.actor is not None or func.spec.is_lease is not is_lease:
             kind = "lease" if is_lease else "task"
-            child.fail(InternalError(f"{func.spec.name} was declared as no {kind}"))
+            child.settle(InternalError(f"{func.spec.name} was declared as no {kind}"))
             return
         client = caller.client
         if driver.scheduler.clients is not None:
@@ -206,7 +206,7 @@ class Requests:
         try:
             task = driver.submit(func, payload, child, parent, client)
         except AiogpuError as error:
-            child.fail(error)
+            child.settle(error)
             return
         except Exception as error:  # noqa: BLE001 - the caller is told
             _log.exception("! failed to start a child")
@@ -292,7 +292,7 @@ class Requests:
             receiver = call.receiver
             self._actors.cancel(public, number)
             if receiver is not None:
-                receiver.fail(
+                receiver.settle(
                     DeadlockError(
                         f"a method of {actor.name} waits for its own {call.method}, "
                         f"which runs one at a time. Call the method directly, by self, "
@@ -311,10 +311,10 @@ class Requests:
         return known(identity)
 
     def _put(self, caller: Caller, message: wire.Put) -> None:
-        self._value(caller, message.value).receive(message.payload)
+        self._value(caller, message.value).settle(message.payload)
 
     def _put_failed(self, caller: Caller, message: wire.PutFailed) -> None:
-        self._value(caller, message.value).reject(wire.Failed(0, *message[1:]))
+        self._value(caller, message.value).settle(wire.Failed(0, *message[1:]))
 
     def _share(self, caller: Caller, message: wire.Share) -> None:
         value = self._value(caller, message.value)
@@ -341,14 +341,14 @@ class Requests:
         if receiver is not None:
             error = TaskCancelledError("it was cancelled by who was given its handle.")
             failed = pack_failure(0, RAISED, error, "")
-            receiver.reject(failed._replace(kind=STOPPED))
+            receiver.settle(failed._replace(kind=STOPPED))
 
     def _fetch(self, caller: Caller, message: wire.Fetch) -> None:
         receiver = Question(caller, message.child, self._note_answer)
         try:
             value = known(message.value)
         except ProtocolError as error:
-            receiver.fail(DeserializationError(str(error)))
+            receiver.settle(DeserializationError(str(error)))
             return
         if value.is_pending:
             caller.fetched[message.child] = value
@@ -373,7 +373,7 @@ class Requests:
         receiver = Question(caller, child, self._note_answer)
         actor = self._actors.get(message.actor)
         if actor is None:
-            receiver.fail(self._actors.unknown(message.actor))
+            receiver.settle(self._actors.unknown(message.actor))
             return
         caller.asked[child] = message.actor, 0
         if message.method == wire.READY:
@@ -418,14 +418,14 @@ class Requests:
         receiver = Child(caller, message.child)
         actor = self._actors.find((message.namespace, message.name))
         if actor is None:
-            receiver.fail(
+            receiver.settle(
                 ActorNameError(f"no actor named {message.name!r} lives on this node.")
             )
             return
         self._lend(caller, actor.id)
         terms = actor.func.actor
         assert terms is not None, actor
-        receiver.receive(dump_whole((actor.id, actor.name, terms.packed_interface())))
+        receiver.settle(dump_whole((actor.id, actor.name, terms.packed_interface())))
 
     def _lend(self, caller: Caller, actor: int) -> None:
         """A caller has a handle to an actor, which counts already."""

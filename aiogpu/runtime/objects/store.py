@@ -330,7 +330,7 @@ class Store:
         """
         for value in borrowers.own_values():
             if is_all or value.stop is None:
-                value.fail(error)
+                value.settle(error)
         self.memory.use_warm(sum(borrowers.warm.values()))
         borrowers.warm.clear()
         borrowers.close()

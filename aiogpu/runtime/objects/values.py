@@ -20,8 +20,7 @@ from aiogpu.serialization.payload import Payload
 from aiogpu.wire.messages import FIRST_VALUE, LARGEST_PAYLOAD
 
 if TYPE_CHECKING:
-    from aiogpu.client.interface import Receiver
-    from aiogpu.wire.messages import Failed
+    from aiogpu.client.interface import Outcome, Receiver
 
 
 _log: Final = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class Value:
         self.id = identity or next(_ids)
         self.name = name
         self.task = task
-        self.outcome: bytes | Failed | Exception | None = None
+        self.outcome: Outcome | None = None
         self.stop: Callable[[], object] | None = None
         self._watchers: list[Callable[[Value], object]] = []
         _known[self.id] = self
@@ -135,7 +134,7 @@ class Value:
         assert self.outcome is not None, self
         settle(receiver, self.outcome)
 
-    def receive(self, outcome: bytes | Failed | Exception) -> None:
+    def settle(self, outcome: Outcome) -> None:
         """Settle the value; later outcomes are ignored."""
         if self.outcome is not None:
             return
@@ -143,8 +142,6 @@ class Value:
         watchers, self._watchers = self._watchers, []
         if watchers:
             _watchers.call(self, watchers)
-
-    reject = fail = receive
 
 
 def find(identity: int) -> Value | None:
@@ -194,7 +191,7 @@ def oversized(payload: bytes) -> Value | None:
     if type(payload) is not Payload or (size := size_of(payload)) <= LARGEST_PAYLOAD:
         return None
     value = Value("its arguments")
-    value.fail(
+    value.settle(
         SerializationError(
             f"the values that are arguments of one call have {size} bytes in all; a "
             f"call carries {LARGEST_PAYLOAD}, beside what lies in shared memory. Give "

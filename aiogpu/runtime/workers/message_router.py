@@ -31,7 +31,7 @@ from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire
 
 if TYPE_CHECKING:
-    from aiogpu.client.interface import Receiver
+    from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.core.model.request import Environment
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.objects.segments import ActorRegister
@@ -153,11 +153,9 @@ class DelayedReceiver:
     def __repr__(self) -> str:
         return f"<DelayedReceiver {self._receiver!r} after line {self.number}>"
 
-    def receive(self, outcome: bytes | wire.Failed | Exception) -> None:
-        """Take the pickled result, or a failure."""
+    def settle(self, outcome: Outcome) -> None:
+        """Pass on the outcome."""
         self._console.after(self.number, partial(settle, self._receiver, outcome))
-
-    reject = fail = receive
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Take pickled items, in order."""
