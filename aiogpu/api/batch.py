@@ -1,14 +1,14 @@
-"""`@batch` on an `async def` that takes a list: callers give one item, get one result.
+"""`@batch`: an `async def` that takes a list is called with one item at a time.
 
-What it gives is an `async def` again, so that an actor's method stays one.
+The decorated function is an `async def` again, so that an actor's method stays one.
 
-A batch is *due* when it is full, or when its first call has waited as long as it may;
-a due batch starts as soon as fewer run than may. So no call waits longer than that
-and the batches before its own. That one ends does not make the next due: what its
-callers send next comes into the same batch as what came meanwhile.
+A batch is *due* when it is full, or when its first call has waited for `max_wait`. A
+due batch starts as soon as fewer than `max_concurrency` batches run, so a call waits
+for `max_wait` and the batches before its own at most. The end of a batch does not make
+the next one due: its callers' next calls join the calls that came meanwhile.
 
-Light on purpose: user modules bring this file into every worker, so asyncio is imported
-by the first call alone.
+User modules import this file in every worker: it must stay light, so asyncio is
+imported by the first call.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SELF: Final = Parameter("self", Parameter.POSITIONAL_ONLY)
 
 
 class BatchDecorator(Protocol):
-    """What `batch(...)` gives: a decorator that turns lists into single items.
+    """The type of `batch(...)`: a decorator that turns lists into single items.
 
-    What callers await has no `Any` in its type: for mypy, a `gather` of two such that
-    give different things would be `Any` itself.
+    The awaitable's type contains no `Any`: mypy would make the result of a `gather` of
+    two such awaitables with different results `Any`.
     """
 
     @overload
@@ -68,35 +68,34 @@ class BatchDecorator(Protocol):
 def batch(
     *misplaced: Never, max_size: int, max_wait: float = 0.0, max_concurrency: int = 1
 ) -> BatchDecorator:
-    """Gather calls with one item each into calls with a list of items.
+    """Decorator: gather calls with one item each into calls with a list of items.
 
-    For an `async def` method, or function, that takes a list and returns a list of as
-    many results in the same order. It is then called with one item and gives one
-    result; calls of the same instance on the same event loop that are made at about
-    the same time reach the function together, in the order of the calls. It runs in
-    an asyncio task of its own, in the context of the first of its callers.
+    The function or method is an `async def` that takes a list and returns a list with
+    one result per item, in the same order. After decoration it takes one item and
+    returns one result. Calls on the same instance and event loop at about the same
+    time reach the function together, in the order of the calls. The function runs in
+    an asyncio task of its own, in the context of the first caller.
 
-    A batch starts when `max_size` items wait, or `max_wait` seconds after the first of
-    them came; but not before one of `max_concurrency` batches has ended.
+    A batch starts when `max_size` items wait, or `max_wait` seconds after its first
+    item came, but not while `max_concurrency` batches run.
 
-    An exception that it raises reaches all callers of the batch; one that it returns
-    in the place of a result is raised at that caller alone. A caller that is
-    cancelled takes its item out of a batch that has not started; when the last caller
-    of a running batch is cancelled, so is the batch. `method.__wrapped__` is the
-    function as it was written.
+    An exception that the function raises reaches all callers of the batch; one that
+    it returns in place of a result is raised for that caller alone. Cancelling a
+    caller removes its item from a batch that has not started; cancelling the last
+    caller of a running batch cancels the batch. `method.__wrapped__` is the undecorated
+    function.
 
     Args:
-        *misplaced: none; all options go by name.
-        max_size: most items in a batch, 1 or more.
+        *misplaced: not allowed; all options are keywords.
+        max_size: items in a batch at most, 1 or more.
         max_wait: seconds that the first item waits for others, 0 or more. With 0 a
-            batch has what was called in one turn of the event loop.
-        max_concurrency: most batches of one instance at once, 1 or more; what comes
-            meanwhile is gathered. Code that uses a GPU gains nothing by more.
+            batch has the calls of one iteration of the event loop.
+        max_concurrency: batches of one instance at once at most, 1 or more. Code that
+            uses a GPU gains nothing by more than 1.
 
     Raises:
-        OptionError: an option is ill-valued.
-        MisuseError: it is put on something that is no `async def`, or that does not
-            take one list.
+        OptionError: an option is invalid.
+        MisuseError: the decorated object is not an `async def` that takes one list.
     """
     if misplaced:
         raise MisuseError("batch() takes options by name: @aiogpu.batch(max_size=32).")
@@ -119,7 +118,7 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
             return await call.future
         except BaseException:
             call.queue.withdraw(call)
-            del call  # its error has this frame in its traceback
+            del call  # breaks a cycle: its error's traceback has this frame
             raise
 
     async def call_function(item: object, /) -> Any:
@@ -127,7 +126,7 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
 
     call: Any = call_method if batching.is_method else call_function
     update_wrapper(call, batching.function)
-    call.__annotations__ = {}  # the function's speak of lists
+    call.__annotations__ = {}  # those of the function are for lists
     call.__signature__ = Signature([_SELF, _ITEM] if batching.is_method else [_ITEM])
     return call  # type: ignore[no-any-return]
 
@@ -157,7 +156,7 @@ def _check_function(function: Any) -> None:
     parameters = signature.parameters.values()
     place = function.__qualname__.rpartition(".")[0]
     is_in_class = bool(place) and not place.endswith("<locals>")
-    # In a class, one alone is that of a static method.
+    # In a class, a static method has one parameter.
     counts = {1, 2} if is_in_class else {1}
     if len(parameters) not in counts or {p.kind for p in parameters} - _POSITIONAL:
         raise MisuseError(
@@ -171,12 +170,12 @@ class Batching:
     """One decorated function.
 
     Attributes:
-        name: of the function, for messages.
-        function: takes a list, and before it the instance if it is a method.
-        is_method: whether it does.
-        max_size: most items in a batch.
-        max_wait: seconds that the first of them waits for others.
-        max_concurrency: most batches at once, for each instance and loop.
+        name: the function's name in messages.
+        function: the undecorated function.
+        is_method: whether the function takes an instance first.
+        max_size: items in a batch at most.
+        max_wait: seconds that the first item waits for others.
+        max_concurrency: batches at once at most, for each instance and loop.
     """
 
     def __init__(
@@ -204,8 +203,8 @@ class Batching:
         """Make a call on the running loop.
 
         Args:
-            instance: whose method it is; None for a function.
-            item: what is given to it.
+            instance: the instance of a method; None for a function.
+            item: the argument.
 
         Raises:
             NoLoopError: no asyncio loop runs in this thread.
@@ -225,7 +224,7 @@ class Batching:
         return queue.take(item)
 
     def check(self, results: object, count: int) -> Sequence[Any]:
-        """Return a batch's results; raises `MisuseError` if they are not as many."""
+        """Return the results; raises `MisuseError` unless there are `count`."""
         kind = type(results).__name__
         if isinstance(results, str | bytes) or not isinstance(results, Sequence):
             given = f"an object of type {kind}"
@@ -244,12 +243,12 @@ class Call:
     """One call.
 
     Attributes:
-        item: what the caller gave.
-        due: loop time from which it need not wait for others.
-        context: the caller's.
-        queue: where it waits, or has waited.
-        future: what its caller waits on.
-        batch: the one that it belongs to; None while it waits.
+        item: the argument.
+        due: loop time until which the call waits for others.
+        context: the caller's context.
+        queue: the queue that the call waits in, or has waited in.
+        future: the future that the caller awaits.
+        batch: the call's batch; None while the call waits.
     """
 
     __slots__ = ("batch", "context", "due", "future", "item", "queue")
@@ -263,9 +262,9 @@ class Call:
         self.batch: Batch | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error at the caller."""
+        """Raise an error in the caller."""
         if isinstance(error, StopIteration):
-            # No future takes it, and out of a coroutine it comes as this.
+            # A future refuses StopIteration; a coroutine would raise this.
             cause, error = error, RuntimeError("the batch raised StopIteration")
             error.__cause__ = cause
         self.future.set_exception(error)
@@ -275,9 +274,9 @@ class Batch:
     """Calls that are answered together.
 
     Attributes:
-        calls: in the order in which they came; none when it has ended.
-        task: runs the user's function; None when it has ended.
-        has_suspended: whether the function has left the loop to others.
+        calls: in order of arrival; empty when the batch has ended.
+        task: runs the user's function; None when the batch has ended.
+        has_suspended: whether the function has yielded to the event loop.
     """
 
     __slots__ = ("calls", "has_suspended", "task")
@@ -290,16 +289,16 @@ class Batch:
             call.batch = self
 
     def awaited(self) -> list[Call]:
-        """Return the calls whose callers wait for an answer."""
+        """Return the calls whose callers still wait."""
         return [call for call in self.calls if not call.future.done()]
 
     def items(self) -> list[Any]:
-        """Return what is still asked for."""
+        """Drop the calls whose callers have gone; return the items of the others."""
         self.calls = self.awaited()
         return [call.item for call in self.calls]
 
     def answer(self, results: Sequence[Any]) -> None:
-        """Give each caller his result, or raise his exception in its place."""
+        """Give each caller its result, or raise the exception in its place."""
         for call, result in zip(self.calls, results, strict=True):
             if call.future.done():
                 continue
@@ -309,26 +308,26 @@ class Batch:
                 call.future.set_result(result)
 
     def fail(self, error: BaseException) -> bool:
-        """Raise it at every caller; False if there is none left to hear it."""
+        """Raise the error in every caller; return False if no caller is left."""
         awaited = self.awaited()
         for call in awaited:
             call.fail(error)
         return bool(awaited)
 
-    def note_turn(self) -> None:
-        """The loop has come to what was due after the function began."""
+    def note_suspended(self) -> None:
+        """Note that the loop ran a callback queued after the function began."""
         self.has_suspended = True
 
 
 class BatchQueue:
-    """What is called on one instance and one event loop.
+    """The calls on one instance and one event loop.
 
-    It is kept by the calls that wait in it and by its batches, and by nothing else:
-    with the last of them it goes, and so may the instance.
+    Only its waiting calls and its batches hold a reference to the queue. When the last
+    of them ends the queue goes, and so may the instance.
     """
 
     __slots__ = (
-        *("__weakref__", "_alarm", "_batching", "_instance", "_running", "_waiting"),
+        *("__weakref__", "_timer", "_batching", "_instance", "_running", "_waiting"),
         "loop",
     )
 
@@ -340,10 +339,10 @@ class BatchQueue:
         self._instance = instance
         self._waiting: dict[Call, None] = {}
         self._running: set[Batch] = set()
-        self._alarm: asyncio.Handle | None = None
+        self._timer: asyncio.Handle | None = None
 
     def take(self, item: object) -> Call:
-        """Take a call; a batch that it fills starts at once, if it may."""
+        """Add a call; if it fills a batch, start the batch unless too many run."""
         batching, waiting = self._batching, self._waiting
         due = self.loop.time() + batching.max_wait if batching.max_wait else 0.0
         call = Call(self, item, due)
@@ -351,15 +350,12 @@ class BatchQueue:
         if len(self._running) < batching.max_concurrency:
             if len(waiting) >= batching.max_size:
                 self._start()
-            elif self._alarm is None:
-                self._set_alarm(due)
+            elif self._timer is None:
+                self._set_timer(due)
         return call
 
     def withdraw(self, call: Call) -> None:
-        """Its caller goes without a result, whatever the cause.
-
-        With the last of its callers a batch is cancelled.
-        """
+        """Remove a call whose caller has gone; cancel a batch without callers."""
         if self.loop.is_closed():
             return
         call.future.cancel()  # the caller's coroutine may have been closed
@@ -370,7 +366,7 @@ class BatchQueue:
             return
         self._waiting.pop(call, None)
         if not self._waiting:
-            self._unset_alarm()
+            self._cancel_timer()
 
     def _start(self) -> None:
         waiting = self._waiting
@@ -380,14 +376,14 @@ class BatchQueue:
         for call in calls:
             del waiting[call]
         if not waiting:
-            self._unset_alarm()
+            self._cancel_timer()
         if not calls:
             return
         batch = Batch(calls)
         self._running.add(batch)
         batch.task = self.loop.create_task(self._run(batch), context=calls[0].context)
         batch.task.add_done_callback(partial(self._end, batch))
-        self.loop.call_soon(batch.note_turn)
+        self.loop.call_soon(batch.note_suspended)
 
     async def _run(self, batch: Batch) -> None:
         import asyncio
@@ -400,48 +396,48 @@ class BatchQueue:
         try:
             results = await batching.function(*bound, items)
             if batch.has_suspended and len(self._waiting) >= batching.max_size:
-                # Its work is done elsewhere, in a thread or on a device, which need
-                # not idle while callers are woken: they go after the loop has polled,
-                # since then a thread gets the interpreter. Where the function holds
-                # the loop instead, callers go first: see `_end`.
+                # The work is done elsewhere, in a thread or on a device, which should
+                # not idle while callers are woken. So callers are woken after the
+                # loop has polled, because a thread gets the interpreter then. If the
+                # function blocks the loop instead, callers go first: see `_end`.
                 self._start()
                 await asyncio.sleep(0)
             batch.answer(batching.check(results, len(batch.calls)))
         except (GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:
-            # As long as there are callers it is theirs, also if it ends the loop.
+            # The error belongs to the callers, also if it would end the loop.
             if not batch.fail(error):
                 raise
 
     def _end(self, batch: Batch, task: asyncio.Task[None]) -> None:
-        """Go on; callers were woken before this, and may have called again."""
+        """Start the next batch; callers were woken first and may have called again."""
         self._running.discard(batch)
         if task.cancelled():
             for call in batch.calls:
                 call.future.cancel()
-        # They would keep each other, and with them results and frames.
+        # Breaks a cycle that would keep results and frames.
         batch.calls, batch.task = [], None
         if self._waiting:
-            self._look(self.loop.time())
+            self._start_due(self.loop.time())
 
-    def _look(self, now: float) -> None:
-        """Start what is due, and look again when more will be."""
+    def _start_due(self, now: float) -> None:
+        """Start the batches that are due, and set the timer for the next one."""
         batching, waiting = self._batching, self._waiting
-        self._unset_alarm()
+        self._cancel_timer()
         while waiting and len(self._running) < batching.max_concurrency:
             due = next(iter(waiting)).due
             if len(waiting) < batching.max_size and due > now:
-                self._set_alarm(due)
+                self._set_timer(due)
                 break
             self._start()
 
-    def _set_alarm(self, due: float) -> None:
-        # A loop may wake a little early, and uvloop counts whole milliseconds: what
-        # it wakes for is due by definition.
-        self._alarm = self.loop.call_at(due, self._look, due)
+    def _set_timer(self, due: float) -> None:
+        # A loop may wake a little early, and uvloop counts whole milliseconds: the
+        # call is due by definition when the timer fires.
+        self._timer = self.loop.call_at(due, self._start_due, due)
 
-    def _unset_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

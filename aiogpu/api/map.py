@@ -1,15 +1,15 @@
-"""What `f.map(...)` gives: results one by one, while a bounded number of calls is out.
+"""`f.map(...)`: results one by one, with a bounded number of calls in flight.
 
-A result is *ahead* from its call until the loop takes it, so a slow loop holds back
-what is read and what runs. The window keeps the calls that are ahead; it does not know
-the `Results` that are the user's, so that dropping those stops the work.
+A call is *ahead* from its submission until the loop takes its result, so a slow loop
+holds back both the input and the work. The window keeps the calls that are ahead. It
+holds no reference to the user's `Results`, so that dropping those stops the work.
 
-With `chunk="auto"` a call shall take about `TARGET` seconds, so that what it costs by
-itself does not count. The first has one item, and as results tell what an item takes,
-those that follow have more. What an item takes is its time in the worker, and on this
-loop for pickling it and unpickling its result: so large items make small chunks. A
-chunk that takes much longer than was expected ends early, and the rest of it is called
-again. This file imports asyncio, so it is itself imported late.
+With `chunk="auto"` a call should take about `TARGET` seconds, so that the cost of the
+call itself is negligible. The first call has one item; later ones have more, by the
+measured time of an item. That time includes pickling the item and unpickling its
+result on this loop, so large items make small chunks. A chunk that takes much longer
+than expected ends early, and its remaining items are submitted again. This module
+imports asyncio, so it is itself imported late.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.wire.messages import Failed
 
 TARGET: Final = 0.004
-"""Seconds that a call shall take: a call costs up to 0.1 ms by itself."""
+"""Seconds that a call should take: a call costs up to 0.1 ms by itself."""
 
 
 LONGEST: Final = 0.05
-"""Seconds after which a call of an automatic size ends early."""
+"""Seconds after which a call with an automatic size ends early."""
 
 
 MOST: Final = 10_000
-"""Items in a call of an automatic size."""
+"""Items in a call with an automatic size, at most."""
 
 
 CALLS: Final = 256
-"""Calls ahead where the user names no limit; see `map.DEFAULT_LIMIT`."""
+"""Calls ahead if the user gives no limit; see `DEFAULT_LIMIT`."""
 
 
 SHARE: Final = 16
-"""Calls of an automatic size that a named limit has room for, at least."""
+"""Calls with an automatic size that fit in the user's limit, at least."""
 
 
 FIRST: Final = 1
-"""Items in the first call of an automatic size."""
+"""Items in the first call with an automatic size."""
 
 
 GROWTH: Final = 4
-"""How many times more items than those that were measured the next call may have."""
+"""How many times as many items as the measured call the next call may have."""
 
 
 class Sizes:
-    """How many items the next chunk has.
+    """Chooses the number of items of the next chunk.
 
     Attributes:
         size: that number.
@@ -78,10 +78,10 @@ class Sizes:
         self._each: float | None = None
 
     def note(self, count: int, seconds: float) -> None:
-        """So many items took so long."""
+        """Note that `count` items took `seconds`."""
         each = seconds / count
         if self._each is None or each > self._each:
-            # One that is slower is believed at once: a chunk must not be too long.
+            # A slower item counts in full at once: a chunk must not take too long.
             self._each = each
         else:
             self._each += (each - self._each) / 4
@@ -91,10 +91,10 @@ class Sizes:
 
 
 class Chunker:
-    """Makes calls of items, and opens what they give.
+    """Submits items in chunks, and unpacks the results of chunks.
 
     Attributes:
-        partial: items that wait for others to go with.
+        partial: items that wait until their chunk is full.
     """
 
     def __init__(self, remote: Any, chunk: int | Literal["auto"], most: int) -> None:
@@ -107,11 +107,11 @@ class Chunker:
 
     @property
     def size(self) -> int:
-        """How many items the next chunk has."""
+        """The number of items of the next chunk."""
         return self._fixed or self._sizes.size
 
     def send(self, items: tuple[Any, ...]) -> Handle[Any]:
-        """Call with some items; raises what `.remote()` raises."""
+        """Submit a chunk; raises what `.remote()` raises."""
         begun = perf_counter()
         handle: Handle[Any] = self._remote._remote_chunk((self._seconds, *items))
         self._sent[handle] = items, perf_counter() - begun
@@ -120,17 +120,17 @@ class Chunker:
     def open(
         self, handle: Handle[Any]
     ) -> tuple[list[Any], Exception | None, list[Handle[Any]]]:
-        """Look at a call that has ended; raises its error if all of it has failed.
+        """Unpack a chunk that has ended; raises its error if no item has a result.
 
         Returns:
-            The results; the error that comes after them; and the calls that were made
-            of items that are still to be called.
+            The results, the error that comes after them, and the calls submitted for
+            the items that remain.
         """
         items, seconds = self._sent.pop(handle, ((), 0.0))
         begun = perf_counter()
         result = handle.result()
         if not items:
-            return [result], None, []  # one that was tried again
+            return [result], None, []  # the retry of a single item
         outcome = ChunkOutcome(*result)
         seconds += outcome.seconds + perf_counter() - begun
         done = len(outcome.values)
@@ -156,10 +156,10 @@ class Chunker:
 
 
 def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | None:
-    """A chunk's size; None if each item is a call of its own.
+    """Check the size of chunks; return None if each item is a call of its own.
 
     Raises:
-        OptionError: it is ill-valued, or there is no room for it.
+        OptionError: the size is invalid, or exceeds the limit.
     """
     if chunk is None or chunk == "auto":
         return chunk
@@ -184,33 +184,33 @@ class TakesOne(Protocol[X_contra, R]):
 
     @property
     def __name__(self) -> str:
-        """How errors call it."""
+        """The name in errors."""
 
     def remote(self, argument: X_contra, /) -> Handle[R]:
         """Start the call."""
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
-        """Start a call of a `worker.chunk.Chunk` of it, with these arguments."""
+        """Start a call of its `worker.chunk.Chunk` with these arguments."""
 
 
 SLICE: Final = 4096
-"""Items that are read in one turn of the loop, where they are sent in chunks."""
+"""Items that are read in one iteration of the event loop, if sent in chunks."""
 
 
 FILL_TIME: Final = 0.005
-"""Seconds that the first item of a chunk waits for an async iterable's others."""
+"""Seconds that the first item of a chunk waits for more of an async iterable."""
 
 
 _NOTHING: Final = object()
 
 
 class MapWindow(LoopSource, Generic[R]):
-    """The calls that are ahead of the loop, and what is read for more of them.
+    """The calls that are ahead of the loop, and the input for more calls.
 
     Attributes:
-        ahead: calls that were started and whose result was not taken.
-        waiter: set when the asyncio task that waits shall look again.
-        reader: reads an async iterable; a plain one is read as results are taken.
+        ahead: calls whose result was not taken.
+        waiter: settled when the asyncio task that waits should call `take` again.
+        reader: the task that reads an async iterable; `take` reads a plain one.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class MapWindow(LoopSource, Generic[R]):
         self._start = start
         self._is_ordered = is_ordered
         self._chunker = chunker
-        self._is_behind = False
+        self._has_more = False
         self._filling: asyncio.TimerHandle | None = None
         self._plain: Iterator[Any] | None = None
         self._async: AsyncIterable[Any] | None = None
@@ -245,25 +245,25 @@ class MapWindow(LoopSource, Generic[R]):
             self._plain = _iterator(iterable)
         self._error: BaseException | None = None
         self._room: asyncio.Future[None] | None = None
-        # Whose turn it is: by input all of them, or those that have ended.
+        # The next results: all calls in order of the input, or those that have ended.
         self._queue: deque[Handle[R]] = deque()
         self._unended: dict[Handle[R], None] = {}
 
     @property
     def is_through(self) -> bool:
-        """True if no further result will come."""
+        """True if there are no further results."""
         return not self.ahead and self._plain is None and self._async is None
 
     def take(self) -> Handle[R] | None:
-        """Start what there is room for; gives a handle that has ended, if it may.
+        """Start calls while there is room; return the next handle that has ended.
 
         Raises:
-            BaseException: what the iterable or `.remote()` raised.
+            BaseException: the error of the iterable or of `.remote()`.
         """
         if self._plain is not None:
             self._read()
         elif self._async is not None and self.reader is None:
-            self.reader = self.loop.create_task(self._read_on(self._async))
+            self.reader = self.loop.create_task(self._read_async(self._async))
         if self._error is not None:
             raise self._error
         queue = self._queue
@@ -274,18 +274,18 @@ class MapWindow(LoopSource, Generic[R]):
         return queue.popleft()
 
     def release(self, count: int) -> None:
-        """So many results were taken."""
+        """Note that `count` results were taken."""
         self.ahead -= count
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
     def open(self, handle: Handle[Any]) -> tuple[list[Any], Exception | None]:
-        """The results of a chunk that was taken, and the error that comes after them.
+        """Return the results of a chunk, and the error that comes after them.
 
-        They count as ahead until they are released.
+        The results count as ahead until they are released.
 
         Raises:
-            Exception: what the whole chunk has failed with.
+            Exception: the error of the whole chunk.
         """
         assert self._chunker is not None
         values, error, calls = self._chunker.open(handle)
@@ -296,10 +296,10 @@ class MapWindow(LoopSource, Generic[R]):
                 self._post(call)
         return values, error
 
-    async def news(self) -> None:
-        """Wait until `take` may give another answer."""
+    async def wait_for_change(self) -> None:
+        """Wait until `take` may return something else."""
         self.waiter = self.loop.create_future()
-        if self._is_behind:
+        if self._has_more:
             self.loop.call_soon(self.notify)
         if self._is_ordered and self._queue:
             self._queue[0].add_done_callback(self.notify)
@@ -314,14 +314,14 @@ class MapWindow(LoopSource, Generic[R]):
         if chunker is None:
             return self.ahead < self.limit  # type: ignore[operator]
         if chunker.partial:
-            return True  # it was there when the first of these was read
+            return True  # room was checked when its first item was read
         if self.limit is None:
             return len(self._queue) + len(self._unended) < CALLS
         return self.ahead + chunker.size <= self.limit
 
     def _read(self) -> None:
         assert self._plain is not None
-        self._is_behind = False
+        self._has_more = False
         until = None if self._chunker is None else self.ahead + SLICE
         while self._has_room:
             item = next(self._plain, _NOTHING)
@@ -331,15 +331,15 @@ class MapWindow(LoopSource, Generic[R]):
                 return
             self._submit(item)
             if self.ahead == until:
-                self._is_behind = True
+                self._has_more = True
                 return
 
-    async def _read_on(self, iterable: AsyncIterable[Any]) -> None:
+    async def _read_async(self, iterable: AsyncIterable[Any]) -> None:
         """Read an async iterable while there is room, until the window closes."""
         try:
             async for item in iterable:
                 if self.is_over:
-                    break  # it has caught its CancelledError and goes on
+                    break  # the iterable caught its CancelledError and goes on
                 self._submit(item)
                 while not self._has_room:
                     self._room = self.loop.create_future()
@@ -370,7 +370,7 @@ class MapWindow(LoopSource, Generic[R]):
             self._filling = self.loop.call_later(FILL_TIME, self._flush_late)
 
     def _flush(self) -> None:
-        """Send the items that wait for others."""
+        """Submit the items that wait for a full chunk."""
         if self._filling is not None:
             self._filling.cancel()
             self._filling = None
@@ -383,7 +383,7 @@ class MapWindow(LoopSource, Generic[R]):
     def _flush_late(self) -> None:
         try:
             self._flush()
-        except Exception as error:  # noqa: BLE001 - whoever takes results raises it
+        except Exception as error:  # noqa: BLE001 - `take` raises it
             self._error = error
             self.notify()
 
@@ -403,7 +403,7 @@ class MapWindow(LoopSource, Generic[R]):
             self.notify()
 
     def cancel(self) -> None:
-        """Cancel what is ahead, the newest first: none starts in another's place."""
+        """Cancel the calls ahead, newest first, so that none starts meanwhile."""
         if self.is_over:
             return
         self.is_over = True
@@ -419,14 +419,14 @@ class MapWindow(LoopSource, Generic[R]):
         if self.reader is not None:
             self.reader.cancel()
         for handle in reversed(handles):
-            # On one that has ended it only says that its error may go unheard.
+            # For a call that has ended this marks its error as retrieved.
             handle.cancel()
         self.notify()
 
 
 def _iterator(iterable: Iterable[Any]) -> Iterator[Any]:
     if hasattr(iterable, "__await__"):
-        # A handle has an `__iter__` too, which is not meant for loops.
+        # A handle has an `__iter__` too, which is not meant for `for` loops.
         raise MisuseError(
             f"map() was given {iterable!r}, whose value is still to come; write "
             f"`await` before it."
@@ -441,17 +441,17 @@ def _iterator(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 DEFAULT_LIMIT: Final = 256
-"""Calls ahead where the user names no limit. Enough that every slot of a node with a
-hundred cores has a task and as many wait, few enough to hold in memory; on two cores
-calls that do nothing come no faster with four times as many."""
+"""Calls ahead if the user gives no limit. Enough for a task on each slot of a node with
+a hundred cores and as many in the queue, few enough to hold in memory. On two cores,
+four times as many make empty calls no faster."""
 
 
 class Results(IteratedOnLoop, IteratedOnce[R]):
     """The results of `f.map(...)`, by `async for`; made by `RemoteFunction.map`.
 
-    `async with f.map(...) as results:` stops what is still running at the end of its
-    block. Without it that happens when the last reference to them goes, which in
-    `async for r in f.map(...)` is when the loop is left.
+    `async with f.map(...) as results:` stops calls that still run at the end of its
+    block. Otherwise they are stopped when the last reference to the results goes, for
+    `async for r in f.map(...)` at the end of the loop.
     """
 
     THROUGH = "have been iterated to their end"
@@ -469,7 +469,7 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
         self._name = remote.__name__
         _check_returns(remote)
         self._values: Iterator[R] = iter(())
-        self._held = 0
+        self._unreleased = 0
         self._error: Exception | None = None
         if limit is not None:
             allowed = f"a whole number of calls, 1 or more, or None for {DEFAULT_LIMIT}"
@@ -507,10 +507,10 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
             iter(self)
 
     def __len__(self) -> int:
-        """Return how many results there are in all, those that were taken included.
+        """Return the number of all results, including those already taken.
 
         Raises:
-            TypeError: what is mapped over has no length.
+            TypeError: the iterable has no length.
         """
         if self._total is None:
             raise TypeError(
@@ -530,20 +530,20 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
         try:
             while True:
                 if self._is_chunked:  # all results of the last chunk were taken
-                    window.release(self._held)
-                    self._held = 0
+                    window.release(self._unreleased)
+                    self._unreleased = 0
                     if self._error is not None:
                         raise self._error
                 handle = window.take()
                 if handle is None:
                     if window.is_through:
                         break
-                    await window.news()
+                    await window.wait_for_change()
                 elif not self._is_chunked:
                     return handle.result()
                 else:
                     values, self._error = window.open(handle)
-                    self._held = len(values)
+                    self._unreleased = len(values)
                     self._values = iter(values)
                     for value in self._values:
                         return value
@@ -563,7 +563,7 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
             ) from error
 
     def _check(self) -> None:
-        """Raise what is to be, if there can be no next result."""
+        """Raise if there can be no next result."""
         if self._ended is not None:
             if self._ended in (self.THROUGH, self.CLOSED):
                 raise StopAsyncIteration
@@ -571,10 +571,10 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
         self._check_alone(f"result of {self._name}")
 
     async def aclose(self) -> None:
-        """Stop what is still running, as `handle.cancel()` does; idempotent.
+        """Cancel the calls that still run; idempotent.
 
-        Returns when an async iterable has left what it was awaiting. A loop over
-        these results in another asyncio task ends.
+        Returns when the reader of an async iterable has ended. A loop over these
+        results in another asyncio task ends.
         """
         self._end(self.CLOSED)
         reader = self._window.reader
@@ -584,7 +584,7 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
     def _end(self, how: str) -> None:
         super()._end(how)
         self._values = iter(())
-        self._held = 0
+        self._unreleased = 0
         self._error = None
 
     def _refuse(self) -> NoReturn:

@@ -185,7 +185,7 @@ async def test_leaving_a_map_cancels_what_is_ahead(paper: Paper) -> None:
         assert await taking == "A"
     assert [link.cancelled for link in paper.links] == [1, 1]
     await turns()
-    assert pool._tie.scheduler._calls == 0
+    assert pool._finalizer.scheduler._calls == 0
 
 
 # When its actors are ready, and when they end.
@@ -309,7 +309,7 @@ async def test_closing_while_one_is_to_be_replaced(paper: Paper) -> None:
     paper.links[0].end()
     await turns()
     await pool.aclose()
-    crew = pool._tie.scheduler
+    crew = pool._finalizer.scheduler
     crew._not_before = 0.0
     crew._fill()
     assert len(paper.links) == 1

@@ -205,7 +205,7 @@ async def test_it_shrinks_when_there_is_nothing_to_do(paper: Paper) -> None:
 async def test_of_those_that_may_go_the_last_go_first(paper: Paper) -> None:
     pool = await ready_pool(paper, 4, min_size=2, idle_after=IDLE_AFTER)
     now = asyncio.get_running_loop().time()
-    for member in pool._tie.scheduler._members:
+    for member in pool._finalizer.scheduler._actors:
         member.idle_since = now
     while len(pool) > 2:
         await asyncio.sleep(0)
@@ -314,7 +314,7 @@ async def test_where_none_lives_to_answer_it_is_tried_later_and_later(
 ) -> None:
     loop = asyncio.get_running_loop()
     pool: Any = aiogpu.ActorPool(paper.make, 1)
-    crew = pool._tie.scheduler
+    crew = pool._finalizer.scheduler
     pauses = []
     for attempt in range(1, 10):
         before = loop.time()
@@ -377,7 +377,7 @@ async def test_an_actor_that_cannot_be_made_is_tried_again(
     assert caught.value.__cause__ is paper.refuses
     assert "a pool cannot make another actor" in caplog.messages
     paper.refuses = None
-    pool._tie.scheduler._not_before = 0.0
+    pool._finalizer.scheduler._not_before = 0.0
     call(pool)
     assert paper.loads == [1, 1]
 
@@ -429,7 +429,7 @@ async def test_its_counts_are_right_whatever_happens(paper: Paper, seed: int) ->
 
     chance = Random(seed)
     pool = await ready_pool(paper, 2, min_size=1, max_size=5, idle_after=0)
-    crew = pool._tie.scheduler
+    crew = pool._finalizer.scheduler
     handles: list[Any] = []
     for _ in range(300):
         what = chance.random()
@@ -451,7 +451,7 @@ async def test_its_counts_are_right_whatever_happens(paper: Paper, seed: int) ->
         else:
             paper.live()
         await turns(chance.randint(0, 3))
-        members = crew._members
+        members = crew._actors
         assert [each.number for each in members] == sorted(
             {each.number for each in members}
         )
@@ -461,13 +461,13 @@ async def test_its_counts_are_right_whatever_happens(paper: Paper, seed: int) ->
     await turns()
     unanswered = sum(not handle.done() for handle in handles)
     assert crew._calls == unanswered
-    assert sum(member.calls for member in crew._members) <= unanswered
+    assert sum(member.calls for member in crew._actors) <= unanswered
     for handle in handles:
         handle.cancel()
     await turns()
     assert crew._calls == 0
-    assert {member.calls for member in crew._members} <= {0}
-    pool._tie.scheduler.close(at_once=True)
+    assert {member.calls for member in crew._actors} <= {0}
+    pool._finalizer.scheduler.close(at_once=True)
     await heard(handles)
 
 

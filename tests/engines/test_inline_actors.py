@@ -557,8 +557,8 @@ async def test_pools_and_batches(node: aiogpu.types.Node) -> None:
     async with aiogpu.ActorPool(cls, 2) as pool:
         counts = [count async for count in pool.add.map([1] * 10)]
         assert sorted(counts) == sorted([*range(1, 6), *range(1, 6)])
-        aiogpu.kill(pool._tie.scheduler._members[0].handle)
-        await until(lambda: pool._tie.scheduler.deaths == 1)
+        aiogpu.kill(pool._finalizer.scheduler._actors[0].handle)
+        await until(lambda: pool._finalizer.scheduler.deaths == 1)
         assert await pool.add.remote() in (1, 6)
         assert len(pool) == 2
 

@@ -1,10 +1,10 @@
 """`ActorPool`: several actors of one class that are called as if they were one.
 
-`PoolScheduler` says which of them takes the next call, when one is made and when it
-goes. An actor is lent no more once it has died, and another one takes its number. Where
-actors die before they have answered anything, the next is made later and later. It does
-not know the pool that is the user's, so that dropping the pool ends it. Light on
-purpose: user modules bring this file into every worker, so asyncio is imported late.
+`PoolScheduler` chooses the actor for the next call, and creates and removes actors. A
+dead actor is replaced under its number; if actors die before their first answer, the
+scheduler backs off exponentially. The scheduler holds no reference to the user's pool,
+so that dropping the pool ends the actors. User modules import this file in every
+worker: it must stay light, so asyncio is imported late.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 
 
 class PoolLimits(NamedTuple):
-    """How many actors there are.
+    """How many actors a pool has.
 
     Attributes:
-        size: at first.
-        least: when there is nothing to do.
-        most: when there is much.
-        target: unanswered calls that each may have before another actor is made.
-        idle_after: seconds without a call after which one goes.
+        size: actors at first.
+        least: actors at least.
+        most: actors at most.
+        target: unanswered calls per actor above which another actor is created.
+        idle_after: seconds without a call after which an actor is removed.
     """
 
     size: int
@@ -71,19 +71,19 @@ class PoolLimits(NamedTuple):
 
 
 class PoolActor:
-    """One actor of the scheduler.
+    """One actor of a pool.
 
     Attributes:
-        number: its place; the lowest that was free.
-        handle: to it.
-        link: what the handle holds.
-        ended: settled when its process has ended.
-        calls: of the pool's that it has not answered.
-        idle_since: loop time of its last answer, or of its coming to life.
-        is_ready: whether its constructor has returned.
-        has_been_ready: whether it ever has.
-        has_answered: whether it has answered a call.
-        on_answer: told of each call's end.
+        number: the lowest number that was free.
+        handle: the actor's handle.
+        link: the link that the handle holds.
+        ended: settled when the actor's process has ended.
+        calls: unanswered calls of the pool.
+        idle_since: loop time of the last answer, or when the actor became ready.
+        is_ready: whether the constructor has returned.
+        has_been_ready: whether the actor was ready at any time.
+        has_answered: whether the actor has answered a call.
+        on_answer: called at the end of each call.
     """
 
     __slots__ = (
@@ -105,18 +105,18 @@ class PoolActor:
 
     @property
     def is_idle(self) -> bool:
-        """True if it is ready and has answered all calls."""
+        """True if the actor is ready and has no unanswered call."""
         return self.is_ready and not self.calls
 
 
 LONGEST_PAUSE: Final = 60.0
-"""Seconds between two attempts, when none of the actors made lives to answer."""
+"""Seconds between two attempts, at most, while actors die before they answer."""
 
 
 def _when_done(handle: Any, call: Callable[[Any], object]) -> None:
     from asyncio import Future
 
-    # That of a handle would count as somebody who waits for it.
+    # The method of a handle would count as a waiter for its result.
     Future.add_done_callback(handle, call)
 
 
@@ -133,13 +133,13 @@ _number: Final = attrgetter("number")
 
 
 class PoolScheduler:
-    """The actors of a pool; see above.
+    """Creates, calls and removes the actors of one pool.
 
     Attributes:
-        interface: of the actors' class; None before the first, if a function makes
-            them.
-        loop: on which it is called.
-        is_closed: no call is taken any more.
+        interface: the interface of the actors' class; None before the first actor, if
+            a function creates them.
+        loop: the event loop of all calls.
+        is_closed: whether calls are refused.
         deaths: how many actors have died.
     """
 
@@ -156,52 +156,52 @@ class PoolScheduler:
         self.deaths = 0
         self._make = make
         self._bounds = bounds
-        self._members: list[PoolActor] = []
+        self._actors: list[PoolActor] = []
         self._takers: list[PoolActor] = []
         self._leaving: set[PoolActor] = set()
         self._calls = 0
         self._last_death: BaseException | None = None
-        self._fruitless = 0
+        self._failures = 0
         self._not_before = 0.0
-        self._idle_alarm: asyncio.TimerHandle | None = None
-        self._hire_alarm: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._create_timer: asyncio.TimerHandle | None = None
         self._starting: list[asyncio.Future[None]] = []
         try:
             for _ in range(bounds.size):
-                self._hire()
+                self._create_actor()
         except BaseException:
             self.close(at_once=True)
             raise
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._actors)
 
     def __repr__(self) -> str:
-        ready = sum(member.is_ready for member in self._members)
+        ready = sum(actor.is_ready for actor in self._actors)
         state = "closed, " if self.is_closed else ""
         return (
-            f"{state}{len(self._members)} actors, {ready} ready, {self._calls} calls, "
+            f"{state}{len(self._actors)} actors, {ready} ready, {self._calls} calls, "
             f"{self.deaths} died"
         )
 
     @property
     def name(self) -> str:
-        """What errors call the actors."""
+        """The name of the actors in errors."""
         return "actors" if self.interface is None else self.interface.name
 
-    # Calls.
+    # Calls
 
     def take(self) -> PoolActor:
-        """The member that is to be called next; an actor is made if there are too few.
+        """Choose the actor for the next call; create one more if all are busy.
 
         Raises:
             MisuseError: the pool is closed.
-            ActorDiedError: all have died, and it is too early to make another one.
+            ActorDiedError: all actors have died, and the back-off has not passed.
         """
         if self.is_closed:
             raise self._closed()
-        members, bounds = self._members, self._bounds
-        if not members:
+        actors, bounds = self._actors, self._bounds
+        if not actors:
             left = self._not_before - self.loop.time()
             if left > 0:
                 raise ActorDiedError(
@@ -210,47 +210,47 @@ class PoolScheduler:
                     f"{left:.0f} s.",
                     self.name,
                 ) from self._last_death
-            self._hire()
-        member = min(self._takers, key=_calls)
+            self._create_actor()
+        actor = min(self._takers, key=_calls)
         if (
-            len(members) < bounds.most
-            and member.calls >= bounds.target
-            and self._calls >= bounds.target * len(members)
+            len(actors) < bounds.most
+            and actor.calls >= bounds.target
+            and self._calls >= bounds.target * len(actors)
             and self.loop.time() >= self._not_before
         ):
-            self._hire()
-        return member
+            self._create_actor()
+        return actor
 
     def _closed(self) -> MisuseError:
         error = MisuseError(f"the pool of {self.name} is closed and takes no calls.")
         error.__cause__ = self._last_death
         return error
 
-    def watch(self, member: PoolActor, handle: Handle[Any]) -> None:
+    def watch(self, actor: PoolActor, handle: Handle[Any]) -> None:
         """Count a call until it ends."""
-        member.calls += 1
+        actor.calls += 1
         self._calls += 1
-        _when_done(handle, member.on_answer)
+        _when_done(handle, actor.on_answer)
 
-    def _on_answer(self, member: PoolActor, handle: Handle[Any]) -> None:
-        member.calls -= 1
+    def _on_answer(self, actor: PoolActor, handle: Handle[Any]) -> None:
+        actor.calls -= 1
         self._calls -= 1
-        if not member.calls:
-            member.idle_since = self.loop.time()
-            self._arm()
+        if not actor.calls:
+            actor.idle_since = self.loop.time()
+            self._set_idle_timer()
         if handle.cancelled():
             return
-        # Looked at so that asyncio still tells of an error that nobody hears.
+        # Reads the attribute, so that asyncio still reports an error nobody retrieves.
         if isinstance(handle._exception, ActorDiedError):
-            if member.is_ready:
-                self._doubt(member)
-        elif not member.has_answered:
-            member.has_answered = True
-            self._fruitless = 0
+            if actor.is_ready:
+                self._check_alive(actor)
+        elif not actor.has_answered:
+            actor.has_answered = True
+            self._failures = 0
 
-    # Comings and goings.
+    # Creating and removing actors
 
-    def _hire(self) -> None:
+    def _create_actor(self) -> None:
         handle = self._make()
         if not isinstance(handle, ActorHandle):
             raise MisuseError(
@@ -258,88 +258,88 @@ class PoolScheduler:
                 f"actor's handle, as `lambda: Model.remote('large')` does."
             )
         self.interface = handle._link.interface
-        taken = {member.number for member in self._members}
+        taken = {actor.number for actor in self._actors}
         number = next(number for number in count() if number not in taken)
-        member = PoolActor(number, handle)
-        member.on_answer = partial(self._on_answer, member)
-        insort(self._members, member, key=_number)
-        _when_done(member.ended, partial(self._on_ended, member))
-        self._doubt(member)
+        actor = PoolActor(number, handle)
+        actor.on_answer = partial(self._on_answer, actor)
+        insort(self._actors, actor, key=_number)
+        _when_done(actor.ended, partial(self._on_ended, actor))
+        self._check_alive(actor)
 
-    def _doubt(self, member: PoolActor) -> None:
-        """Give it no calls until it says that it lives, or why it does not."""
-        member.is_ready = False
-        self._sort()
+    def _check_alive(self, actor: PoolActor) -> None:
+        """Send the actor no calls until it reports that it is alive, or its error."""
+        actor.is_ready = False
+        self._choose_takers()
         try:
-            ready = member.link.ready()
+            ready = actor.link.ready()
         except NodeError as error:
-            # There is nobody to be asked any more.
-            self._lose(member, error)
+            # There is no node left to ask.
+            self._remove_dead(actor, error)
             return
-        _when_done(ready, partial(self._on_ready, member))
+        _when_done(ready, partial(self._on_ready, actor))
 
-    def _sort(self) -> None:
-        """Calls go to those that are ready; where none is, to those that will be."""
-        ready = [member for member in self._members if member.is_ready]
-        self._takers = ready or self._members[:]
+    def _choose_takers(self) -> None:
+        """Choose who gets calls: the ready actors, or all if none is ready."""
+        ready = [actor for actor in self._actors if actor.is_ready]
+        self._takers = ready or self._actors[:]
 
-    def _on_ready(self, member: PoolActor, handle: Handle[None]) -> None:
+    def _on_ready(self, actor: PoolActor, handle: Handle[None]) -> None:
         if handle.cancelled():
             return
         error = handle.exception()
         if error is not None:
-            self._lose(member, error)
+            self._remove_dead(actor, error)
             return
-        member.is_ready = member.has_been_ready = True
-        member.idle_since = self.loop.time()
-        self._sort()
-        self._arm()
-        self._tell_starting()
+        actor.is_ready = actor.has_been_ready = True
+        actor.idle_since = self.loop.time()
+        self._choose_takers()
+        self._set_idle_timer()
+        self._settle_starting()
 
-    def _on_ended(self, member: PoolActor, handle: Handle[None]) -> None:
-        self._leaving.discard(member)
-        if member in self._members and not handle.cancelled():
-            # Why, it says to whoever asks whether it is ready.
+    def _on_ended(self, actor: PoolActor, handle: Handle[None]) -> None:
+        self._leaving.discard(actor)
+        if actor in self._actors and not handle.cancelled():
+            # The cause comes with the answer of `link.ready()`.
             handle.exception()
-            self._doubt(member)
+            self._check_alive(actor)
 
-    def _lose(self, member: PoolActor, error: BaseException) -> None:
-        if self.is_closed or member not in self._members:
+    def _remove_dead(self, actor: PoolActor, error: BaseException) -> None:
+        if self.is_closed or actor not in self._actors:
             return
-        self._members.remove(member)
-        if not member.ended.done():
-            self._leaving.add(member)
-        self._sort()
+        self._actors.remove(actor)
+        if not actor.ended.done():
+            self._leaving.add(actor)
+        self._choose_takers()
         self.deaths += 1
         self._last_death = error
-        self._tell_starting(None if member.has_been_ready else error)
+        self._settle_starting(None if actor.has_been_ready else error)
         if not isinstance(error, ActorDiedError):
-            # The node has closed, or the task has ended whose pool this is.
+            # The node has closed, or the task that created this pool has ended.
             self.close(at_once=True)
             return
-        _warn("a pool has lost its actor %d: %s", member.number, error)
-        if member.has_answered:
+        _warn("a pool has lost its actor %d: %s", actor.number, error)
+        if actor.has_answered:
             self._not_before = 0.0
         else:
-            self._pause()
+            self._back_off()
         self._fill()
 
-    def _pause(self) -> None:
-        """Make no actor for some time, each time longer."""
-        pause = min(2.0**self._fruitless, LONGEST_PAUSE)
-        self._fruitless += 1
+    def _back_off(self) -> None:
+        """Create no actor for a time that doubles with each failure."""
+        pause = min(2.0**self._failures, LONGEST_PAUSE)
+        self._failures += 1
         self._not_before = self.loop.time() + pause
 
     def _fill(self) -> None:
-        """Make as many as there must be, now or when it is time."""
-        self._hire_alarm = None
-        if self.is_closed or len(self._members) >= self._bounds.least:
+        """Create actors up to the minimum, after the back-off if there is one."""
+        self._create_timer = None
+        if self.is_closed or len(self._actors) >= self._bounds.least:
             return
         if self.loop.time() < self._not_before:
-            self._hire_alarm = self.loop.call_at(self._not_before, self._fill)
+            self._create_timer = self.loop.call_at(self._not_before, self._fill)
             return
         try:
-            self._hire()
+            self._create_actor()
         except NodeError as error:
             self._last_death = error
             self.close(at_once=True)
@@ -347,109 +347,110 @@ class PoolScheduler:
         except Exception as error:  # noqa: BLE001 - the user's function raised it
             _warn("a pool cannot make another actor", exc_info=True)
             self._last_death = error
-            self._pause()
+            self._back_off()
         self._fill()
 
-    def _arm(self) -> None:
-        if self._idle_alarm is None and len(self._members) > self._bounds.least:
+    def _set_idle_timer(self) -> None:
+        if self._idle_timer is None and len(self._actors) > self._bounds.least:
             since = min((m.idle_since for m in self._takers if m.is_idle), default=None)
             if since is not None:
                 due = since + self._bounds.idle_after
-                self._idle_alarm = self.loop.call_at(due, self._dismiss_idle, since)
+                self._idle_timer = self.loop.call_at(due, self._remove_idle, since)
 
-    def _dismiss_idle(self, since: float) -> None:
-        self._idle_alarm = None
-        for member in reversed(self._takers):
-            if len(self._members) <= self._bounds.least:
+    def _remove_idle(self, since: float) -> None:
+        self._idle_timer = None
+        for actor in reversed(self._takers):
+            if len(self._actors) <= self._bounds.least:
                 break
-            if member.is_idle and member.idle_since <= since:
-                self._members.remove(member)
-                self._leaving.add(member)
-                member.link.terminate()
-        self._sort()
-        self._arm()
+            if actor.is_idle and actor.idle_since <= since:
+                self._actors.remove(actor)
+                self._leaving.add(actor)
+                actor.link.terminate()
+        self._choose_takers()
+        self._set_idle_timer()
 
-    # The beginning and the end.
+    # Start and end of the pool
 
     async def ready(self) -> None:
-        """Wait until all are ready.
+        """Wait until all actors are ready.
 
         Raises:
-            ActorDiedError: one of them died before it was, most likely by its
-                constructor.
+            ActorDiedError: an actor died first, most likely in its constructor.
             MisuseError: the pool is closed.
-            InfeasibleError: not even an idle node has room for so many at once.
+            InfeasibleError: even an idle node has no room for so many actors.
         """
         if self.is_closed:
             raise self._closed()
         if self._are_all_ready():
             return
-        news = self.loop.create_future()
-        self._starting.append(news)
+        started = self.loop.create_future()
+        self._starting.append(started)
         try:
-            await check_room(self.name, [member.link for member in self._members])
+            await check_room(self.name, [actor.link for actor in self._actors])
         except BaseException as error:
-            news.cancel()  # nobody will look at it
+            started.cancel()  # nobody awaits it any more
             if isinstance(error, InfeasibleError):
                 self.close(at_once=True)
             raise
-        await news
+        await started
 
     def _are_all_ready(self) -> bool:
-        are_enough = len(self._members) >= self._bounds.least
-        return are_enough and all(member.is_ready for member in self._members)
+        are_enough = len(self._actors) >= self._bounds.least
+        return are_enough and all(actor.is_ready for actor in self._actors)
 
-    def _tell_starting(self, error: BaseException | None = None) -> None:
+    def _settle_starting(self, error: BaseException | None = None) -> None:
         if error is None and not self._are_all_ready():
             return
         starting, self._starting = self._starting, []
-        for news in starting:
-            if news.done():
+        for started in starting:
+            if started.done():
                 continue
             if error is None:
-                news.set_result(None)
+                started.set_result(None)
             else:
-                news.set_exception(error)
+                started.set_exception(error)
 
     def close(self, at_once: bool) -> None:
-        """Take no call any more, and end all: after what they were sent, or at once."""
+        """Refuse calls and end all actors: after the calls they were sent, or now."""
         if self.is_closed:
             return
         self.is_closed = True
-        for alarm in (self._idle_alarm, self._hire_alarm):
+        for alarm in (self._idle_timer, self._create_timer):
             if alarm is not None:
                 alarm.cancel()
-        self._tell_starting(self._closed())
-        members, self._members, self._takers = self._members, [], []
-        self._leaving.update(members)
-        for member in members:
+        self._settle_starting(self._closed())
+        actors, self._actors, self._takers = self._actors, [], []
+        self._leaving.update(actors)
+        for actor in actors:
             if at_once:
-                member.link.kill(no_restart=True)
+                actor.link.kill(no_restart=True)
             else:
-                member.link.terminate()
+                actor.link.terminate()
 
     async def ended(self) -> None:
-        """Wait until no process is left."""
-        ends = [member.ended for member in self._leaving]
+        """Wait until all processes have ended."""
+        ends = [actor.ended for actor in self._leaving]
         from asyncio import gather
 
         await gather(*ends, return_exceptions=True)
 
 
 async def check_room(name: str, links: Sequence[Link]) -> None:
-    """Check that actors can live at once, if all of them ask for the same.
+    """Check that the node can hold all these actors at once.
+
+    Actors with different requests are not checked.
 
     Raises:
-        InfeasibleError: not even an idle node has room for so many.
+        InfeasibleError: even an idle node has no room for so many.
     """
     from asyncio import gather
 
     if len(links) < 2:
-        return  # what it asks for was looked at when it was made
+        return  # the request of one actor was checked when it was created
     rooms = await gather(*(link.room() for link in links), return_exceptions=True)
     kinds = {room for room in rooms if not isinstance(room, BaseException)}
     if len(kinds) != 1:
-        return  # what is wrong is told by those who wait until each is ready
+        return  # `PoolScheduler.ready` raises what is wrong
     [(most, request)] = kinds
     if most is not None and most < len(rooms):
         raise InfeasibleError(
@@ -471,10 +472,10 @@ _TARGET: Final = optional(whole(1, "a whole number of calls, 1 or more, or None"
 def check_bounds(
     size: object, min_size: object, max_size: object, target: object, idle_after: object
 ) -> PoolLimits:
-    """Check what `ActorPool` was given; see there.
+    """Check the arguments of `ActorPool`.
 
     Raises:
-        OptionError: names the option, the value and what is allowed.
+        OptionError: an argument is invalid.
     """
     first, least, most = _LEAST("size", size), _LEAST("min_size", min_size), max_size
     if first is None and least is None:
@@ -515,7 +516,7 @@ class MakesActor(Protocol[A]):
 
 
 class PoolFinalizer:
-    """Held by a pool and its methods; with the last of them the actors end."""
+    """Held by a pool and its methods; ends the actors when the last of them goes."""
 
     __slots__ = ("scheduler",)
 
@@ -525,19 +526,19 @@ class PoolFinalizer:
     def __del__(self) -> None:
         scheduler = self.scheduler
         if not scheduler.is_closed:
-            # Who drops the last reference may be any thread; a loop that is closed,
-            # and its node with it, refuses.
+            # Any thread may drop the last reference. A closed loop raises
+            # RuntimeError; its node has closed as well.
             with suppress(RuntimeError):
                 scheduler.loop.call_soon_threadsafe(scheduler.close, False)
 
 
 class PoolMethod(CalledFirst, Mapper):
-    """A method of a pool's actors; call one of them by `.remote(...)`."""
+    """A method of a pool; `.remote(...)` calls it on one of the actors."""
 
-    __slots__ = ("_name", "_tie")
+    __slots__ = ("_finalizer", "_name")
 
-    def __init__(self, tie: PoolFinalizer, name: str) -> None:
-        self._tie = tie
+    def __init__(self, finalizer: PoolFinalizer, name: str) -> None:
+        self._finalizer = finalizer
         self._name = name
 
     def __repr__(self) -> str:
@@ -545,17 +546,17 @@ class PoolMethod(CalledFirst, Mapper):
 
     @property
     def __name__(self) -> str:
-        """How errors call it."""
-        return f"{self._tie.scheduler.name}.{self._name}"
+        """The name of the method in errors."""
+        return f"{self._finalizer.scheduler.name}.{self._name}"
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Handle[Any]:
         """Call it on the actor with the fewest unanswered calls.
 
         Raises:
-            MisuseError: it takes other arguments, or the pool is closed.
+            MisuseError: the arguments do not fit, or the pool is closed.
             NoLoopError: this is another thread than the event loop's.
             SerializationError: an argument cannot be pickled.
-            ActorDiedError: all actors have died, and no new one is made yet.
+            ActorDiedError: all actors have died, and the back-off has not passed.
         """
         return self._called(lambda method: method.remote(*args, **kwargs))
 
@@ -566,17 +567,17 @@ class PoolMethod(CalledFirst, Mapper):
         # Late: `session` imports asyncio.
         from aiogpu.api.results.handle import check_thread
 
-        scheduler = self._tie.scheduler
+        scheduler = self._finalizer.scheduler
         check_thread(scheduler.loop, f"{self.__name__}.remote()")
-        member = scheduler.take()
-        method = getattr(member.handle, self._name)
+        actor = scheduler.take()
+        method = getattr(actor.handle, self._name)
         if isinstance(method, GeneratorMethod):
             raise MisuseError(
                 f"{self.__name__} is a generator, and a pool counts calls that have "
                 f"one result; call it by the handle of one actor."
             )
         handle = call(method)
-        scheduler.watch(member, handle)
+        scheduler.watch(actor, handle)
         return handle
 
     if not TYPE_CHECKING:
@@ -602,16 +603,16 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     """Several actors of one class, called as if they were one.
 
     `await pool.method.remote(...)` calls the actor with the fewest unanswered calls,
-    of equals the first; `pool.method.map(items)` does so for each item. Actors that
-    are not ready yet get calls only where none is ready.
+    the first of equals; `pool.method.map(items)` does so for each item. Actors that
+    are not ready yet get calls only if no actor is ready.
 
-    `await pool` waits until the actors are ready. `async with` does so too, and ends
-    them at the end of the block, after what they were sent; after an error in the
-    block at once. Without it they end as soon as the pool is dropped.
+    `await pool` waits until the actors are ready. `async with` waits as well, and ends
+    the actors at the end of the block: after the calls they were sent, or at once if
+    the block raised. Without `async with` they end when the pool is dropped.
 
-    With `min_size` below `max_size` it grows and shrinks. An actor that has died is
-    replaced; at once if it had answered a call, else later and later, up to once a
-    minute. Calls that went with it raise `ActorDiedError`.
+    With `min_size` below `max_size` the pool grows and shrinks. A dead actor is
+    replaced: at once if it had answered a call, else after a delay that doubles up to
+    one minute. Its unanswered calls raise `ActorDiedError`.
     """
 
     @options_of("a pool of actors")
@@ -625,23 +626,24 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         target: int | None = None,
         idle_after: float | None = None,
     ) -> None:
-        """Make the actors; they are ready later.
+        """Start to create the actors.
 
         Args:
-            actor: the actors' class, or what makes one of them and gives its handle:
+            actor: the class under `@aiogpu.remote`, or a function that creates an
+                actor and returns its handle:
                 `lambda: Model.options(num_gpus=0.5).remote("large")`.
-            size: how many are made at first; None for `min_size`.
-            min_size: how many there are at least, 0 or more; None for `size`.
-            max_size: how many there are at most; None for `size`.
-            target: unanswered calls that each may have, 1 or more, before one more is
-                made; None for 1.
-            idle_after: seconds without a call after which one ends, while there are
-                more than `min_size`; 0 or more, None for 60.
+            size: actors at first; None for `min_size`.
+            min_size: actors at least, 0 or more; None for `size`.
+            max_size: actors at most; None for `size`.
+            target: unanswered calls per actor, 1 or more, above which another actor is
+                created; None for 1.
+            idle_after: seconds without a call, 0 or more, after which an actor above
+                `min_size` ends; None for 60.
 
         Raises:
-            OptionError: one of these is ill-valued.
-            MisuseError: `actor` is no actor's class, and gives no actor.
-            NoLoopError: no event loop is running here.
+            OptionError: an argument is invalid.
+            MisuseError: `actor` is not an actor's class and returns no actor's handle.
+            NoLoopError: no event loop runs in this thread.
         """
         interface, make = _maker(actor)
         bounds = check_bounds(size, min_size, max_size, target, idle_after)
@@ -652,15 +654,15 @@ class ActorPool(EnteredOnLoop, Generic[A]):
             from aiogpu.api.session import no_loop
 
             raise no_loop("ActorPool()")
-        self._tie = PoolFinalizer(PoolScheduler(interface, make, bounds, loop))
+        self._finalizer = PoolFinalizer(PoolScheduler(interface, make, bounds, loop))
 
     def __repr__(self) -> str:
-        scheduler = self._tie.scheduler
+        scheduler = self._finalizer.scheduler
         return f"<ActorPool of {scheduler.name}: {scheduler!r}>"
 
     def __len__(self) -> int:
         """Return how many actors there are, ready or not."""
-        return len(self._tie.scheduler)
+        return len(self._finalizer.scheduler)
 
     def __bool__(self) -> bool:
         return True
@@ -668,11 +670,11 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     def __getattr__(self, name: str) -> PoolMethod:
         if name.startswith("__"):
             raise AttributeError(f"an ActorPool has no attribute {name}.")
-        interface = self._tie.scheduler.interface
+        interface = self._finalizer.scheduler.interface
         if interface is not None and name not in interface.methods:
             raise no_method(interface, name)
-        # It holds the tie, not this pool, so that the pool goes at once.
-        method = PoolMethod(self._tie, name)
+        # The method holds the finalizer, not the pool: dropping the pool ends it.
+        method = PoolMethod(self._finalizer, name)
         self.__dict__[name] = method
         return method
 
@@ -680,7 +682,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         return "aiogpu.ActorPool(...)"
 
     def __await__(self) -> Generator[Any, None, ActorPool[A]]:
-        yield from self._tie.scheduler.ready().__await__()
+        yield from self._finalizer.scheduler.ready().__await__()
         return self
 
     async def __aenter__(self) -> ActorPool[A]:
@@ -694,11 +696,11 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         await self._end(at_once=error is not None)
 
     async def aclose(self) -> None:
-        """End the actors after what they were sent, and wait for it; idempotent."""
+        """End the actors after the calls they were sent, and wait; idempotent."""
         await self._end(at_once=False)
 
     async def _end(self, at_once: bool) -> None:
-        scheduler = self._tie.scheduler
+        scheduler = self._finalizer.scheduler
         scheduler.close(at_once)
         await scheduler.ended()
 
@@ -715,7 +717,7 @@ def _maker(actor: object) -> tuple[ActorInterface | None, Callable[[], object]]:
 
 
 def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:
-    """The same handle or pool, for type checkers an object of the actor's class.
+    """Return the argument, typed as an object of the actor's class.
 
     Methods under `@aiogpu.method` then have a `.remote` with their parameters and
     results: `await aiogpu.typed(counter).add.remote(1)`.
