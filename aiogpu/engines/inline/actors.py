@@ -3,7 +3,7 @@
 To `runtime.actors` the object of an actor is its process, for one life. Plain methods
 run one at a time, each as a job on top of whatever runs. Coroutine methods interleave
 on the program's loop, as many at once as their groups may; each step of their code
-finds the actor's surroundings, which the program's code between two steps does not see.
+finds the actor's environment, which the program's code between two steps does not see.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 from aiogpu.client.current import method_called
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import TaskState
-from aiogpu.engines.inline.surroundings import Surroundings
+from aiogpu.engines.inline.environment import TaskEnvironment
 from aiogpu.engines.inline.tasks import (
     FrameRestorer,
     Job,
     Outcome,
-    acting_job,
+    actor_job,
     id_of_caller,
     running_job,
 )
@@ -54,16 +54,16 @@ from aiogpu.worker.invoke import Callables, Constructor
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.engines.inline.tasks import InlineNode, Runner
+    from aiogpu.engines.inline.tasks import InlineNode, LoopRunner
     from aiogpu.runtime.workers.pool import Pool
 
 
-class Creation(Job):
+class ConstructorJob(Job):
     """The task that an actor is to the scheduler: its constructor, then its life.
 
     Attributes:
         actor: its calls and who waits for it.
-        resident: what is made; None before it is its turn.
+        instance: what is made; None before it is its turn.
     """
 
     def __init__(
@@ -72,75 +72,75 @@ class Creation(Job):
         id_: TaskId,
         func: FunctionSpec,
         actor: Actor,
-        residents: InlineActors,
+        actors: InlineActors,
     ) -> None:
         super().__init__(node, id_, func, is_urgent=True)
         self.actor = actor
         self.actor_id = id_
-        self.resident: Resident | None = None
-        self._residents = residents
+        self.instance: ActorInstance | None = None
+        self._actors = actors
 
     def begin(self) -> None:
         """It is its turn, once more maybe."""
         super().begin()
         self.started = set()
-        self.resident = self._residents.begin_life(self)
+        self.instance = self._actors.begin_life(self)
 
     def target(self) -> tuple[Callables, Any]:
         """Return what makes the object, and keeps it."""
-        executor, resident = self.node.executor, self.resident
-        assert resident is not None, self
+        executor, instance = self.node.executor, self.instance
+        assert instance is not None, self
         cls = executor.learn(self.func)
-        return Constructor(executor.functions, resident.keep), cls
+        return Constructor(executor.functions, instance.keep), cls
 
     def goes_on(self, outcome: Outcome) -> bool:
         """Whether it has made what goes on living."""
-        record, resident = self.record, self.resident
+        record, instance = self.record, self.instance
         if type(outcome.answer) is Failed or record is None:
             return False
         if record.state is not TaskState.RUNNING:
             return False
-        assert resident is not None, self
-        resident.on_made()
+        assert instance is not None, self
+        instance.on_made()
         return True
 
     def interrupt(self) -> None:
         """Have it end, with what its object has started."""
-        resident, scheduler = self.resident, self.node.scheduler
-        if resident is None or resident.worker.peer is None:
+        instance, scheduler = self.instance, self.node.scheduler
+        if instance is None or instance.worker.peer is None:
             super().interrupt()
         elif scheduler.is_closing:
-            resident.close_down(scheduler.config.cancel_grace)
+            instance.close_down(scheduler.config.cancel_grace)
         else:
-            resident.kill()
+            instance.kill()
 
     def fail_wait(self, reason: str) -> None:
         """Tell who waits for calls; the program may still place the actor."""
         self.waiters = 0
-        self._residents.waits.fail(self.actor, reason)
+        self._actors.waits.fail(self.actor, reason)
 
     def end(self) -> None:
         """Its constructor has failed, or nobody wants what it has made."""
-        if self.resident is not None:
-            self.resident.let_go()
+        if self.instance is not None:
+            self.instance.let_go()
         super().end()
 
 
-class Invocation(Job):
+class CallJob(Job):
     """A call of an actor; the scheduler knows nothing of it.
 
     Attributes:
-        resident: the actor's object.
+        instance: the actor's object.
         method: name of the method.
     """
 
-    def __init__(self, resident: Resident, message: Invoke) -> None:
-        creation = resident.creation
+    def __init__(self, instance: ActorInstance, message: Invoke) -> None:
+        creation = instance.creation
         super().__init__(creation.node, TaskId(message.call), creation.func)
-        self.resident = resident
+        self.instance = instance
         self.method = message.method
         self.runner = creation.runner
-        self.worker = resident.worker
+        self.worker = instance.worker
         self.actor_id = creation.id
         self.has_devices = creation.has_devices
         self.payload = message.payload
@@ -149,7 +149,7 @@ class Invocation(Job):
     @property
     def task(self) -> TaskId:
         """The number by which the scheduler knows its actor."""
-        return self.resident.creation.id
+        return self.instance.creation.id
 
     @property
     def name(self) -> str:
@@ -173,7 +173,7 @@ class Invocation(Job):
 
     def target(self) -> tuple[Callables, Any]:
         """Return the object's methods, and the name of this one."""
-        return self.resident.methods, self.method
+        return self.instance.methods, self.method
 
     def stop(self) -> None:
         """Stop it, if it awaits something, and leave it behind after a while."""
@@ -188,15 +188,17 @@ class Invocation(Job):
         if self.timer is not None:
             self.timer.cancel()
         if self.outcome is not None:
-            self.resident.answer(self.outcome)
+            self.instance.answer(self.outcome)
 
     def leave(self) -> None:
         """Nothing of it lies on the stack any more."""
-        self.resident.on_call_ended(self)
+        self.instance.on_call_ended(self)
 
 
-class Resident:
-    """The object of an actor, for one life; to the actor, its process's connection.
+class ActorInstance:
+    """One object of an actor, until it ends; to the actor, its process's connection.
+
+    The object of a class with plain methods: these run one at a time.
 
     Attributes:
         creation: the job that makes it.
@@ -207,7 +209,7 @@ class Resident:
         is_over: whether nothing is left of it.
     """
 
-    def __init__(self, creation: Creation, residents: InlineActors) -> None:
+    def __init__(self, creation: ConstructorJob, actors: InlineActors) -> None:
         assert creation.worker is not None, creation
         self.creation = creation
         self.worker = creation.worker
@@ -215,25 +217,25 @@ class Resident:
         self.object: Any = None
         self.methods = Methods(None)
         self.is_over = False
-        self._residents = residents
+        self._actors = actors
         self._queue: deque[Invoke] = deque()
-        self._running: Invocation | None = None
+        self._running: CallJob | None = None
         self._is_restarting = False
         self._is_ending = False
 
     def __repr__(self) -> str:
-        return f"<Resident {self.worker.id} of {self.actor!r}>"
+        return f"<ActorInstance {self.worker.id} of {self.actor!r}>"
 
     @property
-    def is_busy_below(self) -> bool:
+    def waits_for_running_code(self) -> bool:
         """True if code of it waits for the code that runs now to return."""
         running = self._running
         return running is not None and running.main is None
 
-    def surroundings(self) -> Surroundings:
-        """Return what its code finds around it, to be put on once more."""
-        assert self.creation.surroundings is not None, self
-        return self.creation.surroundings.again()
+    def environment(self) -> TaskEnvironment:
+        """Return a copy of the environment in which its code runs."""
+        assert self.creation.environment is not None, self
+        return self.creation.environment.copy()
 
     def keep(self, made: object) -> None:
         """Its constructor has made this object."""
@@ -242,7 +244,7 @@ class Resident:
     def on_made(self) -> None:
         """Its constructor has returned."""
         self.worker.peer = self
-        self._residents.on_message(self.worker.id, Created(self.creation.id))
+        self._actors.on_message(self.worker.id, Created(self.creation.id))
 
     # What its actor tells its process.
 
@@ -250,7 +252,7 @@ class Resident:
         """Have a call run when its turn comes."""
         if type(message) is Invoke:
             self._queue.append(message)
-            self._residents.note_calls(self)
+            self._actors.note_calls(self)
         elif type(message) is Demand:
             self.creation.node.streams.rise(message.task, message.limit)
 
@@ -294,13 +296,13 @@ class Resident:
 
     # Its calls.
 
-    def next_call(self) -> Invocation | None:
+    def next_call(self) -> CallJob | None:
         """The call whose turn it is; None if there is none, or one runs."""
         if self._running is not None or not self._queue:
             return None
         message = self._queue.popleft()
-        self._running = call = Invocation(self, message)
-        call.surroundings = self.surroundings().named(call.task_name)
+        self._running = call = CallJob(self, message)
+        call.environment = self.environment().named(call.task_name)
         self.worker.begun = message.call
         return call
 
@@ -315,15 +317,15 @@ class Resident:
             assert error is not None, outcome
             name = f"{self.actor.name}.{call.method}"
             call.receiver = FrameRestorer(call.receiver, name, error)
-        self._residents.on_message(self.worker.id, answer)
+        self._actors.on_message(self.worker.id, answer)
 
     def _answer_dropped(self, number: int) -> None:
         if self._is_restarting:
             return
         stopped = Failed(number, STOPPED, "", "", "", None)
-        self._residents.on_message(self.worker.id, stopped)
+        self._actors.on_message(self.worker.id, stopped)
 
-    def on_call_ended(self, call: Invocation) -> None:
+    def on_call_ended(self, call: CallJob) -> None:
         """A call's code has stopped."""
         self._running = None
         # If it was stopped, nobody has answered yet.
@@ -331,7 +333,7 @@ class Resident:
         if self._is_ending:
             self.end()
         elif self._queue:
-            self._residents.note_calls(self)
+            self._actors.note_calls(self)
 
     # Its end.
 
@@ -341,9 +343,9 @@ class Resident:
         if self._running is None and not self.is_over:
             self.let_go()
             creation, node = self.creation, self.creation.node
-            creation.is_over, creation.resident = True, None
+            creation.is_over, creation.instance = True, None
             if not self._is_restarting:
-                self._residents.on_message(
+                self._actors.on_message(
                     self.worker.id, Done(creation.id, NONE_PAYLOAD, 0)
                 )
             node.lose(self.worker.id)
@@ -352,15 +354,15 @@ class Resident:
     def let_go(self) -> None:
         """Nothing of it goes on."""
         self.is_over, self.worker.peer = True, None
-        if self.creation.surroundings is not None:
-            with self.surroundings().on():
+        if self.creation.environment is not None:
+            with self.environment().applied():
                 # Its `__del__` may want to know where it is.
                 was = _weak(self.object)
                 self.object, self.methods = None, Methods(None)
             if was is not None and was() is not None:
                 # It refers to itself, or code that is about to return does.
-                self._residents.collect_soon()
-        self._residents.end_life(self)
+                self._actors.collect_soon()
+        self._actors.end_life(self)
 
 
 def _weak(thing: object) -> weakref.ref[object] | None:
@@ -376,12 +378,12 @@ T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
 
 
-class AsyncResident(Resident):
-    """See above."""
+class AsyncActorInstance(ActorInstance):
+    """The object of a class with coroutine methods, which interleave on the loop."""
 
-    def __init__(self, creation: Creation, residents: InlineActors) -> None:
-        super().__init__(creation, residents)
-        self._runner = residents.runner
+    def __init__(self, creation: ConstructorJob, actors: InlineActors) -> None:
+        super().__init__(creation, actors)
+        self._runner = actors.runner
         self._context = Context()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -390,16 +392,16 @@ class AsyncResident(Resident):
         self._is_made = False
 
     @property
-    def is_busy_below(self) -> bool:
+    def waits_for_running_code(self) -> bool:
         """Never: its code is the loop's, and whoever waits lets that run."""
         return False
 
     def on_made(self) -> None:
         """Its constructor has returned."""
         self._is_made = True
-        self.creation.worn = self.surroundings()
-        self._context.run(acting_job.set, self.creation)
-        self._runner.offspring.begin()
+        self.creation.step_environment = self.environment()
+        self._context.run(actor_job.set, self.creation)
+        self._runner.task_tracker.begin()
         super().on_made()
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -414,15 +416,15 @@ class AsyncResident(Resident):
         if type(message) is not Invoke:
             super().post(message)
             return
-        call = Invocation(self, message)
-        call.worn = self.creation.worn
+        call = CallJob(self, message)
+        call.step_environment = self.creation.step_environment
         self.worker.begun = message.call
         task = self._start(self._run(call))
         self._calls[message.call] = task
         ended = partial(self._on_ended, message.call)
         task.add_done_callback(ended, context=Context())
 
-    async def _run(self, call: Invocation) -> None:
+    async def _run(self, call: CallJob) -> None:
         # Neither the task's result nor a name here: a loop that ends keeps its tasks
         # for a while, and an error the frames that awaited it, so it would hold itself
         # and the actor's object until the garbage is collected.
@@ -505,7 +507,7 @@ class AsyncResident(Resident):
         try:
             close = getattr(self.object, "close", None)
             if iscoroutinefunction(close) and not signature(close).parameters:
-                await executor.dressed(self.creation, close())
+                await executor.drive_task(self.creation, close())
         except BaseException as error:  # noqa: BLE001 - whatever it is, the actor ends
             if executor.is_ctrl_c(error):
                 # To be raised where it ends the program; a task would keep it.
@@ -526,7 +528,7 @@ class AsyncResident(Resident):
         if self._alarm is not None:
             self._alarm.cancel()
         if self._is_made:
-            self._runner.offspring.end()
+            self._runner.task_tracker.end()
         super().let_go()
 
 
@@ -543,7 +545,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class CallWaits:
-    """See above."""
+    """Which jobs wait for calls of actors; see `CallWaitsPort`."""
 
     def __init__(self, node: InlineNode, actors: InlineActors) -> None:
         self._node = node
@@ -558,16 +560,16 @@ class CallWaits:
         actor, job = self._actors.called_by(number), running_job.get()
         if actor is None:
             return
-        resident = self._actors.life(actor.id)
+        instance = self._actors.life(actor.id)
         if job is not None:
             self._waiting[number] = job
             job.calls_awaited += 1
-            if resident is None:
+            if instance is None:
                 # What does not fit may now be what can never begin.
                 self._node.jobs[TaskId(actor.id)].waiters = 1
                 self._node.wake()
             self._node.tell_waits(job)
-        if resident is not None and resident.is_busy_below:
+        if instance is not None and instance.waits_for_running_code:
             method = actor.calls[number].method
             self._fail(
                 actor,
@@ -610,7 +612,7 @@ class InlineActors(Actors):
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, node: InlineNode, runner: Runner
+        self, loop: asyncio.AbstractEventLoop, node: InlineNode, runner: LoopRunner
     ) -> None:
         super().__init__(
             loop,
@@ -624,15 +626,15 @@ class InlineActors(Actors):
         self.runner = runner
         self.waits = CallWaits(node, self)
         self._node = node
-        self._living: dict[int, Resident] = {}
-        self._with_calls: dict[Resident, None] = {}
+        self._living: dict[int, ActorInstance] = {}
+        self._with_calls: dict[ActorInstance, None] = {}
 
     @property
     def are_there(self) -> bool:
         """True if there is any that has not ended."""
-        return any(isinstance(job, Creation) for job in self._node.jobs.values())
+        return any(isinstance(job, ConstructorJob) for job in self._node.jobs.values())
 
-    def life(self, actor: int) -> Resident | None:
+    def life(self, actor: int) -> ActorInstance | None:
         """That of an actor which has not ended."""
         return self._living.get(actor)
 
@@ -652,24 +654,24 @@ class InlineActors(Actors):
             )
         self._node.check(func, payload)
 
-    def job_of(self, task: TaskId, func: FunctionSpec, actor: object) -> Creation:
+    def job_of(self, task: TaskId, func: FunctionSpec, actor: object) -> ConstructorJob:
         """The job that makes an actor."""
         assert isinstance(actor, Actor), actor
-        return Creation(self._node, task, func, actor, self)
+        return ConstructorJob(self._node, task, func, actor, self)
 
-    def begin_life(self, creation: Creation) -> Resident:
+    def begin_life(self, creation: ConstructorJob) -> ActorInstance:
         """An actor's constructor begins."""
         terms = creation.func.actor
         is_async = terms is not None and terms.mode == ASYNC
-        kind = AsyncResident if is_async else Resident
-        resident = self._living[creation.id] = kind(creation, self)
-        return resident
+        kind = AsyncActorInstance if is_async else ActorInstance
+        instance = self._living[creation.id] = kind(creation, self)
+        return instance
 
-    def end_life(self, resident: Resident) -> None:
+    def end_life(self, instance: ActorInstance) -> None:
         """Nothing of an actor's object goes on; another life may follow."""
-        del self._living[resident.creation.id]
-        self._with_calls.pop(resident, None)
-        self._node.end_orphans(*resident.creation.children())
+        del self._living[instance.creation.id]
+        self._with_calls.pop(instance, None)
+        self._node.end_orphans(*instance.creation.children())
 
     def known(self, actor: int) -> Actor:
         """An actor that lives, or to which somebody has a handle.
@@ -684,17 +686,17 @@ class InlineActors(Actors):
 
     # Calls.
 
-    def note_calls(self, resident: Resident) -> None:
+    def note_calls(self, instance: ActorInstance) -> None:
         """One has calls that may run now."""
-        self._with_calls[resident] = None
+        self._with_calls[instance] = None
         self._node.wake()
 
-    def next_call(self) -> Invocation | None:
+    def next_call(self) -> CallJob | None:
         """The call whose turn it is, None without one."""
         while self._with_calls:
-            resident = next(iter(self._with_calls))
-            del self._with_calls[resident]
-            call = resident.next_call()
+            instance = next(iter(self._with_calls))
+            del self._with_calls[instance]
+            call = instance.next_call()
             if call is not None:
                 return call
         return None
@@ -746,5 +748,5 @@ class InlineActors(Actors):
 
     def hasten(self) -> None:
         """Leave those behind that would take their time."""
-        for resident in list(self._living.values()):
-            resident.hasten()
+        for instance in list(self._living.values()):
+            instance.hasten()

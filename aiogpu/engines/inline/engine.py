@@ -23,11 +23,11 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.actors import InlineActors
 from aiogpu.engines.inline.tasks import (
-    AnyLoop,
     InlineExecutor,
     InlineNode,
-    Runner,
-    acting_job,
+    LoopRunner,
+    MonotonicLoop,
+    actor_job,
     running_job,
 )
 from aiogpu.engines.local import DriverEngine
@@ -43,7 +43,9 @@ class InlineEngine(DriverEngine):
     """A node without processes."""
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(options, cast("asyncio.AbstractEventLoop", AnyLoop(loop)))
+        super().__init__(
+            options, cast("asyncio.AbstractEventLoop", MonotonicLoop(loop))
+        )
         self.home = f"inline {next(_numbers)}"
 
     async def open(self) -> None:
@@ -68,7 +70,7 @@ class InlineEngine(DriverEngine):
             self.pack,
         )
         loop = asyncio.get_running_loop()
-        node.actors = InlineActors(loop, node, Runner(loop, node))
+        node.actors = InlineActors(loop, node, LoopRunner(loop, node))
         self._driver = node
 
     @property
@@ -77,7 +79,7 @@ class InlineEngine(DriverEngine):
 
     def _asked(self, what: str) -> Driver:
         """The driver, for the program; tasks are refused as in a worker."""
-        if running_job.get() is not None or acting_job.get() is not None:
+        if running_job.get() is not None or actor_job.get() is not None:
             raise error_inside_task(what)
         return self._open_driver
 

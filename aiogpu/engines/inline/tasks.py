@@ -2,14 +2,14 @@
 
 The node's scheduler decides, as it does for workers. It is told that a worker has
 started when it is a task's turn. One task runs at a time. While it waits for its
-children, they run on top of it: a child lies above its parent on the node's `Stack`,
-with its own surroundings and lease. Jobs run only in callbacks of a loop, never inside
+children, they run on top of it: a child lies above its parent on the node's `JobStack`,
+with its own environment and lease. Jobs run only in callbacks of a loop, never inside
 the call that adds or cancels a job.
 
 Plain code that waits runs an event loop of its own (`TaskHost`), inside a callback of
 the outer loop. Its children run on that inner loop, and pause if the plain code goes on
-before they end. Each loop has a `Runner`. All runners of a node share its stack, and
-only the innermost runner is at work.
+before they end. Each loop has a `LoopRunner`. All runners of a node share its stack,
+and only the innermost runner is at work.
 
 Values and functions are pickled and unpickled, as on the way to a worker. So what a
 function closes over is a copy; if it is defined in `__main__`, so are its globals. A
@@ -63,7 +63,7 @@ from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.engines.base import check_arguments, check_func
-from aiogpu.engines.inline.surroundings import CtrlC, Surroundings, silence
+from aiogpu.engines.inline.environment import CtrlC, TaskEnvironment, silence
 from aiogpu.errors import (
     InfeasibleError,
     MisuseError,
@@ -114,7 +114,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-class CallWaiters(Protocol):
+class CallWaitsPort(Protocol):
     """Which code waits for calls of actors."""
 
     def begin(self, number: int, /) -> None:
@@ -127,16 +127,16 @@ class CallWaiters(Protocol):
         """Return whether this job's code waits for a call."""
 
 
-class HostedActors(Protocol):
+class ActorsPort(Protocol):
     """All actors in this process, as its tasks need them; see `InlineActors`."""
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> LoopRunner:
         """Carries what they start, on the program's loop."""
         ...
 
     @property
-    def waits(self) -> CallWaiters:
+    def waits(self) -> CallWaitsPort:
         """Who waits for their calls."""
         ...
 
@@ -215,13 +215,13 @@ running_job: Final[ContextVar[Job | None]] = ContextVar("running_job", default=N
 """The job whose code asks; the asyncio tasks that it starts inherit it."""
 
 
-acting_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=None)
+actor_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=None)
 """The job that has made the actor whose coroutine asks; inherited as well."""
 
 
 def id_of_caller() -> int:
     """Return the id of the job whose code asks; 0 for the program."""
-    job = running_job.get() or acting_job.get()
+    job = running_job.get() or actor_job.get()
     return 0 if job is None else job.id
 
 
@@ -235,24 +235,25 @@ class Job:
         payload, limit, skip: the arguments, how many items it may yield in all, and how
             many an attempt before has yielded.
         runner: runs the job on a loop; set when the job begins.
-        above: the job that started this one, on top of which it may run; None if the
+        parent: the job that started this one, on top of which it may run; None if the
             program started it.
         waiters: how many pieces of code wait for the job.
         calls_awaited: how many calls of actors the job's own code waits for.
         assigned_to: the stand-in for the process that is to run the job, or runs it.
         worker: the same, while the job runs; None while the job waits for its turn.
-        surroundings: the environment, output and context facts while the job runs.
+        environment: the environment, output and context facts while the job runs.
         has_devices: whether it holds any.
         main: runs its coroutine; None for a plain function.
         started: the asyncio tasks that its code has started.
         timer: fires when the grace period of a cancelled call is over.
-        aside: jobs that began on top of this job and pause while its own code runs.
+        paused: jobs that began on top of this job and pause while its own code runs.
         needed: tasks that this job did not start, but for which its plain code waits;
             they run on top of this job.
         is_urgent: whether it may run on top of any job, because an actor needs it.
         is_over: whether its code has stopped; other jobs may still lie on top of it.
         outcome: the result or error that is not reported yet.
-        worn: surroundings to put on for each step, if other code runs between steps.
+        step_environment: applied for each step of its code, if other code runs between
+            two steps.
     """
 
     actor_id: int | None = None
@@ -263,7 +264,7 @@ class Job:
         node: InlineNode,
         id_: TaskId,
         func: FunctionSpec,
-        above: Job | None = None,
+        parent: Job | None = None,
         *,
         is_urgent: bool = False,
     ) -> None:
@@ -272,22 +273,22 @@ class Job:
         self.func = func
         self.payload = b""
         self.limit = self.skip = 0
-        self.runner: Runner
-        self.above = above
+        self.runner: LoopRunner
+        self.parent = parent
         self.is_urgent = is_urgent
         self.waiters = self.calls_awaited = 0
         self.assigned_to: InlineWorker | None = None
         self.worker: InlineWorker | None = None
-        self.surroundings: Surroundings | None = None
+        self.environment: TaskEnvironment | None = None
         self.has_devices = False
         self.main: asyncio.Task[Outcome] | None = None
         self.started: set[asyncio.Task[object]] = set()
         self.timer: asyncio.Handle | None = None
-        self.aside: list[Job] = []
+        self.paused: list[Job] = []
         self.needed: list[Job] = []
         self.is_over = False
         self.outcome: Outcome | None = None
-        self.worn: Surroundings | None = None
+        self.step_environment: TaskEnvironment | None = None
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name}>"
@@ -329,7 +330,7 @@ class Job:
         kin = None if record is None else record.kin
         jobs = self.node.jobs
         found = [jobs[child] for child in kin.children] if kin is not None else []
-        return [child for child in found if child.above is self]
+        return [child for child in found if child.parent is self]
 
     def target(self) -> tuple[Callables, Any]:
         """Return what is called: where it is looked up, and under which name."""
@@ -346,7 +347,7 @@ class Job:
         """It is its turn, once more maybe."""
         self.worker = self.assigned_to
         self.is_over, self.outcome = False, None
-        self.main = self.worn = None
+        self.main = self.step_environment = None
 
     def goes_on(self, _outcome: Outcome) -> bool:
         """Whether it holds on to what it has, though its code has returned."""
@@ -406,12 +407,12 @@ class Job:
         return context
 
 
-def supplied(payload: bytes) -> bytes:
+def with_values(payload: bytes) -> bytes:
     """The payload of a call that begins, with the values that it needs."""
     return filled(payload) if type(payload) is Payload else payload
 
 
-class Stack:
+class JobStack:
     """The jobs whose code runs, each on top of the one that waits for it.
 
     Attributes:
@@ -436,28 +437,28 @@ class Stack:
             popped.append(self.running.pop())
         return popped
 
-    def set_aside(self, job: Job) -> None:
+    def pause_above(self, job: Job) -> None:
         """Have what runs above a job pause: the job's own code goes on."""
         place = self.running.index(job) + 1
-        job.aside = self.running[place:]
+        job.paused = self.running[place:]
         del self.running[place:]
-        for above in reversed(job.aside):
-            assert above.surroundings is not None, above
-            above.surroundings.take_off()
+        for child in reversed(job.paused):
+            assert child.environment is not None, child
+            child.environment.restore()
 
-    def resume(self, job: Job) -> None:
+    def resume_above(self, job: Job) -> None:
         """Have what pauses above a job go on."""
-        for above in job.aside:
-            assert above.surroundings is not None, above
-            above.surroundings.put_on()
-        self.running.extend(job.aside)
-        job.aside = []
+        for child in job.paused:
+            assert child.environment is not None, child
+            child.environment.apply()
+        self.running.extend(job.paused)
+        job.paused = []
 
     def abandon(self) -> None:
         """Give the process its own variables back; there is nothing else."""
         for job in reversed(self.running):
-            assert job.surroundings is not None, job
-            job.surroundings.take_off()
+            assert job.environment is not None, job
+            job.environment.restore()
         self.running.clear()
 
 
@@ -471,7 +472,7 @@ class Streams:
         jobs: the jobs of generators that have left the stack, oldest first.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: JobStack) -> None:
         self.senders: dict[int, StreamSender] = {}
         self.jobs: dict[int, Job] = {}
         self._stack = stack
@@ -481,10 +482,10 @@ class Streams:
 
     def enter(self, job: Job) -> None:
         """A job has just begun, and is a generator: others take their turns."""
-        assert job.surroundings is not None, job
+        assert job.environment is not None, job
         self._stack.running.remove(job)
-        job.surroundings.take_off()
-        job.worn = job.surroundings.again()
+        job.environment.restore()
+        job.step_environment = job.environment.copy()
         self.jobs[job.id] = job
 
     def leave(self, job: Job) -> bool:
@@ -546,7 +547,7 @@ class PlainItems:
 AnyCoroutine = Coroutine[Any, Any, Any] | Generator[Any, None, Any]
 
 
-class Offspring:
+class TaskTracker:
     """Keeps watch over a loop while coroutines of jobs run on it."""
 
     def __init__(
@@ -578,9 +579,9 @@ class Offspring:
         if job is not None and job.has_ended:
             job = None
         if job is None:
-            job = acting_job.get()
+            job = actor_job.get()
             if job is not None and type(coroutine) is CoroutineType:
-                begun, coroutine = coroutine, self._executor.dressed(job, coroutine)
+                begun, coroutine = coroutine, self._executor.drive_task(job, coroutine)
         make = self._program_factory
         task: asyncio.Task[Any]
         if make is not None:
@@ -646,7 +647,7 @@ class JobInvoker(Invoker):
         job, host = self._job, self._host
         job.node.streams.senders[job.id] = stream
         # What it starts runs on top of whatever runs then, as what actors start.
-        acting_job.set(job)
+        actor_job.set(job)
         try:
             await self._move_to_loop()
             if host is not None and not hasattr(items, "__anext__"):
@@ -722,7 +723,7 @@ class InlineExecutor:
     async def finish(self, job: Job, call: BegunCall) -> Outcome:
         """Drive a call to its end, and end what it has started."""
         try:
-            return self._outcome(job, await self.stepwise(job, call))
+            return self._outcome(job, await self.drive(job, call))
         finally:
             await end_started(job)
 
@@ -759,7 +760,7 @@ class InlineExecutor:
         return self._ctrl_c.is_real(error)
 
     @coroutine
-    def stepwise(
+    def drive(
         self, job: Job, begun: Coroutine[Any, Any, Any]
     ) -> Generator[Any, Any, Any]:
         """Drive a coroutine, so that it is seen when its code begins and pauses."""
@@ -786,16 +787,16 @@ class InlineExecutor:
     def _step(self, job: Job) -> Iterator[None]:
         """The block runs the user's code, from here to its next pause."""
         with ExitStack() as stack:
-            if job.worn is not None:
-                stack.enter_context(job.worn.on())
+            if job.step_environment is not None:
+                stack.enter_context(job.step_environment.applied())
             if self._is_silent:
                 stack.enter_context(silence())
             stack.enter_context(self._ctrl_c.watched())
             yield
 
-    async def dressed(self, job: Job, begun: Coroutine[Any, Any, Any]) -> Any:
-        """Await what an actor's code has started, in the actor's surroundings."""
-        return await self.stepwise(job, begun)
+    async def drive_task(self, job: Job, begun: Coroutine[Any, Any, Any]) -> Any:
+        """Await what an actor's code has started, in the actor's environment."""
+        return await self.drive(job, begun)
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:
@@ -820,7 +821,7 @@ class TaskHost:
         self._job = job
         self._node = job.node
         self._thread = threading.get_ident()
-        self._home: Runner | None = None
+        self._own: LoopRunner | None = None
         self._runners = {job.runner.loop: job.runner}
         self._awaited: list[Job] = []
         self._awaited_calls: list[int] = []
@@ -845,9 +846,9 @@ class TaskHost:
         self._check(f"{func.spec.name}.remote()")
         loop = asyncio._get_running_loop()
         if loop is None:
-            self._at_home()
+            self._own_runner()
         else:
-            self._beside(loop)  # wakes that loop as well
+            self._runner_of(loop)  # wakes that loop as well
         return self._node.submit(func, payload, receiver)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
@@ -872,7 +873,7 @@ class TaskHost:
         number = called.call(method, payload, receiver)
         loop = asyncio._get_running_loop()
         if loop is not None:
-            self._beside(loop).wake()
+            self._runner_of(loop).wake()
         return number
 
     remote_values = None
@@ -898,7 +899,7 @@ class TaskHost:
     def withdraw_soon(self, child: int) -> None:
         """The same where the collector runs."""
         with suppress(RuntimeError):  # the loop is closed, and the child has ended
-            loop = (self._home or self._job.runner).loop
+            loop = (self._own or self._job.runner).loop
             loop.call_soon_threadsafe(self._node.cancel, child)
 
     def cancel(self, task: int) -> None:
@@ -931,11 +932,11 @@ class TaskHost:
             self._node.begin_wait(call)
         for job in self._awaited:
             job.waiters = 1
-            self._bring_up(job)
+            self._run_next(job)
         if self._awaited:
             self._node.tell_waits(self._job)
 
-    def _bring_up(self, job: Job) -> None:
+    def _run_next(self, job: Job) -> None:
         """Let a job run now, after the jobs that make its arguments.
 
         It does not matter which code has started these jobs. Chains of needs may be ten
@@ -946,7 +947,7 @@ class TaskHost:
         while stack:
             one, has_its_needs = stack.pop()
             if has_its_needs:
-                if one.above is not self._job:
+                if one.parent is not self._job:
                     self._job.needed.append(one)
             elif one.worker is None and one.id not in seen:
                 seen.add(one.id)
@@ -971,11 +972,11 @@ class TaskHost:
         """Run the children until something is done; False if time is up before."""
         stack = self._node.stack
         self._end_strays()
-        stack.resume(self._job)
+        stack.resume_above(self._job)
         try:
-            return self._at_home().run_until(is_done, deadline)
+            return self._own_runner().run_until(is_done, deadline)
         finally:
-            stack.set_aside(self._job)
+            stack.pause_above(self._job)
 
     def close(self) -> None:
         """End what plain code has started: its function has returned."""
@@ -983,12 +984,12 @@ class TaskHost:
         self._node.end_orphans(*job.children())
         try:
             self._end_strays()
-            stack.resume(job)
+            stack.resume_above(job)
             while (last := stack.running[-1]) is not job:
-                last.runner.see_off(last)
+                last.runner.run_until_ended(last)
             self._end_streams()
         finally:
-            home, self._home = self._home, None
+            home, self._own = self._own, None
             if home is not None:
                 _close_loop(home.loop)
 
@@ -996,22 +997,22 @@ class TaskHost:
         """End what was left unfinished by a loop of the user's that has stopped."""
         while (last := self._node.stack.running[-1]) is not self._job:
             self._node.end_orphans(last)
-            last.runner.see_off(last)
+            last.runner.run_until_ended(last)
 
     def _end_streams(self) -> None:
         """End the generators that run on the loop of plain code, which is closed."""
         for stream in list(self._node.streams.jobs.values()):
-            if self._home is not None and stream.runner is self._home:
+            if self._own is not None and stream.runner is self._own:
                 self._node.end_orphans(stream)
-                self._home.see_off(stream)
+                self._own.run_until_ended(stream)
 
-    def _at_home(self) -> Runner:
+    def _own_runner(self) -> LoopRunner:
         """The runner for plain code that waits."""
-        if self._home is None:
-            self._home = self._beside(asyncio.new_event_loop())
-        return self._home
+        if self._own is None:
+            self._own = self._runner_of(asyncio.new_event_loop())
+        return self._own
 
-    def _beside(self, loop: asyncio.AbstractEventLoop) -> Runner:
+    def _runner_of(self, loop: asyncio.AbstractEventLoop) -> LoopRunner:
         runner = self._runners.get(loop)
         if runner is None:
             runner = self._runners[loop] = type(self._job.runner)(loop, self._node)
@@ -1060,12 +1061,12 @@ class InlineScheduler(Scheduler):
 
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for."""
-        with self._node.cpus_beneath():
+        with self._node.cpus_of_waiting_jobs():
             return super().take(record)
 
     def fits(self, record: TaskRecord) -> bool:
         """Return whether a task could take what it asks for now."""
-        with self._node.cpus_beneath():
+        with self._node.cpus_of_waiting_jobs():
             return super().fits(record)
 
 
@@ -1086,7 +1087,7 @@ class InlineWorker:
 
     def borrow(self, payload: bytes) -> bytes:
         """The payload that it is sent, with the values that it needs."""
-        return supplied(payload)
+        return with_values(payload)
 
 
 class InlinePool:
@@ -1121,12 +1122,14 @@ class InlinePool:
         self, worker: int, task: TaskId, call: Call, bind: Bind, is_last: bool
     ) -> None:
         """Let a task's code begin."""
-        run = call.run(task, is_last, supplied)
+        run = call.run(task, is_last, with_values)
         self._assign(worker, task, call, bind, (run.payload, run.limit, run.skip))
 
     def create(self, worker: int, call: Call, bind: Bind, it: Create) -> None:
         """Let an actor's constructor begin."""
-        self._assign(worker, TaskId(it.task), call, bind, (supplied(it.payload), 0, 0))
+        self._assign(
+            worker, TaskId(it.task), call, bind, (with_values(it.payload), 0, 0)
+        )
 
     def _assign(
         self,
@@ -1149,7 +1152,7 @@ class InlinePool:
         }
         job.assigned_to = self.workers[worker]
         job.payload, job.limit, job.skip = message
-        job.surroundings = Surroundings(bind.environ, facts)
+        job.environment = TaskEnvironment(bind.environ, facts)
         job.has_devices = any(bind.accelerators.values())
         node.assigned.append(job)
         node.wake()
@@ -1180,7 +1183,7 @@ class InlinePool:
             known.peer.restart()
 
 
-class AnyLoop:
+class MonotonicLoop:
     """The program's loop, with a clock that goes on while another loop runs in it."""
 
     time = staticmethod(time.monotonic)
@@ -1208,7 +1211,7 @@ class InlineNode(Driver):
         lost: workers that ended during an event; the scheduler is told next.
     """
 
-    actors: HostedActors  # type: ignore[assignment]
+    actors: ActorsPort  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -1229,15 +1232,16 @@ class InlineNode(Driver):
         self.executor = executor
         self.pack = pack
         self.jobs: dict[TaskId, Job] = {}
-        self.stack = Stack()
-        self.runners: WeakSet[Runner] = WeakSet()
+        self.stack = JobStack()
+        self.runners: WeakSet[LoopRunner] = WeakSet()
         self.streams = Streams(self.stack)
         self.urgent: set[TaskId] = set()
         self.starting: deque[WorkerId] = deque()
         self.assigned: deque[Job] = deque()
         self.lost: deque[int] = deque()
+        self._changed_waits: dict[Job, None] = {}
         self.pool = InlinePool(self)
-        self._alone: dict[int, tuple[TaskSpec, FunctionSpec]] = {}
+        self._with_own_workers: dict[int, tuple[TaskSpec, FunctionSpec]] = {}
         self._mark = object()  # left on functions that were found feasible
         super().__init__(
             loop,
@@ -1282,7 +1286,7 @@ class InlineNode(Driver):
         self.on_answer(worker, answer)
 
     @contextmanager
-    def cpus_beneath(self) -> Iterator[None]:
+    def cpus_of_waiting_jobs(self) -> Iterator[None]:
         """In the block, urgent tasks may take the CPUs of the jobs beneath them.
 
         The jobs beneath wait meanwhile.
@@ -1352,7 +1356,7 @@ class InlineNode(Driver):
         for runner in list(self.runners):
             runner.set_alarm(deadline)
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         """Some time is up."""
         self._timer_at = None
         self.feed(Scheduler.wake)
@@ -1376,10 +1380,10 @@ class InlineNode(Driver):
         top = self.stack.running[-1]
         if top.is_about_to_end:
             return False  # it is told of in a moment, and its children no more its
-        above = job.above
-        while above is not None and above.is_over:
-            above = above.above  # it goes on without the one that has started it
-        if above is top:
+        parent = job.parent
+        while parent is not None and parent.is_over:
+            parent = parent.parent  # it goes on without the one that has started it
+        if parent is top:
             return True
         return any(one.worker is None and not one.has_ended for one in top.needed)
 
@@ -1403,15 +1407,15 @@ class InlineNode(Driver):
             NodeClosedError: the node is being shut down.
             InfeasibleError: it could never run; a parent learns it from the handle.
         """
-        above = maker = None
+        parent = actor = None
         if func.actor is None and not func.spec.is_lease:
-            above = self.stack.parent()
-            if above is None:
-                above = maker = acting_job.get()
+            parent = self.stack.parent()
+            if parent is None:
+                parent = actor = actor_job.get()
         try:
             self.check(func, payload)
         except InfeasibleError as error:
-            if above is None:
+            if parent is None:
                 raise
             receiver.settle(error)
             self._last_task += 1
@@ -1421,12 +1425,13 @@ class InlineNode(Driver):
         if func.actor is not None:
             self.jobs[task] = self.actors.job_of(task, func, receiver)
         elif not func.spec.is_lease:
-            is_urgent = maker is not None
-            self.jobs[task] = Job(self, task, func, above, is_urgent=is_urgent)
-        if maker is not None or func.actor is not None:
+            is_urgent = actor is not None
+            self.jobs[task] = Job(self, task, func, parent, is_urgent=is_urgent)
+        if actor is not None or func.actor is not None:
             self.urgent.add(task)
-        parent = None if above is None else above.task
-        return super().submit(self._by_itself(func), payload, receiver, parent, client)
+        parent_task = None if parent is None else parent.task
+        func = self._with_own_worker(func)
+        return super().submit(func, payload, receiver, parent_task, client)
 
     def check(self, func: FunctionSpec, payload: bytes) -> None:
         """Refuse what can never be served; see `submit`."""
@@ -1438,12 +1443,15 @@ class InlineNode(Driver):
             if not func.spec.is_grouped:
                 func.checked_by = self._mark
 
-    def _by_itself(self, func: FunctionSpec) -> FunctionSpec:
+    def _with_own_worker(self, func: FunctionSpec) -> FunctionSpec:
         """The function as one whose tasks have a worker each, and wait in order."""
-        known = self._alone.get(func.id)
+        known = self._with_own_workers.get(func.id)
         if known is None or known[0] is not func.spec:
             spec = replace(func.spec, max_calls=1, priority=0)
-            known = self._alone[func.id] = func.spec, replace(func, spec=spec)
+            known = self._with_own_workers[func.id] = (
+                func.spec,
+                replace(func, spec=spec),
+            )
         return known[1]
 
     def needed_by(self, task: TaskId) -> list[TaskId]:
@@ -1483,8 +1491,15 @@ class InlineNode(Driver):
         job = self.jobs.get(TaskId(task))
         if job is not None:
             job.waiters += more
-            if job.above is not None:
-                self.tell_waits(job.above)
+            if job.parent is not None:
+                # Later: to tell of each one by itself takes quadratic time.
+                self._changed_waits[job.parent] = None
+                self.wake()
+
+    def tell_changed_waits(self) -> None:
+        """Tell for what the code on event loops waits since this was asked last."""
+        while self._changed_waits:
+            self.tell_waits(self._changed_waits.popitem()[0])
 
     def settle(self, task: int) -> None:
         """A task has ended; nobody waits for it any more."""
@@ -1493,7 +1508,7 @@ class InlineNode(Driver):
         elif (job := self.jobs.get(TaskId(task))) is not None:
             job.waiters = 0
 
-    def hopeless(self, runner: Runner) -> Job | None:
+    def unstartable(self, runner: LoopRunner) -> Job | None:
         """Return a job that can never start, because waiting plain code has the thread.
 
         The scheduler finds deadlocks over what tasks hold. This method finds those over
@@ -1523,7 +1538,7 @@ class InlineNode(Driver):
     def _is_blocked(self, job: Job) -> bool:
         return job.is_blocked or self.actors.waits.are_by(job)
 
-    def why_hopeless(self, job: Job) -> str:
+    def why_unstartable(self, job: Job) -> str:
         """The chain from the first that waits to the one that cannot run."""
         chain = [*self.stack.running, job]
         told = "; ".join(
@@ -1574,20 +1589,20 @@ def _no_messages(_worker: object, _message: object) -> None:
     """What a task says of its children, which here nobody says by message."""
 
 
-class Runner:
+class LoopRunner:
     """Runs jobs of a node on one loop.
 
     Attributes:
         node: what it shares with the runners of other loops.
         loop: the program's, a user's own inside a task, or one for plain code that
             waits.
-        offspring: watches over what coroutines start there.
+        task_tracker: watches over what coroutines start there.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, node: InlineNode) -> None:
         self.node = node
         self.loop = loop
-        self.offspring = Offspring(loop, node.executor)
+        self.task_tracker = TaskTracker(loop, node.executor)
         self._is_woken = False
         self._is_run = False
         self._alarm: asyncio.Handle | None = None
@@ -1607,11 +1622,13 @@ class Runner:
         if moment is not None and not self.loop.is_closed():
             # Loops keep clocks of their own.
             left = max(moment - time.monotonic(), 0.0)
-            self._alarm = self.loop.call_later(left, self._ring, context=self._context)
+            self._alarm = self.loop.call_later(
+                left, self._on_alarm, context=self._context
+            )
 
-    def _ring(self) -> None:
+    def _on_alarm(self) -> None:
         self._alarm = None
-        self.node.ring()
+        self.node.on_alarm()
 
     def wake(self) -> None:
         """Begin the next job in a later callback; never now, inside other code."""
@@ -1624,6 +1641,7 @@ class Runner:
         node, job = self.node, None
         while node.lost:
             node.lose(node.lost.popleft())
+        node.tell_changed_waits()
         call = node.actors.next_call()
         if call is None:
             if not node.starting and not node.assigned:
@@ -1634,16 +1652,16 @@ class Runner:
         self._is_woken = False
         if call is not None:
             self.wake()  # there may be more, or a job
-            self._play(call)
+            self._begin_call(call)
         elif job is not None:
             if node.starting or node.assigned:
                 self.wake()
             self._begin(job)
-        elif (hopeless := node.hopeless(self)) is not None:
-            hopeless.fail_wait(node.why_hopeless(hopeless))
+        elif (unstartable := node.unstartable(self)) is not None:
+            unstartable.fail_wait(node.why_unstartable(unstartable))
             self.note_item()
 
-    def _play(self, call: Job) -> None:
+    def _begin_call(self, call: Job) -> None:
         """Run a call of an actor at once, on top of whatever runs."""
         call.runner = self
         self.node.stack.running.append(call)
@@ -1665,8 +1683,8 @@ class Runner:
         self._attempt(job)
 
     def _attempt(self, job: Job) -> None:
-        assert job.surroundings is not None, job
-        job.surroundings.put_on()
+        assert job.environment is not None, job
+        job.environment.apply()
         try:
             self._run(job)
         except BaseException:
@@ -1685,7 +1703,7 @@ class Runner:
         if job.id in self.node.streams.senders:
             self.node.streams.enter(job)
             self.node.wake()  # the next one has its turn
-        self.offspring.begin()
+        self.task_tracker.begin()
         job.main = self.loop.create_task(
             self.node.executor.finish(job, call), name=job.name, context=context
         )
@@ -1706,7 +1724,7 @@ class Runner:
         call: BegunCall,
         main: asyncio.Task[Outcome],
     ) -> None:
-        self.offspring.end()
+        self.task_tracker.end()
         if job.main is not main:
             return  # it was left behind, and is maybe tried again
         job.main = None
@@ -1758,8 +1776,8 @@ class Runner:
         if not job.is_over:
             node.stack.running.remove(job)
         for ended in popped:
-            assert ended.surroundings is not None, ended
-            ended.surroundings.take_off()
+            assert ended.environment is not None, ended
+            ended.environment.restore()
         if node.streams.leave(job):
             popped.append(job)
         for ended in popped:
@@ -1792,7 +1810,7 @@ class Runner:
             self._is_run = False
         return deadline is None or time.monotonic() < deadline
 
-    def see_off(self, job: Job) -> None:
+    def run_until_ended(self, job: Job) -> None:
         """From plain code, run the loop until a job that is being stopped has ended.
 
         It is one of a coroutine. A user's own loop may have been closed before.

@@ -1,4 +1,4 @@
-"""What a task finds around it: its variables, facts about itself, output, Ctrl-C.
+"""What differs in the process while a task runs: variables, facts, output, Ctrl-C.
 
 A Ctrl-C at the keyboard is told from a `KeyboardInterrupt` that a task raises: the one
 is meant for the program and must end it; the other is the task's failure.
@@ -18,56 +18,50 @@ from typing import Any, Final
 from aiogpu.client.current import Context, current
 
 
-class Surroundings:
-    """One task's, put on the process when it begins and taken off when it ends.
+class TaskEnvironment:
+    """One task's variables and facts, set while it runs.
 
-    Those of a task that another one waits for lie on top of the other's, so they
-    must be taken off in reverse order.
+    A task that another one waits for runs inside the other, so what was there before
+    must be restored in reverse order.
+
+    Args:
+        environ: variables to set.
+        facts: attributes of `client.current.current` to set.
     """
 
     def __init__(self, environ: Mapping[str, str], facts: Mapping[str, object]) -> None:
-        """Take note of what is to be seen.
-
-        Args:
-            environ: variables to set.
-            facts: attributes of `worker.context.current` to set.
-        """
         self._environ: Final = dict(environ)
         self._facts: Final = dict(facts)
         self._environ_before: dict[str, str | None] = {}
         self._facts_before: dict[str, object] = {}
 
-    def again(self) -> Surroundings:
-        """The same, to be put on another time."""
-        return Surroundings(self._environ, self._facts)
+    def copy(self) -> TaskEnvironment:
+        """Return the same, to be applied another time."""
+        return TaskEnvironment(self._environ, self._facts)
 
-    def named(self, name: str) -> Surroundings:
-        """The same for an actor's call, to be put on another time."""
-        return Surroundings(self._environ, {**self._facts, "name": name})
+    def named(self, name: str) -> TaskEnvironment:
+        """Return the same for an actor's call."""
+        return TaskEnvironment(self._environ, {**self._facts, "name": name})
 
-    def put_on(self) -> None:
+    def apply(self) -> None:
         """Remember what there is, and set this task's."""
         self._environ_before = {name: os.environ.get(name) for name in self._environ}
         self._facts_before = {
             name: getattr(current, name) for name in Context.__slots__
         }
-        self.renew()
-
-    def renew(self) -> None:
-        """Set this task's again, whatever it has made of them."""
         os.environ.update(self._environ)
         _set_facts(self._facts)
 
     @contextmanager
-    def on(self) -> Iterator[None]:
-        """Put them on for the block."""
-        self.put_on()
+    def applied(self) -> Iterator[None]:
+        """Apply it for the block."""
+        self.apply()
         try:
             yield
         finally:
-            self.take_off()
+            self.restore()
 
-    def take_off(self) -> None:
+    def restore(self) -> None:
         """Set what there was before. Nothing else is touched."""
         for name, value in self._environ_before.items():
             if value is None:
