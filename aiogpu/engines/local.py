@@ -189,11 +189,8 @@ class LocalEngine(DriverEngine):
         options = self._options
         keep_pages()
         try:
-            await self._supervisor.start_zygote(
-                options.preload,
-                options.log_to_driver,
-                options.learns,
-                options.spill_directory or "",
+            self._supervisor.start_zygote(
+                options.preload, options.learns, options.spill_directory or ""
             )
             # Imported here, since the zygote starts meanwhile on another core.
             from aiogpu.engines.base import check_arguments, check_func
@@ -209,6 +206,7 @@ class LocalEngine(DriverEngine):
                 assignment,
                 self.store,
                 check,
+                options.log_to_driver,
             )
             self._driver.guard.is_on = options.memory_guard
             await self._supervisor.guard_devices(
@@ -270,7 +268,7 @@ class LocalEngine(DriverEngine):
         from aiogpu.engines.server_info import server_info
 
         supervisor = self._supervisor
-        self._recording = Recording(self._open_driver, self._loop, supervisor.pool)
+        self._recording = Recording(self._open_driver, self._loop)
         ledger = self._open_driver.scheduler.ledger
         await supervisor.welcome(
             listening,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.effects import Assign
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.observe.recorder import Recorder, Span
 from aiogpu.serialization.exceptions import STOPPED
@@ -16,7 +14,6 @@ from aiogpu.wire.messages import Done, Failed
 if TYPE_CHECKING:
     from aiogpu.core.records import TaskRecord
     from aiogpu.runtime.driver import Driver
-    from aiogpu.runtime.workers.pool import Pool
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
@@ -32,26 +29,21 @@ class Recording:
         recorder: has what was written down.
     """
 
-    def __init__(
-        self, driver: Driver, loop: asyncio.AbstractEventLoop, pool: Pool
-    ) -> None:
+    def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
         self.recorder = Recorder()
         self._workers = driver.scheduler.workers
-        self._pool = pool
+        self._live = driver.workers
         self._now = loop.time
         self._end = self.recorder.end
-        self._assign: Callable[[Any], None] = driver.handlers[Assign]
-        driver.handlers[Assign] = self._on_assign
-        driver.on_end = self._on_end
-        driver.on_row = self._on_row
-        driver.on_death = self._on_death
+        driver.observe(self)
 
-    def _on_assign(self, effect: Assign) -> None:
-        live = self._pool.workers.get(effect.worker)
-        self.recorder.begin(effect.worker, 0 if live is None else live.pid, self._now())
-        self._assign(effect)
+    def on_assign(self, worker: int) -> None:
+        """See `Observer`."""
+        live = self._live.get(worker)
+        self.recorder.begin(worker, 0 if live is None else live.pid, self._now())
 
-    def _on_end(self, worker_id: int, answer: Done | Failed) -> None:
+    def on_end(self, worker_id: int, answer: Done | Failed) -> None:
+        """See `Observer`."""
         worker = self._workers.get(worker_id)  # type: ignore[arg-type]
         record = None if worker is None else worker.task
         if worker is None or record is None or record.id != answer.task:
@@ -65,14 +57,16 @@ class Recording:
                 outcome = CANCELLED
             self.recorder.end(worker, record, outcome, self._now())
 
-    def _on_row(
+    def on_row(
         self, worker_id: int, records: list[TaskRecord], took: list[float]
     ) -> None:
+        """See `Observer`."""
         worker = self._workers.get(worker_id)  # type: ignore[arg-type]
         if worker is not None:
             self.recorder.end_row(worker, records, took, FINISHED, self._now())
 
-    def _on_death(self, worker_id: int) -> None:
+    def on_death(self, worker_id: int) -> None:
+        """See `Observer`."""
         worker = self._workers.get(WorkerId(worker_id))
         if worker is not None and worker.task is not None:
             outcome = CANCELLED if worker.task.stop is not None else DIED

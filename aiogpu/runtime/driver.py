@@ -15,8 +15,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
@@ -33,13 +33,14 @@ from aiogpu.runtime.devices.memory_guard import Shortages
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import EACH, Call, Delay, tell_fault
-from aiogpu.runtime.results import Results
-from aiogpu.runtime.workers.commands import QueueRevoker
+from aiogpu.runtime.results import Results, WarnOwner
+from aiogpu.runtime.workers.commands import SETTLES
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
-from aiogpu.runtime.workers.message_router import InlinePoller
+from aiogpu.runtime.workers.message_router import InlinePoller, NestedRequests
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import Payload
+from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import Done, Failed, Skipped
 
 if TYPE_CHECKING:
@@ -127,6 +128,24 @@ _log: Final = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
+class Observer(Protocol):
+    """Is told what workers do, before the core hears of it."""
+
+    def on_assign(self, worker: int, /) -> None:
+        """A worker is about to be sent a task."""
+
+    def on_end(self, worker: int, answer: Done | Failed, /) -> None:
+        """A worker has ended a task."""
+
+    def on_row(
+        self, worker: int, records: list[TaskRecord], took: list[float], /
+    ) -> None:
+        """A worker has ended tasks together, each within so many seconds."""
+
+    def on_death(self, worker: int, /) -> None:
+        """A worker is gone."""
+
+
 class Driver:
     """Runs one node's tasks on the loop that it was made for.
 
@@ -134,12 +153,8 @@ class Driver:
         is_busy: whether the core decides or effects are carried out. `feed` queues the
             events that arrive meanwhile.
         events: the queued events.
-        on_end: called with each answer, before the core hears of it; or None.
-        on_row: called with the tasks that a worker has ended together, as the core
-            knew them, and the seconds that each took; or None.
-        on_death: called with a worker that is gone, before the core hears of it; or
-            None.
-        on_nested: called with a task's messages about its children.
+        workers: live workers by id.
+        pool: starts and ends them.
         devices: monitors the node's devices; None if there are none.
     """
 
@@ -147,38 +162,52 @@ class Driver:
         self,
         loop: asyncio.AbstractEventLoop,
         scheduler: Scheduler,
-        pool: Pool,
         assignment: Assignment,
         check: Check,
-        on_nested: Callable[[LiveWorker, Message], None],
+        make_pool: Callable[[Driver], Pool],
+        nested: Callable[[], NestedRequests] | None = None,
+        warn_owner: WarnOwner | None = None,
         watch: DeviceFactory | None = None,
     ) -> None:
+        """Make the parts of a node that decide and carry out.
+
+        Args:
+            loop: runs all of it.
+            scheduler: decides.
+            assignment: tells workers their devices.
+            check: raises where a call can never be served.
+            make_pool: makes the workers' pool, which tells this driver what becomes of
+                them.
+            nested: gives what takes in the requests of tasks, once one comes; None
+                where no task can ask.
+            warn_owner: tells another program what concerns its task; None where no
+                program can join.
+            watch: begins to watch the node's devices; None if there are none.
+        """
         self.scheduler = scheduler
         self.devices = None if watch is None else watch(self.feed, self._lessees)
         gpu_guard = None if self.devices is None else self.devices.guard
         peak_seen = None if gpu_guard is None else gpu_guard.peak_of
         self.shortages = Shortages(scheduler, peak_seen)
-        self.on_end: Callable[[int, Done | Failed], None] | None = None
-        self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
-        self.on_death: Callable[[int], None] | None = None
+        self._observer: Observer | None = None
         self.is_busy = False
         self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
         self._loop = loop
-        self._pool = pool
-        self._commands = pool.commands
-        self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
+        self.workers: dict[int, LiveWorker] = {}
+        self.row = SubmitBatch(loop, self._submit_each)
+        self.burst = InlinePoller(self.workers, self.row.end)
+        self.pool = make_pool(self)
+        self._commands = self.pool.commands
+        self.guard = MemoryGuard(loop, scheduler, self.workers, self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
-        self._taking_back = QueueRevoker(
-            loop, scheduler.workers, self._calls, pool.commands, self.feed
+        self.results = Results(
+            scheduler, self._calls, self.guard, gpu_guard, warn_owner
         )
-        self.results = Results(scheduler, self._calls, self.guard, gpu_guard)
         self.actors = Actors(
-            loop, scheduler, pool, self, self.results, self.shortages, check
+            loop, scheduler, self.pool, self, self.results, self.shortages, check
         )
         self._last_task = 0
         self._last_number = 0
-        self.row = SubmitBatch(loop, self._submit_each)
-        self.burst = InlinePoller(pool.workers, self.row.end)
         self._faults: Faults | None = None
         self._leases: Leases | None = None
         self._assignment = assignment
@@ -190,7 +219,7 @@ class Driver:
         # As attributes: so no call is made in between.
         self.on_items = self.results.on_items
         self.on_acting = self.actors.on_message
-        self.on_nested = on_nested
+        self._nested = nested
         self.handlers: Final = self._effect_handlers()
 
     def _effect_handlers(self) -> dict[type[Effect], Callable[..., None]]:
@@ -198,20 +227,36 @@ class Driver:
             # Not bound methods: these would load the leases now.
             effects.Granted: lambda effect: self.leases.grant(effect),  # noqa: PLW0108
             effects.Reclaim: lambda effect: self.leases.reclaim(effect),  # noqa: PLW0108
-            effects.Spawn: lambda effect: self._pool.spawn(
+            effects.Spawn: lambda effect: self.pool.spawn(
                 effect.worker, effect.environment
             ),
             effects.Assign: self._assign,
             effects.Ahead: self._send_ahead,
             effects.Revoke: self.revoke,
             effects.Interrupt: self._interrupt,
-            effects.Retire: lambda effect: self._pool.retire(effect.worker),
-            effects.Kill: lambda effect: self._pool.kill(effect.worker),
+            effects.Retire: lambda effect: self.pool.retire(effect.worker),
+            effects.Kill: lambda effect: self.pool.kill(effect.worker),
             effects.Settle: self.results.settle,
             effects.Fail: self.results.fail,
             effects.Warn: self.results.warn,
             effects.Forget: self.results.forget,
         }
+
+    @cached_property
+    def requests(self) -> NestedRequests:
+        """What takes in requests of tasks; loaded with the first request."""
+        assert self._nested is not None
+        return self._nested()
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer from now on what workers do; others pay nothing for it."""
+        assign = self.handlers[effects.Assign]
+
+        def observed(effect: effects.Assign) -> None:
+            observer.on_assign(effect.worker)
+            assign(effect)
+
+        self._observer, self.handlers[effects.Assign] = observer, observed
 
     @property
     def leases(self) -> Leases:
@@ -231,7 +276,7 @@ class Driver:
         if self._faults is None:
             from aiogpu.runtime.internal_faults import Faults
 
-            self._faults = Faults(self._calls, self._pool, self._send_alone, self.feed)
+            self._faults = Faults(self._calls, self.pool, self._send_alone, self.feed)
         return self._faults
 
     def _lessees(self, key: Key) -> Mapping[int, int]:
@@ -243,7 +288,7 @@ class Driver:
         return {} if self._leases is None else self._leases.pids
 
     def __repr__(self) -> str:
-        return f"<Driver {len(self._calls)} calls, {self._pool!r}>"
+        return f"<Driver {len(self._calls)} calls, {self.pool!r}>"
 
     def submit(
         self,
@@ -469,7 +514,7 @@ class Driver:
 
     def worker(self, identity: int) -> LiveWorker | None:
         """The live worker of that id."""
-        return self._pool.workers.get(identity)
+        return self.workers.get(identity)
 
     def task_of(self, worker: int) -> int:
         """The task that a worker runs, 0 for none."""
@@ -502,12 +547,12 @@ class Driver:
         if self.is_busy:
             self._loop.call_soon(self.on_gone, worker, death)
             return
-        if self.on_death is not None:
-            self.on_death(worker)
+        if self._observer is not None:
+            self._observer.on_death(worker)
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
         self.results.deaths[gone] = death
-        began = self._taking_back.sent_as(gone, death.begun)
+        began = self._sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         outage = death.reason if death.known in (CROWDED, UNAVAILABLE) else ""
         is_crowded = death.known == CROWDED
@@ -554,7 +599,7 @@ class Driver:
                 self.devices.release.begin(effect.worker, effect.lease)
         if call.func.actor is not None:
             creation = self.actors.creation(
-                self._pool.workers[effect.worker], effect.task, call
+                self.workers[effect.worker], effect.task, call
             )
             self._commands.create(effect.worker, call, bind, creation)
             return
@@ -571,27 +616,54 @@ class Driver:
             call.payload.let_go_of_actors()
 
     def _send_ahead(self, effect: effects.Ahead) -> None:
-        worker, tasks = effect.worker, effect.tasks
+        tasks = effect.tasks
+        calls = self._calls.some(tasks)
         number = self._last_number
-        sent: list[tuple[TaskId, Call]] = []
-        for task, call in zip(tasks, self._calls.some(tasks), strict=True):
-            assert call is not None, task
-            number += 1
-            call.worker, call.number, call.answer = worker, number, None
-            sent.append((task, call))
-        self._last_number = number
-        self._commands.send_ahead(worker, sent)
+        self._last_number += len(tasks)
+        self._commands.send_ahead(effect.worker, tasks, calls, number)
 
     def _send_alone(self, worker: WorkerId, task: TaskId) -> None:
         """Send one task ahead, where several could not be sent together."""
-        call = self._calls[task]
-        self._last_number += 1
-        call.send_to(worker, self._last_number)
-        self._commands.send_ahead(worker, [(task, call)])
+        self._send_ahead(effects.Ahead(worker, [task]))
 
     def revoke(self, effect: effects.Revoke) -> None:
-        """Take back what a worker has not begun."""
-        self._taking_back.revoke(effect.worker, effect.number, self._last_number + 1)
+        """Keep a worker from beginning more of what it was sent."""
+        worker = effect.worker
+        # It cannot have begun work that has not reached it, so it is left alone.
+        is_left_alone = self._is_large_or_late(worker)
+        if not is_left_alone:
+            self._commands.revoke(worker, self._last_number + 1)
+        tell = partial(self._on_revoked, worker, effect.number, is_left_alone)
+        self._loop.call_later(SETTLES, tell)
+
+    def _is_large_or_late(self, worker: WorkerId) -> bool:
+        """Return whether a worker may still be receiving the one task it was sent."""
+        record = self.scheduler.workers.get(worker)
+        if record is None or record.task is None or record.queue:
+            return False
+        is_large = len(self._calls[record.task.id].payload) >= LARGE
+        return is_large or not self._commands.is_reached(worker)
+
+    def _on_revoked(self, worker: WorkerId, number: int, is_left_alone: bool) -> None:
+        """Tell the core which task a worker had begun before the revocation."""
+        began = self._sent_as(worker, self._commands.begun(worker))
+        record = self.scheduler.workers.get(worker)
+        if is_left_alone and record is not None and record.task is not None:
+            began = record.task.id
+        self.feed(Scheduler.revoked, worker, number, began)
+
+    def _sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
+        """Return the task that a worker was sent under a number, if it still has it."""
+        record = self.scheduler.workers.get(worker)
+        if record is None or record.task is None:
+            return None
+        for sent in (record.task, *record.queue):
+            call = self._calls[sent.id]
+            # The calls of an actor have higher numbers than the actor itself.
+            is_begun_actor = call.func.actor is not None and number > call.number
+            if call.number == number or is_begun_actor:
+                return sent.id
+        return None
 
     def _interrupt(self, effect: effects.Interrupt) -> None:
         func, task = self._calls[effect.task].func, int(effect.task)
@@ -634,10 +706,10 @@ class Driver:
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             for task, _ in ended:
                 self.faults.on_event(Scheduler.finish, (task, who), error)
-        if records and self.on_row is not None:
+        if records and self._observer is not None:
             took = [seconds for _, seconds in ended[: len(records)]]
             try:
-                self.on_row(worker, records, took)
+                self._observer.on_row(worker, records, took)
             except Exception:  # noqa: BLE001 - it only observes
                 _log.exception("! the recorder failed; the tasks go on")
         wanted = self.scheduler.effects
@@ -672,9 +744,9 @@ class Driver:
             if type(answer) is Failed and answer.is_spoilt:
                 self.feed(Scheduler.worker_spoilt, WorkerId(worker))
             return
-        if self.on_end is not None:
+        if self._observer is not None:
             try:
-                self.on_end(worker, answer)
+                self._observer.on_end(worker, answer)
             except Exception:  # noqa: BLE001 - it only observes
                 _log.exception("! the recorder failed; the task goes on")
         call.answer = answer

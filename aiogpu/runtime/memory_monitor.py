@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from aiogpu.core.model.ids import WorkerId
@@ -20,6 +20,7 @@ from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import OutOfMemoryError
 from aiogpu.linux.procfs import MemoryBounds, Usage
 from aiogpu.runtime.workers.death import Death, describe_out_of_memory
+from aiogpu.runtime.workers.slots import LiveWorker
 
 SOONEST: Final = 0.02
 """Seconds between two checks when no memory is left."""
@@ -84,7 +85,7 @@ class MemoryGuard:
         self,
         loop: asyncio.AbstractEventLoop,
         scheduler: Scheduler,
-        pids: Callable[[], dict[int, int]],
+        workers: Mapping[int, LiveWorker],
         feed: Feed,
         bounds: MemoryBounds | None = None,
     ) -> None:
@@ -93,7 +94,7 @@ class MemoryGuard:
         Args:
             loop: runs the timer.
             scheduler: knows which workers have a task.
-            pids: returns the process ids of workers, by worker id.
+            workers: the live workers, by id.
             feed: tells the core of a worker that must be ended.
             bounds: the limits on memory; default: those of this process.
         """
@@ -102,7 +103,7 @@ class MemoryGuard:
         self.cost = 0.0
         self._loop = loop
         self._scheduler = scheduler
-        self._pids = pids
+        self._workers = workers
         self._feed = feed
         self._bounds = bounds or MemoryBounds()
         self._timer: asyncio.TimerHandle | None = None
@@ -139,12 +140,12 @@ class MemoryGuard:
         self._ended.pop(worker, None)
 
     def _running(self) -> Iterator[Running]:
-        pids = self._pids()
         for worker in self._scheduler.workers:
-            if worker.state is WorkerState.BUSY and (pid := pids.get(worker.id)):
+            live = self._workers.get(worker.id)
+            if worker.state is WorkerState.BUSY and live is not None and live.pid:
                 scalars = worker.lease.request.scalars if worker.lease else ()
                 asked = dict(scalars).get(MEMORY, 0) // UNIT
-                yield Running(worker.id, pid, asked)
+                yield Running(worker.id, live.pid, asked)
 
     def _look(self) -> None:
         self._timer = None

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.store import DescriptorServer, Store
     from aiogpu.runtime.output import Console
     from aiogpu.runtime.workers.pool import Pool
-    from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.runtime.zygote.generations import Zygotes
-    from aiogpu.wire.messages import Message
 
 
 SHORT: Final = 300e-6
@@ -103,10 +101,18 @@ class Parts:
 
 
 class Supervisor:
-    """The life of one node's processes and sockets."""
+    """The life of one node's processes and sockets.
+
+    Attributes:
+        clients: the programs that have joined; None where none can.
+        driver: runs the node's tasks; None before `start_driver`.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._bootstrap: Bootstrap | None = None
+        self._undo_start = ExitStack()
+        self._slots = 0
         self._parts: Parts | None = None
         self._peers: WeakSet[Peer] = WeakSet()
         self._devices: DeviceMonitor | None = None
@@ -118,12 +124,8 @@ class Supervisor:
         self.driver: Driver | None = None
         self._is_over = False
 
-    async def start_zygote(
-        self,
-        preload: Sequence[str],
-        log_to_driver: bool,
-        learns: bool = False,
-        spill: str = "",
+    def start_zygote(
+        self, preload: Sequence[str], learns: bool = False, spill: str = ""
     ) -> None:
         """Make the directory and the socket, and start the zygote.
 
@@ -134,38 +136,11 @@ class Supervisor:
             NodeStartError: there is no place for the directory, or no interpreter.
         """
         with ExitStack() as undo:
-            bootstrap = Bootstrap(NodeCgroup(self._loop), preload, learns, spill)
-            undo.callback(bootstrap.clear)
-            # Imported while the zygote starts, not before.
-            from aiogpu.runtime.connection import Peer
-            from aiogpu.runtime.output import Console
-            from aiogpu.runtime.workers.pool import Pool
-            from aiogpu.runtime.zygote.generations import Zygotes
-
-            slots = descriptor_limit.acquire()
+            self._bootstrap = Bootstrap(NodeCgroup(self._loop), preload, learns, spill)
+            undo.callback(self._bootstrap.clear)
+            self._slots = descriptor_limit.acquire()
             undo.callback(descriptor_limit.release)
-            console = Console(self._loop, log_to_driver)
-            zygotes = Zygotes(self._loop, console, bootstrap.config, preload)
-            pool = Pool(self._loop, zygotes, console, bootstrap.config.directory)
-            pool.slots.bound(slots)
-            warn_of_few(pool.slots.most_workers)
-            zygotes.start(bootstrap.first, pool)
-            parts = self._parts = Parts(console, zygotes, pool)
-            undo.pop_all()
-
-        def accept() -> Peer:
-            poll = self._poll
-            peer = Peer(pool.greeted, None if poll is None else poll.note)
-            self._peers.add(peer)
-            if self._is_over:
-                peer.abort()
-            return peer
-
-        parts.server = await self._loop.create_unix_server(
-            accept, sock=bootstrap.listening
-        )
-        # While the zygote starts: nothing can have died yet.
-        pool.autopsy.begin()
+            self._undo_start = undo.pop_all()
 
     async def start_driver(
         self,
@@ -173,20 +148,39 @@ class Supervisor:
         assignment: Assignment,
         store: Store,
         check: Check,
+        log_to_driver: bool,
     ) -> Driver:
         """Wait for the zygote; from here on tasks can run.
 
-        `check` raises where a call can never be served.
+        Args:
+            scheduler: decides.
+            assignment: tells workers their devices.
+            store: keeps values and shared memory.
+            check: raises where a call can never be served.
+            log_to_driver: whether what workers print is shown.
 
         Raises:
             PreloadError: a module to preload cannot be imported.
             NodeStartError: the zygote ended before it was ready.
         """
-        assert self._parts is not None
         # Imported while the zygote starts, not before.
         from aiogpu.runtime.driver import Driver
         from aiogpu.runtime.objects.store import DescriptorServer
+        from aiogpu.runtime.output import Console
+        from aiogpu.runtime.workers.pool import Pool
+        from aiogpu.runtime.workers.slots import Slots
+        from aiogpu.runtime.zygote.generations import Zygotes
 
+        assert self._bootstrap is not None
+        config, launched = self._bootstrap.config, self._bootstrap.first
+        console = Console(self._loop, log_to_driver)
+        slots = Slots(self._loop, console, config.directory, self._slots)
+        warn_of_few(slots.most_workers)
+        scheduler.worker_limit.bound(slots.most_workers)
+        self._store = store
+        shared = (self._loop, console, config, launched, self._bootstrap.preload)
+        make_zygotes = partial(Zygotes, *shared, self._wants_program)
+        make_pool = partial(Pool, self._loop, make_zygotes, console, store, slots)
         watch: DeviceFactory | None = None
         if any(held.devices for held in scheduler.ledger.device_sets.values()):
             from aiogpu.runtime.devices.monitor import DeviceMonitor
@@ -196,23 +190,47 @@ class Supervisor:
             thread = DeviceThread(self._loop, sets, assignment.accelerators)
             # Before the zygote is ready: a driver may take seconds to start.
             watch = partial(DeviceMonitor, self._loop, scheduler, thread, self._roots)
-        pool = self._parts.pool
+        self.driver = driver = Driver(
+            *(self._loop, scheduler, assignment, check, make_pool),
+            *(self._requests_of_tasks, self._warn_owner, watch),
+        )
+        self._devices = driver.devices
+        pool = driver.pool
+        store.serve(driver.workers, pool.zygotes.page, driver.actors)
+        self._parts = Parts(console, pool.zygotes, pool)
+        self._undo_start.pop_all()
+        self._parts.server = await self._loop.create_unix_server(
+            self._accept, sock=self._bootstrap.listening
+        )
+        # While the zygote starts: nothing can have died yet.
+        pool.autopsy.begin()
         self._descriptor_server = DescriptorServer(
             self._loop, descriptor_path(self.directory), store
         )
-        if self._parts.zygotes.plain.current.ready is None:
+        if pool.zygotes.plain.current.ready is None:
             # A program's first function needs it, and now there is time.
             import aiogpu.serialization.pickler  # noqa: F401
-        scheduler.worker_limit.bound(pool.slots.most_workers)
-        self.driver = Driver(
-            *(self._loop, scheduler, pool, assignment, check),
-            *(self._on_first_request, watch),
-        )
-        pool.begin(self.driver, store)
-        self._devices = self.driver.devices
-        self._store = store
-        await self._parts.zygotes.plain.ready()
-        return self.driver
+        await pool.zygotes.plain.ready()
+        return driver
+
+    def _accept(self) -> Peer:
+        from aiogpu.runtime.connection import Peer
+
+        assert self.driver is not None
+        poll = self._poll
+        peer = Peer(self.driver.pool.greeted, None if poll is None else poll.note)
+        self._peers.add(peer)
+        if self._is_over:
+            peer.abort()
+        return peer
+
+    def _wants_program(self, program: str) -> bool:
+        """Return whether anything lives of a program that has left."""
+        return self.clients is not None and self.clients.wants(program)
+
+    def _warn_owner(self, client: int, text: str) -> bool:
+        """Have another program log a warning; False if it is this one or has gone."""
+        return self.clients is not None and self.clients.routes.warn(client, text)
 
     @property
     def requests(self) -> Requests:
@@ -222,11 +240,10 @@ class Supervisor:
 
             assert self.driver is not None
             self._requests = Requests(self.driver, self._store)
-            self.driver.on_nested = self._requests.on_message
         return self._requests
 
-    def _on_first_request(self, worker: LiveWorker, message: Message) -> None:
-        self.requests.on_message(worker, message)
+    def _requests_of_tasks(self) -> Requests:
+        return self.requests
 
     async def welcome(
         self,
@@ -259,18 +276,19 @@ class Supervisor:
             answers,
             None if logs is None else TaskLog(logs),
         )
-        self._parts.console.routes = self.driver.results.routes = self.clients.routes
+        self._parts.console.routes = self.clients.routes
         await self.clients.listen(listening, self._poll.note)
         return self.clients
 
     @property
     def directory(self) -> str:
         """Where the node's own sockets are."""
-        assert self._parts is not None
-        return self._parts.zygotes.config.directory
+        assert self._bootstrap is not None
+        return self._bootstrap.config.directory
 
     async def stop(self) -> None:
         """End tasks, workers, keepers, socket, directory and zygote, in that order."""
+        self._undo_start.close()
         parts, self._parts = self._parts, None
         if parts is None:
             return
@@ -311,6 +329,7 @@ class Supervisor:
 
     def abandon(self) -> None:
         """Give up at once, where no loop runs any more; workers see us end."""
+        self._undo_start.close()
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.pool.autopsy.close()
@@ -324,12 +343,6 @@ class Supervisor:
         """Process ids of the live workers, by worker id, and of holders of leases."""
         held = self.driver.holders if self.driver is not None else {}
         return {**held, **self._parts.pool.pids} if self._parts is not None else {}
-
-    @property
-    def pool(self) -> Pool:
-        """The workers."""
-        assert self._parts is not None
-        return self._parts.pool
 
     async def guard_devices(self, enforces: bool, foreign: str) -> None:
         """Say what follows from what is seen on devices; see `NodeOptions`.

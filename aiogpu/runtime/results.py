@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core import effects
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
     from aiogpu.observe.status import FailureStatus
     from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
-    from aiogpu.runtime.output import Routes
 
 
 _log: Final = logging.getLogger(__name__)
+
+
+WarnOwner = Callable[[int, str], bool]
+"""Has another program, by its number, log a warning; False if it cannot."""
+
+
 KEPT: Final = 100
 """Failures that a node remembers."""
 LONGEST: Final = 200
@@ -67,7 +73,6 @@ class Results:
     Attributes:
         deaths: how workers have ended of which the core is being told.
         failures: the last that have failed.
-        routes: tells other programs; None where there are none.
     """
 
     def __init__(
@@ -76,12 +81,13 @@ class Results:
         calls: ShardedDict[Call],
         guard: MemoryGuard | None = None,
         gpu_guard: GpuMemoryGuard | None = None,
+        warn_owner: WarnOwner | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.deaths: dict[WorkerId, Death] = {}
         self._gpu_guard = gpu_guard
         self.failures = Failures()
-        self.routes: Routes | None = None
+        self._warn_owner = warn_owner
         self._calls = calls
         self._guard = guard
 
@@ -155,7 +161,7 @@ class Results:
             return  # its time was up at the same moment
         client = record.client
         reason = stall_warning(node, record, node.now)
-        if self.routes is None or not self.routes.warn(client, reason):
+        if self._warn_owner is None or not self._warn_owner(client, reason):
             _log.warning("! %s", reason)
 
     def forget(self, effect: effects.Forget) -> None:

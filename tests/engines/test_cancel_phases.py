@@ -346,7 +346,7 @@ async def test_while_its_result_is_sent(
                     await handle
                 timeout *= 2  # if it came before the first bytes
         assert (await aiogpu.available_resources())["GPU"] == 0.0
-        for worker in driver._pool.workers.values():
+        for worker in driver.workers.values():
             assert worker.peer is not None
             worker.peer.resume()
         await all_free(lambda: received > 1 << 27)

@@ -175,8 +175,11 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
     """Not the function is to blame, nor what it does with its descriptors."""
     assert await nested_tasks.several.remote([1, 2]) == [2, 3]
     driver: Any = broken.driver
-    name = "on_answer" if kind in {Done, Failed} else "on_nested"
-    take_in = getattr(driver, name)
+    is_answer = kind in {Done, Failed}
+    taker, name = (
+        (driver, "on_answer") if is_answer else (driver.requests, "on_message")
+    )
+    take_in = getattr(taker, name)
 
     def way(worker: Any, message: Message) -> None:
         if type(message) is kind and not broken.failed:
@@ -184,7 +187,7 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
             raise OverflowError("Integer value out of range")
         take_in(worker, message)
 
-    setattr(driver, name, way)
+    setattr(taker, name, way)
     if kind is Done:
         driver.on_done = lambda worker, done: [way(worker, one) for one in done]
     lost: Any

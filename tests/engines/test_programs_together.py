@@ -89,7 +89,7 @@ async def test_two_processes_of_one_program_share_workers(
     assert len(known) == 2
     await end(first, second, other)
     # Workers that stand idle keep it; see `WARM`.
-    for idle in list(here.engine._supervisor.pool.workers.values()):
+    for idle in list(here.engine._supervisor.driver.workers.values()):
         os.kill(idle.pid, signal.SIGKILL)
     await until(lambda: not known)
 
@@ -106,11 +106,12 @@ async def test_what_a_program_has_left_is_started_again_as_it_was(here: Here) ->
     await end(leaving)
     zygotes = here.engine._supervisor.clients._zygotes
     (left,) = zygotes.config.programs
-    assert zygotes.wants(left)
+    clients = here.engine._supervisor.clients
+    assert clients.wants(left)
     (seen,) = (await here.engine.status()).clients
     assert (seen.has_left, seen.name, seen.pid) == (True, "python", leaving.pid)
     await end(begin(program(here.path, 'aiogpu.kill(await aiogpu.get_actor("kept"))')))
-    await until(lambda: not zygotes.wants(left))
+    await until(lambda: not clients.wants(left))
 
 
 MAKES = """

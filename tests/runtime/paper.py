@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from aiogpu.runtime.output import Source
 from aiogpu.wire.messages import Hello, Imported, Message
@@ -198,7 +199,8 @@ class PaperZygote:
 class PaperZygotes:
     """One zygote at a time, for whatever environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
         self.page = PaperPage()
         self.cgroup = PaperCgroup()
         self.kept: list[int] = []
@@ -206,9 +208,6 @@ class PaperZygotes:
         self.current = PaperZygote(self.kept)
         self.others: dict[object, PaperZygote] = {}
         self.heard: list[tuple[PaperZygote, Imported]] = []
-        self.on_lost_slot: Callable[[int], None]
-        self.on_death: Callable[[PaperZygote], None]
-        self.on_superseded: Callable[[PaperZygote], None]
 
     def serving(self, environment: object) -> PaperZygote:
         zygote = self.others.get(environment, self.current)
@@ -226,19 +225,19 @@ class PaperZygotes:
         """The zygote ends, and another takes its place."""
         old, self.current = self.current, PaperZygote(self.kept)
         old.is_over, old.takes_work = True, False
-        self.on_death(old)
+        self._pool.on_zygote_death(old)
 
     def supersede(self) -> PaperZygote:
         """Another serves in its place; gives the old one."""
         old, self.current = self.current, PaperZygote(self.kept)
         old.takes_work = False
-        self.on_superseded(old)
+        self._pool.on_superseded(old)
         return old
 
     def break_for_good(self, problem: Exception) -> None:
         old = self.current
         old.is_over, old.takes_work, old.problem = True, False, problem
-        self.on_death(old)
+        self._pool.on_zygote_death(old)
 
 
 class PaperStore:

@@ -47,7 +47,6 @@ class Office:
     def __init__(self, payload: bytes, scheduler: Scheduler | None = None) -> None:
         self.commands = PaperOrders()
         pool = SimpleNamespace(
-            workers={},
             commands=self.commands,
             spawn=lambda _worker: None,
         )
@@ -55,10 +54,9 @@ class Office:
         self.driver = Driver(
             asyncio.get_running_loop(),
             self.scheduler,
-            pool,  # type: ignore[arg-type]
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
             lambda *_: None,
-            lambda *_: None,
+            lambda _: pool,  # type: ignore[arg-type, return-value]
         )
         if isinstance(scheduler, OneAtATime):
             scheduler.driver = self.driver

@@ -141,11 +141,12 @@ class House:
     def __init__(self) -> None:
         self.loop, self.bounds = PaperLoop(), PaperBounds()
         self.workers: list[PaperWorker] = []
+        self.live: dict[int, SimpleNamespace] = {}
         self.told: list[tuple[int, int, int]] = []
         self.watch = MemoryGuard(
             self.loop,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
-            lambda: {worker.id: worker.id + 100 for worker in self.workers},
+            self.live,  # type: ignore[arg-type]
             self.feed,
             self.bounds,  # type: ignore[arg-type]
         )
@@ -159,6 +160,7 @@ class House:
 
     def start(self, worker: int, used: int, asked: int = 0) -> None:
         self.workers.append(PaperWorker(worker, asked * MIB))
+        self.live[worker] = SimpleNamespace(pid=worker + 100)
         self.bounds.of_worker[worker + 100] = used
         self.watch.wake()
 

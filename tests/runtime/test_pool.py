@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,13 +16,14 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.procfs import Findings
+from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers import pool
 from aiogpu.runtime.workers.death import Death
 from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.runtime.workers.pool import Pool
-from aiogpu.runtime.workers.slots import SITES_KEPT, SPARE_SLOTS, LiveWorker
+from aiogpu.runtime.workers.slots import SITES_KEPT, SPARE_SLOTS, LiveWorker, Slots
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
 from aiogpu.wire.messages import (
     Bind,
@@ -59,25 +61,26 @@ def lost(pid: int, last_output: tuple[str, ...] = ()) -> Death:
 class House:
     """A pool between paper peers and a paper driver."""
 
-    def __init__(self, directory: Path) -> None:
-        self.zygotes, self.console = PaperZygotes(), PaperConsole()
-        self.pool = Pool(
-            asyncio.get_running_loop(),
-            self.zygotes,  # type: ignore[arg-type]
-            self.console,  # type: ignore[arg-type]
-            str(directory),
-            lambda pid, number: self.signals.append((pid, number)),
-        )
-        self.zygotes.on_lost_slot = self.pool.on_lost_slot
-        self.zygotes.on_death = self.pool.on_zygote_death  # type: ignore[assignment]
-        self.zygotes.on_superseded = self.pool.on_superseded  # type: ignore[assignment]
-        # Whatever the machine has killed before, these tests are not concerned.
-        self.pool.autopsy.begin()
+    def __init__(self, directory: Path, most: int = SLOTS) -> None:
+        self.console = PaperConsole()
         self.signals: list[tuple[int, int]] = []
         self.told: list[tuple[object, ...]] = []
-        self.burst = InlinePoller(self.pool.workers, list)
-        self.actors = None
-        self.pool.begin(self, PaperStore())  # type: ignore[arg-type]
+        self.workers: dict[int, LiveWorker] = {}
+        self.burst = InlinePoller(self.workers, list)
+        self.requests = SimpleNamespace(on_message=self.on_nested)
+        loop, console = asyncio.get_running_loop(), self.console
+        self.pool = Pool(
+            loop,
+            PaperZygotes,  # type: ignore[arg-type]
+            console,  # type: ignore[arg-type]
+            PaperStore(),  # type: ignore[arg-type]
+            Slots(loop, console, str(directory), most),  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            lambda pid, number: self.signals.append((pid, number)),
+        )
+        self.zygotes: PaperZygotes = self.pool.zygotes  # type: ignore[assignment]
+        # Whatever the machine has killed before, these tests are not concerned.
+        self.pool.autopsy.begin()
 
     def on_started(self, worker: int) -> None:
         self.told.append(("started", worker))
@@ -130,8 +133,8 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    house = House(tmp_path)
+async def house(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[House]:
+    house = House(tmp_path, getattr(request, "param", SLOTS))
     yield house
     for slot in house.pool.slots:
         slot.keeper = None
@@ -360,14 +363,13 @@ async def test_what_is_sent_ahead_is_one_write(house: House) -> None:
     known, other = funcs.call(), funcs.call()
     house.pool.commands.assign(1, 7, known, Bind({}, {}), False)
     worker.sent.clear()
-    known.number, other.number = 8, 9
-    house.pool.commands.send_ahead(1, [(TaskId(8), known), (TaskId(9), other)])
+    house.pool.commands.send_ahead(1, [TaskId(8), TaskId(9)], [known, other], 7)
     run, define, last = worker.sent
     assert run == Run(8, known.func.id, b"arguments", False, 8)
     assert isinstance(define, Define)
     assert last == Run(9, other.func.id, b"arguments", False, 9)
     worker.on_lost()
-    house.pool.commands.send_ahead(1, [(TaskId(8), known)])
+    house.pool.commands.send_ahead(1, [TaskId(8)], [known], 7)
     assert len(worker.sent) == 3, "it has gone"
 
 
@@ -421,14 +423,14 @@ async def test_a_keeper_that_dies_takes_its_slot_along(
     if first == "the keeper's end":
         keeper.on_lost()
         assert house.told == [], "the zygote will say when all below it has ended"
-        house.zygotes.on_lost_slot(0)
+        house.pool.on_lost_slot(0)
     else:
-        house.zygotes.on_lost_slot(0)
+        house.pool.on_lost_slot(0)
         keeper.on_lost()
     death = lost(1001, ("last words",))
     assert house.told == [("gone", 1, death)]
     worker.on_lost()
-    house.zygotes.on_lost_slot(0)
+    house.pool.on_lost_slot(0)
     assert len(house.told) == 1
     assert repr(house.pool) == "<Pool 0 workers in 0 slots>"
 
@@ -437,7 +439,7 @@ async def test_a_worker_is_not_put_into_a_slot_that_dies(house: House) -> None:
     """The driver may ask for another worker at the very word of the first's end."""
     keeper, _ = house.start()
     house.on_gone = lambda worker, _death: house.pool.spawn(worker + 1)  # type: ignore[method-assign]
-    house.zygotes.on_lost_slot(0)
+    house.pool.on_lost_slot(0)
     assert keeper.sent == []
     assert house.zygotes.kept == [0, 1]
     keeper.on_lost()
@@ -448,7 +450,7 @@ async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(
     house: House,
 ) -> None:
     first, _ = house.start(1)
-    house.zygotes.on_lost_slot(0)
+    house.pool.on_lost_slot(0)
     second, _ = house.start(2)
     assert house.zygotes.kept == [0, 0]
     house.zygotes.die()
@@ -547,8 +549,8 @@ async def test_moving_to_a_slot_that_cannot_be_made(
     (tmp_path / "1.1").rmdir()
 
 
+@pytest.mark.parametrize("house", [3], indirect=True)
 async def test_there_are_only_so_many_slots(house: House) -> None:
-    house.pool.slots.bound(3)
     house.start(1)
     house.start(2)
     house.pool.spawn(3)
@@ -561,8 +563,8 @@ async def test_there_are_only_so_many_slots(house: House) -> None:
     assert set(house.pool.workers) == {1, 2, 3}
 
 
+@pytest.mark.parametrize("house", [1], indirect=True)
 async def test_a_slot_of_another_zygote_makes_way(house: House) -> None:
-    house.pool.slots.bound(1)
     keeper, worker = house.start()
     worker.on_lost()
     keeper.on_messages([Ended(1, 0)])
@@ -573,7 +575,7 @@ async def test_a_slot_of_another_zygote_makes_way(house: House) -> None:
     await asyncio.sleep(0)
     assert house.told[-1][2].known == cause.CROWDED
     keeper.on_lost()
-    house.zygotes.on_lost_slot(0)
+    house.pool.on_lost_slot(0)
     house.pool.spawn(3)
     assert house.zygotes.kept == [0, 0]
 
@@ -605,7 +607,7 @@ async def test_where_the_kernel_forks_no_more(who: str, house: House) -> None:
         keeper = house.keeper()
         keeper.on_messages([Unforked(2, "of another"), Unforked(1, reason)])
     else:
-        house.zygotes.on_lost_slot(0, reason)
+        house.pool.on_lost_slot(0, reason)
     assert house.told == [("gone", 1, Death(reason=reason, known=cause.CROWDED))]
     house.pool.spawn(2)
     if who == "keeper":
@@ -625,7 +627,7 @@ async def test_only_so_many_keepers_wait_for_work(house: House) -> None:
     last, _ = started[-1]
     assert last.sent == [Close()]
     last.on_lost()
-    house.zygotes.on_lost_slot(SPARE_SLOTS)
+    house.pool.on_lost_slot(SPARE_SLOTS)
     assert repr(house.pool) == f"<Pool 0 workers in {SPARE_SLOTS} slots>"
 
 

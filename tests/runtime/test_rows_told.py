@@ -21,6 +21,7 @@ from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.callers.caller import Child, Client
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.pending_tasks import Call
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
@@ -39,8 +40,12 @@ class PaperOrders:
     def assign(self, _worker: int, task: int, *_: object) -> None:
         self.sent.append(task)
 
-    def send_ahead(self, _worker: int, calls: list[tuple[int, object]]) -> None:
-        self.sent.extend(task for task, _ in calls)
+    def send_ahead(
+        self, worker: int, tasks: list[int], calls: list[Call], number: int
+    ) -> None:
+        self.sent.extend(tasks)
+        for call in calls:
+            call.send_to(worker, number := number + 1)
 
     def begun(self, _worker: int) -> int:
         return 0
@@ -52,7 +57,6 @@ class Office:
     def __init__(self) -> None:
         self.commands, self.peer = PaperOrders(), PaperPeer()
         pool = SimpleNamespace(
-            workers={},
             commands=self.commands,
             spawn=lambda *_: None,
             pids={},
@@ -61,10 +65,9 @@ class Office:
         self.driver = Driver(
             asyncio.get_running_loop(),
             self.scheduler,
-            pool,  # type: ignore[arg-type]
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
             lambda *_: None,
-            lambda *_: None,
+            lambda _: pool,  # type: ignore[arg-type, return-value]
         )
         self.pool: Any = pool
         self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
@@ -111,7 +114,7 @@ async def test_all_that_comes_together_is_told_in_order(office: Office) -> None:
         assert len(records) == len(took)
         rows.append(len(records))
 
-    office.driver.on_row = note
+    office.driver.observe(SimpleNamespace(on_assign=bool, on_end=bool, on_row=note))  # type: ignore[arg-type]
     office.submit(*range(2, 102))
     assert len(office.client.children) == 100
     while office.commands.sent:

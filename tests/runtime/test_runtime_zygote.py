@@ -34,6 +34,10 @@ def pid_of(plain: ZygoteGenerations) -> int:
     return process.pid
 
 
+async def _open(*preload: str) -> None:
+    await aiogpu.init(preload=preload, num_cpus=1, num_gpus=0)
+
+
 async def kill_and_wait(plain: ZygoteGenerations) -> None:
     """Kill the one that serves, and wait until the driver has seen that."""
     life = plain.current
@@ -198,14 +202,21 @@ async def test_stopping_does_not_wait_for_an_import(
         "import threading\nprint('importing', flush=True)\nthreading.Event().wait()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    supervisor = Supervisor(asyncio.get_running_loop())
-    await supervisor.start_zygote(["endless"], True)
+    opening = asyncio.ensure_future(_open("endless"))
     seen = ""
     async with asyncio.timeout(60):
         while "importing" not in seen:
             await asyncio.sleep(0)
             seen += capfd.readouterr().err
-        await supervisor.stop()
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+
+async def test_a_node_that_has_only_a_zygote_is_stopped() -> None:
+    supervisor = Supervisor(asyncio.get_running_loop())
+    supervisor.start_zygote([])
+    await supervisor.stop()
     await supervisor.stop()
     assert supervisor.pids == {}
 
@@ -213,18 +224,19 @@ async def test_stopping_does_not_wait_for_an_import(
 async def test_a_node_that_is_given_up_leaves_no_directory(
     runtime_directory: Path,
 ) -> None:
-    supervisor = Supervisor(asyncio.get_running_loop())
-    await supervisor.start_zygote([], False)
-    parts = supervisor._parts
-    assert parts is not None
-    await parts.zygotes.plain.ready()
-    supervisor.abandon()
-    supervisor.abandon()
-    assert os.listdir(runtime_directory) == []
-    await parts.pool.close()
-    await parts.zygotes.close()
-    assert parts.server is not None
-    parts.server.close()
+    async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
+        supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
+        parts, memory = supervisor._parts, supervisor._descriptor_server
+        assert parts is not None
+        supervisor.abandon()
+        supervisor.abandon()
+        assert os.listdir(runtime_directory) == []
+        await parts.pool.close()
+        await parts.zygotes.close()
+        assert parts.server is not None
+        parts.server.close()
+        assert memory is not None
+        memory.close()
 
 
 async def test_a_first_request_that_comes_as_the_node_closes_is_heard() -> None:
@@ -232,5 +244,6 @@ async def test_a_first_request_that_comes_as_the_node_closes_is_heard() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
         assert await tasks.add.remote(1) == 2
         supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
-        (worker,) = supervisor.pool.workers.values()
-    supervisor._on_first_request(worker, READ_DESCRIPTORS)
+        assert supervisor.driver is not None
+        (worker,) = supervisor.driver.workers.values()
+    supervisor.driver.requests.on_message(worker, READ_DESCRIPTORS)

@@ -20,9 +20,10 @@ from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
 
 
 @pytest.fixture
-async def slots(tmp_path: Path) -> AsyncIterator[Slots]:
-    console = PaperConsole()
-    slots = Slots(asyncio.get_running_loop(), console, str(tmp_path))  # type: ignore[arg-type]
+async def slots(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Slots]:
+    console, most = PaperConsole(), getattr(request, "param", SLOTS)
+    loop = asyncio.get_running_loop()
+    slots = Slots(loop, console, str(tmp_path), most)  # type: ignore[arg-type]
     yield slots
     for slot in slots:
         slot.output.close()
@@ -109,7 +110,6 @@ async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
 
 
 async def test_there_is_an_end_of_slots(slots: Slots) -> None:
-    slots.bound(SLOTS)
     assert slots.most_workers == SLOTS - SPARE_SLOTS
     slots._next_index = SLOTS
     with pytest.raises(NoCapacityError):
@@ -120,13 +120,12 @@ async def test_there_is_an_end_of_slots(slots: Slots) -> None:
     ("most", "workers"), [(1, 1), (2, 1), (3, 2), (10, 7), (100, 84), (4096, 4080)]
 )
 def test_some_slots_are_for_keepers_without_a_worker(most: int, workers: int) -> None:
-    slots = Slots(None, None, "")  # type: ignore[arg-type]
-    slots.bound(most)
+    slots = Slots(None, None, "", most)  # type: ignore[arg-type]
     assert (slots.most, slots.most_workers) == (most, workers)
 
 
+@pytest.mark.parametrize("slots", [2], indirect=True)
 async def test_the_last_free_slot_of_another_zygote_is_closed(slots: Slots) -> None:
-    slots.bound(2)
     other: Any = PaperZygote()
     mine, another = slots.take(ZYGOTE), slots.take(other)
     another.keeper = peer = PaperPeer()  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from functools import partial
 from inspect import iscoroutinefunction, signature
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiogpu.client.current import method_called
 from aiogpu.core.model.ids import TaskId
@@ -55,7 +55,6 @@ from aiogpu.worker.invoke import Callables, Constructor
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.engines.inline.tasks import InlineNode, LoopRunner
-    from aiogpu.runtime.workers.pool import Pool
 
 
 class ConstructorJob(Job):
@@ -617,7 +616,7 @@ class InlineActors(Actors):
         super().__init__(
             loop,
             node.scheduler,
-            cast("Pool", node.pool),
+            node.pool,
             node,
             node.results,
             node.shortages,

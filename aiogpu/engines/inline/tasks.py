@@ -1097,7 +1097,7 @@ class InlinePool:
     """
 
     def __init__(self, node: InlineNode) -> None:
-        self.workers: dict[int, InlineWorker] = {}
+        self.workers: dict[int, InlineWorker] = cast("Any", node.workers)
         self._node = node
 
     def __repr__(self) -> str:
@@ -1240,16 +1240,14 @@ class InlineNode(Driver):
         self.assigned: deque[Job] = deque()
         self.lost: deque[int] = deque()
         self._changed_waits: dict[Job, None] = {}
-        self.pool = InlinePool(self)
         self._with_own_workers: dict[int, tuple[TaskSpec, FunctionSpec]] = {}
         self._mark = object()  # left on functions that were found feasible
         super().__init__(
             loop,
             InlineScheduler(ledger, config, self),
-            cast("Pool", self.pool),
             Assignment(vendors, ledger, os.environ),
             self.check,
-            _no_messages,
+            lambda _node: cast("Pool", InlinePool(self)),
         )
         self.guard.is_on = False
         self.handlers[effects.Interrupt] = lambda it: self.jobs[it.task].interrupt()
@@ -1332,9 +1330,9 @@ class InlineNode(Driver):
             self.lost.append(worker)
             self.wake()
             return
-        known = self.pool.workers.pop(worker, None)
-        if known is not None:
-            self.on_gone(worker, Death(os.getpid(), begun=known.begun))
+        begun = self.pool.commands.begun(worker)
+        if self.workers.pop(worker, None) is not None:
+            self.on_gone(worker, Death(os.getpid(), begun=begun))
 
     def _settle(self, effect: effects.Settle) -> None:
         self.results.settle(effect)
@@ -1583,10 +1581,6 @@ class InlineNode(Driver):
         for job in list(self.jobs.values()):
             if job.worker is not None:
                 job.runner.leave_behind(job)
-
-
-def _no_messages(_worker: object, _message: object) -> None:
-    """What a task says of its children, which here nobody says by message."""
 
 
 class LoopRunner:

@@ -146,7 +146,6 @@ class Clients:
         self._doing: set[asyncio.Task[None]] = set()
         self._unnamed: dict[Peer, asyncio.TimerHandle] = {}
         self._left: dict[int, Client] = {}
-        zygotes.wants = self._wants
 
     def __repr__(self) -> str:
         return f"<Clients {len(self.by_id)}>"
@@ -468,7 +467,7 @@ class Clients:
         self._left = {id_: one for id_, one in self._left.items() if id_ in alive}
         return self._left
 
-    def _wants(self, program: str) -> bool:
+    def wants(self, program: str) -> bool:
         """Return whether something lives that a program has left which has gone."""
         return any(one.program == program for one in self._still_wanted().values())
 

@@ -6,20 +6,18 @@ begun and what they must not begin; see `memory.control_page`.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.queue.sharded_dict import ShardedDict
-from aiogpu.core.scheduler.scheduler import Feed, Scheduler
-from aiogpu.core.scheduler.workers import Workers
+from aiogpu.core.model.ids import TaskId
 from aiogpu.memory.control_page import ALL, ControlPage
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire import messages as wire
-from aiogpu.wire.codec import LARGE
+
+SETTLES: Final = 1e-3
+"""Seconds after which each side surely sees what the other wrote to the page before:
+a store leaves its processor within microseconds."""
 
 
 class WorkerCommands:
@@ -90,21 +88,36 @@ class WorkerCommands:
         self._page.drop(worker.slot.index, 0)
         self._page.note_begun(worker.slot.index, 0)
 
-    def send_ahead(self, worker_id: int, calls: list[tuple[TaskId, Call]]) -> None:
-        """Send tasks to a worker that runs another, in one write."""
+    def send_ahead(
+        self,
+        worker_id: int,
+        tasks: Sequence[TaskId],
+        calls: Sequence[Call | None],
+        number: int,
+    ) -> None:
+        """Send tasks to a worker that runs another, in one write.
+
+        Args:
+            worker_id: the worker.
+            tasks: the tasks.
+            calls: what is kept of each of them.
+            number: the number before the first of theirs.
+        """
         worker = self._workers[worker_id]
-        if worker.peer is None:
-            return
         messages: list[wire.Message] = []
-        for task, call in calls:
+        for task, call in zip(tasks, calls, strict=True):
+            assert call is not None, task
+            number += 1
+            call.worker, call.number, call.answer = worker_id, number, None
             func, payload = call.func, call.payload
             if func.id not in worker.funcs:
                 messages += worker.introduce(func)
             if func.window or type(payload) is not bytes:
                 messages.append(call.run(task, False, worker.borrow))
             else:
-                messages.append(wire.Run(task, func.id, payload, False, call.number))
-        worker.peer.send(*messages)
+                messages.append(wire.Run(task, func.id, payload, False, number))
+        if worker.peer is not None:
+            worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:
         """Return whether a worker could have read all that it was sent."""
@@ -138,70 +151,3 @@ class WorkerCommands:
                 worker.peer.send(wire.Cancel(task))
         elif slot.keeper is not None:
             slot.keeper.send(wire.Signal(worker_id))
-
-
-SETTLES: Final = 1e-3
-"""Seconds after which each side surely sees what the other wrote to the page before:
-a store leaves its processor within microseconds."""
-
-
-class QueueRevoker:
-    """Takes back work that a worker has not begun, and tells the core the outcome."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        workers: Workers,
-        calls: ShardedDict[Call],
-        commands: WorkerCommands,
-        feed: Feed,
-    ) -> None:
-        self._loop = loop
-        self._workers = workers
-        self._calls = calls
-        self._commands = commands
-        self._feed = feed
-
-    def revoke(self, worker: WorkerId, number: int, below: int) -> None:
-        """Keep a worker from beginning more of what it was sent.
-
-        Args:
-            worker: the worker.
-            number: the number of the revocation, for the answer.
-            below: all work that was sent has a lower number.
-        """
-        if self._is_large_or_late(worker):
-            # It cannot have begun work that has not reached it, so it is left alone.
-            tell = partial(self._tell, worker, number, is_left_alone=True)
-        else:
-            self._commands.revoke(worker, below)
-            tell = partial(self._tell, worker, number)
-        self._loop.call_later(SETTLES, tell)
-
-    def _is_large_or_late(self, worker: WorkerId) -> bool:
-        """Return whether a worker may still be receiving the one task it was sent."""
-        record = self._workers.get(worker)
-        if record is None or record.task is None or record.queue:
-            return False
-        is_large = len(self._calls[record.task.id].payload) >= LARGE
-        return is_large or not self._commands.is_reached(worker)
-
-    def _tell(self, worker: WorkerId, number: int, is_left_alone: bool = False) -> None:
-        began = self.sent_as(worker, self._commands.begun(worker))
-        record = self._workers.get(worker)
-        if is_left_alone and record is not None and record.task is not None:
-            began = record.task.id
-        self._feed(Scheduler.revoked, worker, number, began)
-
-    def sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
-        """Return the task that a worker was sent under a number, if it still has it."""
-        record = self._workers.get(worker)
-        if record is None or record.task is None:
-            return None
-        for sent in (record.task, *record.queue):
-            call = self._calls[sent.id]
-            # The calls of an actor have higher numbers than the actor itself.
-            is_begun_actor = call.func.actor is not None and number > call.number
-            if call.number == number or is_begun_actor:
-                return sent.id
-        return None

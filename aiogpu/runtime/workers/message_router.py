@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.core.model.request import Environment
     from aiogpu.runtime.connection import Peer
-    from aiogpu.runtime.objects.segments import ActorRegister
     from aiogpu.runtime.workers.death import Death
 
 
@@ -189,20 +188,30 @@ _TOLD: Final = _ANSWERS | {wire.Created, wire.Items}
 """Messages that are passed on to a receiver of this program."""
 
 
+class NestedRequests(Protocol):
+    """Takes in what tasks ask: about their children, values and actors."""
+
+    def on_message(self, caller: LiveWorker, message: wire.Message, /) -> None:
+        """Take in one message."""
+
+
 class WorkerEvents(Protocol):
     """Is told what becomes of workers, and what they say: the driver.
 
     Attributes:
         burst: has workers heard while the program submits.
-        actors: the node's actors.
+        workers: live workers by id; the pool keeps it.
+        requests: takes in what tasks ask.
     """
+
+    workers: dict[int, LiveWorker]
 
     @property
     def burst(self) -> InlinePoller:
         """See above."""
 
     @property
-    def actors(self) -> ActorRegister:
+    def requests(self) -> NestedRequests:
         """See above."""
 
     def on_started(self, worker: int) -> None:
@@ -230,9 +239,6 @@ class WorkerEvents(Protocol):
         self, worker: int, message: wire.Done | wire.Failed | wire.Created, /
     ) -> None:
         """An actor's process reports a result, or its start."""
-
-    def on_nested(self, worker: LiveWorker, message: wire.Message, /) -> None:
-        """A task has a request."""
 
     def on_fault(
         self, worker: LiveWorker, message: wire.Message, error: Exception
@@ -369,7 +375,7 @@ class MessageRouter:
         elif isinstance(message, wire.Imported):
             self._on_imported(worker, message)
         else:
-            self._events.on_nested(worker, message)
+            self._events.requests.on_message(worker, message)
 
     def _show(self, worker: LiveWorker, log: wire.Log) -> None:
         output = worker.slot.output

@@ -28,7 +28,7 @@ from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, stillbirth
 from aiogpu.runtime.workers.message_router import MessageRouter, WorkerEvents
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
-from aiogpu.runtime.zygote.generations import Zygotes
+from aiogpu.runtime.zygote.generations import ZygoteListener, Zygotes
 from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire import messages as wire
 from aiogpu.wire.connection import KEEPER, ZYGOTE
@@ -61,6 +61,7 @@ class Pool:
     Attributes:
         workers: live workers by id.
         slots: where they run.
+        zygotes: fork their keepers.
         commands: tells workers what to do.
         autopsy: finds out what the kernel knows of a death.
     """
@@ -68,38 +69,39 @@ class Pool:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        zygotes: Zygotes,
+        make_zygotes: Callable[[ZygoteListener], Zygotes],
         console: Console,
-        directory: str,
+        store: Store,
+        slots: Slots,
+        events: WorkerEvents,
         send_signal: Callable[[int, int], None] = os.kill,
     ) -> None:
-        self.workers: dict[int, LiveWorker] = {}
-        self._events: WorkerEvents
-        self._router: MessageRouter
-        self.commands = WorkerCommands(self.workers, zygotes.page)
+        """Prepare.
+
+        Args:
+            loop: runs the timers.
+            make_zygotes: makes the zygotes, which tell this pool what becomes of them.
+            console: shows what workers print.
+            store: keeps their values and shared memory.
+            slots: where they run.
+            events: is told what becomes of workers, and what they say.
+            send_signal: sends a signal to a process group.
+        """
+        self.workers = events.workers
+        self.zygotes = self._zygotes = make_zygotes(self)
+        self.commands = WorkerCommands(self.workers, self.zygotes.page)
         self.autopsy = ExitEvidence()
         self._loop = loop
-        self._zygotes = zygotes
-        self._console = console
+        self._events = events
+        self._store = store
+        self._router = MessageRouter(console, events, store, self._on_imported)
         self._send_signal = send_signal
-        self.slots = Slots(loop, console, directory)
+        self.slots = slots
         self._is_closing = False
-        self._store: Store | None = None
         self.is_busy: Final = self.slots.is_busy
 
     def __repr__(self) -> str:
         return f"<Pool {len(self.workers)} workers in {len(self.slots)} slots>"
-
-    def begin(self, events: WorkerEvents, store: Store) -> None:
-        """Connect the pool to its driver; from here on workers can be spawned.
-
-        Args:
-            events: is told what becomes of workers, and what they say.
-            store: keeps their values and shared memory.
-        """
-        self._events, self._store = events, store
-        self._router = MessageRouter(self._console, events, store, self._on_imported)
-        store.serve(self.workers, self._zygotes.page, events.actors)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -414,8 +416,7 @@ class Pool:
     async def close(self) -> None:
         """End all keepers, and with them whatever is left; wait for it."""
         self._is_closing = True
-        if self._store is not None:
-            self._store.serve({}, None, None)
+        self._store.serve({}, None, None)
         for worker in self.workers.values():
             worker.timer.cancel()
         for slot in self.slots:

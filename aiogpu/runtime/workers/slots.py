@@ -175,8 +175,11 @@ class Slots:
         loop: asyncio.AbstractEventLoop,
         console: Console,
         directory: str,
+        most: int = SLOTS,
     ) -> None:
-        self.bound(SLOTS)
+        self.most = most
+        self.most_workers = most_workers(most)
+        self._spare = _spare(most)
         self._loop = loop
         self._console = console
         self._directory = directory
@@ -186,12 +189,6 @@ class Slots:
         self._is_removal_logged = False
         self._free_indices: list[int] = []
         self._gone: asyncio.Future[None] | None = None
-
-    def bound(self, most: int) -> None:
-        """Set how many slots there may be."""
-        self.most = most
-        self.most_workers = most_workers(most)
-        self._spare = _spare(most)
 
     def __len__(self) -> int:
         return len(self._slots)

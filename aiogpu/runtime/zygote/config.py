@@ -423,6 +423,7 @@ class Bootstrap:
     Attributes:
         config: what all zygotes of the node share.
         listening: the node's socket; processes that connect early wait.
+        preload: modules that each zygote imports before it forks.
         first: the first zygote.
     """
 
@@ -454,7 +455,8 @@ class Bootstrap:
             listening.listen(BACKLOG)
             self.config = ZygoteConfig.take(directory, cgroup, learns, spill)
             undo.callback(self.config.close)
-            self.first = launch(self.config, modules=Modules(tuple(preload)))
+            self.preload = tuple(preload)
+            self.first = launch(self.config, modules=Modules(self.preload))
             self._undo = undo.pop_all()
 
     def clear(self) -> None:

@@ -492,22 +492,35 @@ class Zygotes:
         config: what they all share.
         page: the control page.
         cgroup: the node's cgroup.
-        plain: the zygotes of most tasks, from `start` on.
-        wants: returns whether anything of a program that has left still lives; None
-            if no program can join.
+        plain: the zygotes of most tasks.
     """
-
-    plain: ZygoteGenerations
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         console: Console,
         config: ZygoteConfig,
+        launched: Launched,
         preload: Sequence[str],
+        wants: Callable[[str], bool],
+        pool: ZygoteListener,
     ) -> None:
-        self._pool: ZygoteListener
-        self.wants: Callable[[str], bool] | None = None
+        """Take over the first zygote, which was launched before.
+
+        Args:
+            loop: runs the timers.
+            console: shows what zygotes print.
+            config: what they all share.
+            launched: the first one; its tasks have no variables of their own.
+            preload: modules that each imports before it forks.
+            wants: returns whether anything lives of a program that has left.
+            pool: is told what becomes of zygotes.
+
+        Raises:
+            NodeStartError: it cannot be watched.
+        """
+        self._pool = pool
+        self._wants = wants
         self._loop = loop
         self._console = console
         self._preload = tuple(preload)
@@ -519,16 +532,12 @@ class Zygotes:
         self._environments: dict[Environment, ZygoteGenerations] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined: dict[str, int] = {}
+        self.plain = self._add(())
+        self.plain.current.start(launched)
 
     def __repr__(self) -> str:
         count = len(self._environments)
         return f"<Zygotes {len(self._zygotes)} for {count} environments>"
-
-    def start(self, launched: Launched, pool: ZygoteListener) -> None:
-        """Take over the plain zygote, which was launched before; `pool` is told."""
-        self._pool = pool
-        self.plain = self._add(())
-        self.plain.current.start(launched)
 
     def serving(self, environment: Environment) -> Zygote:
         """Return the zygote for tasks with these variables; it may not be ready yet.
@@ -691,5 +700,5 @@ class Zygotes:
         """Forget programs for which no worker will be started again."""
         served = {program_of(environment) for environment in self._environments}
         for key in self.config.programs.keys() - served - self._joined.keys():
-            if self.wants is None or not self.wants(key):
+            if not self._wants(key):
                 del self.config.programs[key]
