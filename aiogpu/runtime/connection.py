@@ -13,7 +13,7 @@ import select
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from aiogpu.errors import ProtocolError
 from aiogpu.linux.sockets import peer_credentials
@@ -42,29 +42,42 @@ AT_ONCE: Final = 256
 Handler = Callable[[list[Message]], None]
 
 
-Greeted = Callable[["Peer", Hello], None]
+class Recipient(NamedTuple):
+    """Who is told what a peer says, and what becomes of its connection.
+
+    Attributes:
+        on_messages: is called with messages that have arrived together, in order.
+        on_lost: is called after the end of the connection.
+        on_slow: is called with True when the peer does not read what it is sent, and
+            with False when it has caught up; None for nobody.
+    """
+
+    on_messages: Handler
+    on_lost: Callable[[], None]
+    on_slow: Callable[[bool], None] | None = None
+
+
+Greeted = Callable[["Peer", Hello], Recipient | None]
+"""Takes in a peer that has said what it is; returns None after refusing it."""
 
 
 class Peer(asyncio.Protocol):
-    """The connection of one zygote, keeper, worker or program.
-
-    The recipient of its greeting sets `on_messages` and `on_lost`, and if it cares
-    whether the peer reads what it is sent, `on_slow`. Messages that arrive together are
-    passed on together, in order.
-
-    Attributes:
-        on_messages: is called with messages that have arrived.
-        on_lost: is called after the end of the connection.
-        on_slow: is called with True when the peer does not read what it is sent, and
-            with False when it has caught up.
-    """
+    """The connection of one zygote, keeper, worker or program."""
 
     def __init__(
         self, greeted: Greeted, on_heard: Callable[[int], object] | None = None
     ) -> None:
-        self.on_messages: Handler = _ignore
-        self.on_lost: Callable[[], None] = _nothing
-        self.on_slow: Callable[[bool], object] = bool  # no effect
+        """Prepare.
+
+        Args:
+            greeted: is called with the peer's greeting.
+            on_heard: is called whenever something has come, with the number of
+                messages.
+        """
+        # Before the greeting and after `end` nobody is told anything.
+        self._on_messages: Handler = _ignore
+        self._on_lost: Callable[[], None] = _nothing
+        self._on_slow: Callable[[bool], None] | None = None
         self._greeted = greeted
         self._on_heard = on_heard
         self._connection = Connection()
@@ -110,12 +123,14 @@ class Peer(asyncio.Protocol):
             return
         if messages and type(messages[0]) is Hello:
             # The greeting comes first, and once.
-            self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
+            recipient = self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
+            if recipient is not None:
+                self._on_messages, self._on_lost, self._on_slow = recipient
         count = len(messages)
         if self._waiting or count > AT_ONCE:
             self._put_off(messages)
         elif count:
-            self.on_messages(messages)
+            self._on_messages(messages)
         if self._on_heard is not None:
             self._on_heard(count)
 
@@ -153,7 +168,7 @@ class Peer(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._work_off)
         self._set_reading()
         if part:
-            self.on_messages(part)
+            self._on_messages(part)
 
     def _set_reading(self) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -175,7 +190,7 @@ class Peer(asyncio.Protocol):
         self._connection.close()
         while self._waiting:
             self._work_off()
-        self.on_lost()
+        self._on_lost()
 
     def _hear_out(self, transport: asyncio.Transport) -> None:
         with suppress(OSError):
@@ -259,11 +274,13 @@ class Peer(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Note that the peer reads too slowly; see `asyncio.Protocol`."""
-        self.on_slow(True)
+        if self._on_slow is not None:
+            self._on_slow(True)
 
     def resume_writing(self) -> None:
         """Note that the peer has caught up."""
-        self.on_slow(False)
+        if self._on_slow is not None:
+            self._on_slow(False)
 
     @property
     def pid(self) -> int:
@@ -280,7 +297,7 @@ class Peer(asyncio.Protocol):
     def drop(self, reason: str) -> None:
         """Send the reason why the peer is cut off, ignore it, and close at once."""
         self._waiting.clear()
-        self.on_messages = _ignore
+        self._on_messages = _ignore
         if self.unsent:
             self.abort()  # it does not read, and would not get the reason
             return
@@ -290,8 +307,8 @@ class Peer(asyncio.Protocol):
 
     def end(self) -> None:
         """Close after sending everything; pass on nothing more, not even the end."""
-        self.on_messages = _ignore
-        self.on_lost = _nothing
+        self._on_messages = _ignore
+        self._on_lost = _nothing
         self._connection.close()
         if self._posted:
             self._flush()
@@ -301,8 +318,8 @@ class Peer(asyncio.Protocol):
     def cut_off(self) -> None:
         """Close, and pass on nothing more, not even the end."""
         self._waiting.clear()
-        self.on_messages = _ignore
-        self.on_lost = _nothing
+        self._on_messages = _ignore
+        self._on_lost = _nothing
         self.abort()
 
     def abort(self) -> None:
@@ -340,8 +357,8 @@ def peer_uid(transport: asyncio.Transport) -> int:
 
 
 def _ignore(_messages: list[Message]) -> None:
-    """Ignore messages that nobody has asked for."""
+    """Ignore messages."""
 
 
 def _nothing() -> None:
-    """Do nothing at an end that nobody has asked for."""
+    """Ignore the end."""

@@ -112,7 +112,10 @@ class House:
 
     def greet(self, role: str, identity: int, pid: int = 0) -> PaperPeer:
         peer = PaperPeer()
-        self.pool.greeted(peer, Hello(1, role, identity, pid))  # type: ignore[arg-type]
+        hello = Hello(1, role, identity, pid)
+        recipient = self.pool.greeted(peer, hello)  # type: ignore[arg-type]
+        if recipient is not None:
+            peer.on_messages, peer.on_lost, _ = recipient
         return peer
 
     def keeper(self, slot: int = 0) -> PaperPeer:

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from aiogpu.runtime.connection import AT_ONCE, Peer, peer_uid
+from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient, peer_uid
 from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
 from aiogpu.wire.messages import (
@@ -31,12 +31,16 @@ class Hall:
     def __init__(self) -> None:
         self.greetings: list[Hello] = []
         self.heard: list[Message] = []
+        self.parts: list[int] = []
         self.lost = 0
 
-    def greeted(self, peer: Peer, hello: Hello) -> None:
+    def greeted(self, _peer: Peer, hello: Hello) -> Recipient:
         self.greetings.append(hello)
-        peer.on_messages = self.heard.extend
-        peer.on_lost = self.note_lost
+        return Recipient(self.hear, self.note_lost)
+
+    def hear(self, messages: list[Message]) -> None:
+        self.parts.append(len(messages))
+        self.heard += messages
 
     def note_lost(self) -> None:
         self.lost += 1
@@ -235,12 +239,8 @@ def logs(count: int) -> list[Message]:
 async def test_a_flood_is_passed_on_in_parts() -> None:
     hall = Hall()
     peer, transport = hall.connect()
-    parts: list[int] = []
+    parts = hall.parts
     peer.data_received(greeting(WORKER, 1, 1))
-    peer.on_messages = lambda messages: (
-        parts.append(len(messages)),
-        hall.heard.extend(messages),
-    )
     flood = logs(2 * AT_ONCE + 1)
     peer.data_received(b"".join(map(encode, flood)))
     assert parts == [], "the loop is not held, not even by the first part"

@@ -26,7 +26,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import Requests
-from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.directories import BACKLOG
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
@@ -184,14 +184,14 @@ class Clients:
         if late is not None:
             late.cancel()
 
-    def _greeted(self, peer: Peer, hello: wire.Hello) -> None:
+    def _greeted(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         is_client = (
             hello.role == CLIENT and wire.FIRST_CLIENT <= hello.id < wire.END_OF_CLIENTS
         )
         if not is_client or hello.id in self.by_id:
             self._note_named(peer)
             peer.refuse("this socket is for programs, each with a number of its own")
-            return
+            return None
         client = Client(
             hello.id,
             pid=peer.pid,
@@ -200,13 +200,15 @@ class Clients:
             peer=peer,
         )
         self.by_id[client.id] = self._store.clients[client.id] = client
-        peer.on_messages = partial(self._hear, client)
-        peer.on_lost = partial(self._on_lost, client)
-        peer.on_slow = partial(self._on_slow, client)
         # A fork of it may keep the connection open; see pidfd_open(2).
         with suppress(OSError):
             client.pidfd = os.pidfd_open(client.pid)
             self._loop.add_reader(client.pidfd, peer.abort)
+        return Recipient(
+            partial(self._hear, client),
+            partial(self._on_lost, client),
+            partial(self._on_slow, client),
+        )
 
     def _on_slow(self, client: Client, is_slow: bool) -> None:
         """It is told no more than it reads, and may not ask for more meanwhile."""

@@ -19,7 +19,7 @@ from typing import Final
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeError
 from aiogpu.linux.procfs import ExitEvidence
-from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Console
 from aiogpu.runtime.pending_tasks import EACH
@@ -108,14 +108,13 @@ class Pool:
         """Process ids of the live workers, by worker id."""
         return {worker.id: worker.pid for worker in self.workers.values()}
 
-    def greeted(self, peer: Peer, hello: wire.Hello) -> None:
-        """Route a connection that has said what it is."""
+    def greeted(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
+        """Take over a connection that has said what it is; None if it is not wanted."""
         if hello.role == ZYGOTE:
-            self._zygotes.greeted(peer, hello)
-        elif hello.role == KEEPER:
-            self._on_new_keeper(peer, hello)
-        else:
-            self._on_new_worker(peer, hello)
+            return self._zygotes.greeted(peer, hello)
+        if hello.role == KEEPER:
+            return self._on_new_keeper(peer, hello)
+        return self._on_new_worker(peer, hello)
 
     # The start of a worker.
 
@@ -171,20 +170,20 @@ class Pool:
             worker.blame(cause.NOT_STARTED)
             self._check_gone(worker, is_certain=True)
 
-    def _on_new_worker(self, peer: Peer, hello: wire.Hello) -> None:
+    def _on_new_worker(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         worker = self.workers.get(hello.id)
         if worker is None or worker.peer is not None or worker.status is not None:
             peer.abort()
-            return
+            return None
         worker.peer = peer
         worker.pid = hello.pid
         if not worker.is_ending:
             worker.timer.cancel()
         worker.slot.output.name(worker.id, worker.pid)
         worker.slot.output.listen_to(peer)
-        peer.on_messages = partial(self._router.hear, worker)
-        peer.on_lost = partial(self._on_worker_lost, worker)
         self._events.on_started(worker.id)
+        hear = partial(self._router.hear, worker)
+        return Recipient(hear, partial(self._on_worker_lost, worker))
 
     # The end of a worker.
 
@@ -275,19 +274,19 @@ class Pool:
 
     # Keepers, and the slots that end with them.
 
-    def _on_new_keeper(self, peer: Peer, hello: wire.Hello) -> None:
+    def _on_new_keeper(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         slot = self.slots.get(hello.id)
         if slot is None or slot.keeper is not None or self._is_closing:
             peer.abort()
-            return
+            return None
         slot.keeper, slot.keeper_pid = peer, hello.pid
         slot.output.unlink()
-        peer.on_messages = partial(self._on_keeper, slot)
-        peer.on_lost = partial(self._on_keeper_lost, slot)
         if slot.worker is not None:
             peer.send(wire.Fork(slot.worker.id))
         else:
             self.slots.put_back(slot)
+        hear = partial(self._on_keeper, slot)
+        return Recipient(hear, partial(self._on_keeper_lost, slot))
 
     def _on_keeper(self, slot: Slot, messages: list[wire.Message]) -> None:
         for message in messages:

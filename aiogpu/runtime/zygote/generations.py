@@ -30,7 +30,7 @@ from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.output import Console
 from aiogpu.runtime.workers.death import UnavailableError, is_scarcity
 from aiogpu.runtime.zygote.config import (
@@ -554,13 +554,13 @@ class Zygotes:
         zygote.check()
         return zygote
 
-    def greeted(self, peer: Peer, hello: Hello) -> None:
+    def greeted(self, peer: Peer, hello: Hello) -> Recipient | None:
         """Take over the connection of a zygote that has greeted."""
         zygote = self._zygotes.get(hello.id)
         if zygote is None:
             peer.abort()
-        else:
-            zygote.greeted(peer)
+            return None
+        return zygote.greeted(peer)
 
     def hear(self, zygote: Zygote, imported: Imported) -> None:
         """Learn from what a worker of this zygote has imported."""

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.output import Console, LinePipe
 from aiogpu.runtime.zygote.config import Launched, Modules, ZygoteConfig, launch
@@ -174,11 +174,10 @@ class Zygote:
         assert self._output is not None, text
         self._console.write(2, f"({label}) {text}", self._output)
 
-    def greeted(self, peer: Peer) -> None:
+    def greeted(self, peer: Peer) -> Recipient:
         """Take over its connection."""
         self._peer = peer
-        peer.on_messages = self._on_messages
-        peer.on_lost = self._on_silent
+        return Recipient(self._on_messages, self._on_silent)
 
     def keep(self, slot: int) -> None:
         """Ask for a keeper, now or as soon as the zygote can fork."""
