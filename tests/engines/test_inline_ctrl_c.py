@@ -13,7 +13,8 @@ import signal
 import pytest
 
 import aiogpu
-from aiogpu.engines.inline.tasks import InlineExecutor, Job, TaskHost
+from aiogpu.engines.inline.execution import InlineExecutor, TaskHost
+from aiogpu.engines.inline.jobs import Job
 from tests.engines import tasks
 from tests.program import start
 

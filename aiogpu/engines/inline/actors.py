@@ -24,7 +24,7 @@ from aiogpu.client.current import method_called
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import TaskState
 from aiogpu.engines.inline.environment import TaskEnvironment
-from aiogpu.engines.inline.tasks import (
+from aiogpu.engines.inline.jobs import (
     FrameRestorer,
     Job,
     Outcome,
@@ -54,7 +54,8 @@ from aiogpu.worker.invoke import Callables, Constructor
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.engines.inline.tasks import InlineNode, LoopRunner
+    from aiogpu.engines.inline.execution import LoopRunner
+    from aiogpu.engines.inline.node import InlineNode
 
 
 class ConstructorJob(Job):
@@ -87,10 +88,10 @@ class ConstructorJob(Job):
 
     def target(self) -> tuple[Callables, Any]:
         """Return what makes the object, and keeps it."""
-        executor, instance = self.node.executor, self.instance
+        node, instance = self.node, self.instance
         assert instance is not None, self
-        cls = executor.learn(self.func)
-        return Constructor(executor.functions, instance.keep), cls
+        cls = node.learn(self.func)
+        return Constructor(node.functions, instance.keep), cls
 
     def goes_on(self, outcome: Outcome) -> bool:
         """Whether it has made what goes on living."""
@@ -428,7 +429,7 @@ class AsyncActorInstance(ActorInstance):
         # for a while, and an error the frames that awaited it, so it would hold itself
         # and the actor's object until the garbage is collected.
         method_called.set(call.method)
-        self._outcomes[call.id] = await self.creation.node.executor.interleave(call)
+        self._outcomes[call.id] = await self._runner.executor.interleave(call)
 
     def _on_ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._calls[number]
@@ -502,7 +503,7 @@ class AsyncActorInstance(ActorInstance):
         self.end()
 
     async def _close(self) -> None:
-        executor = self.creation.node.executor
+        executor = self._runner.executor
         try:
             close = getattr(self.object, "close", None)
             if iscoroutinefunction(close) and not signature(close).parameters:

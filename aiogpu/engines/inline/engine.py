@@ -22,14 +22,9 @@ from aiogpu.client.interface import Receiver
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.actors import InlineActors
-from aiogpu.engines.inline.tasks import (
-    InlineExecutor,
-    InlineNode,
-    LoopRunner,
-    MonotonicLoop,
-    actor_job,
-    running_job,
-)
+from aiogpu.engines.inline.execution import InlineExecutor, LoopRunner
+from aiogpu.engines.inline.jobs import actor_job, running_job
+from aiogpu.engines.inline.node import InlineNode, MonotonicLoop
 from aiogpu.engines.local import DriverEngine
 from aiogpu.errors import PreloadError
 from aiogpu.runtime.driver import Driver
@@ -65,12 +60,12 @@ class InlineEngine(DriverEngine):
             self._loop,
             ledger,
             vendors,
-            InlineExecutor(is_silent=not options.log_to_driver),
             options.cancel_grace,
             self.pack,
         )
         loop = asyncio.get_running_loop()
-        node.actors = InlineActors(loop, node, LoopRunner(loop, node))
+        executor = InlineExecutor(is_silent=not options.log_to_driver)
+        node.actors = InlineActors(loop, node, LoopRunner(loop, node, executor))
         self._driver = node
 
     @property

@@ -1,0 +1,737 @@
+"""Runs the code of jobs: on which loop, by which call, and what plain code waits for.
+
+`LoopRunner` begins a job when it is its turn, in a callback of its loop and never
+inside the call that adds or cancels a job. `InlineExecutor` drives the call of the
+user's code, which is `worker.invoke.invoke`, and `TaskHost` is the node as that code
+sees it.
+
+Plain code that waits runs an event loop of its own, inside a callback of the outer
+loop. Its children run on that inner loop, and pause if the plain code goes on before
+they end. Each loop has a `LoopRunner`; only the innermost one is at work.
+
+Values and functions are pickled and unpickled, as on the way to a worker. So what a
+function closes over is a copy; if it is defined in `__main__`, so are its globals. A
+function of an imported module is not copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import CoroutineType, TracebackType, coroutine
+from typing import (
+    Any,
+    Final,
+    NoReturn,
+)
+
+from aiogpu.client.current import (
+    ActorExit,
+    current,
+    error_inside_task,
+    has_exited,
+)
+from aiogpu.client.function_spec import FunctionSpec
+from aiogpu.client.interface import Receiver
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.records import TaskState
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.engines.inline.environment import CtrlC, silence
+from aiogpu.engines.inline.jobs import Job, JobLoop, Outcome, actor_job, running_job
+from aiogpu.engines.inline.node import InlineNode
+from aiogpu.errors import (
+    MisuseError,
+    NodeError,
+)
+from aiogpu.runtime.actors.actor import FIRST_CALL
+from aiogpu.runtime.objects.values import unfinished_in
+from aiogpu.serialization.exceptions import (
+    LEFT,
+    RAISED,
+    pack_failure,
+)
+from aiogpu.serialization.payload import has_handles
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import (
+    load_arguments,
+)
+from aiogpu.wire.messages import ASYNC, Done
+from aiogpu.worker.gpu import has_run_out, peak_memory
+from aiogpu.worker.invoke import OWN_FRAMES as INVOKED
+from aiogpu.worker.invoke import (
+    Arguments,
+    Invoker,
+    Raised,
+    RetryRules,
+    StreamSender,
+    invoke,
+    is_coroutine,
+    send_all_async,
+)
+from aiogpu.worker.private_hooks import set_running_loop
+
+
+class TaskHost:
+    """The node, as the code of one attempt at a task sees it; see `interface.Host`.
+
+    Attributes:
+        upsets: how many children have failed or were withdrawn so far.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        runner: LoopRunner,
+    ) -> None:
+        self._job = job
+        self._node = runner.node
+        self._executor = runner.executor
+        self._thread = threading.get_ident()
+        self._own: LoopRunner | None = None
+        self._runners = {runner.loop: runner}
+        self._awaited: list[Job] = []
+        self._awaited_calls: list[int] = []
+        self.upsets = 0
+
+    def __repr__(self) -> str:
+        return f"<TaskHost of {self._job!r}>"
+
+    @property
+    def waits(self) -> InlineNode:
+        """Who is to be told of waits on an event loop."""
+        return self._node
+
+    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
+        """Start a child of the task; gives its number.
+
+        Raises:
+            MisuseError: the task has ended.
+            NodeError: this is another thread than the task's.
+            SerializationError: the arguments are too large to be sent.
+        """
+        self._check(f"{func.spec.name}.remote()")
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            self._own_runner()
+        else:
+            self._runner_of(loop)  # wakes that loop as well
+        return self._node.submit(func, payload, receiver)
+
+    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; gives the call's number.
+
+        Raises:
+            MisuseError: the task has ended.
+            NodeError: this is another thread than the task's, or the method runs on
+                the program's loop, which this code keeps from running.
+        """
+        actors = self._node.actors
+        called = actors.known(actor)
+        self._check(f"{called.name}.{method}.remote()")
+        if called.func.actor is not None and called.func.actor.mode == ASYNC:
+            raise NodeError(
+                f"{called.name}.{method}.remote() was called by {self._job.name}, "
+                f"whose plain code holds the thread. On an inline node a class that "
+                f"has `async def` methods runs on the program's event loop, in that "
+                f"same thread: make the caller an `async def`, or open a node with "
+                f"address='local'."
+            )
+        number = called.call(method, payload, receiver)
+        loop = asyncio._get_running_loop()
+        if loop is not None:
+            self._runner_of(loop).wake()
+        return number
+
+    remote_values = None
+
+    def engine(self, _loop: asyncio.AbstractEventLoop | None) -> None:
+        """The program's own engine takes all calls; see `Host.engine`."""
+        return
+
+    @property
+    def program(self) -> asyncio.AbstractEventLoop:
+        """The loop of the program that has opened the node."""
+        return self._node.actors.runner.loop
+
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        self._node.demand(child, limit)
+
+    def withdraw(self, child: int) -> None:
+        """Nobody wants a child's result any more: stop it."""
+        self.upsets += 1
+        self._node.cancel(child)
+
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs."""
+        with suppress(RuntimeError):  # the loop is closed, and the child has ended
+            loop = (self._own or self._job.runner).loop
+            loop.call_soon_threadsafe(self._node.cancel, child)
+
+    def cancel(self, task: int) -> None:
+        """Stop a child that is awaited on an event loop."""
+        self._node.cancel(task)
+
+    async def why(self, name: str, task: int) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {name}")
+
+    def note_wait(
+        self, waiter: object, children: tuple[int, ...], is_bound: bool = False
+    ) -> None:
+        """The task's code waits for these, or for none any more.
+
+        Raises:
+            NodeError: this is another thread than the task's.
+        """
+        if children:
+            self._check("aiogpu.get()")
+        self.end_wait(waiter)
+        found = [self._node.jobs.get(TaskId(child)) for child in children]
+        self._awaited = [job for job in found if job is not None]
+        self._awaited_calls = [child for child in children if child >= FIRST_CALL]
+        for call in self._awaited_calls:
+            self._node.begin_wait(call)
+        for job in self._awaited:
+            job.waiters = 1
+            self._run_next(job)
+        if self._awaited:
+            self._node.tell_waits(self._job)
+
+    def _run_next(self, job: Job) -> None:
+        """Let a job run now, after the jobs that make its arguments.
+
+        It does not matter which code has started these jobs. Chains of needs may be ten
+        thousand long, so the depth-first search has an explicit stack.
+        """
+        jobs, seen = self._node.jobs, set[TaskId]()
+        stack: list[tuple[Job, bool]] = [(job, False)]
+        while stack:
+            one, has_its_needs = stack.pop()
+            if has_its_needs:
+                if one.parent is not self._job:
+                    self._job.needed.append(one)
+            elif one.worker is None and one.id not in seen:
+                seen.add(one.id)
+                stack.append((one, True))
+                needs = map(jobs.get, self._node.needed_by(one.id))
+                stack += [(needed, False) for needed in needs if needed is not None]
+
+    def end_wait(self, waiter: object) -> None:
+        """Nobody of the task's plain code waits any more."""
+        awaited, self._awaited = self._awaited, []
+        for job in awaited:
+            job.waiters = 0
+        for call in self._awaited_calls:
+            self._node.end_wait(call)
+        self._awaited_calls, self._job.needed = [], []
+        if awaited:
+            self._node.tell_waits(self._job)
+
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: float | None = None
+    ) -> bool:
+        """Run the children until something is done; False if time is up before."""
+        stack = self._node.stack
+        self._end_strays()
+        stack.resume_above(self._job)
+        try:
+            return self._own_runner().run_until(is_done, deadline)
+        finally:
+            stack.pause_above(self._job)
+
+    def close(self) -> None:
+        """End what plain code has started: its function has returned."""
+        job, stack = self._job, self._node.stack
+        self._node.end_orphans(*job.children())
+        try:
+            self._end_strays()
+            stack.resume_above(job)
+            while (last := stack.running[-1]) is not job:
+                last.runner.run_until_ended(last)
+            self._end_streams()
+        finally:
+            home, self._own = self._own, None
+            if home is not None:
+                _close_loop(home.loop)
+
+    def _end_strays(self) -> None:
+        """End what was left unfinished by a loop of the user's that has stopped."""
+        while (last := self._node.stack.running[-1]) is not self._job:
+            self._node.end_orphans(last)
+            last.runner.run_until_ended(last)
+
+    def _end_streams(self) -> None:
+        """End the generators that run on the loop of plain code, which is closed."""
+        for stream in list(self._node.streams.jobs.values()):
+            if self._own is not None and stream.runner is self._own:
+                self._node.end_orphans(stream)
+                self._own.run_until_ended(stream)
+
+    def _own_runner(self) -> LoopRunner:
+        """The runner for plain code that waits."""
+        if self._own is None:
+            self._own = self._runner_of(asyncio.new_event_loop())
+        return self._own
+
+    def _runner_of(self, loop: asyncio.AbstractEventLoop) -> LoopRunner:
+        runner = self._runners.get(loop)
+        if runner is None:
+            runner = self._runners[loop] = LoopRunner(loop, self._node, self._executor)
+        return runner
+
+    def _check(self, what: str) -> None:
+        if self._job.has_ended:
+            raise MisuseError(
+                f"{what} was called after {self._job.name} had ended, by code that it "
+                f"has left behind."
+            )
+        if self._thread != threading.get_ident():
+            raise NodeError(
+                f"{what} was called in a thread of {self._job.name}'s own. On an "
+                f"inline node a task starts others in the thread that it runs in."
+            )
+
+
+def _close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        # What was left behind has been told of; asyncio need not do so again.
+        loop.set_exception_handler(lambda loop, context: None)
+        loop.close()
+
+
+OWN_FRAMES: Final = "/aiogpu/engines/inline/"
+"""Marks this package's own frames, which a user's traceback leaves out."""
+
+
+_NO_ITEM: Final = object()
+
+
+class PlainItems:
+    """A plain generator, whose code runs outside of any event loop, as in a worker."""
+
+    def __init__(self, items: Iterator[Any], job: Job, host: TaskHost) -> None:
+        self._items = items
+        self._job = job
+        self._host = host
+
+    def __iter__(self) -> PlainItems:
+        return self
+
+    def __next__(self) -> Any:
+        with self._in_turn():
+            item = next(self._items, _NO_ITEM)
+        if item is _NO_ITEM:
+            raise StopIteration
+        return item
+
+    def close(self) -> None:
+        """End it, and what it has started."""
+        with self._in_turn():
+            try:
+                close: Callable[[], None] | None = getattr(self._items, "close", None)
+                if close is not None:
+                    close()
+            finally:
+                self._host.close()
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """The block runs the generator's code, on top of whatever runs."""
+        running = self._job.node.stack.running
+        loop = asyncio._get_running_loop()
+        running.append(self._job)
+        set_running_loop(None)
+        try:
+            yield
+        finally:
+            set_running_loop(loop)
+            running.remove(self._job)
+
+
+AnyCoroutine = Coroutine[Any, Any, Any] | Generator[Any, None, Any]
+
+
+class TaskTracker:
+    """Keeps watch over a loop while coroutines of jobs run on it."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, executor: InlineExecutor
+    ) -> None:
+        self._loop = loop
+        self._executor = executor
+        self._coroutines = 0
+        self._factory: Any = self._make
+        self._program_factory: Any = None
+
+    def begin(self) -> None:
+        """One coroutine more runs."""
+        self._coroutines += 1
+        if self._coroutines == 1:
+            self._program_factory = self._loop.get_task_factory()
+            self._loop.set_task_factory(self._factory)
+
+    def end(self) -> None:
+        """One coroutine less runs; with the last, the loop is as it was."""
+        self._coroutines -= 1
+        if not self._coroutines and self._loop.get_task_factory() is self._factory:
+            self._loop.set_task_factory(self._program_factory)
+
+    def _make(
+        self, loop: asyncio.AbstractEventLoop, coroutine: AnyCoroutine, **options: Any
+    ) -> asyncio.Future[Any]:
+        job, begun = running_job.get(), None
+        if job is not None and job.has_ended:
+            job = None
+        if job is None:
+            job = actor_job.get()
+            if job is not None and type(coroutine) is CoroutineType:
+                begun, coroutine = coroutine, self._executor.drive_task(job, coroutine)
+        make = self._program_factory
+        task: asyncio.Task[Any]
+        if make is not None:
+            task = make(loop, coroutine, **options)
+        else:
+            task = asyncio.Task(coroutine, loop=loop, **options)
+        if job is not None:
+            job.started.add(task)
+            task.add_done_callback(job.started.discard)
+        if begun is not None:
+            # It may be cancelled before it has begun.
+            task.add_done_callback(partial(_close, begun))
+        return task
+
+
+def _close(begun: Coroutine[Any, Any, Any], _task: asyncio.Task[Any]) -> None:
+    begun.close()
+
+
+async def end_started(job: Job) -> None:
+    """Cancel what a job has started and not awaited, and wait for its end."""
+    rest = list(job.started)
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.gather(*rest, return_exceptions=True)
+
+
+class JobInvoker(Invoker):
+    """How the code of one job is called; see `invoke`.
+
+    Plain code runs outside of any event loop, as in a worker. With the first `await`
+    the call continues in an asyncio task: it suspends once, and who drives it goes on
+    with it there.
+
+    Args:
+        job: the job.
+        host: of its plain code; None if the call begins on an event loop.
+    """
+
+    def __init__(self, job: Job, host: TaskHost | None) -> None:
+        self._job = job
+        self._host = host
+        self._is_on_loop = host is None
+
+    def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
+        """Unpickle arguments; handles for a coroutine belong to its loop."""
+        if self._is_on_loop or not (has_handles(payload) and is_coroutine(function)):
+            return load_arguments(payload)
+        set_running_loop(self._job.runner.loop)
+        try:
+            return load_arguments(payload)
+        finally:
+            set_running_loop(None)
+
+    async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
+        """Return the result of a coroutine, which is awaited on the job's loop."""
+        await self._move_to_loop()
+        return await coroutine
+
+    async def send_items(self, items: Any, stream: StreamSender) -> None:
+        """Run a generator to its end, on the job's loop."""
+        job, host = self._job, self._host
+        job.node.streams.senders[job.id] = stream
+        # What it starts runs on top of whatever runs then, as what actors start.
+        actor_job.set(job)
+        try:
+            await self._move_to_loop()
+            if host is not None and not hasattr(items, "__anext__"):
+                items = PlainItems(items, job, host)
+            await send_all_async(items, stream, job.runner.loop.create_future)
+        finally:
+            job.node.streams.senders.pop(job.id, None)
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make a payload; what it has handles to outlives the job."""
+        payload = self._job.node.pack(outgoing)
+        # Before the children are stopped that end with this one.
+        for child in unfinished_in(payload):
+            self._job.node.feed(Scheduler.detach, TaskId(child))
+        return payload
+
+    async def _move_to_loop(self) -> None:
+        if not self._is_on_loop:
+            self._is_on_loop = True
+            await _suspend()
+
+
+@coroutine
+def _suspend() -> Generator[None]:
+    yield
+
+
+BegunCall = Coroutine[Any, Any, Done | Raised]
+
+
+class InlineExecutor:
+    """Drives the calls of the user's code, and says what their failures are."""
+
+    def __init__(self, is_silent: bool) -> None:
+        self._is_silent = is_silent
+        self._ctrl_c = CtrlC()
+        self._retry_rules = RetryRules()
+
+    def begin(self, job: Job, host: TaskHost) -> Outcome | BegunCall:
+        """Call the function, outside of any event loop, as in a worker.
+
+        Gives the call if it is to go on in an asyncio task; `finish` it there.
+        """
+        loop = asyncio._get_running_loop()
+        set_running_loop(None)
+        try:
+            try:
+                call = self._call(job, host)
+                with self._step(job):
+                    call.send(None)
+                return call
+            except StopIteration as ended:
+                return self._outcome(job, ended.value)
+            finally:
+                host.close()
+        finally:
+            set_running_loop(loop)
+
+    async def interleave(self, job: Job) -> Outcome:
+        """Call an actor's method on the loop that runs."""
+        return await self.finish(job, self._call(job, None))
+
+    async def finish(self, job: Job, call: BegunCall) -> Outcome:
+        """Drive a call to its end, and end what it has started."""
+        try:
+            return self._outcome(job, await self.drive(job, call))
+        finally:
+            await end_started(job)
+
+    def _call(self, job: Job, host: TaskHost | None) -> BegunCall:
+        functions, name = job.target()
+        stream = None
+        if job.limit:
+            stream = StreamSender(
+                job.send_items, job.id, job.limit, job.skip, job.node.pack
+            )
+        invoker = JobInvoker(job, host)
+        return invoke(invoker, job.id, functions, name, job.payload, stream)
+
+    def _outcome(self, job: Job, outcome: Done | Raised) -> Outcome:
+        if type(outcome) is Done:
+            return Outcome(outcome)
+        assert type(outcome) is Raised, outcome
+        kind, error = outcome.kind, outcome.error
+        is_ctrl_c = self._ctrl_c.is_real(error)
+        if (current.exits and has_exited()) or type(error) is ActorExit:
+            kind = LEFT
+        # A debugger that looks at it finds the user's frames alone.
+        BaseException.with_traceback(error, _users_frames(error))
+        failed = pack_failure(job.id, kind, error, INVOKED, job.node.pack)
+        has_devices = kind != LEFT and job.has_devices
+        if has_devices and not is_ctrl_c and has_run_out(error):
+            failed = failed._replace(peak=peak_memory())
+        if job.func.retried and kind == RAISED and not is_ctrl_c:
+            failed = self._retry_rules.mark(failed, job.name, job.func.retried, error)
+        return Outcome(failed, error, is_ctrl_c)
+
+    def is_ctrl_c(self, error: BaseException) -> bool:
+        """Whether the code that has run last was ended by the user at the keyboard."""
+        return self._ctrl_c.is_real(error)
+
+    @coroutine
+    def drive(
+        self, job: Job, begun: Coroutine[Any, Any, Any]
+    ) -> Generator[Any, Any, Any]:
+        """Drive a coroutine, so that it is seen when its code begins and pauses."""
+        # A list, so that no local variable of this frame keeps a thrown error: the
+        # error's traceback holds this frame, and the error would hold itself.
+        next_step: list[Callable[[], Any]] = [partial(begun.send, None)]
+        while True:
+            with self._step(job):
+                try:
+                    awaited = next_step.pop()()
+                except StopIteration as ended:
+                    return ended.value
+            try:
+                next_step.append(partial(begun.send, (yield awaited)))
+            except GeneratorExit:
+                # It was left behind and its loop has gone: nothing can be awaited.
+                job.started.clear()
+                begun.close()
+                raise
+            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
+                next_step.append(partial(begun.throw, error))
+
+    @contextmanager
+    def _step(self, job: Job) -> Iterator[None]:
+        """The block runs the user's code, from here to its next pause."""
+        with ExitStack() as stack:
+            if job.step_environment is not None:
+                stack.enter_context(job.step_environment.applied())
+            if self._is_silent:
+                stack.enter_context(silence())
+            stack.enter_context(self._ctrl_c.watched())
+            yield
+
+    async def drive_task(self, job: Job, begun: Coroutine[Any, Any, Any]) -> Any:
+        """Await what an actor's code has started, in the actor's environment."""
+        return await self.drive(job, begun)
+
+
+def _users_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the first frame that is the user's own."""
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if OWN_FRAMES not in path and INVOKED not in path:
+            break
+        trace = trace.tb_next
+    return trace
+
+
+class LoopRunner(JobLoop):
+    """Begins the jobs of a node on one loop, when it is their turn.
+
+    Attributes:
+        executor: runs the jobs' code.
+        task_tracker: knows what coroutines start on the loop.
+    """
+
+    node: InlineNode
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        node: InlineNode,
+        executor: InlineExecutor,
+    ) -> None:
+        super().__init__(loop, node)
+        self.task_tracker = TaskTracker(loop, executor)
+        self.executor = executor
+
+    def _advance(self) -> None:
+        # `_is_woken` stays set until here: a `wake` during these steps adds nothing.
+        node, job = self.node, None
+        while node.lost:
+            node.lose(node.lost.popleft())
+        node.tell_changed_waits()
+        call = node.actors.next_call()
+        if call is None:
+            if not node.starting and not node.assigned:
+                node.feed(Scheduler.wake)
+            if node.starting and not node.assigned:
+                node.on_started(node.starting.popleft())
+            job = node.assigned.popleft() if node.assigned else None
+        self._is_woken = False
+        if call is not None:
+            self.wake()  # there may be more, or a job
+            self._begin_call(call)
+        elif job is not None:
+            if node.starting or node.assigned:
+                self.wake()
+            self._begin(job)
+        elif (unstartable := node.unstartable(self)) is not None:
+            unstartable.fail_wait(node.why_unstartable(unstartable))
+            self.note_item()
+
+    def _begin_call(self, call: Job) -> None:
+        """Run a call of an actor at once, on top of whatever runs."""
+        call.runner = self
+        self.node.stack.running.append(call)
+        self._attempt(call)
+
+    def _begin(self, job: Job) -> None:
+        record = job.record
+        if record is None or record.worker is None:
+            return  # it was left behind before it began
+        if record.state is TaskState.STOPPING:
+            worker = record.worker.id
+            self.node.feed(Scheduler.finish, job.id, worker)
+            self.node.lose(worker)
+            return
+        self.node.urgent.discard(job.id)
+        job.runner = self
+        job.begin()
+        self.node.stack.running.append(job)
+        self._attempt(job)
+
+    def _attempt(self, job: Job) -> None:
+        assert job.environment is not None, job
+        job.environment.apply()
+        try:
+            self._run(job)
+        except BaseException:
+            if job.main is None and not job.is_over:
+                # A Ctrl-C has found this package's own code; the program ends.
+                self._end(job)
+            raise
+
+    def _run(self, job: Job) -> None:
+        host = TaskHost(job, self)
+        context = job.fresh_context(host)
+        call = context.run(self.executor.begin, job, host)
+        if isinstance(call, Outcome):
+            self._finish(job, call)
+            return
+        if job.id in self.node.streams.senders:
+            self.node.streams.enter(job)
+            self.node.wake()  # the next one has its turn
+        self.task_tracker.begin()
+        job.main = self.loop.create_task(
+            self.executor.finish(job, call), name=job.name, context=context
+        )
+        ended = partial(self._on_ended, job, call)
+        job.main.add_done_callback(ended, context=self._context)
+        record = job.record
+        if record is not None and record.state is TaskState.STOPPING:
+            job.main.cancel()  # its plain part was cancelled
+
+    def _on_ended(
+        self,
+        job: Job,
+        call: BegunCall,
+        main: asyncio.Task[Outcome],
+    ) -> None:
+        self.task_tracker.end()
+        if job.main is not main:
+            return  # it was left behind, and is maybe tried again
+        job.main = None
+        if main.cancelled():
+            call.close()  # its task has not begun
+            self._end(job)
+        else:
+            self._finish(job, main.result())
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        job.outcome = outcome
+        if not job.goes_on(outcome):
+            self._end(job)
+        else:
+            self._leave_stack(job)
+        if outcome.is_ctrl_c and outcome.error is not None:
+            raise outcome.error
