@@ -56,7 +56,7 @@ A = TypeVar("A")
 
 
 class RemoteDecorator(Protocol):
-    """What `@remote(...)` with options gives: a decorator that keeps types."""
+    """The type of `@remote(...)` with options: a decorator that keeps types."""
 
     @overload
     def __call__(  # type: ignore[overload-overlap]
@@ -112,8 +112,8 @@ def remote(function: Any = None, /, **options: Any) -> Any:
         **options: see `Options` for functions, `ActorKeywords` for classes.
 
     Raises:
-        OptionError: names the option, the value and what is allowed.
-        MisuseError: it is neither, or a function of a kind that cannot be a task.
+        OptionError: an option is unknown or invalid.
+        MisuseError: the argument is neither, or a function that cannot be a task.
     """
     _check_any(dict(options))
     if function is None:
@@ -127,7 +127,7 @@ def remote(function: Any = None, /, **options: Any) -> Any:
 
 
 def _check_any(options: dict[str, Any]) -> None:
-    """Refuse what neither a task nor an actor takes, before it is known which it is."""
+    """Refuse options of neither tasks nor actors, before the function is known."""
     try:
         check_options(options)
     except OptionError:
@@ -163,17 +163,18 @@ def _decorate(function: object, options: dict[str, Any]) -> object:
 if TYPE_CHECKING:
 
     class TypedMethod(RemoteFunction[P, R]):
-        """What a type checker sees of a method under `@aiogpu.method`.
+        """A method under `@aiogpu.method`, as type checkers see it.
 
-        On an object it can be called, as the class's own code does; `typed(handle)`
-        makes a handle look like one, so that `.remote` has its parameters and result.
+        It can be called on an object, as the class's own code does. `typed(handle)`
+        makes a handle look like an object, so that `.remote` has the method's
+        parameters and result.
         """
 
         def __get__(self, instance: object, owner: Any) -> Self:
-            """The same on an object."""
+            """Return the method of an object."""
 
         def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-            """Call it here."""
+            """Call the method in this process."""
 
         def options(  # type: ignore[override]
             self, **options: Unpack[MethodCallKeywords]
@@ -181,13 +182,13 @@ if TYPE_CHECKING:
             """Return the same method with other options; see `MethodCallKeywords`."""
 
     class TypedGenerator(RemoteGenerator[P, R]):
-        """What a type checker sees of a generator method; see `TypedMethod`."""
+        """A generator method, as type checkers see it; see `TypedMethod`."""
 
         def __get__(self, instance: object, owner: Any) -> Self:
-            """The same on an object."""
+            """Return the method of an object."""
 
         def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-            """Call it here."""
+            """Call the method in this process."""
 
         def options(  # type: ignore[override]
             self, **options: Unpack[MethodCallKeywords]
@@ -196,7 +197,7 @@ if TYPE_CHECKING:
 
 
 class MethodDecorator(Protocol):
-    """What `@method(...)` with options gives."""
+    """The type of `@method(...)` with options."""
 
     @overload
     def __call__(
@@ -237,18 +238,18 @@ def method(**options: Unpack[MethodKeywords]) -> MethodDecorator: ...
 
 
 def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
-    """Give a method options, and type checkers its parameters and result.
+    """Decorator: give a method options, and type checkers its parameters and result.
 
-    The method itself stays as it is; all public methods of an actor's class can be
-    called, with this or without.
+    The method itself does not change. All public methods of an actor's class can be
+    called, with this decorator or without.
 
     Args:
         function: the method.
         **options: see `MethodKeywords`.
 
     Raises:
-        OptionError: names the option, the value and what is allowed.
-        MisuseError: it is no function.
+        OptionError: an option is unknown or invalid.
+        MisuseError: the argument is not a function.
     """
     checked = MethodOptions(**check_options(dict(options), "method"))
 

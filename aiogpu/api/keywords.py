@@ -1,7 +1,7 @@
-"""The options of a task as keywords, for type checkers and readers.
+"""The options of tasks, actors and methods as keywords, for type checkers and readers.
 
-Only they read this file: every annotation in it would cost at import, and user modules
-bring `api.options` into every worker.
+Nothing imports this file at run time: user modules import `api.options` in every
+worker, and each annotation here would cost time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 
 
 class _Common(TypedDict, total=False):
-    """What tasks and actors both have."""
+    """The options of both tasks and actors."""
 
     num_cpus: float | None
     num_gpus: float | None
@@ -41,47 +41,44 @@ class Options(_Common, total=False):
     most 1_000_000_000 seconds.
 
     Attributes:
-        num_cpus: CPUs, may be a fraction; 1 unless given.
-        num_gpus: below 1 a share of one GPU, else whole ones; 0 unless given.
-        memory: main memory in bytes or as a text, "6GiB": as much must not have been
-            given to others. Who uses more is the first to be ended where it runs
-            short (`OutOfMemoryError`), and tried again alone.
-        resources: by name, custom ones such as `{"license": 1}`, or other vendors'
-            devices such as `{"neuron_cores": 2}`.
+        num_cpus: CPUs, may be a fraction; default 1.
+        num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
+        memory: main memory in bytes or as a text, "6GiB", that the node must have
+            free. If memory runs short, a task that uses more than this is ended first
+            (`OutOfMemoryError`) and retried alone.
+        resources: amounts by name: custom resources, `{"license": 1}`, or devices of
+            other vendors, `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".
-        gpu_where: only GPUs that fulfil all of these: `{"memory": "40GiB",
-            "compute_capability": "8.0", "name": "*H100*"}`, the first two as the least.
-        gpu_memory: device memory on each GPU, beside `num_gpus` or in its place, in
-            bytes or as a text, "6GiB"; "share" is the part that `num_gpus` is of the
-            GPU's. So much is kept for the task, and its frameworks are limited to it.
-        retry_oom: "exclusive" tries a task that has run out of GPU memory once more,
-            with a GPU of its own; None, the default, does not.
-        strategy: where a share of a GPU goes: "pack", the default, to the fullest
-            GPU with room for it; "spread" to the emptiest.
-        max_calls: calls of this function after which its worker ends; 0 is no
-            limit. 1 is the default for tasks with GPUs, 0 for others.
-        max_retries: how often it is tried again after its worker died; 3 unless
-            given, -1 without end.
-        retry_exceptions: exceptions after which it is tried again as well: True
-            for all, or classes.
-        num_returns: 1.
-        max_buffered: for a generator, how many items it may be ahead of its consumer;
-            64 unless given. With 1 the next item is not begun before the one before
-            was taken.
-        name: for logs, errors and `status()`; the function's unless given.
-        priority: higher goes first; 0 unless given.
-        timeout: seconds from `.remote()` after which it is stopped.
-        cancel_grace: seconds from its cancelling, or its `timeout`, until its process
-            is killed if its code has not stopped; 0 kills it at once; that of
-            `init` unless given.
-        runtime_env: `{"env_vars": {"A": "1"}}`, variables that its worker has.
-        lifetime: "detached" lets a task outlive the task that has started it; else
-            the two end together. Either way it ends with the node.
-        placement: what `aiogpu.placement(...)` has given: it takes what it asks for
-            from a bundle of that, and ends with it. Without `num_cpus` it asks for a
-            CPU only where the bundle has one.
-        bundle: number of the bundle, from 0; -1, the default, and None are any in
-            which it fits.
+        gpu_where: only GPUs that meet all conditions: `{"memory": "40GiB",
+            "compute_capability": "8.0", "name": "*H100*"}`; the first two are minimums.
+        gpu_memory: device memory on each GPU, with or instead of `num_gpus`, in bytes
+            or as a text, "6GiB"; "share" is the fraction that `num_gpus` is of the
+            GPU. It is reserved for the task, and frameworks are limited to it.
+        retry_oom: "exclusive" retries a task that ran out of GPU memory once, on a GPU
+            of its own; default None, no such retry.
+        strategy: the GPU for a share: "pack", the default, takes the fullest GPU with
+            room for it, "spread" the emptiest.
+        max_calls: calls of this function after which its worker ends; 0 for no limit.
+            Default 1 for tasks with GPUs, 0 for others.
+        max_retries: retries after the death of the worker; default 3, -1 for no limit.
+        retry_exceptions: exceptions that cause a retry as well: True for all, or
+            classes.
+        num_returns: how many results a call has, each with a handle of its own;
+            default 1.
+        max_buffered: items that a generator may be ahead of its consumer; default 64.
+            With 1, the generator starts an item when the one before was taken.
+        name: name in logs, errors and `status()`; default the function's name.
+        priority: higher goes first; default 0.
+        timeout: seconds from `.remote()` after which the task is stopped.
+        cancel_grace: seconds from a cancel or `timeout` until the process is killed if
+            the code has not stopped; 0 kills at once; default that of `init`.
+        runtime_env: `{"env_vars": {"A": "1"}}`, variables of the worker.
+        lifetime: "detached" lets a task outlive the task that has started it;
+            otherwise the two end together. Both end with the node.
+        placement: a group from `aiogpu.placement(...)`: the task takes its resources
+            from one of the bundles and ends with the group. Without `num_cpus` it
+            asks for a CPU only if the bundle has one.
+        bundle: number of the bundle, from 0; default -1 or None, any that fits.
     """
 
     retry_oom: RetryOom | None
@@ -100,35 +97,35 @@ class ActorKeywords(_Common, total=False):
     Counts are at most 2_147_483_647 (2**31 - 1).
 
     Attributes:
-        num_cpus: CPUs that it holds for life; without it one CPU must be free for it
-            to be placed, and none is held while it lives.
-        num_gpus: below 1 a share of one GPU, else whole ones, held for life.
+        num_cpus: CPUs held for the actor's life; without it, one CPU must be free to
+            start the actor, and none is held afterwards.
+        num_gpus: below 1 a share of one GPU, otherwise whole GPUs, held for life.
         memory: main memory in bytes or as a text, "6GiB".
-        resources: by name, custom ones such as `{"license": 1}`, or other vendors'
-            devices such as `{"neuron_cores": 2}`.
+        resources: amounts by name: custom resources, `{"license": 1}`, or devices of
+            other vendors, `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".
-        gpu_where: only GPUs that fulfil all of these: `{"memory": "40GiB",
-            "compute_capability": "8.0", "name": "*H100*"}`, the first two as the least.
-        gpu_memory: device memory on each GPU, beside `num_gpus` or in its place, in
-            bytes or as a text, "6GiB"; "share" is the part that `num_gpus` is of the
-            GPU's. So much is kept for the task, and its frameworks are limited to it.
-        strategy: where a share of a GPU goes: "pack", the default, or "spread".
-        name: under which `get_actor` finds it; free again when it is dead.
-        namespace: of its name; the program's own unless given.
-        get_if_exists: give the living actor of that name, if there is one.
-        lifetime: None: it ends with its last handle; "detached": it lives until it is
-            killed, or its node ends.
-        max_restarts: how often it is made anew after its process has died; 0 unless
-            given, -1 without end.
-        max_task_retries: how often a call is tried again that its process's death
-            has hit; 0 unless given, -1 without end.
-        max_concurrency: calls that run at once: in threads for plain methods (1
-            unless given), interleaved for a class with coroutine methods (1000).
-        concurrency_groups: further groups of methods by name, and how many calls of
-            each run at once; see `@aiogpu.method(concurrency_group=...)`.
-        priority: higher goes first; 0 unless given.
-        runtime_env: `{"env_vars": {"A": "1"}}`, variables that its process has.
-        placement, bundle: the bundle of a placement in which it lives, as for tasks.
+        gpu_where: only GPUs that meet all conditions: `{"memory": "40GiB",
+            "compute_capability": "8.0", "name": "*H100*"}`; the first two are minimums.
+        gpu_memory: device memory on each GPU, with or instead of `num_gpus`, in bytes
+            or as a text, "6GiB"; "share" is the fraction that `num_gpus` is of the
+            GPU. It is reserved for the actor, and frameworks are limited to it.
+        strategy: the GPU for a share: "pack", the default, or "spread".
+        name: name for `get_actor`; free again when the actor is dead.
+        namespace: namespace of the name; default the program's own.
+        get_if_exists: return the living actor of that name, if there is one.
+        lifetime: None: the actor ends with its last handle; "detached": it lives until
+            it is killed or its node ends.
+        max_restarts: restarts after the death of the process; default 0, -1 for no
+            limit.
+        max_task_retries: retries of a call that was hit by the death of the process;
+            default 0, -1 for no limit.
+        max_concurrency: calls at once: in threads for plain methods (default 1),
+            interleaved for a class with coroutine methods (default 1000).
+        concurrency_groups: further groups of methods by name, with the calls of each
+            at once; see `@aiogpu.method(concurrency_group=...)`.
+        priority: higher goes first; default 0.
+        runtime_env: `{"env_vars": {"A": "1"}}`, variables of the process.
+        placement, bundle: the placement group and bundle for the actor, as for tasks.
     """
 
     namespace: str | None
@@ -140,7 +137,7 @@ class ActorKeywords(_Common, total=False):
 
 
 class AnyKeywords(Options, ActorKeywords, total=False):
-    """What `@remote(...)` takes before it is known what it decorates."""
+    """The options of `@remote(...)`, which may decorate a function or a class."""
 
 
 class MethodCallKeywords(TypedDict, total=False):
@@ -148,8 +145,8 @@ class MethodCallKeywords(TypedDict, total=False):
 
     Attributes:
         num_returns: how many results a call has, each with a handle of its own.
-        concurrency_group: in which group its calls run; one of those that the class's
-            `concurrency_groups` name.
+        concurrency_group: the group that runs the calls, one of the class's
+            `concurrency_groups`.
     """
 
     num_returns: int | None
@@ -160,10 +157,9 @@ class MethodKeywords(MethodCallKeywords, total=False):
     """The options of a method, as `@aiogpu.method(...)` takes them.
 
     Attributes:
-        num_returns: 1.
-        max_buffered: for a generator, how many items it may be ahead of its consumer;
-            64 unless given.
-        concurrency_group: one of those that the class's `concurrency_groups` name.
+        num_returns: how many results a call has; default 1.
+        max_buffered: items that a generator may be ahead of its consumer; default 64.
+        concurrency_group: one of the class's `concurrency_groups`.
     """
 
     max_buffered: int | None

@@ -1,4 +1,4 @@
-"""The running loop's node, as users open, ask and close it."""
+"""Opens, queries and closes the node of the running event loop."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 MOST_SPARES: Final = 1024
-"""Clean workers that may be asked for; each is a process."""
+"""Limit of `spare_workers`; each is a process."""
 
 
 FOREIGN: Final = ("ignore", "avoid", "wait")
 
 
 AUTO = "auto"
-"""In `preload`: modules that workers import again and again, as they are learnt."""
+"""In `preload`: modules that turn out to be slow to import in workers."""
 
 
 def check_node_options(**given: object) -> NodeOptions:
@@ -137,13 +137,13 @@ CHECKS: Final[dict[str, Check]] = {
     "object_memory": optional(memory_size, None),
     "spill_directory": optional(_check_directory, None),
 }
-"""The options of a node, each with its check, which gives what `NodeOptions` holds."""
+"""The options of a node with their checks, which return values of `NodeOptions`."""
 
 
 class Node(EnteredOnLoop):
-    """The node of this event loop, as `init` gives it; `async with` closes it.
+    """The node of this event loop, returned by `init`; `async with` closes it.
 
-    The functions of `aiogpu` itself ask the same of the loop's node.
+    The functions of `aiogpu` with the same names use the node of the running loop.
     """
 
     __slots__ = ("__weakref__", "_session")
@@ -153,7 +153,7 @@ class Node(EnteredOnLoop):
 
     @classmethod
     def of(cls, session: Session) -> Node:
-        """The one node of a session, for all who share it."""
+        """Return the node of a session, always the same object."""
         node = _nodes.get(session)
         if node is None:
             node = _nodes[session] = cls(session)
@@ -174,11 +174,11 @@ class Node(EnteredOnLoop):
 
     @property
     def is_open(self) -> bool:
-        """True until it is closed, by `shutdown` or with its loop, or has died."""
+        """True until the node is closed, by `shutdown` or with its loop, or dies."""
         return self._session.is_open
 
     async def status(self) -> NodeStatus:
-        """Who holds what, what waits and why; see `aiogpu.status`."""
+        """Return who holds what, what waits and why; see `aiogpu.status`."""
         return await self._session.engine.status()
 
     async def why(self, task_id: int) -> Why:
@@ -186,15 +186,15 @@ class Node(EnteredOnLoop):
         return await _why(self._session, task_id)
 
     async def cluster_resources(self) -> dict[str, float]:
-        """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
+        """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
         return await self._session.engine.total()
 
     async def available_resources(self) -> dict[str, float]:
-        """Return what is free of each resource; 0.0 where nothing is."""
+        """Return the free amount of each resource, 0.0 included."""
         return await self._session.engine.available()
 
     async def shutdown(self, at_once: bool = False) -> None:
-        """Close it: stop its tasks, leave nothing behind.
+        """Close the node: stop its tasks, leave nothing behind.
 
         Args:
             at_once: give running tasks no time to stop by themselves.
@@ -206,17 +206,17 @@ _nodes: Final[WeakValueDictionary[Session, Node]] = WeakValueDictionary()
 
 
 async def why(task_id: int) -> Why:
-    """Return why a task waits, or what it does instead; `print` tells it in words.
+    """Return why a task waits, or its state if it does not; `print` shows it in words.
 
-    `handle.why()` says the same where there is a handle. An actor has a number too.
+    `handle.why()` returns the same. Actors have task numbers too.
 
     Args:
-        task_id: the task's number, as `aiogpu.status()` and log lines show it.
+        task_id: the task's number, as in `aiogpu.status()` and in log lines.
 
     Raises:
-        OptionError: it is no number.
-        NoSuchTaskError: the node has no task of that number, or none any more.
-        NodeError: it was asked inside a task.
+        OptionError: `task_id` is not a number.
+        NoSuchTaskError: the node has no such task, or it has ended.
+        NodeError: called inside a task.
     """
     return await _why(None, task_id)
 
@@ -349,7 +349,7 @@ def init(  # noqa: D417 - all by keyword, each an option of its own
         OptionError: an option is invalid; or, at the await, asks for more than the
             node has that this program joins.
         NodeError: at the await; this loop has a node already, or it cannot start.
-        DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
+        DeviceError: at the await; CUDA_VISIBLE_DEVICES names devices that do not exist.
     """
     given = dict(locals())
     where = check_text("address", given.pop("address")) or default_address()
@@ -360,8 +360,7 @@ def init(  # noqa: D417 - all by keyword, each an option of its own
 def is_initialized() -> bool:
     """Return whether this loop has a node, opened by `init` or by a first `.remote()`.
 
-    True inside a task, whose node is the one that it runs on; False where no event
-    loop runs.
+    Inside a task the answer is True; without a running event loop it is False.
     """
     try:
         session: Session | None = session_of(asyncio.get_running_loop())
@@ -380,37 +379,37 @@ async def shutdown() -> None:
 
 
 async def cluster_resources() -> dict[str, float]:
-    """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`.
+    """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`.
 
     Raises:
-        NodeError: it was asked inside a task.
+        NodeError: called inside a task.
     """
     return await (await asked("aiogpu.cluster_resources()")).total()
 
 
 async def available_resources() -> dict[str, float]:
-    """Return what is free of each resource; 0.0 where nothing is.
+    """Return the free amount of each resource, 0.0 included.
 
     Raises:
-        NodeError: it was asked inside a task.
+        NodeError: called inside a task.
     """
     return await (await asked("aiogpu.available_resources()")).available()
 
 
 async def status() -> NodeStatus:
-    """Who holds what share of which device, what waits and why; `print` shows it.
+    """Return who holds which share of which device, what waits and why.
 
-    Tasks that have a worker are listed one by one, of those that wait the first 100;
-    `waiting_count` and `shapes` tell of all of them.
+    `print` shows it in words. All tasks that have a worker are listed, and the first
+    100 that wait; `waiting_count` and `shapes` count all of them.
 
     Raises:
-        NodeError: it was asked inside a task.
+        NodeError: called inside a task.
     """
     return await (await asked("aiogpu.status()")).status()
 
 
 async def asked(what: str) -> Engine:
-    """The engine of this loop's node, once it is open, for a program's question."""
+    """Return the engine of this loop's node, once it is open."""
     session = session_of_program(what)
     await session.opened()
     return session.engine

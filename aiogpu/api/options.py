@@ -1,11 +1,11 @@
-"""From keywords to a checked request; every mistake is named.
+"""Checks the options of tasks, actors, methods and leases, and makes their requests.
 
-One table says what options there are, who takes them and how each is checked. asyncio
-and what is heavy stay out: user modules bring this file into every worker. Which
-resource names are kinds of devices is said by `accelerators.registry`, and in a worker
-by the devices that its node has too: a vendor that the program has registered is not
-known there. Both are asked only where resources are named, so that a task without any
-loads neither. What a placement needs of the core is imported by who has one.
+One table, `CHECKS`, lists the options, who takes them and how each is checked. User
+modules import this file in every worker, so asyncio and heavy modules are not imported
+here. `accelerators.registry` knows which resource names are devices; in a worker the
+node's own devices count as well, because a vendor that the program has registered is
+not registered there. Both are consulted only for tasks that name resources, so that
+other tasks load neither.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 MOST_DEVICES: Final = 10**6
-"""Of one kind on a node, as for `num_gpus`."""
+"""Devices of one kind on a node, at most; `num_gpus` included."""
 
 
 _OWN_OPTIONS: Final = {
@@ -52,11 +52,11 @@ _OWN_OPTIONS: Final = {
 
 
 def check_resources(option: str, value: object) -> dict[str, int]:
-    """Check what a task asks for; gives amounts in parts.
+    """Check the resources of a task; return amounts in units of 1/10 000.
 
     Raises:
-        OptionError: it is no dict of names to quantities, names CPU or GPU, or asks for
-            a quantity of devices that their vendor does not allow.
+        OptionError: the value is not a dict of names to quantities, names CPU or GPU,
+            or has a quantity of devices that their vendor does not allow.
     """
     amounts = {}
     for name, amount in _named(option, value):
@@ -65,10 +65,10 @@ def check_resources(option: str, value: object) -> dict[str, int]:
 
 
 def check_declared(option: str, value: object) -> dict[str, float]:
-    """Check what a node is said to have; gives the numbers as they are.
+    """Check the resources of a node; return them unchanged.
 
     Raises:
-        OptionError: also where a number of devices is not whole.
+        OptionError: as `check_resources`, and for a fraction of a device.
     """
     for name, amount in _named(option, value):
         parts = quantity(f"{option}[{name!r}]", amount)
@@ -82,24 +82,24 @@ def check_declared(option: str, value: object) -> dict[str, float]:
 
 
 def is_device(name: str) -> bool:
-    """Whether a resource comes as single devices, with a variable that assigns them."""
+    """Return whether a resource is a kind of device, assigned by a variable."""
     from aiogpu.accelerators.registry import kinds
 
     return name in kinds() or name in current.accelerators
 
 
 def devices_among(resources: Mapping[str, int]) -> dict[str, int]:
-    """Those amounts that are numbers of devices."""
+    """Return the amounts of those resources that are devices."""
     return {name: parts for name, parts in resources.items() if is_device(name)}
 
 
 def check_kinds(num_gpus: int, gpu_memory: int, resources: Mapping[str, int]) -> None:
-    """Refuse devices of two vendors for one process, which are two runtimes.
+    """Refuse devices of two vendors in one process: each needs its own runtime.
 
-    Kinds that a user has registered go with any other.
+    Kinds that a user has registered may be combined with any other.
 
     Raises:
-        OptionError: names the options that exclude each other.
+        OptionError: two options exclude each other.
     """
     if not resources:
         return
@@ -172,17 +172,18 @@ def within(
     asking: Callable[[int], Request],
     cpus: int | None,
 ) -> Request:
-    """Return what a member of a placement group asks for, in one of its bundles.
+    """Return the request of a task or actor within a bundle of a placement group.
 
     Args:
-        placement_group: whose member it is.
-        index: of the bundle, -1 for any.
-        asking: what it asks for, given how many CPUs.
-        cpus: those that were named; None for one where its bundle has one, else none.
+        placement_group: the group.
+        index: the number of the bundle, -1 for any.
+        asking: returns the request for an amount of CPUs.
+        cpus: the amount that was given; None for one CPU if the bundle has one, else
+            none.
 
     Raises:
         OptionError: there is no such bundle.
-        InfeasibleError: it fits in none.
+        InfeasibleError: the request fits in no such bundle.
     """
     from dataclasses import replace
 
@@ -221,10 +222,10 @@ def within(
 def placement_group_of(
     bundles: object, strategy: object, name: str, key: str
 ) -> PlacementGroupSpec:
-    """Return what the node is asked for a placement.
+    """Return the specification of a placement group.
 
     Raises:
-        OptionError: names what is ill-valued, and what is allowed.
+        OptionError: a value is invalid.
     """
     from aiogpu.core.model.request import MOST_BUNDLES, STRATEGIES, PlacementGroupSpec
 
@@ -290,13 +291,12 @@ _CAPABILITY: Final = r"([0-9]{1,3})(?:\.([0-9]{1,3}))?"
 
 
 class GpuWhere(TypedDict, total=False):
-    """Conditions that each GPU must fulfil, all of them.
+    """Conditions that each GPU must meet, all of them.
 
     Attributes:
-        memory: device memory that it must have at least, in bytes or "40GiB".
-        compute_capability: the least, such as "8.0".
-        name: pattern of the product's name, as shells know them: "*H100*". Capital
-            or small letters are the same.
+        memory: minimum device memory, in bytes or as a text, "40GiB".
+        compute_capability: minimum version, such as "8.0".
+        name: shell pattern of the product's name, such as "*H100*"; case-insensitive.
     """
 
     memory: int | str
@@ -305,7 +305,7 @@ class GpuWhere(TypedDict, total=False):
 
 
 def check_size(option: str, value: object) -> int:
-    """Check a number of bytes of each GPU, above 0; raises `OptionError`."""
+    """Check a number of bytes above 0 for each GPU; raises `OptionError`."""
     count = memory_size(option, value)
     if count == 0:
         raise OptionError(
@@ -316,7 +316,7 @@ def check_size(option: str, value: object) -> int:
 
 
 def _check_gpu_memory(option: str, value: object) -> int:
-    """Bytes on each GPU, `BY_SHARE` for "share"; raises `OptionError`."""
+    """Return bytes for each GPU, `BY_SHARE` for "share"; raises `OptionError`."""
     if isinstance(value, str) and value == "share":
         return BY_SHARE
     try:
@@ -329,7 +329,7 @@ def _check_gpu_memory(option: str, value: object) -> int:
 
 
 def _check_gpu_where(option: str, value: object) -> DeviceSelector:
-    """The conditions of a `GpuWhere`; raises `OptionError`."""
+    """Convert a `GpuWhere`; raises `OptionError`."""
     known = GpuWhere.__annotations__
     if not isinstance(value, Mapping) or not value or not set(value) <= set(known):
         raise OptionError(
@@ -344,7 +344,7 @@ def _check_gpu_where(option: str, value: object) -> DeviceSelector:
         where["least_capability"] = _capability(option, value["compute_capability"])
     if "name" in value:
         where["name"] = _pattern(option, value["name"])
-    from aiogpu.core.model.request import DeviceSelector  # few ask for it
+    from aiogpu.core.model.request import DeviceSelector  # rarely used
 
     return DeviceSelector(**where)
 
@@ -386,10 +386,11 @@ BY_BUS: Final = "PCI_BUS_ID"
 
 
 def check_runtime_env(option: str, value: object) -> dict[str, str]:
-    """Check a `runtime_env`; gives its variables.
+    """Check a `runtime_env`; return its variables.
 
     Raises:
-        OptionError: it is no such dict, or sets what says which devices a task has.
+        OptionError: the value is no such dict, or sets a variable by which aiogpu
+            assigns devices.
     """
     if not isinstance(value, Mapping) or set(value) - {"env_vars"}:
         raise OptionError(
@@ -456,7 +457,7 @@ Lifetime = Literal["detached"] | None
 
 
 MAX_BUFFERED: Final = 64
-"""Items that a generator may be ahead of its consumer, unless its options say."""
+"""Items that a generator may be ahead of its consumer by default."""
 
 
 LARGEST_COUNT: Final = 2**31 - 1
@@ -468,17 +469,17 @@ LONGEST_TIME: Final = 10**9
 
 
 MOST_RETURNS: Final = 100_000
-"""The most results of one call; each has a handle."""
+"""Results of one call at most; each has a handle."""
 
 
 NO_ENTRIES: Final[Mapping[str, Any]] = {}
-"""The default of options that are dicts; nobody writes to it."""
+"""The default of options that are dicts; never written to."""
 
 
 class TaskOptions(NamedTuple):
     """All options of a task or an actor, checked, with their defaults.
 
-    Quantities are in parts of 1/10 000; `num_cpus` is None unless it was given.
+    Quantities are in units of 1/10 000; `num_cpus` is None unless it was given.
     """
 
     num_cpus: int | None = None
@@ -511,11 +512,11 @@ class TaskOptions(NamedTuple):
     concurrency_groups: Mapping[str, int] = NO_ENTRIES
 
     def request(self) -> Request:
-        """Return what the task asks for.
+        """Return the request of the task.
 
         Raises:
-            OptionError: it says which GPUs, has their memory by its share of them, or
-                is to be tried again for want of it, and asks for none.
+            OptionError: an option about GPUs (`gpu_where`, `retry_oom`,
+                `gpu_memory="share"`) is given without a GPU.
         """
         if self.gpu_where is not None and not (self.num_gpus or self.gpu_memory):
             raise OptionError(
@@ -552,12 +553,16 @@ class TaskOptions(NamedTuple):
         return asking(UNIT if self.num_cpus is None else self.num_cpus)
 
     def spec(self, name: str, function: int) -> TaskSpec:
-        """Return what the core is asked, for a function of that name and id.
+        """Return the specification for the scheduler.
 
-        A task with GPUs, or any vendor's devices, runs in a process of its own unless
-        `max_calls` says otherwise: what a runtime took of them it keeps for the
-        process's life. This follows the effective options, `.options(num_gpus=1)` on a
-        CPU function included.
+        A task with GPUs or other devices runs in a process of its own unless
+        `max_calls` is given: a vendor's runtime keeps what it took of a device for the
+        life of the process. The effective options count, so `.options(num_gpus=1)` on
+        a CPU function does the same.
+
+        Args:
+            name: the function's name.
+            function: the function's id.
         """
         from aiogpu.core.model.request import Shape, TaskSpec
 
@@ -578,10 +583,10 @@ class TaskOptions(NamedTuple):
         )
 
     def actor_spec(self, name: str, function: int) -> TaskSpec:
-        """Return what the core is asked for the whole life of an actor.
+        """Return the specification for an actor, which holds its lease for life.
 
-        Ending its process is final, so no grace is given: whoever wants an orderly
-        end tells the actor, and waits.
+        There is no grace period: an orderly end is a message to the actor, not a
+        cancelled task.
         """
         from dataclasses import replace
 
@@ -595,14 +600,14 @@ class TaskOptions(NamedTuple):
 
 
 def check_options(options: Mapping[str, Any], taker: str = "task") -> dict[str, Any]:
-    """Check options by name; gives them in the form of `TaskOptions`.
+    """Check options by name; return them in the form of `TaskOptions`.
 
     Args:
-        options: as they were given.
-        taker: whose they are; see `CHECKS`.
+        options: the options as given.
+        taker: a key of `CHECKS`: "task", "actor", "method" or "lease".
 
     Raises:
-        OptionError: names the option, the value and what is allowed.
+        OptionError: an option is unknown or invalid.
     """
     checks = CHECKS[taker]
     for name in options:
@@ -618,7 +623,7 @@ def check_options(options: Mapping[str, Any], taker: str = "task") -> dict[str, 
 def merged(
     base: TaskOptions, options: Mapping[str, Any], taker: str = "task"
 ) -> TaskOptions:
-    """Options on top of others; raises `OptionError`."""
+    """Return `base` with checked options replaced; raises `OptionError`."""
     found = base._replace(**check_options(options, taker))
     check_kinds(found.num_gpus, found.gpu_memory, found.resources)
     if found.get_if_exists and found.name is None:
@@ -629,7 +634,7 @@ def merged(
 
 
 def not_buffered(name: str) -> OptionError:
-    """The error for `max_buffered` on what is no generator."""
+    """Return the error for `max_buffered` on a function that is no generator."""
     return OptionError(
         f"max_buffered is an option of generators, and {name} gives one result; leave "
         f"it out, or have {name} yield items."
@@ -637,7 +642,7 @@ def not_buffered(name: str) -> OptionError:
 
 
 def not_counted(name: str, value: int) -> OptionError:
-    """The error for `num_returns` on a generator."""
+    """Return the error for `num_returns` on a generator."""
     return OptionError(
         f"num_returns={value!r} is no option of a generator, whose items come one by "
         f"one; leave it out of {name}."
@@ -645,7 +650,7 @@ def not_counted(name: str, value: int) -> OptionError:
 
 
 def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
-    """The error for an option that does not exist, with the likeliest that does."""
+    """Return the error for an unknown option, with the most similar known one."""
     return OptionError(
         f"{name} is no option of {of_what}.{did_you_mean(name, known)} There are: "
         f"{', '.join(known)}."
@@ -653,7 +658,7 @@ def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> Opti
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The most similar of the known names, as a question; "" if there is none."""
+    """Return "Did you mean ...?" with the most similar known name, or ""."""
     from difflib import get_close_matches
 
     near = get_close_matches(name, list(known), n=1)
@@ -670,7 +675,7 @@ def check_text(option: str, value: object) -> str | None:
 def check_duration(
     option: str, value: object, allowed: str, is_zero_allowed: bool = True
 ) -> float:
-    """Check a number of seconds; raises `OptionError` that says what is allowed."""
+    """Check a number of seconds; raises `OptionError` with `allowed`."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -690,14 +695,14 @@ def check_seconds(option: str, value: object) -> float:
 
 
 def duration(allowed: str) -> Check:
-    """Return what checks a number of seconds, 0 or more."""
+    """Return a check for a number of seconds, 0 or more."""
     return lambda option, value: check_duration(option, value, allowed)
 
 
 def whole_number(
     option: str, value: object, least: int, allowed: str, most: int = LARGEST_COUNT
 ) -> int:
-    """Check a whole number; raises `OptionError` that says what is allowed."""
+    """Check a whole number; raises `OptionError` with `allowed`."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int)
@@ -711,12 +716,12 @@ def whole_number(
 
 
 def whole(least: int, allowed: str, most: int = LARGEST_COUNT) -> Check:
-    """Return what checks a whole number."""
+    """Return a check for a whole number."""
     return lambda option, value: whole_number(option, value, least, allowed, most)
 
 
 def choice(allowed: str, *known: str) -> Check:
-    """Return what checks a text that is one of some."""
+    """Return a check for one of the known texts."""
 
     def check(option: str, value: object) -> Any:
         if isinstance(value, str) and value in known:
@@ -727,7 +732,7 @@ def choice(allowed: str, *known: str) -> Check:
 
 
 def optional(check: Check, none_is: object) -> Check:
-    """Return the check of an option that may be None, which stands for that."""
+    """Return a check that replaces None by `none_is`."""
     return lambda option, value: none_is if value is None else check(option, value)
 
 
@@ -751,15 +756,15 @@ def _check_memory(option: str, value: object) -> int:
 
 
 THREADS: Final = 1
-"""Plain methods that run at once unless the options say otherwise."""
+"""Default of `max_concurrency` for a class of plain methods."""
 
 
 INTERLEAVED: Final = 1000
-"""Coroutine methods that run at once unless the options say otherwise."""
+"""Default of `max_concurrency` for a class with coroutine methods."""
 
 
 METHOD_MARK: Final = "__aiogpu_method__"
-"""Attribute of a function under `@aiogpu.method`: its options."""
+"""Attribute of a function under `@aiogpu.method` with its options."""
 
 
 class MethodOptions(NamedTuple):
@@ -809,7 +814,7 @@ _COMMON: Final[dict[str, Check]] = {
     "name": check_text,
     "priority": whole(-LARGEST_COUNT, "a whole number; higher goes first"),
 }
-"""What tasks, actors and leases take."""
+"""Options of tasks, actors and leases."""
 
 
 _OF_PROCESSES: Final[dict[str, Check]] = {
@@ -822,7 +827,7 @@ _OF_PROCESSES: Final[dict[str, Check]] = {
     "placement": _check_placement,
     "bundle": _check_bundle,
 }
-"""What tasks and actors take."""
+"""Options of tasks and actors."""
 
 
 _OF_RESULTS: Final[dict[str, Check]] = {
@@ -834,7 +839,7 @@ _OF_RESULTS: Final[dict[str, Check]] = {
     ),
     "max_buffered": whole(1, "a whole number of items, 1 or more, or None for 64"),
 }
-"""What tasks and methods take."""
+"""Options of tasks and methods."""
 
 
 CHECKS: Final[dict[str, dict[str, Check]]] = {
@@ -870,9 +875,9 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
     "method": {**_OF_RESULTS, "concurrency_group": check_text},
     "lease": {**_COMMON, "timeout": check_seconds},
 }
-"""Each option by who takes it, and its check, which gives what `TaskOptions` holds.
+"""The options of each taker with their checks, which return values of `TaskOptions`.
 
-None stands for the default of each of them."""
+As a value, None stands for the default of any option."""
 
 
 _DEFAULTS: Final = TaskOptions._field_defaults | MethodOptions._field_defaults

@@ -1,11 +1,11 @@
-"""Shares of the node that are held: a lease, and a placement group.
+"""Reservations of resources: leases and placement groups.
 
-`async with aiogpu.lease(num_gpus=1) as gpu:` waits its turn among tasks, and gives the
-variables by which a process finds what is its own: for code that is no task.
-`async with aiogpu.placement([{"GPU": 1}, {"GPU": 1}]) as group:` has both GPUs, or
-waits for both; `f.options(placement=group, bundle=0).remote()` runs on the first.
-Workers bring this file for a placement that they are given, so the session is imported
-late.
+`async with aiogpu.lease(num_gpus=1) as gpu:` waits in the queue like a task and
+provides environment variables for a process of the user's own.
+`async with aiogpu.placement([{"GPU": 1}, {"GPU": 1}]) as group:` waits until both GPUs
+are free at once; `f.options(placement=group, bundle=0).remote()` runs on the first.
+Workers import this file with a placement that they are given, so the session is
+imported late.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ _nothing: Final = Function(new_function_id(), b"")
 
 
 def lease_func(asked: Mapping[str, Any]) -> tuple[FunctionSpec, float | None]:
-    """What the node is asked for a lease with these options, and how long it waits.
+    """Return the specification of a lease with these options, and its timeout.
 
     Raises:
-        OptionError: names the option, the value and what is allowed; or nothing is
-            asked for.
+        OptionError: an option is invalid, or the lease would hold nothing.
     """
     options = merged(TaskOptions(), asked, "lease")
     options = options._replace(num_cpus=options.num_cpus or 0)
@@ -80,7 +79,7 @@ def lease_func(asked: Mapping[str, Any]) -> tuple[FunctionSpec, float | None]:
 
 
 def placement_func(placement_group: PlacementGroupSpec, priority: int) -> FunctionSpec:
-    """Return what the node is asked for a placement."""
+    """Return the specification of a placement group as a lease."""
     shape = Shape(placement_group.request())
     return func_of(
         TaskSpec(placement_group.name, shape, _nothing.id, priority=priority)
@@ -88,8 +87,8 @@ def placement_func(placement_group: PlacementGroupSpec, priority: int) -> Functi
 
 
 def func_of(spec: TaskSpec) -> FunctionSpec:
-    """A lease's function: nothing runs, and nobody but its owner gives it back."""
-    # How long it may wait is not how long it may be held.
+    """Return the function of a lease: nothing runs, and only the owner ends it."""
+    # The timeout limits the wait, not how long the lease is held.
     spec = replace(
         spec,
         timeout=None,
@@ -108,17 +107,17 @@ def func_of(spec: TaskSpec) -> FunctionSpec:
     )
 
 
-class Claim:
-    """One reservation as its node sees it: who is told of it, and may give it back.
+class Reservation:
+    """The node's side of a lease or placement: receives its outcome and releases it.
 
-    It is apart from what the user has, so that one which is forgotten can be collected.
+    Separate from the user's object, so that a dropped one can be collected.
 
     Attributes:
         pid: process id of this program.
-        task: its number, 0 before it was asked for.
-        granted: what it gives, pickled, once it is there.
-        lost: why it is gone although it was not given back, once it is.
-        is_over: whether it was given back, or up.
+        task: the task's number; 0 before the request.
+        granted: the packed grant, once there is one.
+        lost: why the reservation ended although it was not released.
+        is_over: whether it was released or given up.
     """
 
     def __init__(self, session: Session, name: str) -> None:
@@ -127,7 +126,8 @@ class Claim:
         self.is_over = False
         loop = asyncio.get_running_loop()
         self.granted: asyncio.Future[bytes] = loop.create_future()
-        # Who gives tasks a placement may never wait for it himself; these are told.
+        # A program may use a placement in tasks without awaiting it itself; the
+        # error reaches those tasks.
         self.granted.add_done_callback(_note_seen)
         self.lost: asyncio.Future[Exception] = loop.create_future()
         self._session = session
@@ -135,13 +135,13 @@ class Claim:
 
     @property
     def is_held(self) -> bool:
-        """True if it is granted, not given back, and the node has not ended."""
+        """True if granted, not released, and the node has not ended."""
         if self.is_over or self.lost.done() or not self.granted.done():
             return False
         return self.granted.exception() is None
 
     def ask(self, func: FunctionSpec) -> None:
-        """Ask for it, now or as soon as the node is open."""
+        """Send the request, now or as soon as the node is open."""
 
         def start(engine: Engine) -> None:
             if not self.is_over:
@@ -150,7 +150,7 @@ class Claim:
         self._session.when_open(start, self.settle)
 
     def settle(self, outcome: Outcome) -> None:
-        """It is granted or refused, or was granted and has gone."""
+        """Note that the request was granted or refused, or the grant was lost."""
         if self.is_over:
             return
         if isinstance(outcome, bytes):
@@ -164,9 +164,10 @@ class Claim:
             self.lost.set_result(error)
 
     def give_back(self, why: Exception | None = None) -> None:
-        """Nobody wants it any more; nothing happens the second time.
+        """Release the reservation; idempotent.
 
-        `why` is told to those who wait for it.
+        Args:
+            why: the error for those who still wait for it.
         """
         if self.is_over:
             return
@@ -178,7 +179,7 @@ class Claim:
             self._session.cancel(self.task)
 
     def forget(self) -> None:
-        """Its `Lease` was collected, by whichever thread."""
+        """Release a lease whose `Lease` was collected, in any thread."""
         if not self.is_over and self.granted.done() and not self.lost.done():
             warnings.warn(
                 f"the lease {self._name} was never released; write `async with "
@@ -189,7 +190,7 @@ class Claim:
         self._session.call_soon(self.give_back)
 
     async def why(self) -> Why:
-        """Return why it waits, or that it is held."""
+        """Return why the reservation waits, or that it is held."""
         return await self._session.why(self._name, self.task)
 
 
@@ -199,25 +200,25 @@ def _note_seen(granted: asyncio.Future[bytes]) -> None:
 
 
 class Lease(EnteredOnLoop):
-    """What `lease` gives: await it, or use it in `async with`.
+    """A lease, made by `aiogpu.lease`: await it, or use it in `async with`.
 
-    All but `why()` is there once it is granted.
+    Before it is granted, only `why()` can be used.
     """
 
     def __init__(self, func: FunctionSpec, timeout: float | None) -> None:
         self._func = func
         self._timeout = timeout
-        self._claim: Claim | None = None
+        self._reservation: Reservation | None = None
         self._finalizer: weakref.finalize[Any, Lease] | None = None
 
     def __repr__(self) -> str:
-        claim = self._claim
-        if claim is None:
+        reservation = self._reservation
+        if reservation is None:
             state = "not asked for"
-        elif claim.is_over or claim.lost.done():
+        elif reservation.is_over or reservation.lost.done():
             state = "over"
         else:
-            state = "held" if claim.granted.done() else "waiting"
+            state = "held" if reservation.granted.done() else "waiting"
         return f"<Lease {self._func.spec.name} {state}>"
 
     def _as_called(self) -> str:
@@ -233,19 +234,19 @@ class Lease(EnteredOnLoop):
         await self.release()
 
     async def _take(self) -> Lease:
-        if self._claim is not None:
+        if self._reservation is not None:
             raise MisuseError(
                 "this lease was awaited before; each aiogpu.lease(...) is one lease, "
                 "so call it once for each."
             )
         session = session_for("aiogpu.lease()")
-        claim = self._claim = Claim(session, self._func.spec.name)
-        self._finalizer = weakref.finalize(self, claim.forget)
+        reservation = self._reservation = Reservation(session, self._func.spec.name)
+        self._finalizer = weakref.finalize(self, reservation.forget)
         self._finalizer.atexit = False
         try:
-            claim.ask(self._func)
+            reservation.ask(self._func)
             async with asyncio.timeout(self._timeout):
-                await asyncio.shield(claim.granted)
+                await asyncio.shield(reservation.granted)
         except TimeoutError:
             self._end()
             raise TaskTimeoutError(
@@ -258,36 +259,36 @@ class Lease(EnteredOnLoop):
         return self
 
     def _end(self) -> None:
-        if self._finalizer is not None and self._claim is not None:
+        if self._finalizer is not None and self._reservation is not None:
             self._finalizer.detach()
-            self._claim.give_back()
+            self._reservation.give_back()
 
     async def release(self) -> None:
-        """Give it back. It is free when the last process has ended that has `environ`.
+        """Release the lease; may be called twice.
 
-        Whatever else of this program is on its devices has to leave them as well;
-        where there is a driver that sees such things, they are given to nobody before.
-        May be called twice.
+        Its resources are free when the last process with its `environ` has ended. If
+        the vendor's driver reports processes, the devices are given to others only
+        when this program has left them as well.
 
         Raises:
-            NoLoopError: this is another thread than the event loop's.
+            NoLoopError: called in another thread than the event loop's.
         """
-        if self._claim is not None:
-            check_thread(self._claim.granted.get_loop(), "release() of a lease")
+        if self._reservation is not None:
+            check_thread(self._reservation.granted.get_loop(), "release() of a lease")
         self._end()
 
     @cached_property
     def _grant(self) -> Bind:
-        claim = self._claim
-        if claim is None or not claim.granted.done():
+        reservation = self._reservation
+        if reservation is None or not reservation.granted.done():
             raise MisuseError(
                 "this lease is not granted yet; write `async with aiogpu.lease(...) as "
                 "gpu:`, or `gpu = await aiogpu.lease(...)`."
             )
-        # msgpack comes with it, which a program without leases may not need.
+        # Imports msgpack, which a program without leases may not need.
         from aiogpu.wire.codec import unpack_as
 
-        return unpack_as(Bind, claim.granted.result())
+        return unpack_as(Bind, reservation.granted.result())
 
     @property
     def ids(self) -> list[int | str]:
@@ -302,42 +303,42 @@ class Lease(EnteredOnLoop):
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables for a process that the lease is for, beside those of its own.
+        """Variables for a process that uses the lease.
 
-        `{**os.environ, **gpu.environ}` is what to start one with. One of them marks
-        it, and whatever it starts: by that the node sees whether the lease is in use.
+        Start it with `{**os.environ, **gpu.environ}`. One variable marks the process
+        and its children, so that the node sees whether the lease is in use.
         """
         return dict(self._grant.environ)
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes that may be used of each GPU, the least of them; 0 without a limit."""
+        """Bytes that may be used on each GPU, the smallest; 0 without a limit."""
         return min(filter(None, self._grant.gpu_memory), default=0)
 
     @property
     def is_held(self) -> bool:
-        """True if it is granted, not given back, and the node has not ended."""
-        return self._claim is not None and self._claim.is_held
+        """True if granted, not released, and the node has not ended."""
+        return self._reservation is not None and self._reservation.is_held
 
     async def lost(self) -> Exception:
-        """Wait until it is gone although it was not released, and say why.
+        """Wait until the lease is lost without a release, and return the reason.
 
-        Its node has been shut down, or has died. What the lease was for goes on, and
-        nobody keeps others from its devices any more.
+        The node was shut down or has died. Processes that use the lease go on, but
+        others may get its devices.
         """
         assert self._grant is not None
-        assert self._claim is not None
-        return await asyncio.shield(self._claim.lost)
+        assert self._reservation is not None
+        return await asyncio.shield(self._reservation.lost)
 
     async def why(self) -> Why:
-        """Return why it waits: what it lacks, who holds that, whose turn it is."""
-        if self._claim is None:
+        """Return why the lease waits: what is missing, who holds it, who is next."""
+        if self._reservation is None:
             raise MisuseError("this lease was not asked for yet; it is by awaiting it.")
-        return await self._claim.why()
+        return await self._reservation.why()
 
 
 def session_for(what: str) -> Session:
-    """This loop's session, for what only a program asks, such as `lease()`."""
+    """Return this loop's session; raises inside a task, or if it is closing."""
     from aiogpu.api.session import session_of_program
 
     if host_of_task.get() is not None:
@@ -363,71 +364,70 @@ def lease(  # noqa: D417 - all by keyword, each an option of its own
     priority: int = 0,
     timeout: float | None = None,
 ) -> Lease:
-    """Ask for a share of the node for code that is no task: `async with` it.
+    """Reserve resources for code that is not a task; use it in `async with`.
 
-    It waits its turn as a task does, and is held until it is released. The node starts
-    no process for it, and sees to nothing that is done with it: it keeps others away.
+    A lease waits in the queue like a task and is held until it is released. The node
+    starts no process for it and does not watch its use: it keeps other tasks away.
 
     Args:
-        num_cpus, num_gpus, memory, resources: how much of each, as for tasks; nothing
-            unless given.
-        accelerator_type, gpu_where, gpu_memory, strategy: on which GPUs, as for tasks.
-        name: for `status()`; "lease" unless given.
+        num_cpus, num_gpus, memory, resources: amounts, as for tasks; default 0.
+        accelerator_type, gpu_where, gpu_memory, strategy: which GPUs, as for tasks.
+        name: name in `status()`; default "lease".
         priority: higher goes first.
-        timeout: seconds that it waits for its turn at most.
+        timeout: seconds to wait for the lease at most.
 
     Raises:
-        OptionError: an option is ill-valued, or nothing is asked for.
-        InfeasibleError: at the await; there will never be enough for it.
-        TaskTimeoutError: at the await; its turn has not come in time.
-        NodeError: at the await; it is asked for inside a task.
+        OptionError: an option is invalid, or the lease would hold nothing.
+        InfeasibleError: at the await; the node can never grant it.
+        TaskTimeoutError: at the await; it was not granted in time.
+        NodeError: at the await; called inside a task.
     """
     return Lease(*lease_func(dict(locals())))
 
 
 class Placement(EnteredOnLoop):
-    """What `placement` gives: bundles for tasks and actors to run in.
+    """A placement group, made by `aiogpu.placement`: bundles for tasks and actors.
 
-    `await group` waits until it holds all of them; `async with` removes it at the end
-    of the block. It may be given to tasks, whose own tasks may run in it as well; only
-    the program that has made it waits for it and removes it.
+    `await group` waits until all bundles are reserved; `async with` removes the group
+    at the end of the block. The group may be an argument of tasks, whose own tasks may
+    run in it too. Only the program that has made it can await or remove it.
     """
 
     def __init__(
         self,
         placement_group: PlacementGroupSpec,
-        claim: Claim | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         self._placement_group = placement_group
-        self._claim = claim
+        self._reservation = reservation
 
     def placement_group_of(self) -> PlacementGroupSpec:
-        """Return what the node is asked for; for `options(placement=...)`."""
+        """Return the specification, for `options(placement=...)`."""
         return self._placement_group
 
     @property
     def id(self) -> str:
-        """Tells it from all others."""
+        """The unique id of the group."""
         return self._placement_group.key
 
     @property
     def name(self) -> str:
-        """For errors and `status()`."""
+        """The name in errors and in `status()`."""
         return self._placement_group.name
 
     @property
     def strategy(self) -> str:
-        """How its bundles are laid out."""
+        """The strategy by which the bundles are placed."""
         return self._placement_group.strategy
 
     @property
     def bundles(self) -> tuple[Mapping[str, float], ...]:
-        """What each bundle holds, `{"CPU": 2.0, "GPU": 1.0}`."""
+        """The resources of each bundle, `{"CPU": 2.0, "GPU": 1.0}`."""
         return tuple(bundle.as_numbers() for bundle in self._placement_group.bundles)
 
     @property
     def is_ready(self) -> bool:
-        """True if it holds its bundles."""
+        """True if the group holds its bundles."""
         return self._own("is_ready").is_held
 
     def __repr__(self) -> str:
@@ -445,20 +445,19 @@ class Placement(EnteredOnLoop):
         return self.ready().__await__()
 
     async def ready(self) -> Placement:
-        """Wait until it holds all its bundles.
+        """Wait until the group holds all its bundles.
 
-        Who is cancelled meanwhile, or runs out of time, waits no longer; the placement
-        is asked for until it is removed.
+        Cancelling the wait does not withdraw the request: `remove` does.
 
         Raises:
-            InfeasibleError: there will never be enough for it.
-            PlacementRemovedError: it was removed.
-            NodeError: its node has ended.
+            InfeasibleError: the node can never hold the bundles.
+            PlacementRemovedError: the group was removed.
+            NodeError: the node has ended.
         """
-        claim = self._own("ready()")
-        await asyncio.shield(claim.granted)
-        if claim.lost.done():
-            raise claim.lost.result()
+        reservation = self._own("ready()")
+        await asyncio.shield(reservation.granted)
+        if reservation.lost.done():
+            raise reservation.lost.result()
         return self
 
     async def __aenter__(self) -> Placement:
@@ -472,30 +471,32 @@ class Placement(EnteredOnLoop):
         await self.remove()
 
     async def remove(self) -> None:
-        """Give all of it back, and end what runs in it or waits to.
+        """Release the bundles, and end the group's tasks and actors; idempotent.
 
-        Their handles raise `PlacementRemovedError`. What they held is free when their
-        code has stopped. May be called twice.
+        Their handles raise `PlacementRemovedError`. Their resources are free when
+        their code has stopped.
 
         Raises:
-            NoLoopError: this is another thread than the event loop's.
+            NoLoopError: called in another thread than the event loop's.
         """
-        claim = self._own("remove()")
-        check_thread(claim.granted.get_loop(), "remove() of a placement")
-        claim.give_back(PlacementRemovedError(f"{self.name} was removed.", self.name))
+        reservation = self._own("remove()")
+        check_thread(reservation.granted.get_loop(), "remove() of a placement")
+        reservation.give_back(
+            PlacementRemovedError(f"{self.name} was removed.", self.name)
+        )
 
     async def why(self) -> Why:
-        """Return why it waits: what it lacks, who holds that, whose turn it is."""
+        """Return why the group waits: what is missing, who holds it, who is next."""
         return await self._own("why()").why()
 
-    def _own(self, what: str) -> Claim:
-        if self._claim is None:
+    def _own(self, what: str) -> Reservation:
+        if self._reservation is None:
             raise MisuseError(
                 f"{what} of {self.name} was called where it was passed to; only the "
                 f"program that has made it can ask that. Tasks that are given it wait "
                 f"for it by themselves."
             )
-        return self._claim
+        return self._reservation
 
     def __reduce__(self) -> tuple[Callable[..., Placement], tuple[PlacementGroupSpec]]:
         return Placement, (self._placement_group,)
@@ -509,27 +510,27 @@ def placement(
     name: str | None = None,
     priority: int = 0,
 ) -> Placement:
-    """Ask for several bundles of resources, all of them at once or none yet.
+    """Reserve several bundles of resources, all at once or none.
 
-    It waits its turn as a task does, and is held until it is removed or this program
-    ends. Tasks and actors run in it by `.options(placement=group, bundle=0)`; those
-    that are given it before it is ready wait for it.
+    A placement group waits in the queue like a task and is held until it is removed or
+    this program ends. Tasks and actors run in it by
+    `.options(placement=group, bundle=0)`, and wait until it is ready.
 
     Args:
-        bundles: what each bundle holds, `{"GPU": 1, "CPU": 2}`: by resource a quantity,
-            of "memory" also a text as "6GiB"; `{"accelerator_type:A100": 0.001}` beside
-            GPUs has them of that type.
-        strategy: "PACK" and "STRICT_PACK" keep bundles on few devices; "SPREAD" has
-            them on different ones where it can; "STRICT_SPREAD" has each on a machine
-            of its own, of which a node is one.
-        name: for errors and `status()`; "placement" unless given.
+        bundles: the resources of each bundle, `{"GPU": 1, "CPU": 2}`. "memory" may be
+            a text such as "6GiB"; `{"accelerator_type:A100": 0.001}` beside GPUs
+            restricts them to that type.
+        strategy: "PACK" and "STRICT_PACK" use few devices; "SPREAD" uses different
+            devices if it can; "STRICT_SPREAD" needs a machine for each bundle, and a
+            node is one machine.
+        name: name in errors and `status()`; default "placement".
         priority: higher goes first.
 
     Raises:
-        OptionError: names what is ill-valued, and what is allowed.
-        InfeasibleError: there will never be enough for it; at `ready()` where the node
-            is not open yet.
-        NodeError: it is asked for inside a task.
+        OptionError: an argument is invalid.
+        InfeasibleError: the node can never hold the bundles; raised by `ready()` if
+            the node is not open yet.
+        NodeError: called inside a task.
     """
     checked = check_options({"name": name, "priority": priority})
     called, first = checked["name"] or "placement", checked["priority"]
@@ -537,6 +538,6 @@ def placement(
         bundles, strategy, called, secrets.token_hex(8)
     )
     func = placement_func(placement_group, first)
-    claim = Claim(session_for("aiogpu.placement()"), called)
-    claim.ask(func)
-    return Placement(placement_group, claim)
+    reservation = Reservation(session_for("aiogpu.placement()"), called)
+    reservation.ask(func)
+    return Placement(placement_group, reservation)

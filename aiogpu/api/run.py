@@ -98,25 +98,25 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             "or under a server: write `await main()`."
         )
     try:
-        runner = _undisturbed(partial(_runner, debug))
+        runner = _with_deferred_interrupt(partial(_runner, debug))
     except BaseException:
         if asyncio.iscoroutine(main):
             main.close()
         raise
-    presses = _Presses()
-    program = presses.heard(main) if asyncio.iscoroutine(main) else main
+    interrupts = _Interrupts()
+    program = interrupts.counted(main) if asyncio.iscoroutine(main) else main
     try:
         return runner.run(program)
     except RuntimeError:
-        if presses.has_stopped:
+        if interrupts.has_stopped:
             raise KeyboardInterrupt from None
         raise
     except asyncio.CancelledError:
-        if presses.is_terminated:
+        if interrupts.is_terminated:
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
     finally:
-        presses.are_over = True
+        interrupts.are_over = True
         if program is not main and getcoroutinestate(program) != CORO_SUSPENDED:
             program.close()  # it may never have begun, nor what it awaits
             main.close()
@@ -131,34 +131,34 @@ def _runner(debug: bool | None) -> asyncio.Runner:
     return asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop)
 
 
-def _undisturbed(make: Callable[[], T]) -> T:
-    """Make something; a Ctrl-C meanwhile is raised when it is there.
+def _with_deferred_interrupt(make: Callable[[], T]) -> T:
+    """Call `make` with Ctrl-C deferred until it has returned.
 
-    In the midst of an import it comes out as another error now and then, or not at all.
+    During an import, Ctrl-C may be raised as another error or be lost.
     """
-    theirs = signal.getsignal(signal.SIGINT)
+    previous = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or theirs is not signal.default_int_handler:
+    if not is_main or previous is not signal.default_int_handler:
         return make()
     pressed: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
         made = make()
     finally:
-        signal.signal(signal.SIGINT, theirs)
+        signal.signal(signal.SIGINT, previous)
     if pressed:
         raise KeyboardInterrupt
     return made
 
 
-class _Presses:
-    """Counts Ctrl-C, and hears SIGTERM.
+class _Interrupts:
+    """Counts Ctrl-C, and handles SIGTERM.
 
-    uvloop loses a second Ctrl-C that lands in a callback of its own.
+    uvloop loses a second Ctrl-C that arrives in one of its own callbacks.
 
     Attributes:
-        are_over: the loop has come to its end.
-        has_stopped: the loop was stopped since nothing else has ended it.
+        are_over: the loop has ended.
+        has_stopped: the loop was stopped because a second Ctrl-C was lost.
         is_terminated: SIGTERM has come.
     """
 
@@ -169,15 +169,19 @@ class _Presses:
         self._before = signal.getsignal(signal.SIGINT)
         self._count = 0
 
-    async def heard(self, main: Coroutine[Any, Any, T]) -> T:
-        """Await the program, with the runner's own handler behind this one."""
-        theirs = signal.getsignal(signal.SIGINT)
+    async def counted(self, main: Coroutine[Any, Any, T]) -> T:
+        """Await the program; this handler calls that of the runner."""
+        previous = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             loop, program = asyncio.get_running_loop(), asyncio.current_task()
             assert program is not None, "the runner has made it"
             loop.add_signal_handler(signal.SIGTERM, self._terminate, loop, program)
-        if not is_main or not callable(theirs) or theirs is signal.default_int_handler:
+        if (
+            not is_main
+            or not callable(previous)
+            or previous is signal.default_int_handler
+        ):
             return await main  # the runner does not handle it either
         loop = asyncio.get_running_loop()
 
@@ -185,15 +189,15 @@ class _Presses:
             self._count += 1
             if self._count > 1:
                 loop.call_soon_threadsafe(loop.call_later, MOMENT, self._stop, loop)
-            theirs(number, frame)
+            previous(number, frame)
 
         signal.signal(signal.SIGINT, press)
         try:
             return await main
         finally:
             if signal.getsignal(signal.SIGINT) is press:
-                # The runner has found this one, and left it, if it ended before.
-                left = self._before if self.are_over else theirs
+                # The runner leaves a handler that is not its own in place.
+                left = self._before if self.are_over else previous
                 signal.signal(signal.SIGINT, left)
 
     def _terminate(

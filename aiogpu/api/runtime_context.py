@@ -1,4 +1,4 @@
-"""What a task may ask about where it runs: its ids, its resources, its devices."""
+"""What a task can ask about itself: its ids, resources and devices."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from aiogpu.worker.chunk import plain_name
 
 @dataclass(frozen=True, slots=True)
 class RuntimeContext:
-    """The facts of the running task; zeros and empty ones outside of any.
+    """Facts about the running task; zeros and empty values outside a task.
 
     Attributes:
         node_id: the node's id.
         worker_id: the worker's number.
         task_id: the task's number.
-        task_name: its name; in an actor's method `Actor.method`, and in the actor's
-            constructor and in threads that a method has started `Actor`.
+        task_name: the task's name; `Actor.method` in a method, `Actor` in the actor's
+            constructor and in threads that a method has started.
         actor_id: the actor's number, None in a task.
-        assigned_resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
+        assigned_resources: resources that it holds, `{"CPU": 1.0, "GPU": 0.25}`.
     """
 
     node_id: str
@@ -32,17 +32,16 @@ class RuntimeContext:
     _accelerators: Mapping[str, tuple[int | str, ...]]
 
     def get_assigned_resources(self) -> dict[str, float]:
-        """Return what the task or actor holds, `{"CPU": 1.0, "GPU": 0.25}`; as Ray's.
+        """Return the resources that the task or actor holds, as in Ray.
 
-        An actor that was placed by the usual one CPU, and gave it back, has no "CPU".
+        An actor without `num_cpus` needs a CPU only to start, so it has no "CPU".
         """
         return dict(self.assigned_resources)
 
     def get_accelerator_ids(self) -> dict[str, list[str]]:
-        """The ids of its devices as texts, by kind; every known kind is there.
+        """Return the ids of its devices as texts, by kind, for every known kind.
 
-        Those that its node has too, so that a worker knows kinds that the program has
-        registered.
+        Kinds that the program has registered are included if the node has them.
         """
         from aiogpu.accelerators.registry import kinds
 
@@ -51,7 +50,7 @@ class RuntimeContext:
 
 
 def get_runtime_context() -> RuntimeContext:
-    """The context of the running task, at the moment of the call."""
+    """Return the context of the running task at the moment of the call."""
     name = current.name
     if method := method_called.get():
         name += f".{plain_name(method)}"
@@ -67,9 +66,9 @@ def get_runtime_context() -> RuntimeContext:
 
 
 def get_gpu_ids() -> list[int | str]:
-    """The GPUs that the running task may use; empty outside of any.
+    """Return the GPUs that the running task may use; empty outside a task.
 
-    Integers where they are indices of the box, texts where they are UUIDs or MIG
-    ids. In the task itself the first of them is `cuda:0`.
+    Indices of the machine are integers; UUIDs and MIG ids are texts. In the task
+    itself the first GPU is `cuda:0`.
     """
     return list(current.accelerators.get("GPU", ()))
