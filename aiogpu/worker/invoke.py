@@ -1,9 +1,9 @@
 """One call of the user's code: load the arguments, call, await, send, classify.
 
 `invoke` is the only way in which a task or a method is called: in a worker's main
-thread, in the threads of an actor, on an event loop, and in the program by the inline
-engine. (The bridge to Ray has a call path of its own.) It is a coroutine, since code
-on a loop must be able to suspend in it. An `Invoker` says what differs. Where no loop
+thread, in the threads of an actor, on an event loop, in the program by the inline
+engine, and in Ray's workers by the bridge to Ray. It is a coroutine, since code on a
+loop must be able to suspend in it. An `Invoker` says what differs. Where no loop
 runs, nothing suspends, and one `send` takes `invoke` to its end (`run_now`); asyncio is
 not needed for that.
 

@@ -34,6 +34,7 @@ LACKS: Final = {
         "ledger": "what nodes of Ray lack is told in other words",
         "placing CPUs": "an actor on Ray that asks for more is placed without a CPU",
         "blocked ends": "Ray waits for the end of a call that is blocked in C",
+        "plain cancels": "Ray loses an actor's order if it cancels a plain method",
         "orphans": "an actor on Ray ends with the process that has made it",
         "orderly close": "who leaves a Ray cluster ends the actors it has at once",
         "deadlocks": "Ray lets wait what can never run",

@@ -6,7 +6,9 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import aiogpu
 from tests.gate import pass_gate
@@ -59,6 +61,10 @@ class Grouped:
     async def pid(self) -> int:
         return os.getpid()
 
+    async def total(self, handles: list[Any]) -> int:
+        await asyncio.sleep(0)
+        return sum([await handle for handle in handles])
+
     async def close(self) -> None:
         Path(self.path).touch()
 
@@ -96,7 +102,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.told: list[int] = []
+        self.told: list[int | str] = []
 
     def is_in_its_thread(self) -> bool:
         is_main = threading.current_thread() is threading.main_thread()
@@ -108,13 +114,11 @@ class Keeper:
     def tell(self, what: int) -> None:
         self.told.append(what)
 
-    def all_told(self) -> list[int]:
+    def all_told(self) -> list[int | str]:
         return self.told
 
-
-@aiogpu.remote
-def tell_and_cancel(keeper: aiogpu.ActorHandle[Keeper], many: int) -> None:
-    """Send calls and cancel each second one, in plain code, whose loop does not run."""
-    calls = [keeper.tell.remote(number) for number in range(many)]
-    for call in calls[1::2]:
-        call.cancel()
+    def endless(self) -> Iterator[int]:
+        try:
+            yield from count()
+        finally:
+            self.told.append("ended")

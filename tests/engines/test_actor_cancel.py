@@ -26,7 +26,7 @@ async def cancelled(*handles: Any) -> bool:
     return all(handle.cancelled() for handle in handles)
 
 
-@pytest.mark.needs("blocking")
+@pytest.mark.needs("blocking", "plain cancels")
 async def test_a_call_that_waits_never_runs(gate: Gate) -> None:
     """It waits for the actor's place, or is behind more than are sent ahead."""
     async with aiogpu.init(num_cpus=1, num_gpus=1):
@@ -49,7 +49,7 @@ async def test_a_call_that_waits_never_runs(gate: Gate) -> None:
         assert (await waits.notes.remote())[-1] == 499
 
 
-@pytest.mark.needs("blocking")
+@pytest.mark.needs("blocking", "plain cancels")
 async def test_a_call_that_was_sent_and_not_begun_never_runs(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = Counter.remote()
@@ -94,7 +94,7 @@ async def test_a_coroutine_that_has_not_begun_never_does(gate: Gate) -> None:
         assert await actor.later.remote() == 1
 
 
-@pytest.mark.needs("blocking")
+@pytest.mark.needs("blocking", "plain cancels")
 async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
@@ -110,7 +110,7 @@ async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) 
         assert await counter.pid.remote() == gate.pids["a"]
 
 
-@pytest.mark.needs("blocking")
+@pytest.mark.needs("blocking", "plain cancels")
 async def test_blocking_calls_are_interrupted_as_well(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
@@ -121,7 +121,7 @@ async def test_blocking_calls_are_interrupted_as_well(gate: Gate) -> None:
         assert await counter.pid.remote() == gate.pids["a"]
 
 
-@pytest.mark.needs("blocking")
+@pytest.mark.needs("blocking", "plain cancels")
 async def test_who_swallows_the_interrupt_holds_up_those_behind(gate: Gate) -> None:
     """The caller is told at once; nobody is killed."""
     async with aiogpu.init(num_cpus=1, cancel_grace=0.1):
@@ -172,7 +172,7 @@ async def test_a_coroutine_gets_cancelled_error_where_it_waits(gate: Gate) -> No
         assert set(await actor.notes.remote()) == set("xyz")
 
 
-@pytest.mark.needs("threads")
+@pytest.mark.needs("threads", "plain cancels")
 async def test_a_thread_goes_on(gate: Gate) -> None:
     """No thread can be stopped safely: what it does is lost, and its place is taken."""
     async with aiogpu.init(num_cpus=1):
@@ -215,7 +215,7 @@ async def test_timeouts_cancel_calls(gate: Gate) -> None:
         await gate.entered("d-cancelled")
 
 
-@pytest.mark.needs("blocking")
+@pytest.mark.needs("blocking", "plain cancels")
 async def test_timeouts_interrupt_plain_methods(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
@@ -239,7 +239,7 @@ async def test_waiting_for_an_actor_may_be_given_up(gate: Gate) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(Counter, marks=pytest.mark.needs("blocking")),
+        pytest.param(Counter, marks=pytest.mark.needs("blocking", "plain cancels")),
         Async,
         pytest.param(Threads, marks=pytest.mark.needs("threads")),
     ],

@@ -14,6 +14,8 @@ import pytest
 from aiogpu.client.current import host_of_task
 from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.serializer import dump_arguments
+from aiogpu.worker import invoke
+from aiogpu.worker.invoke import Functions
 from tests.engines.tripwire import Tripwire
 
 pytestmark = pytest.mark.ray
@@ -25,15 +27,14 @@ class Written:
     name = "written"
     resources: dict[str, float] = {}  # noqa: RUF012 - never written to
     kinds = ()
+    retried = b""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         from aiogpu.engines.ray.engine import RayEngine
 
-        self.load = lambda: function
+        self.functions = Functions()
+        self.functions[0] = function
         self.make_engine = RayEngine.inside
-
-    def wants_retry(self, _error: BaseException) -> bool:
-        return False
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
     task: Callable[[], Any], work: Any
 ) -> None:
     """The next task in that worker is none the worse for it."""
-    modules = (work, asyncio.base_events, asyncio.runners)
+    modules = (work, invoke, asyncio.base_events, asyncio.runners)
     files = frozenset(module.__file__ for module in modules)
     expected = run(work, awaits), outcome(work, task)
     seen = set()
@@ -151,29 +152,3 @@ def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert done == ["first", "second"]
-
-
-def test_a_cancelled_call_of_an_actor_ends_no_code_that_runs_its_loop(
-    work: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop is the actor's: all its later calls wait on it."""
-    interrupts = work.Interrupts()
-    interrupts.is_meant = lambda: True
-    before = signal.getsignal(work.WAKE)
-    interrupts.install()
-    steps = []
-
-    def call() -> None:
-        with interrupts.enabled():
-            with interrupts.deferred():
-                signal.raise_signal(work.WAKE)
-                steps.append("the loop's own code goes on")
-            steps.append("and the call's own does not")
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            call()
-    finally:
-        signal.signal(work.WAKE, before)
-    assert interrupts.has_come
-    assert steps == ["the loop's own code goes on"]

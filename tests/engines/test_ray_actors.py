@@ -17,7 +17,6 @@ from tests.engines.ray_actor_classes import (
     ThreadGroups,
     call_narrow,
     pid_of,
-    tell_and_cancel,
 )
 from tests.gate import Gate
 
@@ -108,17 +107,52 @@ async def test_a_plain_actor_has_the_main_thread_from_its_constructor_on() -> No
         assert await Keeper.remote().is_in_its_thread.remote()
 
 
-async def test_calls_of_plain_code_that_were_cancelled_never_run(gate: Gate) -> None:
+async def test_cancelled_calls_of_plain_methods_run_in_their_order(gate: Gate) -> None:
+    """If Ray 2.60 were asked to cancel one that waits, the actor would hang."""
     async with node():
         keeper = await Keeper.remote()
         busy = keeper.gated.remote(gate.path, "busy")
         await gate.entered("busy")
-        await tell_and_cancel.remote(keeper, 40)
+        calls = [keeper.tell.remote(number) for number in range(40)]
+        for call in (busy, *calls[::2]):
+            call.cancel()
         gate.release("busy")
-        await busy
-        told = await keeper.all_told.remote()
-        assert told == sorted(told)
-        assert not [number for number in told if number % 2]
+        assert await keeper.all_told.remote() == [*range(40)]
+        assert await calls[1] is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_a_stream_that_is_left_ends_its_method(threads: int, gate: Gate) -> None:
+    async with node():
+        keeper = await Keeper.options(max_concurrency=threads).remote()
+        async for _ in keeper.endless.remote():
+            break
+        async with asyncio.timeout(30):
+            while await keeper.all_told.remote() != ["ended"]:
+                await asyncio.sleep(0)
+
+
+async def test_a_stream_that_is_cancelled_as_it_waits_ends_its_method(
+    gate: Gate,
+) -> None:
+    async with node():
+        keeper = await Keeper.remote()
+        busy = keeper.gated.remote(gate.path, "busy")
+        await gate.entered("busy")
+        waiting = keeper.endless.remote()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        behind = keeper.all_told.remote()
+        gate.release("busy")
+        assert await busy == "busy"
+        assert await behind == ["ended"]
+
+
+async def test_a_coroutine_is_given_handles_in_a_container() -> None:
+    """They belong to the loop that runs it, which goes on running it."""
+    async with node():
+        handles = [await aiogpu.put(number) for number in (1, 2)]
+        assert await Grouped.remote().total.remote(handles) == 3
 
 
 async def test_a_threaded_actor_has_streams() -> None:

@@ -72,14 +72,9 @@ async def test_a_share_is_of_one_device(joined):
     assert await whole.remote() == (joined.nodes[1], [0, 1], "0,1")
 
 
-async def test_an_actor_on_another_machine_hears_of_cancelled_coroutines(
-    joined, gate, monkeypatch
-):
+async def test_an_actor_hears_of_cancelled_coroutines(joined, gate):
     """Ray tells it. A plain method runs to its end, and nobody has its answer."""
-    from aiogpu.engines.ray import actor_process
-
     # Before the tests that kill nodes: Ray starts actors on a dead node for a while.
-    monkeypatch.setattr(actor_process, "send_cancels", lambda *_: False)
     counter = await actor_classes.Counter.options(num_cpus=0).remote()
     actor = await actor_classes.Async.options(num_cpus=0).remote()
     waiting = actor.wait.remote(gate.path, "coroutine")

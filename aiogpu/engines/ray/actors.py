@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from weakref import WeakValueDictionary, ref
 from aiogpu.client.function_spec import FunctionSpec, placeholder_func
 from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.ray import actor_process, cluster, values
-from aiogpu.engines.ray.cluster import Ref, exceptions, start_call
+from aiogpu.engines.ray.cluster import exceptions
 from aiogpu.engines.ray.errors import actor_death, outcome_of, window_of
 from aiogpu.engines.ray.options import (
     METHODS_GROUP,
@@ -46,60 +45,6 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Failed
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
-
-# Cancelled calls
-
-
-SEND_LIMIT: Final = 5.0
-"""Seconds for a busy process to take a message."""
-
-
-class CancelSender:
-    """Tells the processes of actors on this machine which calls are cancelled.
-
-    See `CancelReceiver`. Those on other machines are not told.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[str, list[bytes]] = {}
-
-    def send(self, actor: str, call: Ref) -> bool:
-        """Tell an actor's process that a call is cancelled, now or soon.
-
-        Returns False if the actor is on another machine.
-
-        Args:
-            actor: its id.
-            call: an object that the call makes.
-        """
-        call_id = call.task_id().binary()
-        with self._lock:
-            if actor in self._waiting:
-                self._waiting[actor].append(call_id)
-                return True
-            try:
-                return actor_process.send_cancels(actor, call_id, 0)
-            except BlockingIOError:
-                self._waiting[actor] = [call_id]
-                start_call(partial(self._send_waiting, actor))
-                return True
-
-    def _send_waiting(self, actor: str) -> None:
-        while True:
-            with self._lock:
-                ids, self._waiting[actor] = self._waiting[actor], []
-                if not ids:
-                    del self._waiting[actor]
-                    return
-            with suppress(OSError):  # the process hangs, or has ended
-                for start in range(0, len(ids), actor_process.MAX_IDS):
-                    calls = b"".join(ids[start : start + actor_process.MAX_IDS])
-                    actor_process.send_cancels(actor, calls, SEND_LIMIT)
-
-
-_cancel_sender: Final = CancelSender()
-"""That of this process."""
 
 # One actor
 
@@ -272,12 +217,12 @@ class RayActor:
         else:
             made = remote(actor_process.encode_call(method.encode()), *given)
         if window:
-            stop = None if is_async else self._cancel
-            Stream(calls, number, made, window, stop)
+            Stream(calls, number, made, window, may_wait=not is_async)
             return
-        refs = made if returns > 1 else (made,)
-        call.stop = partial(self._cancel, refs[0])
-        calls.watch(number, refs)
+        # Ray 2.60 loses the order of an actor's calls if it cancels a plain one that
+        # waits: 30 pairs of calls, the first of each cancelled at once, had it hang.
+        call.goes_on = not is_async
+        calls.watch(number, made if returns > 1 else (made,))
 
     def _method(self, method: str, returns: int, window: int) -> Callable[..., Any]:
         """Return what has Ray call a method, which Ray would make anew each time."""
@@ -294,17 +239,6 @@ class RayActor:
         ).remote
         self._methods[method, returns, window] = remote
         return remote
-
-    def _cancel(self, call: Any) -> None:
-        """Stop a call whose answer nobody wants.
-
-        On another machine only calls of coroutines are stopped, by Ray.
-        """
-        if self.end is not None and not self.is_leaving:
-            return
-        is_here = _cancel_sender.send(cluster.actor_id(self.reference.handle), call)
-        if not is_here and self.reference.terms[0] == ASYNC:
-            self._calls.canceller.cancel(call)
 
     # Begin and end
 

@@ -185,6 +185,11 @@ def kill(handle: Handle, *, may_restart: bool) -> None:
     ray.kill(handle, no_restart=not may_restart)
 
 
+def is_cancelled() -> bool:
+    """Return whether the actor's call that runs in this thread was cancelled."""
+    return bool(ray.get_runtime_context().is_canceled())
+
+
 exit_actor: Final = ray.actor.exit_actor
 """End the actor that this process is."""
 

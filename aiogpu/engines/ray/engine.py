@@ -17,7 +17,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray import cluster, status
 from aiogpu.engines.ray.actors import RayActors
 from aiogpu.engines.ray.cluster import RayConnection
-from aiogpu.engines.ray.errors import actor_death, pack_error
+from aiogpu.engines.ray.errors import actor_death
 from aiogpu.engines.ray.options import check_possible, task_options
 from aiogpu.engines.ray.placement_groups import PlacementGroups
 from aiogpu.engines.ray.status import InfeasibleCalls, Overview
@@ -27,7 +27,7 @@ from aiogpu.engines.ray.values import forget_after_fork, pack_copy
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError, NodeError
 from aiogpu.runtime.callers.leases import removed
 from aiogpu.runtime.pending_tasks import Call
-from aiogpu.serialization.exceptions import RAISED
+from aiogpu.serialization.exceptions import pack_own_error
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
@@ -158,7 +158,7 @@ class RayEngine:
             f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
         )
         error = NodeDiedError(message)
-        self.actors.lose(pack_error(RAISED, error).failed)
+        self.actors.lose(pack_own_error(error))
         for number in list(self.calls.live):
             self.calls.end(number, NodeDiedError(message))
         self.calls.ending.clear()

@@ -14,15 +14,11 @@ from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.ray.cluster import exceptions
 from aiogpu.runtime.actors.actor import died
 from aiogpu.runtime.callers.leases import removed
-from aiogpu.serialization.exceptions import STOPPED, pack_failure
+from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
-
-OWN_FRAMES: Final = "/aiogpu/engines/"
-"""Marks frames that a user's traceback leaves out."""
-
 
 _CANCELLED: Final = "was cancelled."
 
@@ -40,19 +36,6 @@ class TaskFailure(Exception):  # noqa: N818 - it carries an error and is none it
 
 class RetriedFailure(TaskFailure):
     """A failure after which Ray runs the task again."""
-
-
-def pack_error(
-    kind: str, error: BaseException, *, is_retried: bool = False
-) -> TaskFailure:
-    """Return the failure for an exception of user code.
-
-    `kind` says where it was raised, see `serialization.exceptions`.
-    """
-    if isinstance(error, TaskFailure):
-        return error
-    failed = pack_failure(0, kind, error, OWN_FRAMES)
-    return (RetriedFailure if is_retried else TaskFailure)(*failed)
 
 
 def cancelled(name: str) -> TaskFailure:

@@ -14,11 +14,19 @@ import sys
 import threading
 import time
 from _thread import get_ident, interrupt_main, start_new_thread
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from itertools import islice
 from selectors import EpollSelector, SelectorKey
-from types import CoroutineType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.accelerators.listed_devices import is_left_alone
@@ -26,25 +34,40 @@ from aiogpu.client.current import (
     current,
     error_inside_task,
     host_of_task,
+    is_loop_running,
 )
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Ref, SerialThread
-from aiogpu.engines.ray.errors import cancelled, pack_error
+from aiogpu.engines.ray.errors import RetriedFailure, TaskFailure, cancelled
 from aiogpu.engines.ray.tasks import Calls, RayValues
-from aiogpu.engines.ray.values import from_arguments, pack, source_of, to_stored
+from aiogpu.engines.ray.values import (
+    from_arguments,
+    pack,
+    source_of,
+    to_stored,
+)
 from aiogpu.errors import SerializationError
-from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.exceptions import RAISED, UNREADABLE, pack_failure
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import (
-    SplitResults,
-    dump_result,
-    load_arguments,
-    load_function,
-    split_results,
-)
+from aiogpu.serialization.serializer import dump_result
+from aiogpu.wire.messages import Done
 from aiogpu.worker.interrupts import imports
-from aiogpu.worker.invoke import RetryRules, is_coroutine
+from aiogpu.worker.invoke import (
+    OWN_FRAMES,
+    Arguments,
+    Callables,
+    Functions,
+    Invoker,
+    Raised,
+    RetryRules,
+    UnsendableError,
+    invoke,
+    is_coroutine,
+    let_go,
+    open_arguments,
+    run_now,
+)
 from aiogpu.worker.private_hooks import set_running_loop
 
 if TYPE_CHECKING:
@@ -78,12 +101,10 @@ class Interrupts:
 
     Attributes:
         has_come: whether the running task was interrupted.
-        is_meant: asked, in an actor, whether the call that runs is cancelled.
     """
 
     def __init__(self) -> None:
         self.has_come = False
-        self.is_meant: Callable[[], bool] | None = None
         self._is_enabled = False
         self._is_pending = False
         self._since = 0.0
@@ -106,7 +127,7 @@ class Interrupts:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """An interrupt ends the code of the block, which is a task's or a call's."""
+        """An interrupt ends the code of the block, which is a task's."""
         if not _is_main():
             yield
             return
@@ -122,10 +143,11 @@ class Interrupts:
         """Follow each signal that Python notes, in a thread."""
         while numbers := heard.recv(64):
             if signal.SIGINT in numbers:
-                self.insist(main, WAKES)
+                self._insist(main)
 
-    def insist(self, main: int, wakes: int) -> None:
-        """Have the main thread look so many times, or until its interrupt is raised."""
+    def _insist(self, main: int) -> None:
+        """Have the main thread look until its interrupt is raised."""
+        wakes = WAKES
         while self._is_enabled and not self.has_come and (wakes or self._is_pending):
             if self._is_pending and not self._depth:
                 interrupt_main(WAKE)  # disturbs no system call of an import
@@ -172,22 +194,17 @@ class Interrupts:
         return True
 
     def _on_interrupt(self, _signal: int, frame: FrameType | None) -> None:
-        self._interrupt(frame)
-
-    def _look(self, _signal: int, frame: FrameType | None) -> None:
-        if self._is_pending:
-            self._raise(frame)
-        elif self._is_enabled and self.is_meant is not None and self.is_meant():
-            self._interrupt(frame)
-
-    def _interrupt(self, frame: FrameType | None) -> None:
         if self._is_enabled and not self.has_come:
             if not self._is_pending:
                 self._is_pending, self._since = True, time.monotonic()
             self._raise(frame)
 
+    def _look(self, _signal: int, frame: FrameType | None) -> None:
+        if self._is_pending:
+            self._raise(frame)
+
     def _raise(self, frame: FrameType | None) -> None:
-        """End the code of the main thread, unless that has to wait; see `insist`."""
+        """End the code of the main thread, unless that has to wait; see `_insist`."""
         if self._depth:
             if self._wake is None:
                 return
@@ -435,8 +452,10 @@ this module."""
 _engines: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
 
 
-class TaskClient:
-    """The client of one task's code, or of one actor's; see `interface.Host`.
+class TaskClient(Invoker):
+    """The client of one task's code, or of one actor's, and where its calls run.
+
+    See `interface.Host` and `invoke.Invoker`.
 
     Attributes:
         upsets: how many children of plain code have ended without a result so far.
@@ -540,19 +559,70 @@ class TaskClient:
         """
         raise error_inside_task(f"why() of the handle of {name}")
 
-    def load(
-        self, function: Callable[..., Any], payload: bytes
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
         """Unpickle the arguments; handles for a coroutine belong to its loop."""
-        if not (_has_references(payload) and is_coroutine(function)):
-            return load_arguments(payload)
+        # In an actor with coroutines that loop runs already.
+        if (
+            is_loop_running()
+            or not _has_references(payload)
+            or not is_coroutine(function)
+        ):
+            return open_arguments(payload)
         loop = self.program
         try:
             # Within: an interrupt may come as soon as it is set.
             set_running_loop(loop)
-            return load_arguments(payload)
+            return open_arguments(payload)
         finally:
             set_running_loop(None)
+
+    async def wait(self, coroutine: Awaitable[Any], _call: int = 0) -> Any:
+        """Run what plain code has to await on its loop; suspends nowhere itself."""
+        if is_loop_running():
+            return await coroutine
+        return self.task_loop.run(coroutine)
+
+    async def send_items(self, items: Any, _stream: object) -> None:
+        """Run a generator of either kind; suspend with each item, packed for Ray.
+
+        Ray takes items out of a generator. So whoever runs `invoke` yields what it
+        suspends with, and Ray has that wait for the consumer.
+        """
+        place = 0
+        try:
+            if hasattr(items, "__anext__"):
+                while (item := await self.wait(anext(items, _END))) is not _END:
+                    place += 1
+                    await Suspended(self._pack_item(place, item))
+                    del item
+            else:
+                for item in items:
+                    place += 1
+                    await Suspended(self._pack_item(place, item))
+                    del item
+        finally:
+            if hasattr(items, "aclose"):
+                await self.wait(items.aclose())
+            elif hasattr(items, "close"):
+                items.close()
+
+    def _pack_item(self, place: int, item: object) -> Any:
+        try:
+            packed = dump_result(item)
+        except SerializationError as error:
+            raise UnsendableError(
+                f"item {place} of its stream is lost: {error}"
+            ) from error
+        return self.pack(packed) if type(packed) is PickledValue else packed
+
+    def pack(self, outgoing: PickledValue) -> Any:
+        """Return what Ray keeps of a result, a tuple if there are several."""
+        if outgoing.parts:
+            return tuple(
+                self.pack(part) if type(part) is PickledValue else part
+                for part in outgoing.parts
+            )
+        return to_stored(pack(outgoing))
 
     def end(self) -> None:
         """End what the task has started, once; the task has ended."""
@@ -571,6 +641,20 @@ class TaskClient:
                         loop.settle()
                     engine.end_children()
             self._has_ended = True
+
+
+_END: Final = object()
+"""In place of an item after the last one."""
+
+
+class Suspended:
+    """Suspends whoever awaits it with an item for Ray, or a future for a loop."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield self._value
 
 
 def _has_references(payload: bytes) -> bool:
@@ -601,6 +685,7 @@ class RemoteCode:
         groups: of an actor, the groups of those methods that are not in the default.
         kinds: the kinds of devices that the cluster has.
         make_engine: makes the engine of its code.
+        functions: has the function or class as number 0.
     """
 
     def __init__(self, func: FunctionSpec, make_engine: EngineFactory) -> None:
@@ -612,34 +697,19 @@ class RemoteCode:
         self.kinds = tuple(device_kinds)
         self.make_engine = make_engine
         self._search_path = tuple(os.path.abspath(place) for place in sys.path)
-        self._payload = func.function.payload
-        self._loaded: Any = None
+        self.functions = Functions()
+        self.functions.payloads[0] = func.function.payload
 
     def __repr__(self) -> str:
         return f"<RemoteCode {self.name}>"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loaded": None}
-
-    def load(self) -> Any:
-        """Unpickle it, once. Modules are found where the program finds them.
-
-        Ray has set the variables of devices by then.
-        """
-        if self._loaded is None:
-            if self._search_path not in _adopted:
-                _adopted.add(self._search_path)
-                for place in self._search_path:
-                    if place not in sys.path and os.path.exists(place):
-                        sys.path.append(place)
-            self._loaded = load_function(self._payload)
-        return self._loaded
-
-    def wants_retry(self, error: BaseException) -> bool:
-        """Return whether the options want the task run again after that error."""
-        if not self.retried:
-            return False
-        return _retry_rules.wants(self.name, self.retried, error)
+    def adopt_path(self) -> None:
+        """Have modules found where the program finds them."""
+        if self._search_path not in _adopted:
+            _adopted.add(self._search_path)
+            for place in self._search_path:
+                if place not in sys.path and os.path.exists(place):
+                    sys.path.append(place)
 
 
 def make_runner(code: RemoteCode, *, is_stream: bool) -> Callable[..., Any]:
@@ -666,19 +736,15 @@ HIDING: Final = {
 DEVICE_ORDER: Final = "CUDA_DEVICE_ORDER"
 
 
-def set_up_process(
-    name: str, resources: Mapping[str, float], kinds: Sequence[str]
-) -> None:
+def set_up_process(code: RemoteCode) -> None:
     """Hide the devices that the code may not use, and fill in its context.
 
-    Args:
-        name: of the task or the actor.
-        resources: what it holds.
-        kinds: the kinds of devices that the cluster has.
+    Ray has set the variables of those that it may use.
     """
+    code.adopt_path()
     found = cluster.accelerators()
-    device_kinds[:] = kinds
-    for kind in ("GPU", *kinds):
+    device_kinds[:] = code.kinds
+    for kind in ("GPU", *code.kinds):
         variable = HIDING.get(kind)
         if variable and not found.get(kind) and not is_left_alone(variable, os.environ):
             os.environ[variable] = ""
@@ -686,15 +752,15 @@ def set_up_process(
         os.environ.setdefault(DEVICE_ORDER, "PCI_BUS_ID")
     node, worker, _ = cluster.process_ids()
     current.node, current.worker = node, int(worker[:12], 16)
-    current.name = name
-    current.resources, current.accelerators = resources, found
+    current.name = code.name
+    current.resources, current.accelerators = code.resources, found
 
 
 @contextmanager
 def _task_context(code: RemoteCode) -> Iterator[TaskClient]:
     """Give a task's code its devices, ids and client, and interrupt it if asked."""
     interrupts.install()
-    set_up_process(code.name, code.resources, code.kinds)
+    set_up_process(code)
     current.task = int(cluster.task_id()[:12], 16)
     client = TaskClient(code.make_engine)
     token = host_of_task.set(client)
@@ -711,49 +777,53 @@ def _task_context(code: RemoteCode) -> Iterator[TaskClient]:
             host_of_task.reset(token)
 
 
-class Step:
-    """How far a call has come, which tells what its failure is.
+def call_user(
+    client: TaskClient,
+    functions: Callables,
+    name: Any,
+    given: Sequence[Any],
+    *,
+    is_stream: bool = False,
+) -> Coroutine[Any, Any, Done | Raised]:
+    """Return what calls user code by `invoke`, with what Ray has brought.
 
-    Attributes:
-        kind: see `serialization.exceptions`.
+    Args:
+        client: of the code.
+        functions: has what is called.
+        name: its name there.
+        given: its arguments; see `from_arguments`.
+        is_stream: whether it suspends with the items that the call yields.
+
+    Raises:
+        TaskFailure: one of the arguments will never be there.
     """
+    payload = from_arguments(*given)
+    return invoke(client, 0, functions, name, payload, is_stream or None)
 
-    kind = UNREADABLE
 
-
-@contextmanager
-def failures(
-    name: str,
-    *passed: type[BaseException],
-    wants_retry: Callable[[BaseException], bool] | None = None,
-) -> Iterator[Step]:
-    """Raise what the block raises as the `TaskFailure` of a call.
+def result_of(name: str, outcome: Done | Raised, retried: bytes = b"") -> Any:
+    """Return what Ray keeps of what a call has returned.
 
     Args:
         name: of the task or the actor.
-        passed: exceptions that end the block and are no failure; a `CancelledError`
-            only if the asyncio task that runs is being cancelled.
-        wants_retry: says whether the task is to be run again after its code's error.
+        outcome: of the call.
+        retried: after which errors of its code Ray is to run it again.
+
+    Raises:
+        TaskFailure: the call has failed.
     """
-    step = Step()
-    try:
-        yield step
-    except BaseException as error:
-        if isinstance(error, passed) and (
-            not isinstance(error, asyncio.CancelledError) or _is_being_cancelled()
-        ):
-            raise
-        if interrupts.has_come and _is_main():
-            raise cancelled(name) from None
-        is_retried = (
-            wants_retry is not None and step.kind == RAISED and wants_retry(error)
-        )
-        raise pack_error(step.kind, error, is_retried=is_retried) from None
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    if type(outcome) is not Raised:
+        return outcome.payload
+    if interrupts.has_come and _is_main():
+        raise cancelled(name)
+    error = outcome.error
+    if isinstance(error, TaskFailure):
+        raise error
+    failed = pack_failure(0, outcome.kind, error, OWN_FRAMES)
+    if retried and failed.kind == RAISED:
+        failed = _retry_rules.mark(failed, name, retried, error)
+    let_go(error)
+    raise (RetriedFailure if failed.is_retried else TaskFailure)(*failed)
 
 
 def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
@@ -762,18 +832,12 @@ def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
     Raises:
         TaskFailure: it has none.
     """
-    with (
-        _task_context(code) as client,
-        failures(code.name, wants_retry=code.wants_retry) as step,
-    ):
-        function = code.load()
-        payload = from_arguments(*given)
-        args, kwargs = client.load(function, payload)
-        step.kind = RAISED
-        value = function(*args, **kwargs)
-        if type(value) is CoroutineType:
-            value = client.task_loop.run(value)
-        return pack_results(step, value, payload)
+    with _task_context(code) as client:
+        try:
+            outcome = run_now(call_user(client, code.functions, 0, given))
+        except BaseException as error:  # noqa: BLE001 - an interrupt, amid code of ours
+            outcome = Raised(UNREADABLE, error)
+        return result_of(code.name, outcome, code.retried)
 
 
 def stream_task(code: RemoteCode, given: Sequence[Any]) -> Iterator[Any]:
@@ -782,63 +846,12 @@ def stream_task(code: RemoteCode, given: Sequence[Any]) -> Iterator[Any]:
     Raises:
         TaskFailure: it has failed.
     """
-    with (
-        _task_context(code) as client,
-        failures(code.name, GeneratorExit, wants_retry=code.wants_retry) as step,
-    ):
-        function = code.load()
-        args, kwargs = client.load(function, from_arguments(*given))
-        step.kind = RAISED
-        yield from pack_items(step, _iterate(function(*args, **kwargs), client))
-
-
-def _iterate(items: Any, client: TaskClient) -> Iterator[Any]:
-    if not hasattr(items, "__anext__"):
-        yield from items
-        return
-    loop = client.task_loop
-    try:
-        while True:
-            try:
-                yield loop.run(anext(items))
-            except StopAsyncIteration:
-                return
-    finally:
-        loop.run(items.aclose())
-
-
-def pack_results(step: Step, value: object, payload: bytes) -> Any:
-    """Return what Ray keeps of what a function has returned; see `pack_result`."""
-    results = split_results(value, payload)
-    step.kind = UNSENDABLE
-    return pack_result(results)
-
-
-def pack_items(step: Step, items: Iterable[Any]) -> Iterator[Any]:
-    """Return what Ray keeps of each item of a stream."""
-    for place, item in enumerate(items, 1):
-        step.kind = UNSENDABLE
-        yield pack_item(place, item)
-        step.kind = RAISED
-
-
-def pack_result(value: object) -> Any:
-    """Return what Ray keeps of a result, a tuple if there are several."""
-    if type(value) is SplitResults:
-        return tuple(map(pack_result, value))
-    result = dump_result(value)
-    return to_stored(pack(result) if isinstance(result, PickledValue) else result)
-
-
-def pack_item(place: int, item: object) -> Any:
-    """Return what Ray keeps of an item of a stream.
-
-    Raises:
-        SerializationError: it cannot be pickled; `place` is in the message.
-    """
-    try:
-        return pack_result(item)
-    except SerializationError as error:
-        raise SerializationError(
-            f"item {place} of its stream is lost: {error}"
-        ) from error
+    with _task_context(code) as client:
+        try:
+            running = call_user(client, code.functions, 0, given, is_stream=True)
+            outcome = yield from running.__await__()
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - an interrupt, amid code of ours
+            outcome = Raised(UNREADABLE, error)
+        result_of(code.name, outcome, code.retried)

@@ -490,7 +490,8 @@ class Stream:
         number: int,
         generator: Any,
         window: int,
-        stop: Callable[[Any], object] | None = None,
+        *,
+        may_wait: bool = False,
     ) -> None:
         """Take items as they come.
 
@@ -499,7 +500,8 @@ class Stream:
             number: of the call.
             generator: Ray's.
             window: how many items may wait.
-            stop: ends the generator, given an object of it; None to have Ray do so.
+            may_wait: whether it is a plain method of an actor, which must not be
+                cancelled before it has begun; see `RayActor`.
         """
         self._calls = calls
         self._number = number
@@ -507,7 +509,8 @@ class Stream:
         self._generator = generator
         self._window = self._limit = window
         self._taken = 0
-        self._stop = stop
+        self._may_wait = may_wait
+        self._is_stopped = False
         self._limit_changed = asyncio.Event()
         self._call.stop, self._call.generator = self, generator
         self._call.note_sent()
@@ -525,22 +528,27 @@ class Stream:
 
     def __call__(self) -> None:
         """Stop the generator, whose items nobody wants."""
-        if self._stop is None:
-            cancel = self._calls.canceller.cancel
-            cancel(self._generator)
-            # Ray kills no actor for that.
-            again = partial(cancel, self._generator, force=not self._call.actor)
-            self._calls.loop.call_later(self._call.grace, again)
-        else:
-            # Ray does not hold a generator of which nobody takes the items.
-            self._stop(self._generator.completed())
-        self._generator = self._call.generator = None
+        self._is_stopped = True
         self._calls.ending.pop(self._number, None)
-        self._task.cancel()
+        self._call.generator = None
+        if not self._may_wait:
+            self._cancel()
+            self._task.cancel()
+
+    def _cancel(self) -> None:
+        cancel = self._calls.canceller.cancel
+        cancel(self._generator)
+        # Ray kills no actor for that.
+        again = partial(cancel, self._generator, force=not self._call.actor)
+        self._calls.loop.call_later(self._call.grace, again)
 
     async def _take_items(self) -> None:
         try:
             async for ref in self._generator:
+                self._may_wait = False
+                if self._is_stopped:
+                    self._cancel()
+                    return
                 found = await ref
                 self._deliver(found, ref)
                 del ref, found

@@ -17,12 +17,13 @@ from weakref import WeakValueDictionary
 
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Handle, Ref
-from aiogpu.engines.ray.errors import OWN_FRAMES, TaskFailure
+from aiogpu.engines.ray.errors import TaskFailure
 from aiogpu.errors import ProtocolError, TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import MARK, Contents, Payload
 from aiogpu.serialization.references import PickledValue
 from aiogpu.wire.messages import Failed
+from aiogpu.worker.invoke import OWN_FRAMES
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
