@@ -327,11 +327,13 @@ class RestoredOwner:
         reference: the value that the handle stands for.
         remote_values: fetches the value from another process; None for a value of this
             process.
+        why: says why the task that makes the value waits.
     """
 
-    def __init__(self, reference: Any, remote_values: ValueStore | None) -> None:
+    def __init__(self, reference: Any, caller: TaskCaller | Session) -> None:
         self.reference = reference
-        self.remote_values = remote_values
+        self.remote_values = caller.remote_values
+        self.why = caller.why
 
     def on_loop(self, name: str) -> Any:
         """The same handle for the running event loop."""
@@ -340,21 +342,15 @@ class RestoredOwner:
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value unless it is here or was asked for already."""
         if self.remote_values is not None and not handle.task_id and not handle.done():
-            handle.task_id = self.remote_values.link.fetch(self.reference.id, handle)
+            handle.task_id = self.remote_values.fetch(self.reference.id, handle)
 
     def cancel(self, question: int) -> None:
         """Stop the task that makes the value, and withdraw the question for it."""
         if self.remote_values is not None:
-            self.remote_values.link.cancel(question)
-            self.remote_values.link.discard(self.reference.id)
+            self.remote_values.cancel(question)
+            self.remote_values.discard(self.reference.id)
         elif self.reference.stop is not None:
             self.reference.stop()
-
-    async def why(self, name: str, task: int) -> Why:
-        """Return why the task that makes the value waits."""
-        if self.remote_values is not None:
-            return await self.remote_values.link.why(name, task)
-        return await session_of_caller().why(name, task)
 
 
 def restore_handle(identity: int, name: str) -> Any:
@@ -382,7 +378,7 @@ HandleBase.restore = restore_handle
 def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
     """The kind of handle that fits here, for a value that is known by a reference."""
     remote_values = caller.remote_values
-    owner = RestoredOwner(reference, remote_values)
+    owner = RestoredOwner(reference, caller)
     if remote_values is None or not is_loop_running():
         handle = caller.new_handle(name, owner)
     else:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
 
@@ -53,26 +52,6 @@ class Waits(Protocol):
 
     def settle(self, task: int) -> None:
         """A task has ended; nobody waits for it any more."""
-        ...
-
-
-class ValueLink(Protocol):
-    """The way to values that are not this process's own."""
-
-    def fetch(self, value: int, receiver: Any) -> int:
-        """Ask for a value; gives the question's number."""
-        ...
-
-    def discard(self, value: int) -> None:
-        """Nobody wants a value any more: stop whoever makes it."""
-        ...
-
-    def cancel(self, task: int) -> None:
-        """Nobody wants an answer any more."""
-        ...
-
-    async def why(self, name: str, task: int) -> Why:
-        """Say why a task waits."""
         ...
 
 
@@ -144,7 +123,7 @@ class SharedValues(Protocol):
 
 
 class ValueStore(Protocol):
-    """What a program has to do with values that another process keeps."""
+    """The values that other processes keep, as this process reaches them."""
 
     @property
     def loans(self) -> BorrowedValues:
@@ -156,9 +135,16 @@ class ValueStore(Protocol):
         """What it gives to others."""
         ...
 
-    @property
-    def link(self) -> ValueLink:
-        """The way to values."""
+    def fetch(self, value: int, receiver: Any) -> int:
+        """Ask for a value; gives the question's number."""
+        ...
+
+    def cancel(self, question: int, /) -> None:
+        """Withdraw a question for a value."""
+        ...
+
+    def discard(self, value: int) -> None:
+        """Nobody wants a value any more: stop the task that makes it."""
         ...
 
 

@@ -213,22 +213,6 @@ DEPART_LIMIT: Final = 30.0
 """Seconds in which what a program leaves has stopped, or is left to the node."""
 
 
-class RemoteLink:
-    """The way to values that have come from elsewhere; see `port.ValueLink`."""
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-        self.fetch = engine.fetch
-        self.discard = engine.discard
-        self.cancel = engine.cancel
-
-    async def why(self, name: str, task: int) -> Why:
-        """Say why a task waits."""
-        from aiogpu.observe.why import Why
-
-        return await self._engine.why(task) or Why(name, task, "ended")
-
-
 class FutureReceiver:
     """Waits for what was asked of the node.
 
@@ -746,11 +730,6 @@ class RemoteEngine(NodeClient):
         self._loans.leave()
 
     # What the program asks of the node.
-
-    @property
-    def link(self) -> RemoteLink:
-        """The way to them."""
-        return RemoteLink(self)
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""

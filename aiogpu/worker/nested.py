@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 from aiogpu.client.current import current, error_inside_task, services
 from aiogpu.client.node_client import NodeClient
@@ -61,11 +61,6 @@ class TaskClient(NodeClient):
         self._has_any = False
         self._unwanted: deque[int] = deque()
         self._is_synced = False
-
-    @property
-    def link(self) -> Self:
-        """The way to values that another process keeps."""
-        return self
 
     @property
     def waits(self) -> LoopWaits:

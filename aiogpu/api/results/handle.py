@@ -540,7 +540,7 @@ class BorrowedHandle(ChildHandle[T]):
     def _fetch(self) -> None:
         if not self.task_id and not super().done():
             assert self.shared is not None, self
-            self.task_id = self.remote_values.link.fetch(self.shared.id, self)
+            self.task_id = self.remote_values.fetch(self.shared.id, self)
 
     def done(self) -> bool:
         """Return whether the value is here; whoever asks has it fetched."""

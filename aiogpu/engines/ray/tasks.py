@@ -582,11 +582,11 @@ class RayValues:
     """The values that one event loop shares with other processes.
 
     It is the whole of a `ValueStore`: what was lent to this process, what it gives to
-    others, and the way to values that are not here.
+    others, and the questions for values that are not here.
     """
 
     def __init__(self, calls: Calls) -> None:
-        self.loans = self.shares = self.link = self
+        self.loans = self.shares = self
         self._calls = calls
 
     def loan(self, identity: int) -> values.SharedValue:
@@ -672,7 +672,3 @@ class RayValues:
     def cancel(self, number: int) -> None:
         """Forget a question."""
         self._calls.cancel(number)
-
-    async def why(self, name: str, number: int) -> Why:
-        """Return what is known of a call."""
-        return self._calls.why(number) or Why(name, number, "ended")
