@@ -21,9 +21,9 @@ from aiogpu.api.results.blocking import (
 )
 from aiogpu.client.current import (
     client_of_task,
+    current,
     host_of_task,
     is_loop_running,
-    services,
 )
 from aiogpu.errors import InternalError, MisuseError
 from aiogpu.serialization.payload import Payload
@@ -99,7 +99,7 @@ def host_beside_loop() -> Host | None:
 
 def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]:
     """Return what submits tasks in this process, and returns as `results_for` does."""
-    if services.client is not None:
+    if current.client is not None:
         return partial(_submit, returns, lambda: TaskCaller(client_of_task()))
     if returns or window:
         return partial(_submit, returns, _caller)
@@ -136,7 +136,7 @@ def _caller(what: str = ".remote()") -> TaskCaller | Session:
     Raises:
         MisuseError: no task runs any more, only threads that it left behind.
     """
-    client: Client | None = services.client or host_beside_loop()
+    client: Client | None = current.client or host_beside_loop()
     return session_of_caller(what) if client is None else TaskCaller(client)
 
 
@@ -500,7 +500,7 @@ def packed(outgoing: PickledValue) -> bytes:
         SerializationError: they are too large.
         NoLoopError: no event loop is running here.
     """
-    if services.client is not None:
+    if current.client is not None:
         from aiogpu.worker.nested import task_client
 
         return task_client().loans.pack(outgoing)

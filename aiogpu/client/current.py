@@ -43,12 +43,14 @@ class Context:
         name: the running task's name.
         resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
         accelerators: device ids by kind, `{"GPU": (0,)}`.
+        client: the client of the running task; None in a process that is no worker.
         exits: the asyncio tasks and threads in which `exit_actor()` was called.
     """
 
     __slots__ = (
         "accelerators",
         "actor",
+        "client",
         "exits",
         "home",
         "loader",
@@ -69,6 +71,7 @@ class Context:
         self.name = ""
         self.resources: Mapping[str, float] = {}
         self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
+        self.client: Client | None = None
         self.exits: set[object] = set()
 
     @property
@@ -112,23 +115,6 @@ current = Context()
 """The context of this process."""
 
 
-class Services:
-    """What a worker offers to the code that runs in it.
-
-    Attributes:
-        client: of the running task; None in a process that is no worker.
-    """
-
-    __slots__ = ("client",)
-
-    def __init__(self) -> None:
-        self.client: Client | None = None
-
-
-services = Services()
-"""The services of this process."""
-
-
 host_of_task: Final[ContextVar[Host | None]] = ContextVar("host_of_task", default=None)
 """The host of the task whose code asks; None in programs and in workers."""
 
@@ -145,7 +131,7 @@ def client_of_task() -> Client:
     Raises:
         NodeError: it is no code of a task.
     """
-    client = host_of_task.get() or services.client
+    client = host_of_task.get() or current.client
     if client is None:
         raise NodeError("no task of aiogpu runs in this process, or in this thread.")
     return client

@@ -12,7 +12,7 @@ from time import perf_counter
 from types import CoroutineType
 from typing import Any, Final
 
-from aiogpu.client.current import current, services
+from aiogpu.client.current import current
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, pack_failure
 from aiogpu.serialization.serializer import load_function
 from aiogpu.worker.gpu import poisoned_by
@@ -44,7 +44,7 @@ class Chunk:
 
     def __call__(self, seconds: float, *items: Any) -> Any:
         """Call it with each item; gives a `ChunkOutcome` or a coroutine of one."""
-        function, family = self._function, services.client
+        function, family = self._function, current.client
         values: list[Any] = []
         begun = perf_counter()
         until = begun + seconds if seconds else inf
@@ -59,7 +59,7 @@ class Chunk:
                     return self._await_each(value, rest, values, begun, until)
                 values.append(value)
                 # In a fork that the function has made, the rest is not its to run.
-                if perf_counter() > until or services.client is not family:
+                if perf_counter() > until or current.client is not family:
                     break
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the item's
             failure = _packed(error, family)
@@ -73,13 +73,13 @@ class Chunk:
         begun: float,
         until: float,
     ) -> ChunkOutcome:
-        function, family = self._function, services.client
+        function, family = self._function, current.client
         failure = None
         try:
             if first is not None:
                 values.append(await first)
             for item in items:
-                if values and (perf_counter() > until or services.client is not family):
+                if values and (perf_counter() > until or current.client is not family):
                     break
                 value = function(item)
                 if type(value) is CoroutineType:
@@ -92,7 +92,7 @@ class Chunk:
 
 def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
     """The error as it travels; raised where it is the whole task's."""
-    if services.client is not family:
+    if current.client is not family:
         raise error
     if any(current.accelerators.values()):
         from aiogpu.worker.gpu import has_run_out

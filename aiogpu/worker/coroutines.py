@@ -19,7 +19,7 @@ from os.path import dirname
 from types import FrameType
 from typing import Any, Final
 
-from aiogpu.client.current import services
+from aiogpu.client.current import current
 from aiogpu.wire.messages import Cancel, Demand
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
@@ -76,7 +76,7 @@ class Coroutines:
             task, partial(self._cancel, task, task_id)
         )
         loop.add_reader(self._channel.fileno(), self._read, task, task_id)
-        client = None if services.client is None else task_client()
+        client = None if current.client is None else task_client()
         if client is not None:
             client.loop = loop
             client.wake = partial(self._obey_soon, task, task_id)

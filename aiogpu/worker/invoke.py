@@ -30,7 +30,7 @@ from time import perf_counter
 from types import CodeType, CoroutineType
 from typing import TYPE_CHECKING, Any, Final, final
 
-from aiogpu.client.current import ActorExit, current, has_exited, services
+from aiogpu.client.current import ActorExit, current, has_exited
 from aiogpu.errors import (
     GpuOutOfMemoryError,
     NodeClosedError,
@@ -399,7 +399,7 @@ def open_arguments(payload: Any) -> Arguments:
 
 def pack_value(outgoing: PickledValue) -> bytes:
     """Make the payload of what this worker sends; see `Loans.pack`."""
-    if services.client is None:
+    if current.client is None:
         raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
     # Late: code that only asks where it runs needs none of it.
     from aiogpu.worker.nested import task_client

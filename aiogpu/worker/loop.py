@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
-from aiogpu.client.current import current, services
+from aiogpu.client.current import current
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
 from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
@@ -57,13 +57,13 @@ class Worker:
 
     def begin(self) -> None:
         """Take over this process: what user code sees and does is this worker's."""
-        services.client = self._client
+        current.client = self._client
         self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
-        services.client = None
+        current.client = None
         if self._channel.loans is not None:
             self._channel.loans.leave()
         self._channel.close()

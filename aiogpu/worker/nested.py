@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
-from aiogpu.client.current import current, error_inside_task, services
+from aiogpu.client.current import current, error_inside_task
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
 from aiogpu.errors import (
@@ -329,9 +329,9 @@ def task_client() -> TaskClient:
     Raises:
         NodeError: this process is no worker.
     """
-    if services.client is None:
+    if current.client is None:
         raise NodeError("no task of aiogpu runs in this process, or in this thread.")
-    return cast("TaskClient", services.client)
+    return cast("TaskClient", current.client)
 
 
 def refuse_to_begin_anew() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.results.blocking import BlockingHandle
-from aiogpu.client.current import Context, current, services
+from aiogpu.client.current import Context, current
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -29,13 +29,11 @@ from tests.api.paper_family import PaperChannel, done, failed, paper_children
 def channel() -> Iterator[PaperChannel]:
     """That of a worker which runs task 3."""
     before = {name: getattr(current, name) for name in Context.__slots__}
-    family = services.client
     channel = PaperChannel()
-    current.task, services.client = 3, paper_children(channel)
+    current.task, current.client = 3, paper_children(channel)
     yield channel
     for name, value in before.items():
         setattr(current, name, value)
-    services.client = family
     channel.close()
 
 

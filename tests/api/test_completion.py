@@ -13,7 +13,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.results.handle import ChildHandle, Handle
-from aiogpu.client.current import Context, current, services
+from aiogpu.client.current import Context, current
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
@@ -329,13 +329,11 @@ class TestInPlainTasks:
     def channel(self) -> Iterator[PaperChannel]:
         """That of a worker which runs task 3."""
         before = {name: getattr(current, name) for name in Context.__slots__}
-        family = services.client
         channel = PaperChannel()
-        current.task, services.client = 3, paper_children(channel)
+        current.task, current.client = 3, paper_children(channel)
         yield channel
         for name, value in before.items():
             setattr(current, name, value)
-        services.client = family
         channel.close()
 
     def start(self, count: int) -> list[Any]:
@@ -422,7 +420,7 @@ class TestInPlainTasks:
             aiogpu.as_completed([a, 5])  # type: ignore[list-item]
         with pytest.raises(MisuseError, match="no event loop runs"):
             aiter(aiogpu.as_completed([a]))
-        services.client = paper_children(channel)
+        current.client = paper_children(channel)
         with pytest.raises(MisuseError, match="child belongs to another task"):
             aiogpu.wait([b])
 
@@ -438,14 +436,12 @@ class TestInCoroutinesOfTasks:
     @pytest.fixture
     async def channel(self) -> Any:
         before = {name: getattr(current, name) for name in Context.__slots__}
-        family = services.client
         channel = PaperChannel()
-        current.task, services.client = 3, paper_children(channel)
+        current.task, current.client = 3, paper_children(channel)
         yield channel
         asyncio.get_running_loop().remove_reader(channel.fileno())
         for name, value in before.items():
             setattr(current, name, value)
-        services.client = family
         channel.close()
 
     async def test_it_waits_only_while_it_does(self, channel: PaperChannel) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.results.handle import ChildHandle
-from aiogpu.client.current import Context, current, services
+from aiogpu.client.current import Context, current
 from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.messages import Withdraw
 from aiogpu.worker.nested import TaskClient
@@ -22,14 +22,12 @@ from tests.api.paper_family import PaperChannel, done, failed, paper_children
 async def channel() -> AsyncIterator[PaperChannel]:
     """That of a worker which runs task 3, on a loop of the task's own."""
     before = {name: getattr(current, name) for name in Context.__slots__}
-    family = services.client
     channel = PaperChannel()
-    current.task, services.client = 3, paper_children(channel)
+    current.task, current.client = 3, paper_children(channel)
     yield channel
     asyncio.get_running_loop().remove_reader(channel.fileno())
     for name, value in before.items():
         setattr(current, name, value)
-    services.client = family
     channel.close()
 
 
@@ -142,8 +140,8 @@ async def test_another_thread_may_read_the_answer(channel: PaperChannel) -> None
 
 
 def family() -> TaskClient:
-    assert services.client is not None
-    return services.client
+    assert current.client is not None
+    return current.client
 
 
 async def test_what_is_left_when_the_task_ends(channel: PaperChannel) -> None:

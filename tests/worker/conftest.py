@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.client.current import Context, current, services
+from aiogpu.client.current import Context, current
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.environment import Threads
@@ -87,8 +87,6 @@ class Unmoved(Threads):
 def context() -> Iterator[Context]:
     """The context of this process, as it was before afterwards."""
     before = {name: getattr(current, name) for name in Context.__slots__}
-    family = services.client
     yield current
     for name, value in before.items():
         setattr(current, name, value)
-    services.client = family

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from aiogpu.client.current import Context, services
+from aiogpu.client.current import Context
 from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.client.references import Loans
 from aiogpu.client.spec_codec import dump_spec
@@ -68,7 +68,7 @@ def declared(number: int = 7) -> Declare:
 def children(channel: Channel, context: Context) -> Iterator[TaskClient]:
     """Those of task 3."""
     context.task = 3
-    children = services.client = TaskClient(channel)
+    children = context.client = TaskClient(channel)
     yield children
     children.end_task()
 

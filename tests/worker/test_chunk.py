@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.client.current import current, services
+from aiogpu.client.current import current
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import ChunkOutcome, unpack_failure
 from aiogpu.serialization.serializer import (
@@ -156,14 +156,14 @@ def test_the_rest_is_not_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of a worker has no children of its own: see `Worker._leave`."""
 
     def leave(number: int) -> int:
-        monkeypatch.setattr(services, "client", None)
+        monkeypatch.setattr(current, "client", None)
         if number < 0:
             raise ValueError(number)
         return number
 
-    monkeypatch.setattr(services, "client", object())
+    monkeypatch.setattr(current, "client", object())
     assert run(leave, 0, 1, 2, 3).values == [1]
-    monkeypatch.setattr(services, "client", object())
+    monkeypatch.setattr(current, "client", object())
     with pytest.raises(ValueError, match="-1"):
         Chunk(leave)(0, -1)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.client.current import services
+from aiogpu.client.current import current
 from aiogpu.client.references import Loans
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.exceptions import STOPPED
@@ -42,10 +42,10 @@ class Echo:
 
 @pytest.fixture
 def children(channel: Channel, executor: Executor) -> Iterator[TaskClient]:
-    services.client = executor.client
+    current.client = executor.client
     channel.admit_guests(True)
     yield executor.client
-    services.client = None
+    current.client = None
 
 
 def test_what_a_method_has_read_for_others_is_begun(

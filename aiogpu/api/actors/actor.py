@@ -35,7 +35,6 @@ from aiogpu.client.current import (
     current,
     is_loop_running,
     note_exit,
-    services,
 )
 from aiogpu.core.model.units import CPU
 from aiogpu.errors import MisuseError
@@ -243,7 +242,7 @@ def _links() -> Any:
     """The class of this process's ties to actors: of a worker, or of a program."""
     from aiogpu.api.actors.link import ActorLink, WorkerActorLink
 
-    return ActorLink if services.client is None else WorkerActorLink
+    return ActorLink if current.client is None else WorkerActorLink
 
 
 class RemoteClass(Decorated, Generic[P, A]):
@@ -402,7 +401,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         NoLoopError: no event loop is running here, and this is no task.
         NodeError: the node is not open.
     """
-    if services.client is not None and is_loop_running():
+    if current.client is not None and is_loop_running():
         return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
     return ActorHandle(_links().find(name, namespace or ""))
 

@@ -20,7 +20,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiogpu.api.results.blocking import HandleBase, Owner
-from aiogpu.client.current import services
+from aiogpu.client.current import current
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -498,7 +498,7 @@ class ChildHandle(Handle[T]):
         return removed
 
     def _store(self) -> ValueStore | None:
-        return None if services.client is None else services.client.remote_values
+        return None if current.client is None else current.client.remote_values
 
     def settle(self, outcome: Outcome) -> None:
         """Take how the task has ended, on the thread of its loop, unless that is over.
