@@ -261,7 +261,7 @@ class SerializationError(AiogpuError, TypeError):
 
 
 class DeserializationError(AiogpuError, ValueError):
-    """What was pickled on one side cannot be unpickled on the other."""
+    """A pickled object cannot be unpickled in the receiving process."""
 
 
 class ProtocolError(AiogpuError, ConnectionError):

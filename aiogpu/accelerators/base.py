@@ -1,4 +1,4 @@
-"""What aiogpu asks of an accelerator vendor, and the plain data in the answers.
+"""The interface of an accelerator vendor, and the plain data in its answers.
 
 A vendor answers: what its devices are called, how they are detected, which variable
 assigns them, which quantities are valid, and, where its driver can tell, what is on a
@@ -21,7 +21,7 @@ Id = int | str
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a driver says is on a device at one moment. What is unknown is None.
+    """The load of a device at one moment, as its driver reports it; None for unknown.
 
     Attributes:
         processes: bytes of device memory by process id, as the driver lists them;
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What a driver reported about a device since it was last asked.
+    """Reports of a driver about a device since the last query.
 
     Attributes:
         errors: errors that make the device unfit, each in a few words: "XID 79".

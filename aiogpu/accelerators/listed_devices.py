@@ -147,7 +147,7 @@ class ListedAccelerator:
         return name or None
 
     def watch(self) -> DeviceWatch:
-        """Return a watch that knows nothing: no driver is asked."""
+        """Return a watch that asks no driver and knows nothing."""
         # A worker needs no watch, but loads this module to read a request.
         from .base import Unwatched
 

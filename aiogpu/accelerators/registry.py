@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """What is known about a vendor without its module."""
+    """The facts about a vendor that are known without importing its module."""
 
     kind: str
     variable: str

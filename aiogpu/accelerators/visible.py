@@ -46,7 +46,7 @@ class MigGpu:
 
     @property
     def why_unused(self) -> str:
-        """Why no task can use a GPU that has no instance, in one sentence."""
+        """Explain in one sentence why no task can use a GPU without an instance."""
         return (
             f"GPU {_described(self.gpu)} is in MIG mode and has no instance, so no "
             f"task can use it; make some (`nvidia-smi mig -cgi`), or leave MIG mode"

@@ -1,4 +1,4 @@
-"""What this machine allows: each mechanism is tried, harmlessly and in bounded time.
+"""Checks of this machine: each tries one mechanism, harmlessly and in bounded time.
 
 For `aiogpu doctor`. `CHECKS` has a row for each mechanism. A check returns what it has
 seen, or yields findings, and prints nothing; it leaves no process, file or group
@@ -44,7 +44,7 @@ from aiogpu.runtime.workers.slots import most_workers
 
 
 class Level(StrEnum):
-    """How good a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -429,7 +429,7 @@ def check_descriptors(
 def check_processes(
     proc: cgroups.StrPath = cgroups.PROC, euid: int | None = None
 ) -> str:
-    """How many processes there may be: two for each worker, its keeper and itself."""
+    """Check the limit on processes: each worker needs two, its keeper and itself."""
     bounds = list(_process_limits(proc, os.geteuid() if euid is None else euid))
     if not bounds:
         return "no limit"
@@ -444,7 +444,7 @@ def check_processes(
 
 
 def _process_limits(proc: cgroups.StrPath, euid: int) -> Iterator[tuple[int, int, str]]:
-    """How many processes there may be, how many there are, and what bounds them."""
+    """Yield each limit on processes: (limit, current number, source)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if euid and soft != resource.RLIM_INFINITY:  # root has none
         yield soft, _threads_of(proc, euid), "ulimit -u"
@@ -458,7 +458,7 @@ def _process_limits(proc: cgroups.StrPath, euid: int) -> Iterator[tuple[int, int
 
 
 def _threads_of(proc: cgroups.StrPath, euid: int) -> int:
-    """How many threads a user has, which is what the kernel counts (setrlimit(2))."""
+    """Count a user's threads, which is what the kernel limits (setrlimit(2))."""
     count = 0
     for process in os.scandir(proc):
         with suppress(OSError):
@@ -472,7 +472,7 @@ BOUNDLESS: Final = 1 << 60
 
 
 def check_memory(proc: cgroups.StrPath = cgroups.PROC) -> str:
-    """How much memory there is before the kernel ends something, by which measure."""
+    """Find the tightest limit on memory, and its source."""
     usage = MemoryBounds(proc).tightest()
     if usage.limit >= BOUNDLESS:
         raise CheckError(f"neither {proc}/meminfo nor a cgroup says how much there is")
@@ -480,7 +480,7 @@ def check_memory(proc: cgroups.StrPath = cgroups.PROC) -> str:
 
 
 def check_kernel_log(path: str = "/dev/kmsg") -> str:
-    """What the kernel says of those that it has ended can be read."""
+    """Check that the kernel's log of OOM kills is readable."""
     log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         with suppress(BlockingIOError, BrokenPipeError):
@@ -563,7 +563,7 @@ def _device(device: Device, sample: Sample, health: Health) -> Finding:
 
 
 def check_visible(environ: Mapping[str, str] = os.environ) -> str:
-    """What a node would share out, said by the rules that it goes by."""
+    """Describe the devices that a node would share out, by the node's own rules."""
     text = environ.get(VISIBLE)
     devices = Nvidia().devices(environ, None)
     ids = ", ".join(str(device.id) for device in devices) or "none"
@@ -629,7 +629,7 @@ def check_service(
 
 
 def _reach(path: str) -> str | None:
-    """Why no node answers at a socket; None if one does."""
+    """Return why no node answers at a socket; None if one does."""
     with socket.socket(socket.AF_UNIX) as caller:
         # Not `settimeout`: without blocking, a full queue of connections is EAGAIN at
         # once, and not only after that time; see unix(7).
@@ -672,7 +672,7 @@ def _service_limits(node: Record) -> str:
 
 
 def _lingers(path: str, linger: Path) -> Iterator[Finding]:
-    """Whether systemd removes the directory with the user's last login."""
+    """Warn if systemd removes the directory when the user has logged out."""
     if not path.startswith(RUN_USER) or not linger.parent.is_dir():
         return
     with suppress(KeyError):

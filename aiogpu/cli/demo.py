@@ -337,7 +337,7 @@ async def fan_out(
 
 
 def headline(scene: Scene, node: aiogpu.types.NodeStatus) -> str:
-    """What runs on which devices."""
+    """Return the first line: the picture and the devices."""
     devices = ", ".join(
         f"{device_label(device.id)} ({device.name or 'logical'})"
         for device in node.devices

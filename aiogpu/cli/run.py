@@ -96,7 +96,7 @@ class Command:
         environ: Mapping[str, str],
         mask: Iterable[int],
     ) -> None:
-        """Start it, on the loop that calls `hear`.
+        """Start the command, on the loop that calls `hear`.
 
         Args:
             arguments: its name and its arguments.
@@ -154,7 +154,7 @@ class Command:
             self.ended.set_result(None)
 
     def left(self) -> list[int]:
-        """Its descendants that have not ended."""
+        """Return the descendants of this process that have not ended."""
         return [one.pid for one in descendants(os.getpid()) if one.state != "Z"]
 
 
@@ -228,7 +228,7 @@ class RunCommand(click.Command):
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
-    """Run COMMAND when its turn has come, with GPUs of its own.
+    """Run COMMAND with its own GPUs, as soon as they are free.
 
     Variables such as CUDA_VISIBLE_DEVICES tell it which GPUs. It holds them until it
     and every process that it started have ended. Signals are passed on to it; the exit

@@ -213,7 +213,7 @@ def amounts(text: str | None, option: str, example: str) -> dict[str, Any] | Non
 
 
 def import_path() -> tuple[str, ...]:
-    """Where this process finds modules, as absolute paths."""
+    """Return the import path of this process, as absolute paths."""
     found = []
     for path in sys.path:
         with suppress(OSError):  # it is relative to a directory that was removed

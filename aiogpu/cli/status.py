@@ -45,7 +45,7 @@ Data = dict[str, Any]
 
 
 def status_data(status: NodeStatus) -> Data:
-    """All of it."""
+    """Return a status as the JSON object of `aiogpu status --json`."""
     return {
         "version": VERSION,
         "aiogpu": aiogpu.__version__,
@@ -215,7 +215,7 @@ def _told(seen: NodeStatus, as_json: bool, indent: int | None = None) -> str:
 
 
 def plain_report(seen: NodeStatus) -> str:
-    """What `print(status)` shows, without characters that a terminal obeys."""
+    """Return the text of `print(status)` without control characters."""
     return str(printable_all(seen))
 
 

@@ -1,4 +1,4 @@
-"""What a `NodeStatus` has, as rich tables: one for each kind of thing in it.
+"""Shows the parts of a `NodeStatus` as rich tables, one for each kind.
 
 rich cuts cells, but cannot leave columns out: `Table` does, if the screen has no room.
 """
@@ -162,12 +162,12 @@ def plain(drawn: RenderableType, width: int = WIDE) -> Iterator[str]:
 
 
 def is_terminal() -> bool:
-    """Whether a person looks at what is printed."""
+    """Return whether the output is a terminal."""
     return sys.stdout.isatty()
 
 
 def live(*, is_whole_screen: bool = False) -> Live:
-    """A picture that is drawn anew in the same place, by its `update`."""
+    """Return a live display that `update` redraws in place."""
     return Live(
         console=Console(highlight=False),
         auto_refresh=False,
@@ -352,7 +352,7 @@ def client_table(
 
 
 def bounds(limits: Limits) -> Iterator[str]:
-    """What a program may have at most."""
+    """Describe the limits of a program."""
     if limits.max_waiting is not None:
         yield f"{limits.max_waiting} tasks"
     for name, share in limits.max_share.items():
@@ -360,7 +360,7 @@ def bounds(limits: Limits) -> Iterator[str]:
 
 
 def device_state(device: DeviceStatus) -> str:
-    """Whether there is room on a device, in one word."""
+    """Describe the room on a device in one word."""
     if device.aside is not None:
         return "set aside"
     if device.free >= 1 and not device.holders:
@@ -374,7 +374,7 @@ def device_name(device: DeviceStatus) -> str:
 
 
 def memory(device: DeviceStatus) -> str:
-    """How much of the memory of a device is used, as far as it is known."""
+    """Describe the used and the total memory of a device, as far as known."""
     there = amount(device.memory)
     if device.used is None:
         return there
@@ -412,7 +412,7 @@ def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterator[str]:
 
 
 def shape_table(shapes: Iterable[ShapeStatus], _status: NodeStatus) -> Table:
-    """What waits, one line for all tasks with the same request."""
+    """Build a table of waiting tasks, one row for each distinct request."""
     return Table(
         shapes,
         Column("WAIT", lambda shape: text(str(shape.count), "yellow"), is_number=True),
@@ -424,7 +424,7 @@ def shape_table(shapes: Iterable[ShapeStatus], _status: NodeStatus) -> Table:
 
 
 def failure_table(failures: Iterable[FailureStatus], status: NodeStatus) -> Table:
-    """What has failed, the latest first."""
+    """Build a table of failed tasks, the latest first."""
     programs = Programs(status)
 
     def error(one: FailureStatus) -> Text:

@@ -214,7 +214,7 @@ def _bars(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
 
 
 def share_bar(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
-    """The share of each holder in a colour of its own; then the free share."""
+    """Yield a bar with each holder's share in its own colour, then the free share."""
     at, held = 0, 0.0
     for number, holder in enumerate(device.holders):
         held += holder.share

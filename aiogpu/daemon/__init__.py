@@ -1,1 +1,1 @@
-"""The node as a process of its own: started, met, asked to stop."""
+"""A node in its own process: starting it, finding it, stopping it."""

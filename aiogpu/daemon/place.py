@@ -178,7 +178,7 @@ class Record(NamedTuple):
 
 
 def start_time(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if it has ended."""
+    """Return a process's start time in ticks since boot; None if it has ended."""
     stat = read_stat(pid)
     return None if stat is None or stat.state in "ZX" else stat.start
 

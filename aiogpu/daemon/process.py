@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
     @property
     def limits(self) -> Limits:
-        """What a program may have at once; raises `OptionError` if it is invalid."""
+        """The limits of each program; raises `OptionError` if they are invalid."""
         return Limits(self.max_waiting, max_share=self.max_share)
 
     @property

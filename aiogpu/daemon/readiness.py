@@ -22,7 +22,7 @@ CHUNK: Final = 1 << 16
 
 
 class Ready(NamedTuple):
-    """What a node reports when it serves.
+    """The report of a node that is ready.
 
     Attributes:
         pid: its process.

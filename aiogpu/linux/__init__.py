@@ -1,1 +1,1 @@
-"""What aiogpu asks the Linux kernel: one module for each of its interfaces."""
+"""Interfaces of the Linux kernel, one module each."""

@@ -109,7 +109,7 @@ def _own_path(groups: str, controller: str) -> str | None:
 
 
 def _match(line: bytes, controller: str, path: str) -> Hierarchy | None:
-    """What a line of mountinfo says of the hierarchy, None if it is of another."""
+    """Parse a line of mountinfo; return None if it is of another hierarchy."""
     before, _, after = line.partition(b" - ")
     fields, kinds = before.split(b" "), after.split(b" ")
     if len(fields) < 6 or len(kinds) < 3:
@@ -183,7 +183,7 @@ _CPUSETS: Final = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpu
 
 
 def unpinned_cpus(root: StrPath = "") -> frozenset[int]:
-    """Return the CPUs that processes here may use if nobody has pinned them.
+    """Return the CPUs that unpinned processes of this cgroup may use.
 
     Args:
         root: the directory under which `/proc` and `/sys` are.
@@ -307,11 +307,11 @@ class Cgroup:
         self._write("cgroup.procs", b"0")
 
     def pids(self) -> list[int]:
-        """Who is in it, groups below it not counted; 0 for one that we cannot see."""
+        """Return the processes in this group itself; 0 stands for an invisible one."""
         return [int(pid) for pid in self._read("cgroup.procs").split()]
 
     def all_pids(self) -> list[int]:
-        """Who is in it and below it."""
+        """Return the processes in this group and in the groups below it."""
         below = [child.all_pids() for child in self.children()]
         return sum(below, self.pids())
 
@@ -331,7 +331,7 @@ class Cgroup:
             self._kill_each()
 
     def wait_until_empty(self, timeout: float) -> bool:
-        """Block until nobody is in it or below it, for so many seconds at most."""
+        """Block until the group and those below it are empty, at most `timeout` s."""
         deadline = time.monotonic() + timeout
         try:
             events = os.open(f"{self.path}/cgroup.events", os.O_RDONLY)
@@ -368,7 +368,7 @@ class Cgroup:
         return True
 
     def _kill_each(self) -> None:
-        """End them one by one; those that fork meanwhile need another call."""
+        """Kill the processes one by one; new children need another call."""
         for pid in self.all_pids():
             if pid not in (0, os.getpid()):
                 with suppress(ProcessLookupError, PermissionError):
@@ -392,7 +392,7 @@ class Cgroup:
 
 
 def _is_gone(error: OSError) -> bool:
-    """Whether the kernel says that a group was removed, before or as it was opened."""
+    """Return whether an error says that the group was removed."""
     return isinstance(error, FileNotFoundError) or error.errno == errno.ENODEV
 
 
@@ -453,7 +453,7 @@ class SlotCgroup:
         return self._group.wait_until_empty(LIMIT)
 
     def _end_each(self) -> None:
-        """The same without stepping out, one by one; for who has ended is not shown."""
+        """Kill the others one by one, while this process stays in the group."""
         from aiogpu.linux.syscalls import kill
 
         while others := [pid for pid in self._group.pids() if pid != os.getpid()]:
@@ -468,7 +468,7 @@ class SlotCgroup:
             self._members = -1
 
     def remove(self) -> None:
-        """Step out for good and remove it, and the node's if nobody is in it."""
+        """Leave the group and remove it, and the node's group if that is empty."""
         if self._members >= 0:
             self.forget()
             with suppress(OSError):

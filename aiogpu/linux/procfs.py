@@ -1,4 +1,4 @@
-"""What /proc and the cgroups say of memory, of processes, and of how one has ended.
+"""Reads memory, processes and causes of death from /proc and the cgroups.
 
 Memory counts where it cannot be dropped: anonymous and shared memory, not the page
 cache. Sources: proc_meminfo(5), proc_pid_status(5), proc_pid_stat(5), and the kernel's
@@ -35,7 +35,7 @@ _VERSION_2: Final = ("memory.max", ("anon", "shmem"))
 
 
 class Usage(NamedTuple):
-    """How full memory is, at one place that limits it.
+    """The use of memory under one limit.
 
     Attributes:
         where: "machine", or the directory of a cgroup.
@@ -73,7 +73,7 @@ class MemoryBounds:
                     self._groups.append((group, name, counted))
 
     def tightest(self) -> Usage:
-        """The place with the least room left, now; limits may change meanwhile."""
+        """Return the limit with the least room left; limits are read anew."""
         tightest = machine = self._machine()
         for group, name, counted in self._groups:
             limit = read_limit(f"{group}/{name}")
@@ -156,7 +156,7 @@ class Origin(NamedTuple):
 
 
 def origins_of(pids: Iterable[int], proc: StrPath = PROC) -> dict[int, Origin]:
-    """Look up processes; those that have ended meanwhile are left out."""
+    """Look up processes; ended ones are left out."""
     look_up = cache(partial(read_stat, proc=proc))
     found: dict[int, Origin] = {}
     for pid in pids:
@@ -215,7 +215,7 @@ RECORD: Final = 8192
 
 
 class Findings(NamedTuple):
-    """What there was to find.
+    """The evidence about a process's death.
 
     Attributes:
         group_kills: processes of this program's cgroups that the kernel has ended
@@ -257,7 +257,7 @@ class ExitEvidence:
             os.lseek(self._log, 0, os.SEEK_END)
 
     def examine(self, pid: int) -> Findings:
-        """What there is about a worker that has just died; each kill counts once."""
+        """Return the evidence about a worker that has just died; a kill counts once."""
         if not self._has_begun:
             return Findings()
         group, machine = self._count()
@@ -305,7 +305,7 @@ def message_of(record: bytes) -> str:
 
 
 def names(text: str, pid: int) -> bool:
-    """Return whether a line of the log tells of this process's end.
+    """Return whether a line of the kernel log reports the end of this process.
 
     `Out of memory: Killed process 4711 (python) ...`,
     `python[4711]: segfault at 0 ip ...`, `traps: python[4711] ...`.

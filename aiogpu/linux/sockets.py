@@ -1,4 +1,4 @@
-"""What each end of a Unix socket does first: see who is there, and ready its heap.
+"""Checks the peer of a Unix socket, and tunes the heap for its buffers.
 
 The kernel records the credentials of a client when it connects, and those of a server
 when it calls listen(2). Neither side can forge them (unix(7)).
@@ -57,7 +57,7 @@ def check_server(connected: socket.socket, path: str) -> None:
 
 
 def user(uid: int) -> str:
-    """A user id with its name where it has one, such as "uid 65534 (nobody)"."""
+    """Return a user id with its name, if it has one: "uid 65534 (nobody)"."""
     # Late: workers need it only for an error.
     import pwd
 

@@ -117,7 +117,7 @@ def fork_into(group: int) -> int:
 
 
 def why_not_forked(error: OSError) -> str:
-    """Return what is told of a fork that the kernel has refused (fork(2))."""
+    """Explain why the kernel refused a fork (fork(2))."""
     return (
         f"no process can be forked: {error.strerror or error}; what bounds them is "
         f"`ulimit -u`, a cgroup's pids.max, or memory"
@@ -125,7 +125,7 @@ def why_not_forked(error: OSError) -> str:
 
 
 class OomScore:
-    """How gladly the kernel ends this process when memory runs out (proc(5)).
+    """This process's priority for the kernel's OOM killer (proc(5)).
 
     Forks inherit it. To raise it for a fork and lower it again takes two writes of
     about 1 µs to a file that stays open; the child's own would take 35 µs.
@@ -170,7 +170,7 @@ def children() -> list[int]:
 
 
 def _children_by_search() -> list[int]:
-    """The same without CONFIG_PROC_CHILDREN: ask every process for its parent."""
+    """List the children without CONFIG_PROC_CHILDREN, by every process's parent."""
     me = os.getpid()
     found = []
     for name in os.listdir("/proc"):

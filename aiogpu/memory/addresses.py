@@ -1,4 +1,4 @@
-"""Where a buffer lies in this process's memory, and whether it was changed there.
+"""Finds the address of a buffer, and whether its mapped pages were changed.
 
 Apart from `mapping`, since it needs ctypes, which most programs never do.
 """
@@ -45,7 +45,7 @@ _release.restype = None
 
 
 def address_of(buffer: Any) -> int:
-    """Where a buffer begins.
+    """Return the address of a buffer.
 
     Args:
         buffer: anything with the buffer protocol, contiguous.

@@ -76,11 +76,11 @@ class ControlPage:
         return self._words[slot * _WORDS]
 
     def hear(self, slot: int, task: int) -> None:
-        """Worker: the task has been told."""
+        """Worker: note that the cancel has reached this task."""
         self._words[slot * _WORDS + 1] = task
 
     def heard(self, slot: int) -> int:
-        """Driver: the task that was told last."""
+        """Driver: return the last task that a cancel has reached."""
         return self._words[slot * _WORDS + 1]
 
     def begin(self, slot: int, number: int) -> str:
@@ -114,7 +114,7 @@ class ControlPage:
         self._words[slot * _WORDS + 4] = count
 
     def dropped(self, slot: int) -> int:
-        """Worker: how often it has been, or will be, told `Drop`."""
+        """Worker: return how many `Drop` messages it has got, or will get."""
         return self._words[slot * _WORDS + 4]
 
     def revoked(self, slot: int) -> int:

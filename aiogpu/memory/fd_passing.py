@@ -53,7 +53,7 @@ class DescriptorSender:
 
     @property
     def waiting(self) -> int:
-        """How many descriptors are queued."""
+        """The number of queued descriptors."""
         return len(self._queue)
 
     def send(self, number: int, fd: int) -> bool:

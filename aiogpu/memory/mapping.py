@@ -1,4 +1,4 @@
-"""What one process has mapped of segments, its own among them."""
+"""The segments that one process has mapped, its own included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Sight(ref[mmap.mmap]):
 
 
 class SegmentSpans(NamedTuple):
-    """Where in a segment some buffers lie.
+    """The positions of buffers in a segment.
 
     Attributes:
         segment: its number.
@@ -34,7 +34,7 @@ class SegmentSpans(NamedTuple):
 
 
 class Mappings:
-    """What this process reads of segments.
+    """The segments that this process reads.
 
     There is one mapping for each, which all its views share and which they alone keep:
     it goes with the last of them. May be used by any thread.
@@ -95,7 +95,7 @@ class Mappings:
         return segment in self._counts or (sight is not None and sight() is not None)
 
     def shown(self, buffers: Sequence[memoryview]) -> SegmentSpans | None:
-        """Where buffers lie that are views of a segment, and as its writer wrote them.
+        """Find buffers that are unchanged views of a segment.
 
         Args:
             buffers: contiguous.

@@ -80,7 +80,7 @@ class SegmentPool:
         return segment
 
     def give_back(self, segment_id: int) -> bool:
-        """Nobody reads it any more: keep it warm, or close it.
+        """Take back a segment without readers: keep it warm, or close it.
 
         It is closed if it is on disk, larger than the limit, or, as the kernel says,
         still read after all (`Segment.is_read`): its readers keep what they see. To

@@ -71,7 +71,7 @@ def _processes() -> dict[tuple[int, int], str]:
 
 
 def _read_command(pid: int) -> str | None:
-    """The beginning of a command line; None if the process has gone meanwhile."""
+    """Read the beginning of a command line; None if the process has ended."""
     try:
         command = (_PROC / str(pid) / "cmdline").read_bytes()
     except OSError:

@@ -14,15 +14,15 @@ from aiogpu.core.scheduler.scheduler import Scheduler, Step
 
 
 class Event(NamedTuple):
-    """A method of `Scheduler` that is told what happened, and what it gets."""
+    """An event: a method of `Scheduler` with its arguments."""
 
     step: Step
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
-def told(step: Step, *args: Any, **kwargs: Any) -> Event:
-    """An event: `told(Scheduler.cancel, task)`."""
+def event(step: Step, *args: Any, **kwargs: Any) -> Event:
+    """Make an event: `event(Scheduler.cancel, task)`."""
     return Event(step, args, kwargs)
 
 
@@ -106,7 +106,7 @@ class SimulatedWorker:
             self.sent.append(self.task)
 
     def drop(self, task: SimulatedTask) -> None:
-        """It is known that this one was skipped."""
+        """Note that this task was skipped."""
         if task in self.void:
             self.void.remove(task)
 
@@ -117,7 +117,7 @@ class SimulatedWorker:
             self.sent.pop()
 
     def forget_void(self, number: int) -> None:
-        """It is known what was dropped; of one that was skipped it is told yet."""
+        """Forget the dropped tasks; the skipped one is still to be reported."""
         if number == self.last_revoke:
             self.void = deque(task for task in self.void if task is self.began)
 
@@ -127,13 +127,13 @@ class SimulatedWorker:
         return self.began
 
     def know_revoked(self) -> Event:
-        """Return what is told of the earliest revocation that is not answered."""
+        """Return the event that answers the earliest open revocation."""
         assert self.revoking, f"nothing is taken back from {self.id}"
         began = self.began.id if self.began else None
-        return told(Scheduler.revoked, self.id, self.revoking.popleft(), began)
+        return event(Scheduler.revoked, self.id, self.revoking.popleft(), began)
 
     def gone(self, settles: bool) -> Event:
-        """Return what is told of its end; `settles`: its devices must be seen free."""
+        """Return the event of its end; `settles`: its devices must be seen free."""
         began = self.began.id if self.began else None
         settles = settles and self.binding is not None
-        return told(Scheduler.worker_gone, self.id, began, settles)
+        return event(Scheduler.worker_gone, self.id, began, settles)

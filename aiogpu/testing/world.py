@@ -42,13 +42,13 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import stall_warning
 from aiogpu.testing.clock import HandClock
-from aiogpu.testing.simulated import Event, SimulatedTask, SimulatedWorker, told
+from aiogpu.testing.simulated import Event, SimulatedTask, SimulatedWorker, event
 
 P = ParamSpec("P")
 
 
 class World:
-    """A node on paper: `w.submit("a"); w.finish("a"); assert w.told["a"]`.
+    """A simulated node: `w.submit("a"); w.finish("a"); assert w.told["a"]`.
 
     A forked worker starts, one that is to end goes, and what is to be taken back is
     back, at once. A test that wants to be there in between says `starts=False`,
@@ -191,29 +191,31 @@ class World:
         task = SimulatedTask(TaskId(len(self._by_id)), spec)
         self.tasks[spec.name] = task
         self._by_id.append(task)
-        self._happen(told(Scheduler.submit, task.id, spec, parent, needs, client))
+        self._happen(event(Scheduler.submit, task.id, spec, parent, needs, client))
 
     def join(
         self, client: int, weight: float = 1.0, limits: Limits | None = None
     ) -> None:
         """A program joins the node, or has other terms from now on."""
-        self._happen(told(Scheduler.join, ClientId(client), weight, limits or Limits()))
+        self._happen(
+            event(Scheduler.join, ClientId(client), weight, limits or Limits())
+        )
 
     def fall_behind(self, client: int, is_behind: bool = True) -> None:
         """A program does not read what it is sent, or has caught up."""
-        self._happen(told(Scheduler.set_behind, ClientId(client), is_behind))
+        self._happen(event(Scheduler.set_behind, ClientId(client), is_behind))
 
     def leave(self, client: int) -> None:
-        """A program submits nothing any more."""
-        self._happen(told(Scheduler.leave, ClientId(client)))
+        """A program leaves: it submits nothing more."""
+        self._happen(event(Scheduler.leave, ClientId(client)))
 
     def supply(self, name: str) -> None:
         """All arguments of a task are there that were not."""
-        self._happen(told(Scheduler.supply, self.tasks[name].id))
+        self._happen(event(Scheduler.supply, self.tasks[name].id))
 
     def start(self, whom: str | int) -> None:
         """A forked worker connects; named by its id or by the task it is for."""
-        self._happen(told(Scheduler.worker_started, self.worker_of(whom)))
+        self._happen(event(Scheduler.worker_started, self.worker_of(whom)))
 
     def finish(self, name: str, *, retry: bool = False, ran_out: bool = False) -> None:
         """The worker answers.
@@ -233,7 +235,9 @@ class World:
         worker = self.workers[self.worker_of(name)]
         assert worker.task is task, f"{name!r} does not run on a worker"
         worker.answer()
-        finished = told(Scheduler.finish, task.id, worker.id, retry, self.took, ran_out)
+        finished = event(
+            Scheduler.finish, task.id, worker.id, retry, self.took, ran_out
+        )
         self._coming.append(finished)
         if worker.is_ending:
             self._leave(worker)
@@ -242,12 +246,12 @@ class World:
         return worker
 
     def wait_for(self, name: str, *children: str) -> None:
-        """A task's code waits for others, or for none any more."""
+        """A task's code waits for other tasks, or for none."""
         ids = tuple(self.tasks[child].id for child in children)
-        self._happen(told(Scheduler.wait_for, self.tasks[name].id, ids))
+        self._happen(event(Scheduler.wait_for, self.tasks[name].id, ids))
 
     def revoked(self, whom: str | int) -> None:
-        """It is known what a worker has not begun of what it was sent."""
+        """A worker reports which of its revoked tasks it had not begun."""
         worker = self.workers[self.worker_of(whom)]
         self._happen(worker.know_revoked())
 
@@ -258,32 +262,32 @@ class World:
         """
         worker = self._answer(name)
         assert worker.void, f"nothing behind {name!r} was taken back"
-        skipped = told(Scheduler.task_skipped, worker.skip().id, worker.id)
+        skipped = event(Scheduler.task_skipped, worker.skip().id, worker.id)
         self._happen()
         if is_late:
             self._happen(worker.know_revoked())
         self._happen(skipped)
 
     def stop(self, whom: str | int) -> None:
-        """A worker begins nothing any more, as one under SIGSTOP."""
+        """A worker begins no further task, as under SIGSTOP."""
         self.workers[self.worker_of(whom)].is_stopped = True
 
     def cancel(self, name: str) -> None:
-        """The task's owner does not want its result any more."""
+        """The owner of a task cancels it."""
         task = self.tasks[name]
         task.is_cancelled = task.news is None
-        self._happen(told(Scheduler.cancel, task.id))
+        self._happen(event(Scheduler.cancel, task.id))
 
     def die(self, whom: str | int) -> None:
         """A worker's process ends; named as in `start`."""
         self._happen(self.workers[self.worker_of(whom)].gone(self.settles))
 
     def spoil(self, whom: str | int) -> None:
-        """A worker will end by itself after the task that it runs."""
+        """A worker will exit after its current task."""
         worker = self.workers[self.worker_of(whom)]
         worker.is_ending = True
         worker.drop_queue()
-        self._happen(told(Scheduler.worker_spoilt, worker.id))
+        self._happen(event(Scheduler.worker_spoilt, worker.id))
 
     def lease(self, name: str, *, num_cpus: float = 0, **asked: Any) -> None:
         """Ask for a lease by a new name, as `submit` does for a task."""
@@ -292,7 +296,7 @@ class World:
 
     def give_back(self, name: str, *, settles: bool = False) -> None:
         """All that a lease was granted for has ended."""
-        self._happen(told(Scheduler.lease_returned, self.leases[name], settles))
+        self._happen(event(Scheduler.lease_returned, self.leases[name], settles))
 
     def tell(
         self,
@@ -301,12 +305,12 @@ class World:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Something else happens: `w.tell(Scheduler.worker_spoilt, worker)`."""
-        self._happen(told(step, *args, **kwargs))
+        """Any other event: `w.tell(Scheduler.worker_spoilt, worker)`."""
+        self._happen(event(step, *args, **kwargs))
 
     def close(self, at_once: bool = False) -> None:
         """The node shuts down, in order or by force."""
-        self._happen(told(Scheduler.close, at_once))
+        self._happen(event(Scheduler.close, at_once))
 
     def advance(self, seconds: float) -> None:
         """Time passes; the scheduler is woken at each of its deadlines."""
@@ -317,22 +321,22 @@ class World:
         self.clock.advance_to(until)
 
     def run_dry(self) -> None:
-        """Let all workers start, answer and end, until nothing moves any more."""
+        """Let all workers start, answer and end, until nothing changes."""
         self.starts = self.exits = self.revokes = True
         self.settles = False
         for unsettled in self.unsettled:
-            self._coming.append(told(Scheduler.devices_free, unsettled))
+            self._coming.append(event(Scheduler.devices_free, unsettled))
         for worker in self.workers.values():
             worker.is_stopped = False
             worker.begin()
             while worker.revoking:
                 self._coming.append(worker.know_revoked())
             if not worker.has_started:
-                self._coming.append(told(Scheduler.worker_started, worker.id))
+                self._coming.append(event(Scheduler.worker_started, worker.id))
             elif worker.is_ending and worker.task is None:
                 self._leave(worker)
         expecting = self.scheduler.expecting
-        self._coming.extend(told(Scheduler.supply, one) for one in expecting)
+        self._coming.extend(event(Scheduler.supply, one) for one in expecting)
         self._go_on()
         while True:
             while running := [w.task for w in self.workers.values() if w.task]:
@@ -372,7 +376,7 @@ class World:
 
     @property
     def blocked(self) -> set[str]:
-        """Tasks that wait for others and hold no CPU meanwhile."""
+        """The tasks that wait for others and hold no CPU."""
         return self._in_state(TaskState.BLOCKED)
 
     @property
@@ -393,22 +397,22 @@ class World:
 
     @property
     def told(self) -> dict[str, str]:
-        """What the owners were told, by task."""
+        """The outcomes that owners were told, by task."""
         return {name: task.news for name, task in self.tasks.items() if task.news}
 
     @property
     def forgotten(self) -> set[str]:
-        """Tasks that ended while nobody waited for them any more."""
+        """The tasks that ended after their owners had gone."""
         return {name for name, task in self.tasks.items() if task.is_forgotten}
 
     @property
     def free_gpus(self) -> list[float]:
-        """The share of each GPU that nobody holds."""
+        """The free share of each GPU."""
         return [part / UNIT for part in self.scheduler.ledger.device_sets[GPU].free]
 
     @property
     def free(self) -> dict[str, float]:
-        """How much of each resource nobody holds."""
+        """The free amount of each resource."""
         return self.scheduler.ledger.available()
 
     def gpus_of(self, name: str) -> list[int]:
@@ -459,7 +463,7 @@ class World:
 
     def _wake(self, moment: float) -> None:
         self.clock.advance_to(moment)
-        self._coming.append(told(Scheduler.wake))
+        self._coming.append(event(Scheduler.wake))
         self._go_on()
 
     def _go_on(self) -> None:
@@ -484,7 +488,7 @@ class World:
             case effects.Spawn(worker, environment):
                 self.workers[worker] = SimulatedWorker(worker, environment)
                 if self.starts:
-                    self._coming.append(told(Scheduler.worker_started, worker))
+                    self._coming.append(event(Scheduler.worker_started, worker))
             case effects.Assign():
                 self._send(effect)
             case effects.Ahead(worker, tasks):

@@ -1,4 +1,4 @@
-"""Whether GPUs are well, by NVML: XIDs, recovery actions, and lost devices.
+"""Health of GPUs by NVML: XIDs, recovery actions, and lost devices.
 
 An XID is NVIDIA's number for an error that the driver reports. NVML delivers the XIDs
 of all GPUs in one queue. An event counts for all instances of its GPU, for one of

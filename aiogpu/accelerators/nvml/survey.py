@@ -1,4 +1,4 @@
-"""Which GPUs there are, by NVML, and all that NVML tells about each.
+"""Lists the GPUs of the machine with their properties, by NVML.
 
 A call that is missing, refused or failing means that less is known: the first reason
 is kept and nothing is raised. A survey starts NVML and shuts it down again, because

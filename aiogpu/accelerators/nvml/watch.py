@@ -1,4 +1,4 @@
-"""What is on a GPU now, by NVML: processes, memory in use, utilisation.
+"""Samples a GPU by NVML: processes, memory in use, utilisation.
 
 NVML blocks, so one thread alone uses this module. NVML stays open until `close`,
 because starting it may take seconds. Drivers back to 440 are supported: a call that is
