@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from math import inf
 from typing import Any, Final
 
-from aiogpu.core.model.ids import OWN, PROGRAM
+from aiogpu.core.model.ids import OWN, PROGRAM, ClientId
 from aiogpu.core.model.request import (
     BundleRef,
     Environment,
@@ -120,10 +120,7 @@ def snapshot(
         workers=tuple(_worker(record, pids) for record in node.workers),
         tasks=tuple(tasks),
         waiting_count=len(node.tasks) - len(held),
-        shapes=tuple(
-            _shape(head, bucket.size, now - bucket.oldest(), reasons.of(head) or "")
-            for head, bucket in islice(ready.heads_in_turn(), LISTED)
-        ),
+        shapes=tuple(_shapes(node, reasons)),
         shape_count=len(ready.by_shape),
         reservation=_reservation(node, node.reservation, now),
         clients=tuple(_clients(node, (record for record, _ in held), programs)),
@@ -140,6 +137,7 @@ class _Reasons:
 
     def __init__(self, node: SchedulerState, now: float) -> None:
         self._node = node
+        self.now = now
         # Without workers: a line does not name the holders.
         self._holdings = Holdings((), {}, now)
         self._known: dict[tuple[int, Shape, Reservation | None], str | None] = {}
@@ -212,20 +210,28 @@ def _clients(
             )
 
 
-def _shape(first: TaskRecord, count: int, seconds: float, reason: str) -> ShapeStatus:
-    """The waiting tasks of one shape; `first` is the next of them."""
-    request, environment = first.spec.shape.request, first.spec.shape.environment
-    return ShapeStatus(
-        request=request.as_numbers(),
-        strategy="spread" if request.spread else "pack",
-        variables=tuple(name for name, _ in environment if name != PROGRAM),
-        count=count,
-        first=first.spec.name,
-        seconds=seconds,
-        reason=reason,
-        where=str(request.where or ""),
-        client=first.client,
-    )
+def _shapes(node: SchedulerState, reasons: _Reasons) -> Iterator[ShapeStatus]:
+    """The waiting tasks by program and shape, first those whose turn is next."""
+    firsts: dict[tuple[ClientId, Shape], TaskRecord] = {}
+    for head, bucket in node.ready.heads_in_turn():
+        firsts.setdefault((head.client, bucket.shape), head)
+        if len(firsts) == LISTED:
+            break
+    for (client, shape), first in firsts.items():
+        lanes = node.ready.by_shape[client, shape].values()
+        heads = (bucket.head() for bucket in lanes)
+        since = min(head.since for head in heads if head is not None)
+        yield ShapeStatus(
+            request=shape.request.as_numbers(),
+            strategy="spread" if shape.request.spread else "pack",
+            variables=tuple(name for name, _ in shape.environment if name != PROGRAM),
+            count=sum(bucket.size for bucket in lanes),
+            first=first.spec.name,
+            seconds=reasons.now - since,
+            reason=reasons.of(first) or "",
+            where=str(shape.request.where or ""),
+            client=client,
+        )
 
 
 def _placement(
@@ -410,7 +416,7 @@ def why(
         )
     if record.worker is not None:
         return _on_worker(record, record.worker, Holdings((), pids, now))
-    lacks, bucket = list(find_lacks(node, record)), node.ready.bucket_of(record)
+    lacks, place = list(find_lacks(node, record)), node.ready.position(record)
     # If programs share the node: which of them go before it.
     shared = LOOKED_AT if node.clients is not None else 0
     before = takewhile(
@@ -421,8 +427,8 @@ def why(
     )
     return replace(
         _waits(node, record, lacks, Holdings(node.holders, pids, now)),
-        position=bucket.position(record) + 1,
-        of=bucket.size,
+        position=place[0] + 1,
+        of=place[1],
         is_held_endlessly=is_held_endlessly(node, record, lacks),
         rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
         rival_count=len(rivals),

@@ -330,7 +330,8 @@ class Driver:
             assert isinstance(payload, Payload), payload
             await_arguments(payload, partial(self._on_arguments, task))
         elif wanted is NOTHING and parent is None and self.scheduler.clients is None:
-            bucket = self.scheduler.ready.by_shape.get((client, func.spec.shape))
+            spec, by_shape = func.spec, self.scheduler.ready.by_shape
+            bucket = by_shape.get((client, spec.shape), {}).get(spec.lane)
             self.row.begin(func, bucket, self._last_task)
         return task
 

@@ -42,12 +42,12 @@ def mark_ended(w):
 
 
 def lose_from_queue(w):
-    bucket = next(iter(w.scheduler.ready.by_shape.values()))
-    w.scheduler.ready.pop(bucket)
+    bucket = next(w.scheduler.ready.buckets())
+    bucket.pop()
 
 
 def count_wrong(w):
-    next(iter(w.scheduler.ready.by_shape.values())).size += 1
+    next(w.scheduler.ready.buckets()).size += 1
 
 
 def give_back_too_early(w):

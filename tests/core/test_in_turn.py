@@ -46,10 +46,11 @@ class Line:
             record.move(TaskState.ENDED)
             self.ready.discard(record)
         elif what == "begin" and (
-            bucket := self.ready.by_shape.get((OWN, SHAPES[shape]))
+            lanes := self.ready.by_shape.get((OWN, SHAPES[shape]))
         ):
+            bucket = lanes[min(lanes)]
             record = bucket.head()
-            self.ready.pop(bucket)
+            bucket.pop()
             record.move(TaskState.STARTING)
             self.begun.append(record)
         elif what == "back" and self.begun:
@@ -66,14 +67,14 @@ def test_all_are_seen_in_the_order_of_their_turn(moves):
         waiting = line.waiting
         assert list(line.ready.in_turn()) == waiting
         heads = [head for head, _ in line.ready.heads_in_turn()]
-        of_shape = {shape: [] for shape in line.ready.by_shape}
+        lanes = {}
         for record in waiting:
-            of_shape[OWN, record.spec.shape].append(record)
-        assert heads == sorted((r[0] for r in of_shape.values()), key=precedence)
-        for shape, records in of_shape.items():
-            bucket = line.ready.by_shape[shape]
-            assert [bucket.position(r) for r in records] == list(range(len(records)))
-            assert bucket.oldest() == min(record.since for record in records)
+            lanes.setdefault((record.spec.shape, record.spec.lane), record)
+        assert heads == list(lanes.values())
+        for shape in SHAPES:
+            records = [record for record in waiting if record.spec.shape == shape]
+            for place, record in enumerate(records):
+                assert line.ready.position(record) == (place, len(records))
 
 
 def test_not_all_of_those_who_left_are_looked_at():
@@ -95,7 +96,7 @@ def test_the_place_of_one_that_was_swept_to_the_front_is_found():
     for record in records[13_000:]:
         record.move(TaskState.ENDED)
         line.ready.discard(record)
-    (bucket,) = line.ready.by_shape.values()
+    (bucket,) = line.ready.buckets()
     assert bucket.size == 13_000
     for place in (SEARCHED - 1, SEARCHED + 1, 6_000, 12_999):
         assert bucket.position(records[place]) == place

@@ -4,34 +4,35 @@ import pytest
 
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
-from aiogpu.core.queue.ready import SEARCHED, SWEPT, FifoQueue
+from aiogpu.core.queue.ready import SEARCHED, SWEPT, Bucket, ReadyQueue
 from aiogpu.core.records import TaskRecord, TaskState
 
 SPEC = TaskSpec("f", Shape(Request()))
 
 
-def line(count: int) -> tuple[FifoQueue, list[TaskRecord]]:
+def line(count: int) -> tuple[Bucket, list[TaskRecord]]:
     """A line of so many, and who stands in it."""
-    lane = FifoQueue()
+    ready = ReadyQueue()
     records = [TaskRecord(TaskId(number), SPEC) for number in range(count)]
     for record in records:
-        lane.push(record)
+        ready.push(record)
+    [lane] = ready.buckets()
     return lane, records
 
 
-def leave(lane: FifoQueue, *records: TaskRecord) -> None:
+def leave(lane: Bucket, *records: TaskRecord) -> None:
     """These wait no longer."""
     for record in records:
         record.state = TaskState.ENDED
-        lane.note_left()
+        lane.discard()
 
 
-def ids(lane: FifoQueue) -> list[int]:
+def ids(lane: Bucket) -> list[int]:
     """Who waits, in order."""
     return [record.id for record in lane]
 
 
-def drain(lane: FifoQueue) -> list[int]:
+def drain(lane: Bucket) -> list[int]:
     """Serve all; gives them in order."""
     served = []
     while (head := lane.head()) is not None:
@@ -42,17 +43,17 @@ def drain(lane: FifoQueue) -> list[int]:
 
 def test_first_come_first_served():
     lane, _ = line(4)
-    assert len(lane) == 4
+    assert lane.size == 4
     assert drain(lane) == [0, 1, 2, 3]
     assert lane.head() is None
-    assert len(lane) == 0
+    assert lane.size == 0
 
 
 def test_who_left_is_passed_over():
     lane, records = line(6)
     leave(lane, records[0], records[3], records[5])
     assert ids(lane) == [1, 2, 4]
-    assert len(lane) == 3
+    assert lane.size == 3
     assert drain(lane) == [1, 2, 4]
 
 
@@ -84,7 +85,7 @@ def test_nobody_is_lost_while_the_line_is_swept(step):
     assert len(set(map(id, order))) == 430
     for number, record in enumerate(order):
         leave(lane, record)
-        assert len(lane) == 499 - number
+        assert lane.size == 499 - number
     assert ids(lane) == [r.id for r in records if r.state is TaskState.WAITING]
     assert len(lane._swept) + len(lane._rest) < 200
     head = lane.head()
@@ -145,7 +146,7 @@ def test_those_like_the_first_are_taken_together():
     leave(lane, records[2])
     assert [record.id for record in lane.take(2)] == [0, 1]
     assert [record.id for record in lane.take(9)] == [3]
-    assert len(lane) == 2
+    assert lane.size == 2
     lane.extend([TaskRecord(TaskId(6), other), TaskRecord(TaskId(7), SPEC)])
     assert [record.id for record in lane.take(9)] == [4]
     assert drain(lane) == [5, 6, 7]

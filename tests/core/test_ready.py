@@ -3,7 +3,7 @@
 from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.queue.ready import ReadyQueue, precedence
+from aiogpu.core.queue.ready import Bucket, ReadyQueue, precedence
 from aiogpu.core.records import TaskRecord, TaskState
 from aiogpu.core.scheduler.task_tree import adopt
 
@@ -33,13 +33,20 @@ def leave(ready: ReadyQueue, record: TaskRecord) -> None:
 
 
 def drain(ready: ReadyQueue) -> list[int]:
-    """Take all tasks of the one shape that waits; their ids in order."""
-    [bucket] = ready.by_shape.values()
+    """Take all tasks of the one group that waits; their ids in order."""
+    [group] = ready.groups()
     ids = []
-    while (head := bucket.head()) is not None:
+    while (first := group.first()) is not None:
+        _, head, bucket = first
         ids.append(head.id)
-        ready.pop(bucket)
+        bucket.pop()
     return ids
+
+
+def bucket_of(ready: ReadyQueue, shape: Shape) -> Bucket:
+    """The first bucket of a shape."""
+    lanes = ready.by_shape[OWN, shape]
+    return lanes[min(lanes)]
 
 
 def test_first_come_first_served():
@@ -51,7 +58,6 @@ def test_first_come_first_served():
 
 def test_higher_priority_goes_first():
     ready = queue(task(1), task(2, priority=5), task(3, priority=-1), task(4))
-    assert [record.id for record in ready] == [2, 1, 4, 3]
     assert drain(ready) == [2, 1, 4, 3]
     assert precedence(task(2, priority=5)) < precedence(task(1)) < precedence(task(4))
 
@@ -99,7 +105,7 @@ def test_a_shape_that_nobody_waits_for_is_forgotten():
     assert ready.some() is one
     leave(ready, two)
     assert repr(ready) == "<ReadyQueue 1 tasks of 1 shapes>"
-    assert repr(ready.by_shape[OWN, ONE]) == "<Bucket of 1 asking for {CPU: 1}>"
+    assert repr(bucket_of(ready, ONE)) == "<Bucket of 1 asking for {CPU: 1}>"
     leave(ready, one)
     assert not ready.by_shape
     assert ready.some() is None
@@ -110,30 +116,25 @@ def test_many_that_left_do_not_stay_in_memory():
     ready = queue(*records, task(999, shape=TWO))
     for record in records[:150]:
         leave(ready, record)
-    bucket = ready.by_shape[OWN, ONE]
-    kept = sum(len(x._rest) + len(x._swept) for x in bucket._lanes.values())
-    assert kept < 120
+    buckets = [one for one in ready.buckets() if one.shape == ONE]
+    assert sum(len(one._rest) + len(one._swept) for one in buckets) < 120
     assert len(ready) == 51
     odd, even = range(151, 200, 2), range(150, 200, 2)
-    assert [record.id for record in bucket] == [*odd, *even]
+    assert [record.id for record in ready.in_turn()] == [*odd, *even, 999]
 
 
 def test_a_lane_whose_tasks_have_all_left_is_skipped():
     urgent, other = task(1, priority=1), task(2)
     ready = queue(urgent, other)
     leave(ready, urgent)
-    bucket = ready.by_shape[OWN, ONE]
-    assert bucket.head() is other
-    assert bucket.position(other) == 0
+    assert ready.position(other) == (0, 1)
+    assert drain(ready) == [2]
 
 
 def test_a_place_counts_all_that_go_before():
     low, high = task(1, priority=-1), task(3, priority=1)
-    ready = queue(low, task(2), high, task(4))
-    bucket = ready.by_shape[OWN, ONE]
-    assert [bucket.position(record) for record in (high, low)] == [0, 3]
-    elsewhere = task(9, priority=-7)
-    assert bucket.position(elsewhere) == 4
+    ready = queue(low, task(2), high, task(4), task(5, shape=ENVIRONMENTS[0]))
+    assert [ready.position(record) for record in (high, low)] == [(0, 4), (3, 4)]
 
 
 def test_shapes_that_differ_in_their_environment_take_turns():
@@ -146,7 +147,7 @@ def test_shapes_that_differ_in_their_environment_take_turns():
         turn, head, bucket = first
         assert turn == precedence(head)
         order.append(head.id)
-        ready.pop(bucket)
+        bucket.pop()
     assert order == [1, 2, 3]
 
 
@@ -157,8 +158,8 @@ def test_a_group_knows_of_an_earlier_one_at_once():
     for record in (task(7, shape=two, priority=1), task(2, shape=one, priority=1)):
         ready.push_back(record)
         assert group.first()[1] is record
-    assert not ready.is_first(ready.by_shape[OWN, two])
-    assert ready.is_first(ready.by_shape[OWN, one])
+    assert not ready.is_first(bucket_of(ready, two))
+    assert ready.is_first(bucket_of(ready, one))
 
 
 def test_a_shape_that_comes_again_is_not_taken_for_its_former_self():
@@ -183,15 +184,15 @@ def test_a_group_of_nobody_has_no_first():
 
 def test_it_is_a_shapes_turn_if_no_other_goes_before():
     ready = queue(task(1, shape=TWO), task(2), task(3, shape=TWO))
-    assert ready.is_first(ready.by_shape[OWN, TWO])
-    assert not ready.is_first(ready.by_shape[OWN, ONE])
-    ready.pop(ready.by_shape[OWN, TWO])
-    assert ready.is_first(ready.by_shape[OWN, ONE])
-    ready.pop(ready.by_shape[OWN, ONE])
-    assert ready.is_first(ready.by_shape[OWN, TWO])
+    assert ready.is_first(bucket_of(ready, TWO))
+    assert not ready.is_first(bucket_of(ready, ONE))
+    bucket_of(ready, TWO).pop()
+    assert ready.is_first(bucket_of(ready, ONE))
+    bucket_of(ready, ONE).pop()
+    assert ready.is_first(bucket_of(ready, TWO))
 
 
 def test_buckets_are_told_apart():
     ready = queue(task(1), task(2, shape=TWO))
-    one, two = ready.by_shape.values()
+    one, two = ready.buckets()
     assert (one < two) != (two < one)

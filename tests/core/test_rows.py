@@ -300,9 +300,9 @@ def test_what_was_kept_for_one_that_is_sent_ahead_is_kept_no_more(whose: int | N
     worker, waiting = scheduler.workers.get(ONE), list(scheduler.ready.in_turn())
     kept = SimpleNamespace(record=None if whose is None else waiting[whose])
     scheduler.reservation = kept
-    (bucket,) = scheduler.ready.by_shape.values()
+    (lanes,) = scheduler.ready.by_shape.values()
     ahead: list[TaskId] = []
-    refill(scheduler, worker, bucket, ahead)
+    refill(scheduler, worker, lanes, ahead)
     assert ahead == [record.id for record in waiting[: len(ahead)]]
     assert len(ahead) > 4
     assert scheduler.reservation is (kept if whose is None else None)
@@ -312,10 +312,10 @@ def test_a_line_of_which_all_is_taken_is_gone():
     desk = Desk()
     desk.submit(5, a_spec())
     queue = desk.scheduler.ready
-    (bucket,) = queue.by_shape.values()
+    (bucket,) = queue.buckets()
     assert bucket.head().id == 2
-    assert [record.id for record in queue.take(bucket, 3)] == [2, 3, 4]
+    assert [record.id for record in bucket.take(3)] == [2, 3, 4]
     assert len(queue) == 1
-    assert [record.id for record in queue.take(bucket, 3)] == [5]
+    assert [record.id for record in bucket.take(3)] == [5]
     assert not queue.by_shape
     assert not queue.of_client

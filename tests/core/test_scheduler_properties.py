@@ -173,8 +173,8 @@ class Judge(GangWorld):
         clients = self.scheduler.clients
         if record.state is TaskState.WAITING:
             # A lease needs no worker, but stands in line with tasks that ask the same.
-            first = self.scheduler.ready.bucket_of(record).head()
-            if self.scheduler.has_outage(first):
+            lanes = self.scheduler.ready.by_shape[record.client, record.spec.shape]
+            if self.scheduler.has_outage(lanes[min(lanes)].head()):
                 return False
         return clients is None or not clients.bars(record)
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Lane
 from aiogpu.core.queue.ready import Bucket
 from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
@@ -203,23 +204,25 @@ def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
         interrupt(node, record)
     is_taken_from = worker.is_revoking or worker.is_killed
     if len(worker.queue) <= worker.refill_at and not is_taken_from:
-        bucket = node.ready.by_shape.get((record.client, record.spec.shape))
-        if bucket is not None and may_follow(node, worker, bucket):
+        lanes = node.ready.by_shape.get((record.client, record.spec.shape))
+        if lanes is not None and may_follow(node, worker, lanes[min(lanes)]):
             ahead: list[TaskId] = []
-            refill(node, worker, bucket, ahead)
+            refill(node, worker, lanes, ahead)
             if ahead:
                 node.effects.append(effects.Ahead(worker.id, ahead))
 
 
-def hand_over(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bool:
+def hand_over(
+    node: SchedulerState, worker: WorkerRecord, lanes: dict[Lane, Bucket]
+) -> bool:
     """Give a worker and its lease to the next task of that shape; False if none may.
 
     Whatever its last task held is held on, so the ledger need not know.
     """
+    bucket = lanes[min(lanes)]
     record = bucket.head()
-    if record is None or record.spec.max_calls or worker.is_last:
-        return False
-    if worker.is_killed:
+    assert record is not None, bucket
+    if record.spec.max_calls or worker.is_last or worker.is_killed:
         return False
     if not may_follow(node, worker, bucket):
         return False
@@ -228,8 +231,8 @@ def hand_over(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> boo
     record.worker, worker.task = worker, record
     ahead = [record.id]
     node.effects.append(effects.Ahead(worker.id, ahead))
-    if bucket.size:
-        refill(node, worker, bucket, ahead)
+    if lanes:
+        refill(node, worker, lanes, ahead)
     if worker.look_at is None:
         watch(node, worker, node.config.unheard)
     return True
@@ -260,18 +263,23 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
 
 
 def _leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> None:
-    node.ready.pop(bucket)
+    bucket.pop()
     if node.reservation is not None and node.reservation.record is record:
         node.reservation = None
 
 
 def refill(
-    node: SchedulerState, worker: WorkerRecord, bucket: Bucket, ahead: list[TaskId]
+    node: SchedulerState,
+    worker: WorkerRecord,
+    lanes: dict[Lane, Bucket],
+    ahead: list[TaskId],
 ) -> None:
-    """Send short tasks ahead to a worker, at most its fair part of the bucket."""
+    """Send short tasks ahead to a worker, at most its fair part of those of a shape."""
     queue = worker.queue
-    fair = bucket.size // max(len(node.ledger.leases), 2)
-    while True:
+    count = sum([bucket.size for bucket in lanes.values()])
+    fair = count // max(len(node.ledger.leases), 2)
+    while lanes:
+        bucket = lanes[min(lanes)]
         record = bucket.head()
         if record is None or record.spec.max_calls:
             break
@@ -283,7 +291,7 @@ def refill(
             room = 1
             if kept.record is record:
                 node.reservation = None
-        taken = node.ready.take(bucket, room)
+        taken = bucket.take(room)
         for each in taken:
             each.state = _QUEUED
             each.worker = worker

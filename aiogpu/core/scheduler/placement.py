@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.request import Request
 from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, usage_of
-from aiogpu.core.queue.ready import Bucket, Group, Precedence, ReadyQueue
-from aiogpu.core.records import TaskRecord, sort_key
+from aiogpu.core.queue.ready import Bucket, Group, Precedence, precedence
+from aiogpu.core.records import TaskRecord, TaskState, sort_key
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import evict_idle_worker
@@ -40,61 +40,56 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
     Where one lacks nothing but a worker, an idle one that fits nobody before it has
     to go: `effects` says which.
     """
-    queue, clients = node.ready, node.clients
+    clients = node.clients
     node.worker_limit.refused = 0
-    if queue.unserved:
-        queue.unserved.clear()
-    round_ = PlacementRound(node, queue, clients)
-    if node.reservation is not None and not _is_first(queue, node.reservation.record):
+    round_ = PlacementRound(node)
+    if node.reservation is not None and not _is_first(node, node.reservation.record):
         node.reservation = None
     while round_.left:
         one = round_.only or round_.next()
         group = one.turns[0][2]
-        first = queue.first(group) if queue.unserved else group.first()
-        if first is None:
-            # Another program's task of the same shape could not have a worker.
-            round_.leave_out(one)
-            continue
+        first = group.first()
+        assert first is not None, group
         _, record, bucket = first
         if clients is not None and clients.bars(record):
             round_.leave_out(one)
             continue
         refused = node.worker_limit.refused
         lease = node.take(record)
-        if lease is None and queue.passes_over(record):
-            round_.go_on(one)
+        if lease is None and node.outages and node.has_outage(record):
+            round_.pass_over(one, bucket)
             continue
         if lease is None:
             round_.leave_out(one)
             if clients is not None and refused == node.worker_limit.refused:
                 round_.refuse(record)
             evict_idle_worker(node)
-            _reserve(node, group)
+            _reserve(node, group, record)
             continue
         if node.reservation is not None and node.reservation.record is record:
             node.reservation = None
-        queue.pop(bucket)
+        bucket.pop()
         yield record, lease
         round_.go_on(one)
+    round_.end()
 
 
-def _is_first(queue: ReadyQueue, record: TaskRecord) -> bool:
-    """Return whether a task is the first of its group."""
-    group = queue.of_client.get(record.client, {}).get(record.spec.shape.request)
-    first = None if group is None else group.first()
+def _is_first(node: SchedulerState, record: TaskRecord) -> bool:
+    """Return whether a task waits, and is the first of its group."""
+    if record.state is not TaskState.WAITING:
+        return False
+    first = node.ready.group_of(record).first()
     return first is not None and first[1] is record
 
 
 def note_stuck(node: SchedulerState, record: TaskRecord) -> None:
     """Note since when the first task of a group has not fitted."""
-    group = node.ready.of_client[record.client][record.spec.shape.request]
-    if group.stuck is not record:
-        first = node.ready.first(group)
-        if first is not None and first[1] is record:
-            group.stuck = record
-            group.reserve_at = node.now + node.config.reserve_after
-            if not group.is_warned:
-                node.expect_stalls()
+    group = node.ready.group_of(record)
+    if group.stuck is not record and _is_first(node, record):
+        group.stuck = record
+        group.reserve_at = node.now + node.config.reserve_after
+        if not group.is_warned:
+            node.expect_stalls()
 
 
 Turns = list[tuple[Precedence, int, Group]]
@@ -131,34 +126,31 @@ class PlacementRound:
 
     Attributes:
         left: the programs, by id.
-        only: the one program that waits, while it is the only one; then its turn is
-            always next.
+        only: the one program that waits, if no other does; then its turn is always
+            next.
     """
 
-    def __init__(
-        self, node: SchedulerState, queue: ReadyQueue, clients: Clients | None
-    ) -> None:
+    def __init__(self, node: SchedulerState) -> None:
         self._node = node
-        self._queue = queue
-        self._clients = clients
+        self._clients = clients = node.clients
         self.only: Candidate | None = None
         self.left: dict[ClientId, Candidate] = {}
         self._refused: set[Request] = set()
-        for id_ in queue.of_client:
+        self._passed_over: list[Bucket] = []
+        for id_, groups in node.ready.of_client.items():
             turns: Turns = []
-            groups = queue.of_client[id_].values()
-            for number, group in enumerate(groups):
+            for number, group in enumerate(groups.values()):
                 first = group.first()
                 assert first is not None, group
                 turns.append((first[0], number, group))
-            if number:
-                heapify(turns)
-            self.left[id_] = one = Candidate(id_, turns)
-            if clients is not None:
-                one.client = clients.of(id_)
-                self._note(one)
-        if clients is None:
+            heapify(turns)
+            client = None if clients is None else clients.of(id_)
+            self.left[id_] = one = Candidate(id_, turns, client)
+        if len(self.left) == 1:
             self.only = one
+        else:
+            for one in list(self.left.values()):
+                self._note(one)
 
     def _note(self, one: Candidate) -> None:
         """Update a program after its first group or what it holds has changed."""
@@ -167,35 +159,43 @@ class PlacementRound:
             heappop(turns)
         if not turns:
             del self.left[one.id]
-            return
-        # Where one program is alone, nobody asks whose turn it is.
-        assert self._clients is not None, one
-        assert one.client is not None, one
-        ((priority, _), one.task), _, group = turns[0]
-        one.priority = priority
-        one.now, one.then = self._clients.share_of(one.client, group.request)
+        elif one is not self.only:
+            assert self._clients is not None, one
+            assert one.client is not None, one
+            ((priority, _), one.task), _, group = turns[0]
+            one.priority = priority
+            one.now, one.then = self._clients.share_of(one.client, group.request)
 
     def go_on(self, one: Candidate) -> None:
-        """The first task of a program has begun."""
+        """The first task of a program has begun, or is passed over."""
         _, number, group = one.turns[0]
-        queue = self._queue
-        after = queue.first(group) if queue.unserved else group.first()
+        after = group.first()
         if after is None:
             heappop(one.turns)
         else:
             heapreplace(one.turns, (after[0], number, group))
-        if one is not self.only:
-            self._note(one)
-        elif not one.turns:
-            self.left = {}
+        self._note(one)
+
+    def pass_over(self, one: Candidate, bucket: Bucket) -> None:
+        """Set a bucket aside for this round: no worker can be started for its tasks."""
+        kept, head = self._node.reservation, bucket.head()
+        if kept is not None and kept.record is head:
+            self._node.reservation = None
+        bucket.turn = None
+        self._passed_over.append(bucket)
+        self.go_on(one)
+
+    def end(self) -> None:
+        """Take back into their groups what was passed over."""
+        for bucket in self._passed_over:
+            head = bucket.head()
+            assert head is not None, bucket
+            bucket.group.enter(bucket, precedence(head))
 
     def leave_out(self, one: Candidate) -> None:
         """Drop the first group of a program: nothing more of it can begin."""
         heappop(one.turns)
-        if one is not self.only:
-            self._note(one)
-        elif not one.turns:
-            self.left = {}
+        self._note(one)
 
     def refuse(self, record: TaskRecord) -> None:
         """Drop all groups that ask for the same as a task that does not fit."""
@@ -223,7 +223,7 @@ class PlacementRound:
         return self._fairest(candidates)
 
     def _fits(self, one: Candidate) -> bool:
-        first = self._queue.first(one.turns[0][2])
+        first = one.turns[0][2].first()
         return first is not None and self._node.fits(first[1])
 
     def _fairest(self, candidates: list[Candidate]) -> Candidate:
@@ -244,16 +244,13 @@ class PlacementRound:
         return min(fair)[3]
 
 
-def _reserve(node: SchedulerState, group: Group) -> None:
+def _reserve(node: SchedulerState, group: Group, record: TaskRecord) -> None:
     """Make a reservation for the first task of a group, if its time has come.
 
     What is kept already stays so, unless it is for one that goes after this one: of
     another program, one of a lower priority.
     """
-    queue, kept, clients = node.ready, node.reservation, node.clients
-    first = queue.first(group)
-    assert first is not None, group
-    record = first[1]
+    kept, clients = node.reservation, node.clients
     note_stuck(node, record)
     is_others = kept is not None and kept.record is not record
     if kept is not None and is_others and not goes_before(record, kept.record):
@@ -266,11 +263,9 @@ def _reserve(node: SchedulerState, group: Group) -> None:
             if usage is not None:
                 usage.charge()
         mine = clients.of(record.client).virtual_time
-        if any(clients.of(id_).virtual_time < mine for id_ in queue.of_client):
+        if any(clients.of(id_).virtual_time < mine for id_ in node.ready.of_client):
             return
-    found = None
-    if not (node.outages and node.has_outage(record)):
-        found = _keep_for(node, group, record, None if is_others else kept)
+    found = _keep_for(node, group, record, None if is_others else kept)
     if found is not None or not is_others:
         node.reservation = found
 

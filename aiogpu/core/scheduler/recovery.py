@@ -61,8 +61,8 @@ def retry_outages(node: SchedulerState) -> None:
     for environment, outage in list(node.outages.items()):
         if outage.is_paused and outage.retry_at <= node.now:
             outage.is_paused = False
-            buckets = node.ready.by_shape.values()
-            if not any(each.shape.environment == environment for each in buckets):
+            waiting = node.ready.by_shape
+            if not any(shape.environment == environment for _, shape in waiting):
                 del node.outages[environment]
 
 

@@ -17,7 +17,7 @@ from aiogpu.core.effects import NOTHING, Effect, Fail, Failure, Forget, Kill, Se
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.queue.fair_share import Clients, Limits
-from aiogpu.core.queue.ready import BucketKey
+from aiogpu.core.queue.ready import ShapeKey
 from aiogpu.core.queue.timers import Alarm, AlarmKind
 from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import Cause
@@ -142,21 +142,20 @@ class Scheduler(SchedulerState):
         if needs is not None:
             await_results(self, record, needs)
             return NOTHING
-        bucket = self.ready.by_shape.get((record.client, spec.shape))
+        lanes = self.ready.by_shape.get((record.client, spec.shape))
         # Where others of its shape wait, it must wait as well; where they do not,
         # nobody who waits could use what it takes.
-        if bucket is None and (lease := self.take(record)):
+        if lanes is None and (lease := self.take(record)):
             dispatch.start(self, record, lease)
             return self.effects
-        if bucket is None:
-            self.ready.push(record)
+        self.ready.push(record)
+        if lanes is None:
             placement.note_stuck(self, record)
             return self._place() if self.holds_back else NOTHING
-        bucket.push(record)
         # A lease needs no worker, for want of which the others may wait.
-        if bucket.head() is not record or not (self.reservation or spec.is_lease):
+        if not (self.reservation or spec.is_lease):
             return NOTHING
-        return self._place()
+        return self._place() if lanes[min(lanes)].head() is record else NOTHING
 
     def submit_many(
         self,
@@ -182,7 +181,7 @@ class Scheduler(SchedulerState):
             return False
         if spec.timeout is not None or spec.is_grouped:
             return False
-        bucket = self.ready.by_shape.get((client, spec.shape))
+        bucket = self.ready.by_shape.get((client, spec.shape), {}).get(spec.lane)
         if bucket is None:
             return False
         if self.clients is not None:
@@ -316,7 +315,7 @@ class Scheduler(SchedulerState):
             self._place_if_let_go(kept)
         return settled
 
-    def _go_on(self, worker: WorkerRecord, key: BucketKey) -> None:
+    def _go_on(self, worker: WorkerRecord, key: ShapeKey) -> None:
         """Give a worker its next task of the same kind, or release it."""
         kept = self.reservation
         if worker.queue:
@@ -326,8 +325,8 @@ class Scheduler(SchedulerState):
         worker.is_revoking = False
         by_shape = self.ready.by_shape
         if by_shape and not self.is_closing:
-            bucket = by_shape.get(key)
-            if bucket is not None and dispatch.hand_over(self, worker, bucket):
+            lanes = by_shape.get(key)
+            if lanes is not None and dispatch.hand_over(self, worker, lanes):
                 self._place_if_let_go(kept)
                 return
         if dispatch.release(self, worker):

@@ -328,9 +328,7 @@ class SchedulerState:
         if lease is None or self.has_worker(record, lease):
             return lease
         self.ledger.give_back(lease)
-        if self.outages and self.has_outage(record):
-            self.ready.unserved.add(record.spec.shape)
-        else:
+        if not (self.outages and self.has_outage(record)):
             self.worker_limit.refused += 1
         return None
 
