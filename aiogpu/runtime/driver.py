@@ -208,7 +208,6 @@ class Driver:
         )
         self._last_task = 0
         self._last_number = 0
-        self._faults: Faults | None = None
         self._leases: Leases | None = None
         self._assignment = assignment
         self._timers = scheduler.timers
@@ -270,14 +269,12 @@ class Driver:
             )
         return self._leases
 
-    @property
+    @cached_property
     def faults(self) -> Faults:
         """What becomes of the steps in which aiogpu fails; loaded with the first."""
-        if self._faults is None:
-            from aiogpu.runtime.internal_faults import Faults
+        from aiogpu.runtime.internal_faults import Faults
 
-            self._faults = Faults(self._calls, self.pool, self._send_alone, self.feed)
-        return self._faults
+        return Faults(self._calls, self.pool, self._send_alone, self.feed)
 
     def _lessees(self, key: Key) -> Mapping[int, int]:
         return {} if self._leases is None else self._leases.roots_of(key)

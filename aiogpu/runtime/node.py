@@ -19,7 +19,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     from aiogpu.runtime.callers.requests import Requests
     from aiogpu.runtime.connection import Peer
     from aiogpu.runtime.devices.binding import Assignment
-    from aiogpu.runtime.devices.monitor import DeviceMonitor
     from aiogpu.runtime.driver import DeviceFactory, Driver
     from aiogpu.runtime.objects.store import DescriptorServer, Store
     from aiogpu.runtime.output import Console
     from aiogpu.runtime.workers.pool import Pool
-    from aiogpu.runtime.zygote.generations import Zygotes
 
 
 SHORT: Final = 300e-6
@@ -95,9 +93,10 @@ class Parts:
     """All that a node is made of while it runs."""
 
     console: Console
-    zygotes: Zygotes
-    pool: Pool
+    driver: Driver
+    store: Store
     server: asyncio.AbstractServer | None = None
+    descriptor_server: DescriptorServer | None = None
 
 
 class Supervisor:
@@ -105,7 +104,6 @@ class Supervisor:
 
     Attributes:
         clients: the programs that have joined; None where none can.
-        driver: runs the node's tasks; None before `start_driver`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -115,13 +113,9 @@ class Supervisor:
         self._slots = 0
         self._parts: Parts | None = None
         self._peers: WeakSet[Peer] = WeakSet()
-        self._devices: DeviceMonitor | None = None
-        self._descriptor_server: DescriptorServer | None = None
-        self._requests: Requests | None = None
-        self._store: Store
         self.clients: Clients | None = None
         self._poll: BusyPoll | None = None
-        self.driver: Driver | None = None
+        self._is_ending = False
         self._is_over = False
 
     def start_zygote(
@@ -177,7 +171,6 @@ class Supervisor:
         slots = Slots(self._loop, console, config.directory, self._slots)
         warn_of_few(slots.most_workers)
         scheduler.worker_limit.bound(slots.most_workers)
-        self._store = store
         shared = (self._loop, console, config, launched, self._bootstrap.preload)
         make_zygotes = partial(Zygotes, *shared, self._wants_program)
         make_pool = partial(Pool, self._loop, make_zygotes, console, store, slots)
@@ -190,21 +183,20 @@ class Supervisor:
             thread = DeviceThread(self._loop, sets, assignment.accelerators)
             # Before the zygote is ready: a driver may take seconds to start.
             watch = partial(DeviceMonitor, self._loop, scheduler, thread, self._roots)
-        self.driver = driver = Driver(
+        driver = Driver(
             *(self._loop, scheduler, assignment, check, make_pool),
-            *(self._requests_of_tasks, self._warn_owner, watch),
+            *(lambda: self.requests, self._warn_owner, watch),
         )
-        self._devices = driver.devices
         pool = driver.pool
         store.serve(driver.workers, pool.zygotes.page, driver.actors)
-        self._parts = Parts(console, pool.zygotes, pool)
+        parts = self._parts = Parts(console, driver, store)
         self._undo_start.pop_all()
-        self._parts.server = await self._loop.create_unix_server(
-            self._accept, sock=self._bootstrap.listening
+        parts.server = await self._loop.create_unix_server(
+            partial(self._accept, pool), sock=self._bootstrap.listening
         )
         # While the zygote starts: nothing can have died yet.
         pool.autopsy.begin()
-        self._descriptor_server = DescriptorServer(
+        parts.descriptor_server = DescriptorServer(
             self._loop, descriptor_path(self.directory), store
         )
         if pool.zygotes.plain.current.ready is None:
@@ -213,12 +205,11 @@ class Supervisor:
         await pool.zygotes.plain.ready()
         return driver
 
-    def _accept(self) -> Peer:
+    def _accept(self, pool: Pool) -> Peer:
         from aiogpu.runtime.connection import Peer
 
-        assert self.driver is not None
         poll = self._poll
-        peer = Peer(self.driver.pool.greeted, None if poll is None else poll.note)
+        peer = Peer(pool.greeted, None if poll is None else poll.note)
         self._peers.add(peer)
         if self._is_over:
             peer.abort()
@@ -232,18 +223,18 @@ class Supervisor:
         """Have another program log a warning; False if it is this one or has gone."""
         return self.clients is not None and self.clients.routes.warn(client, text)
 
-    @property
+    @cached_property
     def requests(self) -> Requests:
         """Takes in what tasks and programs ask; few programs have tasks that do."""
-        if self._requests is None:
-            from aiogpu.runtime.callers.requests import Requests
+        from aiogpu.runtime.callers.requests import Requests
 
-            assert self.driver is not None
-            self._requests = Requests(self.driver, self._store)
-        return self._requests
+        parts = self._open_parts
+        return Requests(parts.driver, parts.store)
 
-    def _requests_of_tasks(self) -> Requests:
-        return self.requests
+    @property
+    def _open_parts(self) -> Parts:
+        assert self._parts is not None
+        return self._parts
 
     async def welcome(
         self,
@@ -263,20 +254,19 @@ class Supervisor:
         from aiogpu.runtime.callers.programs import Clients
         from aiogpu.runtime.output import TaskLog
 
-        assert self._parts is not None
-        assert self.driver is not None
+        parts = self._open_parts
         self._poll = BusyPoll(self._loop)
         self.clients = Clients(
             self._loop,
-            self.driver,
+            parts.driver,
             self.requests,
-            self._parts.zygotes,
-            self._store,
+            parts.driver.pool.zygotes,
+            parts.store,
             server_info,
             answers,
             None if logs is None else TaskLog(logs),
         )
-        self._parts.console.routes = self.clients.routes
+        parts.console.routes = self.clients.routes
         await self.clients.listen(listening, self._poll.note)
         return self.clients
 
@@ -289,60 +279,65 @@ class Supervisor:
     async def stop(self) -> None:
         """End tasks, workers, keepers, socket, directory and zygote, in that order."""
         self._undo_start.close()
-        parts, self._parts = self._parts, None
-        if parts is None:
+        parts = self._parts
+        if parts is None or self._is_ending:
             return
-        parts.console.hold_nothing()
+        self._is_ending = True
+        console, driver, pool = parts.console, parts.driver, parts.driver.pool
+        console.hold_nothing()
         if self.clients is not None:
             self.clients.stop_listening()
-        if self._devices is not None:
-            self._devices.quiet()
-        if self.driver is not None:
-            config = self.driver.scheduler.config
-            await self.driver.close(config.cancel_grace + config.exit_grace + SLACK)
-        if self._devices is not None:
-            await self._devices.close()
-        await parts.pool.close()
+        if driver.devices is not None:
+            driver.devices.quiet()
+        config = driver.scheduler.config
+        await driver.close(config.cancel_grace + config.exit_grace + SLACK)
+        if driver.devices is not None:
+            await driver.devices.close()
+        await pool.close()
         if self.clients is not None:
             # Told by now how all of theirs has ended.
             self.clients.close()
             await self.clients.routes.close()
         descriptor_limit.release()
-        parts.pool.autopsy.close()
-        if self._descriptor_server is not None:
-            self._descriptor_server.close()
+        pool.autopsy.close()
+        if parts.descriptor_server is not None:
+            parts.descriptor_server.close()
         # Before the zygote is asked to end: if we are killed now, it does this. From
         # here on nobody can come.
-        remove_directory(parts.zygotes.config.directory)
+        remove_directory(self.directory)
         # Whoever has connected and not said who it is, such as a late keeper; the loop
         # may have let it in, and not have made its connection yet.
         self._is_over = True
-        await parts.zygotes.close()
+        await pool.zygotes.close()
         for peer in list(self._peers):
             peer.abort()
         # Not before: asyncio loses whom a server has let in as it closes.
         if parts.server is not None:
             parts.server.close()
-        await parts.zygotes.cgroup.remove()
-        await parts.console.drain(SLACK)
-        parts.console.close()
+        await pool.zygotes.cgroup.remove()
+        await console.drain(SLACK)
+        console.close()
 
     def abandon(self) -> None:
         """Give up at once, where no loop runs any more; workers see us end."""
         self._undo_start.close()
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.pool.autopsy.close()
-            remove_directory(parts.zygotes.config.directory)
-            descriptor_limit.release()
-        if self._devices is not None:
-            self._devices.quit()
+        parts = self._parts
+        if parts is None or self._is_ending:
+            return
+        self._is_ending = True
+        parts.driver.pool.autopsy.close()
+        remove_directory(self.directory)
+        descriptor_limit.release()
+        if parts.driver.devices is not None:
+            parts.driver.devices.quit()
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the live workers, by worker id, and of holders of leases."""
-        held = self.driver.holders if self.driver is not None else {}
-        return {**held, **self._parts.pool.pids} if self._parts is not None else {}
+        if self._parts is None:
+            return {}
+        driver = self._parts.driver
+        return {**driver.holders, **driver.pool.pids}
 
     async def guard_devices(self, enforces: bool, foreign: str) -> None:
         """Say what follows from what is seen on devices; see `NodeOptions`.
@@ -351,13 +346,15 @@ class Supervisor:
             enforces: whether to end who uses more device memory than it reserved.
             foreign: what becomes of devices with others' processes.
         """
-        if self._devices is not None:
-            self._devices.guard.enforces = enforces
-            await self._devices.mind_foreign(foreign)
+        devices = self._open_parts.driver.devices
+        if devices is not None:
+            devices.guard.enforces = enforces
+            await devices.mind_foreign(foreign)
 
     def _roots(self) -> dict[int, int]:
         """The processes whose descendants are a worker's, with the worker's id."""
-        workers = self._parts.pool.workers.values() if self._parts is not None else ()
+        live = self._parts.driver.workers if self._parts is not None else {}
+        workers = live.values()
         # A keeper adopts what its worker orphans.
         keepers = {w.slot.keeper_pid: int(w.id) for w in workers if w.slot.keeper_pid}
         return keepers | {w.pid: int(w.id) for w in workers if w.pid}
@@ -365,4 +362,5 @@ class Supervisor:
     @property
     def observed(self) -> Observations:
         """What was last seen on the devices."""
-        return self._devices.observed if self._devices is not None else {}
+        devices = None if self._parts is None else self._parts.driver.devices
+        return {} if devices is None else devices.observed

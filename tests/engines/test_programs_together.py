@@ -89,7 +89,7 @@ async def test_two_processes_of_one_program_share_workers(
     assert len(known) == 2
     await end(first, second, other)
     # Workers that stand idle keep it; see `WARM`.
-    for idle in list(here.engine._supervisor.driver.workers.values()):
+    for idle in list(here.engine._driver.workers.values()):
         os.kill(idle.pid, signal.SIGKILL)
     await until(lambda: not known)
 

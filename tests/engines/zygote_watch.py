@@ -10,7 +10,7 @@ from aiogpu.runtime.zygote.generations import ZygoteGenerations, Zygotes
 
 def zygotes_of(session: aiogpu.types.Node) -> Zygotes:
     """All zygotes of a node."""
-    zygotes = session._session._engine._supervisor._parts.zygotes  # type: ignore[attr-defined]
+    zygotes = session._session._engine._supervisor._parts.driver.pool.zygotes  # type: ignore[attr-defined]
     assert isinstance(zygotes, Zygotes)
     return zygotes
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 def zygote_of(session: aiogpu.types.Node) -> ZygoteGenerations:
     parts = session._session._engine._supervisor._parts  # type: ignore[attr-defined]
-    plain = parts.zygotes.plain
+    plain = parts.driver.pool.zygotes.plain
     assert isinstance(plain, ZygoteGenerations)
     return plain
 
@@ -226,13 +226,14 @@ async def test_a_node_that_is_given_up_leaves_no_directory(
 ) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
         supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
-        parts, memory = supervisor._parts, supervisor._descriptor_server
+        parts = supervisor._parts
         assert parts is not None
+        pool, memory = parts.driver.pool, parts.descriptor_server
         supervisor.abandon()
         supervisor.abandon()
         assert os.listdir(runtime_directory) == []
-        await parts.pool.close()
-        await parts.zygotes.close()
+        await pool.close()
+        await pool.zygotes.close()
         assert parts.server is not None
         parts.server.close()
         assert memory is not None
@@ -244,6 +245,6 @@ async def test_a_first_request_that_comes_as_the_node_closes_is_heard() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
         assert await tasks.add.remote(1) == 2
         supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
-        assert supervisor.driver is not None
-        (worker,) = supervisor.driver.workers.values()
-    supervisor.driver.requests.on_message(worker, READ_DESCRIPTORS)
+        driver = supervisor._open_parts.driver
+        (worker,) = driver.workers.values()
+    driver.requests.on_message(worker, READ_DESCRIPTORS)

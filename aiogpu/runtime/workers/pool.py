@@ -88,7 +88,7 @@ class Pool:
             send_signal: sends a signal to a process group.
         """
         self.workers = events.workers
-        self.zygotes = self._zygotes = make_zygotes(self)
+        self.zygotes = make_zygotes(self)
         self.commands = WorkerCommands(self.workers, self.zygotes.page)
         self.autopsy = ExitEvidence()
         self._loop = loop
@@ -111,7 +111,7 @@ class Pool:
     def greeted(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         """Take over a connection that has said what it is; None if it is not wanted."""
         if hello.role == ZYGOTE:
-            return self._zygotes.greeted(peer, hello)
+            return self.zygotes.greeted(peer, hello)
         if hello.role == KEEPER:
             return self._on_new_keeper(peer, hello)
         return self._on_new_worker(peer, hello)
@@ -126,7 +126,7 @@ class Pool:
             environment: variables of `runtime_env` that its tasks will have.
         """
         try:
-            slot = self.slots.take(self._zygotes.serving(environment))
+            slot = self.slots.take(self.zygotes.serving(environment))
         except (NodeError, OSError) as error:
             self._tell_stillbirth(worker_id, error)
             return
@@ -265,7 +265,7 @@ class Pool:
         slot.worker = None
         if slot.keeper is not None:
             self.slots.put_back(slot)
-        death = worker.death(self._zygotes.page.begun(slot.index), self.autopsy)
+        death = worker.death(self.zygotes.page.begun(slot.index), self.autopsy)
         self._router.delay(worker, EACH)
         self.workers.pop(worker.id).return_loans()
         if death.known == cause.CROWDED:
@@ -327,7 +327,7 @@ class Pool:
             with suppress(ProcessLookupError):
                 self._send_signal(-slot.worker.pid, signal.SIGKILL)
         lose = partial(self._lose, slot, is_reused)
-        self._zygotes.cgroup.end_slot(slot.index, lose)
+        self.zygotes.cgroup.end_slot(slot.index, lose)
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
         """Forget a slot whose keeper has died, was closed or not forked, and why.
@@ -376,7 +376,7 @@ class Pool:
     # Zygotes.
 
     def _on_imported(self, worker: LiveWorker, imported: wire.Imported) -> None:
-        self._zygotes.hear(worker.slot.zygote, imported)
+        self.zygotes.hear(worker.slot.zygote, imported)
 
     def on_superseded(self, zygote: Zygote) -> None:
         """Replace spare workers and idle keepers of a zygote that serves no more.
@@ -401,7 +401,7 @@ class Pool:
 
     def _move(self, worker: LiveWorker) -> None:
         try:
-            slot = self.slots.add(self._zygotes.serving(worker.environment))
+            slot = self.slots.add(self.zygotes.serving(worker.environment))
         except (NodeError, OSError) as error:
             worker.end = stillbirth(error)
             self._check_gone(worker, is_certain=True)
