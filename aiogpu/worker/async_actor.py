@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction, signature
 from time import perf_counter
@@ -75,14 +75,14 @@ class AsyncActor(Invoker):
                 loans.on_over = None
 
     async def _close(self) -> None:
-        await _end(self._running.values())
+        await cancel_all(self._running.values())
         try:
-            close = getattr(self._actor, "close", None)
-            if iscoroutinefunction(close) and not signature(close).parameters:
+            close = close_method(self._actor)
+            if close is not None:
                 await close()
         except BaseException:  # noqa: BLE001 - whatever it is, the actor ends
             sys.excepthook(*sys.exc_info())
-        await _end(asyncio.all_tasks() - {asyncio.current_task()})
+        await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
 
     def _obey_soon(self) -> None:
         """A thread of a method's has read what may be for this loop."""
@@ -210,7 +210,15 @@ class AsyncActor(Invoker):
             self._executor.client.tell_dropped()
 
 
-async def _end(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+def close_method(actor: object) -> Callable[[], Coroutine[Any, Any, object]] | None:
+    """Return an actor's `async def close(self)`, which is called when it ends."""
+    close = getattr(actor, "close", None)
+    if not iscoroutinefunction(close) or signature(close).parameters:
+        return None
+    return close
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     """Cancel tasks and wait until they have ended, whatever they do about it."""
     rest = [task for task in tasks if task is not None]
     for task in rest:

@@ -16,16 +16,13 @@ from aiogpu.client.current import current
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, pack_failure
 from aiogpu.serialization.serializer import load_function
 from aiogpu.worker.gpu import poisoned_by
-from aiogpu.worker.invoke import explain_quit, let_go
+from aiogpu.worker.invoke import CO_COROUTINE, OWN_FRAMES, explain_quit, let_go
 
 CHUNKED: Final = "[]"
 """At the end of a method's name: it is called with a chunk."""
 
 IN_GROUP: Final = "@"
 """Between a method's name and the concurrency group that one call of it names."""
-
-_OWN_FRAMES: Final = "/aiogpu/worker/"
-_CO_COROUTINE: Final = 0x80
 
 
 class Chunk:
@@ -40,7 +37,7 @@ class Chunk:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         code = getattr(getattr(function, "__func__", function), "__code__", None)
-        self._is_coroutine = bool(getattr(code, "co_flags", 0) & _CO_COROUTINE)
+        self._is_coroutine = bool(getattr(code, "co_flags", 0) & CO_COROUTINE)
 
     def __call__(self, seconds: float, *items: Any) -> Any:
         """Call it with each item; gives a `ChunkOutcome` or a coroutine of one."""
@@ -100,7 +97,7 @@ def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
         if poisoned_by(error) or has_run_out(error):
             raise error
     explain_quit(error)
-    failed = tuple(pack_failure(0, RAISED, error, _OWN_FRAMES))
+    failed = tuple(pack_failure(0, RAISED, error, OWN_FRAMES))
     let_go(error)
     return failed
 

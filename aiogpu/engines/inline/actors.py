@@ -14,10 +14,9 @@ import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from contextvars import Context
 from functools import partial
-from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiogpu.client.current import method_called
@@ -49,6 +48,7 @@ from aiogpu.wire.messages import (
     Message,
 )
 from aiogpu.worker.actors import Methods
+from aiogpu.worker.async_actor import cancel_all, close_method
 from aiogpu.worker.chunk import plain_name
 from aiogpu.worker.invoke import Callables, Constructor
 
@@ -117,7 +117,7 @@ class ConstructorJob(Job):
     def fail_wait(self, reason: str) -> None:
         """Tell who waits for calls; the program may still place the actor."""
         self.waiters = 0
-        self._actors.waits.fail(self.actor, reason)
+        self._actors.fail_waits(self.actor, reason)
 
     def end(self) -> None:
         """Its constructor has failed, or nobody wants what it has made."""
@@ -163,8 +163,9 @@ class CallJob(Job):
 
     @property
     def is_blocked(self) -> bool:
-        """False: it holds no CPU that others could have meanwhile."""
-        return any(child.waiters for child in self.children())
+        """True if its code waits for a task that it has started, or for a call."""
+        # To the scheduler it is not: it holds no CPU that others could have meanwhile.
+        return self.calls_awaited > 0 or any(job.waiters for job in self.children())
 
     @property
     def task_name(self) -> str:
@@ -496,20 +497,20 @@ class AsyncActorInstance(ActorInstance):
         self._alarm = loop.call_later(seconds, self._give_up, context=Context())
 
     async def _end(self, is_orderly: bool) -> None:
-        await _cancelled(self._calls.values())
+        await cancel_all(self._calls.values())
         if is_orderly:
             await self._close()
-        await _cancelled(self.creation.started)
+        await cancel_all(self.creation.started)
         self.end()
 
     async def _close(self) -> None:
         executor = self._runner.executor
         try:
-            close = getattr(self.object, "close", None)
-            if iscoroutinefunction(close) and not signature(close).parameters:
+            close = close_method(self.object)
+            if close is not None:
                 await executor.drive_task(self.creation, close())
         except BaseException as error:  # noqa: BLE001 - whatever it is, the actor ends
-            if executor.is_ctrl_c(error):
+            if executor.ctrl_c.is_real(error):
                 # To be raised where it ends the program; a task would keep it.
                 self._runner.loop.call_soon(_raise, error, context=Context())
             elif not self.is_over:  # else it was cancelled, being left behind
@@ -532,75 +533,8 @@ class AsyncActorInstance(ActorInstance):
         super().let_go()
 
 
-async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they do about it."""
-    rest = list(tasks)
-    for task in rest:
-        task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
-
-
 def _raise(error: BaseException) -> NoReturn:
     raise error
-
-
-class CallWaits:
-    """Which jobs wait for calls of actors; see `CallWaitsPort`."""
-
-    def __init__(self, node: InlineNode, actors: InlineActors) -> None:
-        self._node = node
-        self._actors = actors
-        self._waiting: dict[int, Job] = {}
-
-    def __repr__(self) -> str:
-        return f"<CallWaits {self._waiting!r}>"
-
-    def begin(self, number: int) -> None:
-        """The code that runs now waits for a call, which fails if it is in vain."""
-        actor, job = self._actors.called_by(number), running_job.get()
-        if actor is None:
-            return
-        instance = self._actors.life(actor.id)
-        if job is not None:
-            self._waiting[number] = job
-            job.calls_awaited += 1
-            if instance is None:
-                # What does not fit may now be what can never begin.
-                self._node.jobs[TaskId(actor.id)].waiters = 1
-                self._node.wake()
-            self._node.tell_waits(job)
-        if instance is not None and instance.waits_for_running_code:
-            method = actor.calls[number].method
-            self._fail(
-                actor,
-                number,
-                f"{actor.name}.{method} was called by code for which a method of "
-                f"{actor.name} waits, and these run one at a time. Call it directly, "
-                f"by self, or let the first one return before.",
-            )
-
-    def end(self, number: int) -> None:
-        """Nobody waits for a call any more."""
-        job = self._waiting.pop(number, None)
-        if job is not None:
-            job.calls_awaited -= 1
-            self._node.tell_waits(job)
-
-    def are_by(self, job: Job) -> bool:
-        """Return whether this job's code waits for a call."""
-        return job.calls_awaited > 0
-
-    def fail(self, actor: Actor, reason: str) -> None:
-        """Tell the code that waits for calls of an actor that it waits in vain."""
-        for number in list(actor.calls):
-            if number in self._waiting:
-                self._fail(actor, number, f"{reason}. The wait could never end.")
-
-    def _fail(self, actor: Actor, number: int, why: str) -> None:
-        receiver = actor.calls[number].receiver
-        self._actors.cancel(actor.id, number)
-        if receiver is not None:
-            receiver.settle(DeadlockError(why))
 
 
 class InlineActors(Actors):
@@ -608,7 +542,6 @@ class InlineActors(Actors):
 
     Attributes:
         runner: carries what they start, on the program's loop.
-        waits: who waits for their calls.
     """
 
     def __init__(
@@ -624,7 +557,7 @@ class InlineActors(Actors):
             self.check_class,
         )
         self.runner = runner
-        self.waits = CallWaits(node, self)
+        self._waiting: dict[int, Job] = {}
         self._node = node
         self._living: dict[int, ActorInstance] = {}
         self._with_calls: dict[ActorInstance, None] = {}
@@ -703,7 +636,7 @@ class InlineActors(Actors):
 
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
-        self.waits.end(number)
+        self.end_wait(number)
         super().cancel(actor, number)
 
     def demand_call(self, number: int, limit: int) -> None:
@@ -727,6 +660,51 @@ class InlineActors(Actors):
     def caller_here(self) -> int:
         """Tell the callers of this process apart."""
         return id_of_caller()
+
+    # Which jobs wait for calls.
+
+    def begin_wait(self, number: int) -> None:
+        """The code that runs now waits for a call, which fails if it is in vain."""
+        actor, job = self.called_by(number), running_job.get()
+        if actor is None:
+            return
+        instance = self.life(actor.id)
+        if job is not None:
+            self._waiting[number] = job
+            job.calls_awaited += 1
+            if instance is None:
+                # What does not fit may now be what can never begin.
+                self._node.jobs[TaskId(actor.id)].waiters = 1
+                self._node.wake()
+            self._node.tell_waits(job)
+        if instance is not None and instance.waits_for_running_code:
+            method = actor.calls[number].method
+            self._fail_wait(
+                actor,
+                number,
+                f"{actor.name}.{method} was called by code for which a method of "
+                f"{actor.name} waits, and these run one at a time. Call it directly, "
+                f"by self, or let the first one return before.",
+            )
+
+    def end_wait(self, number: int) -> None:
+        """Nobody waits for a call any more."""
+        job = self._waiting.pop(number, None)
+        if job is not None:
+            job.calls_awaited -= 1
+            self._node.tell_waits(job)
+
+    def fail_waits(self, actor: Actor, reason: str) -> None:
+        """Tell the code that waits for calls of an actor that it waits in vain."""
+        for number in list(actor.calls):
+            if number in self._waiting:
+                self._fail_wait(actor, number, f"{reason}. The wait could never end.")
+
+    def _fail_wait(self, actor: Actor, number: int, why: str) -> None:
+        receiver = actor.calls[number].receiver
+        self.cancel(actor.id, number)
+        if receiver is not None:
+            receiver.settle(DeadlockError(why))
 
     # Their ends.
 

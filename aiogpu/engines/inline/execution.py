@@ -59,6 +59,7 @@ from aiogpu.serialization.serializer import (
     load_arguments,
 )
 from aiogpu.wire.messages import ASYNC, Done
+from aiogpu.worker.async_actor import cancel_all
 from aiogpu.worker.gpu import has_run_out, peak_memory
 from aiogpu.worker.invoke import OWN_FRAMES as INVOKED
 from aiogpu.worker.invoke import (
@@ -417,11 +418,8 @@ def _close(begun: Coroutine[Any, Any, Any], _task: asyncio.Task[Any]) -> None:
 
 async def end_started(job: Job) -> None:
     """Cancel what a job has started and not awaited, and wait for its end."""
-    rest = list(job.started)
-    for task in rest:
-        task.cancel()
-    if rest:
-        await asyncio.gather(*rest, return_exceptions=True)
+    if job.started:
+        await cancel_all(job.started)
 
 
 class JobInvoker(Invoker):
@@ -493,11 +491,15 @@ BegunCall = Coroutine[Any, Any, Done | Raised]
 
 
 class InlineExecutor:
-    """Drives the calls of the user's code, and says what their failures are."""
+    """Drives the calls of the user's code, and says what their failures are.
+
+    Attributes:
+        ctrl_c: knows whether the user at the keyboard ended the code that ran last.
+    """
 
     def __init__(self, is_silent: bool) -> None:
         self._is_silent = is_silent
-        self._ctrl_c = CtrlC()
+        self.ctrl_c = CtrlC()
         self._retry_rules = RetryRules()
 
     def begin(self, job: Job, host: TaskHost) -> Outcome | BegunCall:
@@ -546,7 +548,7 @@ class InlineExecutor:
             return Outcome(outcome)
         assert type(outcome) is Raised, outcome
         kind, error = outcome.kind, outcome.error
-        is_ctrl_c = self._ctrl_c.is_real(error)
+        is_ctrl_c = self.ctrl_c.is_real(error)
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
         # A debugger that looks at it finds the user's frames alone.
@@ -558,10 +560,6 @@ class InlineExecutor:
         if job.func.retried and kind == RAISED and not is_ctrl_c:
             failed = self._retry_rules.mark(failed, job.name, job.func.retried, error)
         return Outcome(failed, error, is_ctrl_c)
-
-    def is_ctrl_c(self, error: BaseException) -> bool:
-        """Whether the code that has run last was ended by the user at the keyboard."""
-        return self._ctrl_c.is_real(error)
 
     @coroutine
     def drive(
@@ -595,7 +593,7 @@ class InlineExecutor:
                 stack.enter_context(job.step_environment.applied())
             if self._is_silent:
                 stack.enter_context(silence())
-            stack.enter_context(self._ctrl_c.watched())
+            stack.enter_context(self.ctrl_c.watched())
             yield
 
     async def drive_task(self, job: Job, begun: Coroutine[Any, Any, Any]) -> Any:

@@ -236,9 +236,10 @@ class Job:
 
     @property
     def is_blocked(self) -> bool:
-        """True if its code waits for a task that it has started."""
+        """True if its code waits for a task that it has started, or for a call."""
         record = self.record
-        return record is not None and record.state is TaskState.BLOCKED
+        is_blocked = record is not None and record.state is TaskState.BLOCKED
+        return is_blocked or self.calls_awaited > 0
 
     def children(self) -> list[Job]:
         """What it has started and that ends with it."""

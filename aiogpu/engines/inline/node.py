@@ -60,30 +60,12 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Bind, Create
 
 
-class CallWaitsPort(Protocol):
-    """Which code waits for calls of actors."""
-
-    def begin(self, number: int, /) -> None:
-        """The code that runs now waits for a call, which fails if it is in vain."""
-
-    def end(self, number: int, /) -> None:
-        """Nobody waits for a call any more."""
-
-    def are_by(self, job: Job, /) -> bool:
-        """Return whether this job's code waits for a call."""
-
-
 class ActorsPort(Protocol):
     """All actors in this process, as its tasks need them; see `InlineActors`."""
 
     @property
     def runner(self) -> JobLoop:
         """Carries what they start, on the program's loop."""
-        ...
-
-    @property
-    def waits(self) -> CallWaitsPort:
-        """Who waits for their calls."""
         ...
 
     @property
@@ -95,6 +77,12 @@ class ActorsPort(Protocol):
 
     def known(self, actor: int, /) -> Actor:
         """An actor that lives, or to which somebody has a handle."""
+
+    def begin_wait(self, number: int, /) -> None:
+        """The code that runs now waits for a call, which fails if it is in vain."""
+
+    def end_wait(self, number: int, /) -> None:
+        """Nobody waits for a call any more."""
 
     def next_call(self) -> Job | None:
         """The call whose turn it is, None without one."""
@@ -460,14 +448,14 @@ class InlineNode(JobDriver):
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task or a call now."""
         if task >= FIRST_CALL:
-            self.actors.waits.begin(task)
+            self.actors.begin_wait(task)
         else:
             self._count_waiters(task, 1)
 
     def end_wait(self, task: int) -> None:
         """It waits no longer, although the task has not ended."""
         if task >= FIRST_CALL:
-            self.actors.waits.end(task)
+            self.actors.end_wait(task)
         else:
             self._count_waiters(task, -1)
 
@@ -488,7 +476,7 @@ class InlineNode(JobDriver):
     def settle(self, task: int) -> None:
         """A task has ended; nobody waits for it any more."""
         if task >= FIRST_CALL:
-            self.actors.waits.end(task)
+            self.actors.end_wait(task)
         elif (job := self.jobs.get(TaskId(task))) is not None:
             job.waiters = 0
 
@@ -514,13 +502,10 @@ class InlineNode(JobDriver):
             if record is not None and record.state is TaskState.WAITING
             if not self.scheduler.fits(record)
         ]
-        if not awaited or not all(map(self._is_blocked, self.stack.running)):
+        if not awaited or not all(job.is_blocked for job in self.stack.running):
             return None
         # The one that was started last has the least to lose.
         return self.jobs[awaited[-1].id]
-
-    def _is_blocked(self, job: Job) -> bool:
-        return job.is_blocked or self.actors.waits.are_by(job)
 
     def why_unstartable(self, job: Job) -> str:
         """The chain from the first that waits to the one that cannot run."""
