@@ -159,9 +159,9 @@ async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
 async def test_calls_whose_only_node_has_left_say_so_and_fail(
     joined, gate, caplog, monkeypatch
 ):
-    from aiogpu.engines.ray import status
+    from aiogpu.engines.ray import engine
 
-    monkeypatch.setattr(status, "GIVE_UP_AFTER", 3.0)
+    monkeypatch.setattr(engine, "GIVE_UP_AFTER", 3.0)
     spot = f"spot{len(joined.nodes)}"
     node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
     await seen(spot)

@@ -62,9 +62,9 @@ ANSWER_LIMIT: Final = 15.0
 
 def start_call(call: Callable[[], T]) -> Future[T]:
     """Run a call in a daemon thread of its own; its future cannot be cancelled."""
-    result: Future[T] = _running_future()
-    run = partial(_run, call, result)
-    Thread(target=run, name="aiogpu-ray-call", daemon=True).start()
+    thread = SerialThread("aiogpu-ray-call")
+    result = thread.submit(call)
+    thread.end()
     return result
 
 
@@ -97,7 +97,9 @@ class SerialThread:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run a call after the earlier ones; its future cannot be cancelled."""
-        result: Future[T] = _running_future()
+        result: Future[T] = Future()
+        # A future that counts as running is not cancelled with whoever awaits it.
+        result.set_running_or_notify_cancel()
         self._calls.put(partial(_run, call, result))
         return result
 
@@ -108,13 +110,6 @@ class SerialThread:
     def _run_calls(self) -> None:
         while (run := self._calls.get()) is not None:
             run()
-
-
-def _running_future() -> Future[Any]:
-    # A future that counts as running is not cancelled with whoever awaits it.
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()
-    return result
 
 
 def _run(call: Callable[[], T], result: Future[T]) -> None:

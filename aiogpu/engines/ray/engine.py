@@ -8,6 +8,7 @@ cluster, a timeout counts from `.remote()`, and what can never run is refused.
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,11 +21,17 @@ from aiogpu.engines.ray.cluster import RayConnection
 from aiogpu.engines.ray.errors import actor_death
 from aiogpu.engines.ray.options import check_possible, task_options
 from aiogpu.engines.ray.placement_groups import PlacementGroups
-from aiogpu.engines.ray.status import InfeasibleCalls, Overview
+from aiogpu.engines.ray.status import Overview
 from aiogpu.engines.ray.task_worker import RemoteCode, make_runner
 from aiogpu.engines.ray.tasks import Calls, PendingCall, RayValues, Stream
 from aiogpu.engines.ray.values import forget_after_fork, pack_copy
-from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError, NodeError
+from aiogpu.errors import (
+    InfeasibleError,
+    MisuseError,
+    NodeClosedError,
+    NodeDiedError,
+    NodeError,
+)
 from aiogpu.runtime.callers.leases import removed
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.serialization.exceptions import pack_own_error
@@ -32,17 +39,21 @@ from aiogpu.serialization.exceptions import pack_own_error
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.model.request import PlacementGroupSpec, Request
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue
+
+_log: Final = logging.getLogger(__name__)
 
 LOOK_INTERVAL: Final = 2.0
 """Seconds between two looks at the cluster's head and its nodes."""
 LOST_AFTER: Final = 30.0
 """Seconds without a head after which the cluster is given up; a head that restarts is
 back by then. Ray ends the program after 60 s, and leaving takes up to 20 s."""
+GIVE_UP_AFTER: Final = 300.0
+"""Seconds without a node that fits, after which what waits for one fails."""
 FUNCTIONS: Final = 1024
 """Remote functions that are kept; beyond, Ray is told of the oldest anew."""
 
@@ -69,7 +80,6 @@ class RayEngine:
         self._connection = RayConnection(options)
         self._grace = options.cancel_grace
         self._groups = PlacementGroups(self.calls, self.overview, self._evict)
-        self._infeasible = InfeasibleCalls(self.calls, self.overview)
         self.actors = RayActors(
             self.calls,
             self._groups,
@@ -139,15 +149,41 @@ class RayEngine:
             return  # the next look at the head tells whether it has gone
         if has_lost:
             self._mark = object()
-        for number, error in self._infeasible.check(has_lost=has_lost):
-            call = self.calls.live.get(number)
-            if call is None:
-                continue
-            if call.actor:
-                self.actors.known(call.actor).evict(error)
-                continue
-            self.calls.cancel(number, error)
-            self.calls.revoke(call, error)
+            self._warn_of_unfit()
+
+    def _warn_of_unfit(self) -> None:
+        """Say what no node could run any more, and end it if that stays so.
+
+        Ray lets it wait without a word. A node often comes back, after a restart say.
+        """
+        unfit = [
+            (number, call.name, call.request)
+            for number, call in self.calls.live.items()
+            if call.request is not None and not self.overview.may_run(call.request)
+        ]
+        for name, request in {one[1:] for one in unfit}:
+            _log.warning(
+                "%s asks for %s, and the last node of the Ray cluster that could give "
+                "it has left. It fails after %g s unless such a node joins.",
+                *(name, request, GIVE_UP_AFTER),
+            )
+        for number, _, request in unfit:
+            self._loop.call_later(GIVE_UP_AFTER, self._give_up, number, request)
+
+    def _give_up(self, number: int, request: Request) -> None:
+        call = self.calls.live.get(number)
+        if call is None or self.overview.may_run(request):
+            return
+        error = InfeasibleError(
+            f"{call.name} asks for {request}, and no node of this Ray cluster could "
+            f"give it for {GIVE_UP_AFTER:g} s, since the last one that could has left. "
+            f"Ask for less, or add a node."
+        )
+        if call.actor:
+            self.actors.known(call.actor).evict(error)
+            return
+        self.calls.cancel(number, error)
+        self.calls.revoke(call, error)
 
     def _lose(self) -> None:
         """Fail all calls: nothing of them will ever end."""

@@ -165,24 +165,15 @@ class PlacementGroups:
         return {**options, "scheduling_strategy": strategy}
 
     def why(self, number: int) -> Why | None:
-        """Return what is known of a group, or of a call that waits for one."""
-        call, now = self._calls.live.get(number), self._calls.loop.time()
-        own = self._own.get(number)
-        if own is not None:
-            held = own.spec.request().as_numbers()
-            if call is None:
-                return Why(own.spec.name, number, "running", request=held)
-            return Why(own.spec.name, number, "waiting", now - call.since, held)
-        if call is None or call.request is None or call.group is None:
+        """Return what is known of a group that was asked for here."""
+        call, own = self._calls.live.get(number), self._own.get(number)
+        if own is None:
             return None
-        for other, own in self._own.items():
-            if own.spec.key == call.group.key and other in self._calls.live:
-                return Why(
-                    *(call.name, number, "expecting", now - call.since),
-                    call.request.as_numbers(),
-                    placement=own.spec.name,
-                )
-        return None
+        held = own.spec.request().as_numbers()
+        if call is None:
+            return Why(own.spec.name, number, "running", request=held)
+        seconds = self._calls.loop.time() - call.since
+        return Why(own.spec.name, number, "waiting", seconds, held)
 
     def fail(self, error: Exception) -> None:
         """Tell the receivers of granted groups that these have gone."""

@@ -9,10 +9,8 @@ between two devices.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from difflib import get_close_matches
 from itertools import islice
@@ -33,8 +31,6 @@ from aiogpu.observe.status import NodeStatus, TaskStatus
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Request
-
-_log: Final = logging.getLogger(__name__)
 
 # Nodes and requests
 
@@ -129,7 +125,6 @@ class Overview:
         self.nodes: Sequence[ClusterNode] = ()
         self.grows = False
         self._is_watched = False
-        self._question: Future[tuple[Sequence[ClusterNode], bool]] | None = None
 
     async def look(self, seconds: float = cluster.ANSWER_LIMIT) -> bool:
         """Learn what nodes there are; return whether one has left since.
@@ -148,6 +143,10 @@ class Overview:
         self.nodes, self.grows = nodes, grows
         has = {name for node in nodes for name, amount in node.total.items() if amount}
         device_kinds[:] = [kind for kind in DEVICES if kind in has]
+
+    def may_run(self, request: Request) -> bool:
+        """Return whether a node has all of it, or such a node may be started."""
+        return self.grows or fits(self.nodes, amounts(request))
 
     def room_for(self, request: Request) -> int | None:
         """Return how many that ask for this could be at once; None for any number."""
@@ -204,25 +203,21 @@ class Overview:
         return inf if self._may_have_changed() else len(self.nodes)
 
     def _may_have_changed(self) -> bool:
-        """Return whether there may be other nodes; ask for them in a task.
+        """Return whether there may be other nodes; ask for them in plain code.
 
-        On an event loop, that of a task's coroutine, nobody waits for the answer: it
-        is there for a later call, and until then nothing is refused.
+        Nobody waits for the answer on an event loop, that of a task's coroutine: there
+        nothing is refused beforehand, and Ray has it wait.
         """
         if self._is_watched:
             return self.grows
-        is_on_loop = is_loop_running()
-        if self._question is None:
-            self._question = cluster.start_call(_nodes_and_growth)
-        if is_on_loop and not self._question.done():
+        if is_loop_running():
             return True
-        question, self._question = self._question, None
+        question = cluster.start_call(_nodes_and_growth)
         try:
             self._note(*question.result(TASK_LIMIT))
         except (NotYetError, exceptions.RayError, ConnectionError, RuntimeError):
             return True
-        # What was asked for an earlier call may be old: nobody is refused by it.
-        return self.grows or is_on_loop
+        return self.grows
 
 
 def _nodes_and_growth() -> tuple[Sequence[ClusterNode], bool]:
@@ -238,64 +233,6 @@ async def free_resources(total: Iterable[str]) -> dict[str, float]:
     """Return what is free of each of these resources; 0.0 if nothing is."""
     free = public_resources(await cluster.ask(cluster.free_resources))
     return dict.fromkeys(total, 0.0) | free
-
-
-# Calls that no node fits any more
-
-GIVE_UP_AFTER: Final = 300.0
-"""Seconds without a node that fits, after which waiting calls fail."""
-
-
-class InfeasibleCalls:
-    """The waiting calls whose last fitting node has left, and since when.
-
-    Ray lets them wait without a word. Such a node often comes back, after a restart
-    say. So a warning is logged at once, and the calls fail after a time.
-    """
-
-    def __init__(self, calls: Calls, overview: Overview) -> None:
-        self._calls = calls
-        self._overview = overview
-        self._since: dict[int, float] = {}
-
-    def check(self, *, has_lost: bool) -> list[tuple[int, InfeasibleError]]:
-        """Log what no node fits any more; return the calls that waited too long.
-
-        Args:
-            has_lost: whether a node has left since the last check.
-        """
-        if not has_lost and not self._since:
-            return []
-        now, overview = self._calls.loop.time(), self._overview
-        since: dict[int, float] = {}
-        warned: set[tuple[str, Request]] = set()
-        failed = []
-        for task, call in self._calls.live.items():
-            request = call.request
-            if request is None or fits(overview.nodes, amounts(request)):
-                continue
-            since[task] = self._since.get(task, now)
-            lacks = describe_shortage(overview.nodes, amounts(request))
-            if task not in self._since and (call.name, request) not in warned:
-                warned.add((call.name, request))
-                then = f"It fails after {GIVE_UP_AFTER:g} s unless such a node joins."
-                if overview.grows:
-                    then = "It waits for the cluster's autoscaler to start one."
-                _log.warning(
-                    "%s asks for %s, and the last node of the Ray cluster that could "
-                    "give it has left: %s. %s",
-                    *(call.name, request, lacks, then),
-                )
-            if now - since[task] >= GIVE_UP_AFTER and not overview.grows:
-                del since[task]
-                error = InfeasibleError(
-                    f"{call.name} asks for {request}, and no node of this Ray cluster "
-                    f"could give it for {GIVE_UP_AFTER:g} s, since the last one that "
-                    f"could has left: {lacks}. Ask for less, or add a node."
-                )
-                failed.append((task, error))
-        self._since = since
-        return failed
 
 
 # Status
