@@ -85,7 +85,7 @@ class SharedResults:
         return self._lent(Put(self._client.new_id(), payload))
 
     def share(self, handle: Shareable) -> Loan:
-        """What others refer to who are given a handle of a child; see `Family`."""
+        """The value that receivers of a child's handle refer to; see `SharedValues`."""
         if _is_due(handle):
             return self._share_due(handle)
         identity = self._client.new_id()
@@ -205,7 +205,7 @@ class NodeClient:
 
     @property
     def remote_values(self) -> Self:
-        """Who knows values that another process keeps; see `client.port.Far`."""
+        """The values that other processes keep; see `client.interface.ValueStore`."""
         return self
 
     def send(self, message: Message) -> None:

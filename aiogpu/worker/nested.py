@@ -255,7 +255,7 @@ class TaskClient(NodeClient):
 
 
 class LoopWaits:
-    """Which children the code on one event loop waits for; see `client.port.Waits`.
+    """The children for which code on one event loop waits; see `interface.Waits`.
 
     The task waits as long as any of its code does. The driver is told once in a turn of
     the loop.
