@@ -124,6 +124,20 @@ def test_others_that_ask_for_the_same_are_not_held_up():
     assert w.waiting == {"a", "d"}
 
 
+def test_what_was_reserved_is_let_go_once_it_cannot_start():
+    w = World(cpus=4, gpus=2, starts=False)
+    w.submit("long", num_gpus=1)
+    w.start("long")
+    w.submit("a", num_gpus=2, environment=BROKEN)
+    w.advance(60.0)
+    w.submit("late", num_gpus=1)
+    assert w.scheduler.reservation.record.spec.name == "a"
+    w.submit("first", environment=BROKEN)
+    fail(w, "first")
+    assert w.scheduler.reservation is None
+    assert "late" in w.starting
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_nothing_is_reserved_for_what_cannot_start(is_shared: bool):
     w = World(cpus=4, gpus=2, starts=False)
