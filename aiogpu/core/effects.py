@@ -1,4 +1,4 @@
-"""What the scheduler wants done: one small class for each effect.
+"""Effects: what the scheduler asks the driver to do, one small class for each.
 
 Classes with the same fields share a base, because Python compiles the methods of each
 dataclass anew when a program starts.
@@ -67,7 +67,7 @@ class Granted:
 
 @dataclass(slots=True)
 class Reclaim:
-    """Nobody may hold this lease any more; answer with `lease_returned`.
+    """End this lease at its holder; the answer is `lease_returned`.
 
     That is when the processes have ended that it was for.
     """
@@ -126,7 +126,7 @@ class Settle(AboutTask):
 
 
 class Failure(Enum):
-    """Why a task will have no result."""
+    """The reason why a task has no result."""
 
     EXPIRED = "expired"
     """Its timeout has passed."""
@@ -158,13 +158,13 @@ class Fail:
 
 
 class Warn(AboutTask):
-    """The task waits for what is held without end; tell its program why, once."""
+    """Warn the task's program, once, that the task waits for a lease without end."""
 
     __slots__ = ()
 
 
 class Forget(AboutTask):
-    """The task has ended and nobody waits for it; drop what is kept for it."""
+    """The task has ended and has no waiters: drop what is kept for it."""
 
     __slots__ = ()
 

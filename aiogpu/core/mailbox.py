@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 class Window:
-    """The consumer's end: what it has taken, and what the producer was told of it.
+    """The consumer's end: the items it has taken, and the limit the producer knows.
 
     The producer may yield `limit` items in all. It is told a higher limit whenever
     the consumer has taken half a window since, so that it need not be held while the
@@ -37,7 +37,7 @@ class Window:
         return f"<Window {self.taken} taken, {self.limit} allowed>"
 
     def take(self) -> int:
-        """Note that one item was taken; gives the limit to tell now, 0 for none."""
+        """Note that an item was taken; return the limit to send now, 0 for none."""
         self.taken += 1
         limit = self.taken + self.size
         if limit - self.limit < self._step:
@@ -94,7 +94,7 @@ class Mailbox:
         return False
 
     def finish(self, call: CallId) -> bool:
-        """A call was answered; False if it was not sent, or given up meanwhile."""
+        """Note that a call was answered; False if it was not sent or was given up."""
         return self.sent.pop(call, False)
 
     def take(self) -> list[CallId]:
@@ -114,7 +114,7 @@ class Mailbox:
         return self.take()
 
     def cancel(self, call: CallId) -> bool:
-        """Nobody wants a call's answer any more; True if its process is to know."""
+        """Cancel a call; return True if its process must be told."""
         if call in self.sent:
             is_new = self.sent[call]
             self.sent[call] = False
@@ -152,7 +152,7 @@ class Mailbox:
         return lost
 
     def close(self) -> list[CallId]:
-        """No process will come any more; gives all whose answer somebody waits for."""
+        """Close for good; return the calls whose answers are awaited."""
         self.is_open = False
         left = [call for call, is_wanted in self.sent.items() if is_wanted]
         left += self.waiting

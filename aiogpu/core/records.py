@@ -1,4 +1,4 @@
-"""What the scheduler remembers of each task and worker, and the states of both.
+"""The scheduler's records of tasks and workers, and their states.
 
 `move` changes a state, and only along the tables here; a move that is not in the table
 is a defect of aiogpu and raises. The bursts that are sent to a worker and come back
@@ -22,7 +22,7 @@ from aiogpu.errors import InternalError
 
 
 class TaskState(Enum):
-    """Where a task is."""
+    """The states of a task."""
 
     WAITING = "waiting"
     """In the queue; holds nothing."""
@@ -47,7 +47,7 @@ class TaskState(Enum):
 
 
 class WorkerState(Enum):
-    """Where a worker is."""
+    """The states of a worker."""
 
     STARTING = "starting"
     """Asked for; not connected yet."""
@@ -66,7 +66,7 @@ class WorkerState(Enum):
 
 
 class Memory(Enum):
-    """What a task's worker can be ended for."""
+    """The kinds of memory for which a task's worker can be killed."""
 
     HOST = "host"
     """Memory of the machine runs out."""
@@ -169,7 +169,7 @@ class TaskRecord:
 
     @property
     def retries_left(self) -> int:
-        """How often it may be tried again; -1 is without end."""
+        """Retries that are left; -1 for no limit."""
         most = self.spec.max_retries
         return most if most == UNLIMITED else most - self.retries
 
@@ -231,7 +231,7 @@ class WorkerRecord:
 
 
 def sort_key(record: TaskRecord) -> Lane:
-    """Its place among all: priority, then depth."""
+    """The task's place among all: priority, then depth."""
     return record.spec.lane if record.kin is None else record.kin.lane
 
 

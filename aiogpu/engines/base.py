@@ -1,4 +1,4 @@
-"""What the API asks of an engine, whichever it is, and of values kept elsewhere."""
+"""The interface of engines, and of values in other processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NodeOptions(NamedTuple):
-    """What `init` was asked for, checked.
+    """The checked options of `init`.
 
     Attributes:
         num_cpus: None for what this process may use.
@@ -73,16 +73,16 @@ class ActorPort(Protocol):
 
     @property
     def id(self) -> int:
-        """Its number."""
+        """The actor's number."""
         ...
 
     @property
     def func(self) -> FunctionSpec:
-        """Its class."""
+        """The actor's class."""
         ...
 
     def holder(self) -> object:
-        """What counts as a handle of this process, until it is gone.
+        """Return an object that counts as a handle until it is collected.
 
         Asked for once by whoever was given this actor, who counts already.
         """
@@ -139,7 +139,7 @@ class ActorsPort(Protocol):
         ...
 
     def held(self, actor: int, name: str) -> ActorPort:
-        """An actor that lives, or of which somebody knows; the caller holds a handle.
+        """Return an actor for which the caller holds a handle.
 
         `name` is what its handle is called.
 
@@ -160,7 +160,7 @@ class ActorsPort(Protocol):
         ...
 
     def cancel(self, actor: int, number: int) -> None:
-        """Nobody wants a call's answer any more."""
+        """Cancel a call."""
         ...
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
@@ -177,12 +177,12 @@ class Engine(Protocol):
 
     @property
     def waits(self) -> Waits | None:
-        """Who is to be told of waits, None if nobody wants to know."""
+        """The observer of waits; None if there is none."""
         ...
 
     @property
     def has_gone(self) -> bool:
-        """True if its node has ended by itself, so that another may take its place."""
+        """True if the node has died, so that another may replace it."""
         ...
 
     @property
@@ -192,12 +192,12 @@ class Engine(Protocol):
 
     @property
     def remote_values(self) -> ValueStore | None:
-        """Who knows the values of a node that is another process; None for others."""
+        """The store of values if the node is another process; else None."""
         ...
 
     @property
     def actors(self) -> ActorsPort:
-        """Its actors.
+        """The actors of the node.
 
         Raises:
             NodeError: it can have none.
@@ -249,7 +249,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, task: int) -> None:
-        """Stop a task; its receiver is told nothing any more."""
+        """Cancel a task; its receiver gets no outcome."""
         ...
 
     async def total(self) -> dict[str, float]:
@@ -261,15 +261,15 @@ class Engine(Protocol):
         ...
 
     async def status(self) -> NodeStatus:
-        """Who holds what, what waits and why."""
+        """Return who holds what, what waits and why."""
         ...
 
     async def why(self, task: int) -> Why | None:
-        """Why a task waits, or what it does; None if it is not known any more."""
+        """Return why a task waits, or its state; None if it is unknown."""
         ...
 
     async def why_task(self, number: int) -> Why | None:
-        """The same by the number that `status` shows, whoever has started it."""
+        """Return the same by the number that `status` shows, for any program's task."""
         ...
 
     async def close(self) -> None:
@@ -277,11 +277,11 @@ class Engine(Protocol):
         ...
 
     def hasten(self) -> None:
-        """Give nobody time to stop; `close` is under way, or comes next."""
+        """Close without a grace period; `close` is running, or comes next."""
         ...
 
     def abandon(self) -> None:
-        """The same in haste, where no loop runs any more."""
+        """Close at once, without an event loop."""
         ...
 
     def disown(self) -> None:
@@ -340,7 +340,7 @@ CLIENT: Final = "ray://"
 
 
 def no_client(said: str) -> str:
-    """The message for an address of Ray Client, which somebody has `said`."""
+    """Return the message for an address of Ray Client; `said`: where it came from."""
     return (
         f"{said}: aiogpu does not use Ray Client (ray://). Run the program on a node "
         f"of the cluster with address='ray', or submit it as a Ray job: `ray job "

@@ -1,4 +1,4 @@
-"""What a node has to share out: declared in `init`, or detected on this machine.
+"""The devices of a node: declared in `init`, or detected on this machine.
 
 Vendors block by nature, so each has a thread for as long as it answers. One that hangs
 costs a node nothing but the wait: its thread is left behind. Of the vendors of GPUs one
@@ -40,7 +40,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """What a vendor has said: its devices, or why there are none to speak of."""
+    """The result of a vendor's detection: its devices, or why there are none."""
 
     vendor: Accelerator
     devices: tuple[Device, ...] = ()
@@ -95,7 +95,7 @@ async def detect(
 
 
 def _owner(found: Sequence[Found]) -> Found:
-    """Whose GPUs the node shares out; errors of those behind it are nobody's."""
+    """Return the vendor whose GPUs the node shares out."""
     in_order = (each for each in found if each.is_seen or each.error)
     owner = next(in_order, None)
     if owner is None:

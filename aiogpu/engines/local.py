@@ -46,7 +46,7 @@ WARM: Final = 8
 
 
 class DriverEngine:
-    """What engines share whose driver lives on the loop of this process."""
+    """The common base of engines with a driver on this process's event loop."""
 
     remote_values = None
     has_gone = False
@@ -62,7 +62,7 @@ class DriverEngine:
 
     @property
     def store(self) -> Store:
-        """Its values' shared memory; made when it is first needed."""
+        """The shared memory of values; created at first use."""
         if self._store is None:
             from aiogpu.runtime.objects.segments import ObjectMemory
             from aiogpu.runtime.objects.store import Store
@@ -97,7 +97,7 @@ class DriverEngine:
 
     @property
     def actors(self) -> Actors:
-        """Its actors; see `Engine.actors`."""
+        """The actors; see `Engine.actors`."""
         return self._open_driver.actors
 
     def demand(self, task: int, limit: int) -> None:
@@ -126,12 +126,12 @@ class DriverEngine:
 
     @property
     def _observed(self) -> Observations:
-        """What was last seen on the devices."""
+        """Return the latest samples of the devices."""
         return {}
 
     @property
     def _programs(self) -> Mapping[int, Program]:
-        """Who has joined, by their numbers."""
+        """Return the programs that have joined, by their numbers."""
         return {}
 
     def _draining(self, _now: float) -> float | None:
@@ -139,7 +139,7 @@ class DriverEngine:
         return None
 
     async def status(self) -> NodeStatus:
-        """Who holds what, what waits and why."""
+        """Return who holds what, what waits and why."""
         from aiogpu.observe.snapshot import snapshot
 
         driver, now = self._asked("aiogpu.status()"), self._loop.time()
@@ -168,7 +168,7 @@ class DriverEngine:
         return why(scheduler, record, self._pids, self._loop.time(), self._programs)
 
     async def why_task(self, number: int) -> Why | None:
-        """The same; see `Engine.why_task`."""
+        """Return why any program's task waits; see `Engine.why_task`."""
         return await self.why(number)
 
 
@@ -293,7 +293,7 @@ class LocalEngine(DriverEngine):
 
     @property
     def _programs(self) -> Mapping[int, Program]:
-        """Who has joined, by their numbers."""
+        """Return the programs that have joined, by their numbers."""
         from aiogpu.observe.status import Program
 
         clients = self._supervisor.clients
@@ -307,7 +307,7 @@ class LocalEngine(DriverEngine):
         return None if ends_at is None else max(0.0, ends_at - now)
 
     def _answers(self) -> Mapping[str, Answer]:
-        """What other programs can ask of the node, by what it is called."""
+        """Return the queries that other programs can send to the node, by name."""
         from aiogpu.wire import messages as names
 
         async def total(_number: int) -> object:
@@ -336,7 +336,7 @@ class LocalEngine(DriverEngine):
         return [] if self._recording is None else self._recording.spans()
 
     async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
-        """Who holds what, and how many attempts at tasks have ended how."""
+        """Return the status, and counts of ended attempts by outcome."""
         recording = self._recording
         outcomes = {} if recording is None else dict(recording.recorder.outcomes)
         return await self.status(), outcomes
@@ -368,18 +368,18 @@ class LocalEngine(DriverEngine):
             self._store.close()
 
     def hasten(self) -> None:
-        """Give nobody time to stop; see `Engine.hasten`."""
+        """Close without a grace period; see `Engine.hasten`."""
         from aiogpu.core.scheduler.scheduler import Scheduler
 
         if self._driver is not None:
             self._driver.feed(Scheduler.close, True)
 
     def abandon(self) -> None:
-        """The same in haste."""
+        """Close at once, without an event loop."""
         self._supervisor.abandon()
 
     def disown(self) -> None:
-        """This process is a fork of the driver: nothing is decided here any more.
+        """Disable the engine in a fork of the driver.
 
         Workers watch the driver's process, and so outlive this one.
         """
@@ -388,7 +388,7 @@ class LocalEngine(DriverEngine):
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
-    """Return what decides, and what tells workers their devices."""
+    """Return the scheduler, and the binder of devices."""
     from aiogpu.core.model.config import SchedulerConfig
     from aiogpu.core.model.units import CPU, UNIT
     from aiogpu.core.scheduler.scheduler import Scheduler

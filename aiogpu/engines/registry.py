@@ -1,4 +1,4 @@
-"""Which address means which engine; each is imported when it is asked for."""
+"""Maps addresses to engines; each is imported at first use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _cluster(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> Engine:
 
 
 def _said(address: str) -> str:
-    """Where an address comes from: a program that does not name it may not know."""
+    """Describe the source of an address that the program did not give itself."""
     if os.environ.get("AIOGPU_ADDRESS") == address:
         return f"AIOGPU_ADDRESS={address!r}"
     return f"init(address={address!r})"

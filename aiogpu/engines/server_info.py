@@ -1,4 +1,4 @@
-"""What a node tells the programs that join it, and whether that is what they ask for.
+"""A node's introduction to programs that join it, and checks of it.
 
 A node that runs has what it has. So that one program runs on a node of its own and on
 a shared one, options of `init` that the node satisfies anyway are accepted.

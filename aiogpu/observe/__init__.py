@@ -1,1 +1,1 @@
-"""What users see of a node: its status, why a task waits, and what has run."""
+"""What a node shows to users: its status, reasons for waiting, and past tasks."""

@@ -139,7 +139,7 @@ class MetricsServer:
 
 
 class _Collector:
-    """What prometheus_client asks at each fetch."""
+    """The collector that prometheus_client calls at each fetch."""
 
     def __init__(self, see: Callable[[], Seen]) -> None:
         self._see = see

@@ -133,7 +133,7 @@ def snapshot(
 
 
 class _Reasons:
-    """Why tasks wait, in a line; made once for all tasks with the same request."""
+    """Reasons for waiting, in one line each; cached for equal requests."""
 
     def __init__(self, node: SchedulerState, now: float) -> None:
         self._node = node
@@ -372,7 +372,7 @@ def _scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
 
 
 def _shares_of(lease: Lease, devices: DeviceSet) -> Iterable[tuple[Share, int]]:
-    """The same for devices of a kind, each with the bytes of its memory."""
+    """Return the shares of devices of a kind, each with the bytes of its memory."""
     for part in lease.parts:
         if of_part := part.device_sets.get(devices.kind):
             for at, free in enumerate(of_part.free):
@@ -395,7 +395,7 @@ def why(
     now: float,
     programs: Mapping[int, Program] = NOBODY,
 ) -> Why:
-    """Why a task that has not ended is where it is.
+    """Return why a task that has not ended is in its state.
 
     Args:
         node: the node that has it.
@@ -451,7 +451,7 @@ def _why(record: TaskRecord, now: float, **more: Any) -> Why:
 def _waits(
     node: SchedulerState, record: TaskRecord, lacks: list[Lack], holdings: Holdings
 ) -> Why:
-    """What a task in the queue waits for, without its place in the queue."""
+    """Return what a queued task waits for, without its place in the queue."""
     clients, within = node.clients, record.spec.shape.request.placement_group
     outage = _outage(node, record.spec.shape.environment, holdings.now)
     # The reservation for this task, or for one that takes what this one lacks.
@@ -476,7 +476,7 @@ def _waits(
 def _shortages(
     ledger: Ledger, lacks: Iterable[Lack], holdings: Holdings
 ) -> Iterator[Shortage]:
-    """What a waiting task lacks, each with its holders."""
+    """Return the shortages of a waiting task, each with its holders."""
     for lack in lacks:
         devices: tuple[DeviceStatus, ...] = ()
         if lack.mask:
@@ -555,7 +555,7 @@ def _outages(node: SchedulerState, now: float) -> tuple[OutageStatus, ...]:
 def _outage(
     node: SchedulerState, environment: Environment, now: float
 ) -> OutageStatus | None:
-    """Why a task of this environment gets no worker; None if that is not the cause."""
+    """Return why this environment gets no worker; None if that is not the cause."""
     outage = node.outages.get(environment)
     if outage is not None:
         return _outage_status(environment, outage, now)

@@ -151,7 +151,7 @@ _HOLD_NOTHING: Final = frozenset({TaskState.WAITING.value, TaskState.EXPECTING.v
 
 @dataclass(frozen=True, slots=True)
 class ReservationStatus:
-    """What is kept for a task that has waited long at the head of its queue.
+    """Resources reserved for a task that has waited long at the head of its queue.
 
     Attributes:
         task: the task's number.
@@ -291,7 +291,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class OutageStatus:
-    """Why no worker can be started, as `status()` and `why()` show it.
+    """The reason why no worker can be started, for `status()` and `why()`.
 
     Attributes:
         reason: why the last attempt failed.
@@ -526,7 +526,7 @@ def amount(count: int, none: str = "") -> str:
 
 
 def memory_use(used: int | None, total: int) -> str:
-    """How much memory is used of how much, as far as it is known."""
+    """Describe the used and the total memory, as far as known."""
     there = amount(total)
     if used is None:
         return there
@@ -582,7 +582,7 @@ def summary(status: NodeStatus) -> str:
 
 
 def overview(status: NodeStatus) -> Iterator[str]:
-    """What is free of each resource, how many workers and tasks there are."""
+    """Summarise free resources, workers and tasks."""
     if status.draining is not None:
         yield _draining(status.draining)
     states = Counter(worker.state for worker in status.workers)
@@ -620,7 +620,7 @@ def _draining(seconds: float) -> str:
 
 
 def reservation_line(status: NodeStatus) -> Iterator[str]:
-    """What is kept for which task, if there is a reservation."""
+    """Describe the reservation, if there is one."""
     kept = status.reservation
     if kept is not None:
         when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
@@ -738,7 +738,7 @@ def _shape_rows(status: NodeStatus) -> Iterator[str]:
 
 
 def asked_for(shape: ShapeStatus) -> str:
-    """What each task of a shape asks for, with the conditions on its GPUs."""
+    """Describe the request of a shape, with the conditions on GPUs."""
     where = f" of {shape.where}" if shape.where else ""
     return terms(shape.request.items()) + where
 

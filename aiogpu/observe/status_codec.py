@@ -1,4 +1,4 @@
-"""What a node says of itself, as bytes: reports by their fields, and no pickle.
+"""Encodes status reports by their fields, without pickle.
 
 Programs and commands read these bytes before they have any other reason to trust the
 node, so reading them must run no code. Ten bytes of a pickle can ask for gigabytes of

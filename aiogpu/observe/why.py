@@ -1,4 +1,4 @@
-"""Why a task is where it is: plain data, and the words in which people read it.
+"""Reasons for the state of a task: plain data, and their text.
 
 `explain` tells the whole story, `brief` the same in one line. `aiogpu.observe.snapshot`
 makes a `Why` from the state of the scheduler.
@@ -48,7 +48,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Why a task waits, or what it does instead. `str()` tells it in words.
+    """Why a task waits, or its state if it does not. `str()` gives the text.
 
     Attributes:
         name: the task's name.
@@ -136,7 +136,7 @@ class Why:
 
 
 def brief(why: Why) -> str | None:
-    """Why the code of a task does not run, in one line; None if it runs."""
+    """Return why a task's code does not run, in one line; None if it runs."""
     match why.state:
         case "waiting":
             return _waits(why)
@@ -185,7 +185,7 @@ def _who(why: Why) -> str:
 
 
 def _does(why: Why) -> str:
-    """What a task does that is not in the queue."""
+    """Describe the state of a task that is not in the queue."""
     request, worker = terms(why.request.items()), f"worker {why.worker} (pid {why.pid})"
     runs = "" if why.runs_for is None else f", for {span(why.runs_for)} now"
     match why.state:
@@ -225,7 +225,7 @@ def _does(why: Why) -> str:
 
 
 def _simple_cause(why: Why) -> str:
-    """What a task waits for if that is neither a resource nor a worker."""
+    """Describe a cause that is neither a resource nor a worker."""
     if why.is_held_up:
         return "until another has run alone, for which memory ran out before"
     if why.is_behind:
@@ -279,7 +279,7 @@ def _shortage_in_brief(shortage: Shortage, why: Why) -> str:
 
 
 def _shortage(shortage: Shortage) -> Iterator[str]:
-    """What is short, then the devices that are set aside, then who holds the rest."""
+    """Describe a shortage, the withheld devices, and the holders."""
     name = shortage.resource
     told = (
         f"  {spoken(name)} {written(name, shortage.asked)}: "
@@ -301,7 +301,7 @@ def _shortage(shortage: Shortage) -> Iterator[str]:
 
 
 def _by_device(shortage: Shortage) -> str:
-    """What is free on each device that the task may use."""
+    """Describe the free share of each device that the task may use."""
     shares = (
         f"{device.id}: {_free_on(device, shortage.resource)}"
         for device in shortage.devices
@@ -326,7 +326,7 @@ def _held(shortage: Shortage) -> Sequence[tuple[DeviceStatus | None, Holder]]:
 
 
 def _holder(holder: Holder, name: str, device: DeviceStatus | None) -> str:
-    """Who holds how much; of which device, if there are devices."""
+    """Describe a holder with its amount and its device, if there is one."""
     held = written(name, holder.share)
     if name == GPU_MEMORY or not holder.share:
         held = written(GPU_MEMORY, holder.memory)

@@ -43,7 +43,7 @@ Handler = Callable[[list[Message]], None]
 
 
 class Recipient(NamedTuple):
-    """Who is told what a peer says, and what becomes of its connection.
+    """The receiver of a peer's messages and of changes to its connection.
 
     Attributes:
         on_messages: is called with messages that have arrived together, in order.
@@ -257,7 +257,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def unsent(self) -> int:
-        """How many bytes of sent messages have not left this process."""
+        """The number of bytes that wait in this process to be sent."""
         if self._transport is None:
             return 0
         return self._transport.get_write_buffer_size()

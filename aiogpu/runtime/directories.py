@@ -31,7 +31,7 @@ SHARED: Final = 0o077
 
 
 class Unfit(NamedTuple):
-    """Why a directory or a file is not used.
+    """The reason why a directory or file is not used.
 
     Attributes:
         problem: what is wrong, as a predicate: "is a symbolic link".

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class SubmitBatch:
-    """Calls of one function in a row that the core is told of together.
+    """Consecutive calls of one function that are submitted to the core together.
 
     Attributes:
         func: what is called; None where the next call is submitted by itself.
@@ -115,7 +115,7 @@ class SubmitBatch:
         return self._before + len(calls)
 
     def end(self) -> None:
-        """Tell the core of what has come; the next call is told by itself."""
+        """Submit the batch; the next call begins a new one."""
         func, self.func = self.func, None
         if func is not None and self.calls:
             calls, self.calls = self.calls, []
@@ -129,7 +129,7 @@ P = ParamSpec("P")
 
 
 class Observer(Protocol):
-    """Is told what workers do, before the core hears of it."""
+    """Observes workers' events before the core does."""
 
     def on_assign(self, worker: int, /) -> None:
         """A worker is about to be sent a task."""
@@ -243,7 +243,7 @@ class Driver:
 
     @cached_property
     def requests(self) -> NestedRequests:
-        """What takes in requests of tasks; loaded with the first request."""
+        """The handler of tasks' requests; loaded with the first request."""
         assert self._nested is not None
         return self._nested()
 
@@ -259,7 +259,7 @@ class Driver:
 
     @property
     def leases(self) -> Leases:
-        """What others hold; loaded once somebody asks for a lease or a placement."""
+        """The leases and placements; loaded with the first request for one."""
         if self._leases is None:
             from aiogpu.runtime.callers.leases import Leases
 
@@ -271,7 +271,7 @@ class Driver:
 
     @cached_property
     def faults(self) -> Faults:
-        """What becomes of the steps in which aiogpu fails; loaded with the first."""
+        """The handler of internal faults; loaded with the first fault."""
         from aiogpu.runtime.internal_faults import Faults
 
         return Faults(self._calls, self.pool, self._send_alone, self.feed)
@@ -361,7 +361,7 @@ class Driver:
         return range(first, first + count)
 
     def _submit_each(self, func: FunctionSpec, calls: list[Call]) -> None:
-        """Submit a batch; one by one if no other task of its kind waits any more."""
+        """Submit a batch; task by task if no other task of its kind waits."""
         if not self.submit_row(func, calls, OWN):
             for call in calls:
                 assert call.receiver is not None, call
@@ -378,7 +378,7 @@ class Driver:
         return self._calls.get(TaskId(task)) is not None
 
     def cancel(self, task: int) -> None:
-        """Stop a task; its receiver is not told anything any more."""
+        """Cancel a task; its receiver gets no outcome."""
         self.row.end()
         call = self._calls.get(TaskId(task))
         if call is not None:
@@ -419,7 +419,7 @@ class Driver:
         self.carry_out(wanted)
 
     def carry_out(self, wanted: Sequence[Effect]) -> None:
-        """Carry out effects; then feed the core the events that were queued meanwhile.
+        """Carry out effects; then pass the events queued by them to the core.
 
         The caller must set `is_busy` before it asks the core. This method clears it.
         """
@@ -495,7 +495,7 @@ class Driver:
     def wait(
         self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
     ) -> None:
-        """A task waits for these, for an actor, or for nothing any more."""
+        """Note that a task waits for tasks or an actor, or no longer waits."""
         self.feed(Scheduler.wait_for, task, children, is_elsewhere)
 
     def demand(self, task: int, limit: int) -> None:
@@ -506,7 +506,7 @@ class Driver:
             self._commands.demand(call.worker, task, limit)
 
     def receiver_of(self, task: TaskId) -> Receiver | None:
-        """Who waits for a task, or for a call of an actor."""
+        """Return the receiver of a task, or of an actor's call."""
         call = self._calls.get(task)
         return self.actors.receiver_of(task) if call is None else call.receiver
 
@@ -520,7 +520,7 @@ class Driver:
         return 0 if record is None or record.task is None else record.task.id
 
     def delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
-        """Have who waits for a task or a call told later."""
+        """Delay the outcome of a task or a call."""
         if worker.actor is not None:
             worker.actor.delay(task, delay)
             return

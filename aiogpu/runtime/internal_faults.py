@@ -1,4 +1,4 @@
-"""What becomes of a step in which aiogpu itself fails.
+"""Handles steps in which aiogpu itself fails.
 
 A bug in aiogpu costs what it concerns and no more: the owner gets an `InternalError`
 with the cause, what the task held becomes free, and its worker goes on if it is certain
@@ -120,7 +120,7 @@ class Faults:
         fault: Exception,
         is_cancelled: bool = False,
     ) -> None:
-        """Tell a task's owner, and end a worker if nobody knows what it was told."""
+        """Fail the task, and end a worker whose state is unknown."""
         call = None if task is None else self._calls.get(task)
         if task is not None and call is not None:
             call.tell(fault)
@@ -132,7 +132,7 @@ class Faults:
 
 @contextmanager
 def _settling(doing: str, done: str, error: Exception) -> Iterator[Exception]:
-    """Log a fault and give the error to tell; a failure within is logged as well."""
+    """Log a fault and return its error; log a failure of that as well."""
     _log.error("! failed to %s", doing, exc_info=error)
     try:
         yield internal_error(done, error)

@@ -136,7 +136,7 @@ class MemoryGuard:
         return None if ended is None else describe_out_of_memory(name, death, *ended)
 
     def forget(self, worker: int) -> None:
-        """Forget a worker that is gone, once the owners of its tasks were told."""
+        """Forget a worker that is gone, after its tasks were settled."""
         self._ended.pop(worker, None)
 
     def _running(self) -> Iterator[Running]:
@@ -188,7 +188,7 @@ class MemoryGuard:
         self._weigh(usage, time.perf_counter())
 
     def _weigh_again(self, victim: Weighed) -> Weighed | None:
-        """Measure the victim again; return None if it need not be ended any more.
+        """Measure the victim again; return None if it need not be killed.
 
         Meanwhile its task may have ended, or memory may have become free.
         """

@@ -63,7 +63,7 @@ class BusyPoll:
         self._may = len(os.sched_getaffinity(0)) > 1
 
     def note(self, count: int) -> None:
-        """So many messages have come together.
+        """Note that `count` messages came together.
 
         Several are a flood: there the next ones are long under way, and whoever sends
         them needs the CPU.
@@ -272,7 +272,7 @@ class Supervisor:
 
     @property
     def directory(self) -> str:
-        """Where the node's own sockets are."""
+        """The directory of the node's sockets."""
         assert self._bootstrap is not None
         return self._bootstrap.config.directory
 
@@ -319,7 +319,7 @@ class Supervisor:
         console.close()
 
     def abandon(self) -> None:
-        """Give up at once, where no loop runs any more; workers see us end."""
+        """Close without an event loop; workers notice by themselves."""
         self._undo_start.close()
         parts = self._parts
         if parts is None or self._is_ending:
@@ -361,6 +361,6 @@ class Supervisor:
 
     @property
     def observed(self) -> Observations:
-        """What was last seen on the devices."""
+        """The latest samples of the devices."""
         devices = None if self._parts is None else self._parts.driver.devices
         return {} if devices is None else devices.observed

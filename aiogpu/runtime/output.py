@@ -1,4 +1,4 @@
-"""What tasks print: from the pipes and connections of workers to a terminal or a log.
+"""Output of tasks: from pipes and connections of workers to a terminal or a log.
 
 What a worker writes straight to descriptors 1 and 2 arrives in two named pipes
 (`LinePipe`); what its tasks print arrives as messages. `Output` gathers both for one

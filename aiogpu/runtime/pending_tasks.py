@@ -1,4 +1,4 @@
-"""What the driver keeps of a task while the core decides about its id.
+"""The driver's record of a task; the core knows only its id.
 
 A `FunctionSpec` is built once per function and options, a `Call` once per task. The
 `Receiver` is whoever waits: the driver tells it exactly one thing, once. Light to
@@ -40,13 +40,13 @@ EACH: Final = -1
 
 
 def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:
-    """Give items to whom they are for; None, if nobody wants them any more."""
+    """Pass items to their receiver; None if there is none."""
     if receiver is not None:
         cast("ItemReceiver", receiver).receive_items(payloads)
 
 
 def internal_error(doing: str, error: Exception) -> AiogpuError:
-    """The error to tell where aiogpu itself has failed; its cause is what was raised.
+    """Return the error for a failure of aiogpu itself, with its cause.
 
     An error that says already whose fault it is stays as it is.
     """
@@ -103,7 +103,7 @@ class Call:
     passed: int = 0
 
     def run(self, task: int, is_last: bool, borrow: Callable[[bytes], bytes]) -> Run:
-        """What its worker is told; `borrow` lends that what its payload refers to."""
+        """Return the message for the worker; `borrow` lends it the references."""
         func, payload = self.func, self.payload
         if type(payload) is not bytes:
             payload = borrow(payload)
@@ -118,13 +118,13 @@ class Call:
         self.answer = None
 
     def tell(self, error: Exception) -> None:
-        """Tell who waits that there will be no result; he is told no more."""
+        """Fail the receiver, which gets nothing more."""
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
             settle(receiver, error)
 
     def tell_timeout(self) -> TaskTimeoutError:
-        """Tell who waits that its time is up; gives what he is told."""
+        """Fail the receiver with a timeout, and return that error."""
         spec = self.func.spec
         error = TaskTimeoutError(
             f"{spec.name} did not end within its timeout of {spec.timeout:g} s "

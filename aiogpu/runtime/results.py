@@ -57,7 +57,7 @@ class Failures:
         self._noted.append((now, task, name, error, first, client))
 
     def at(self, now: float) -> tuple[FailureStatus, ...]:
-        """Those that are remembered, the latest first."""
+        """Return the remembered failures, the latest first."""
         # Late, as all of status is: few programs ask for it.
         from aiogpu.observe.status import FailureStatus
 
@@ -92,7 +92,7 @@ class Results:
         self._guard = guard
 
     def settle(self, effect: effects.Settle) -> None:
-        """Its code has ended: tell what came of it."""
+        """Settle a task whose code has ended."""
         calls, task = self._calls, effect.task
         call = calls.young.pop(task, None) or calls.pop(task)
         receiver, answer = call.receiver, call.answer
@@ -109,7 +109,7 @@ class Results:
             tell_fault(receiver, error)
 
     def fail(self, effect: effects.Fail) -> None:
-        """There will be no result: tell why."""
+        """Settle a task that has no result, with the reason."""
         call, task, reason = self._calls[effect.task], effect.task, effect.reason
         spec = call.func.spec
         match effect.failure:
@@ -152,7 +152,7 @@ class Results:
         )
 
     def warn(self, effect: effects.Warn) -> None:
-        """It waits for what is held without end: tell the program whose it is."""
+        """Warn the program of a task that waits for a lease without end."""
         from aiogpu.observe.snapshot import stall_warning
 
         node = self._scheduler
@@ -180,7 +180,7 @@ class Results:
         return OWN if call is None else call.client
 
     def note(self, task: int, call: Call, error: str, message: str) -> None:
-        """Remember a failure that somebody is told of."""
+        """Remember a reported failure."""
         if call.receiver is not None:
             now, name = time.monotonic(), call.func.spec.name
             self.failures.note(now, task, name, error, message, call.client)

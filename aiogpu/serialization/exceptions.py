@@ -221,7 +221,7 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
 
 
 def error_of(outcome: Failed | Exception, task_name: str) -> Exception:
-    """Return the exception for whoever waits for a task that gave no result."""
+    """Return the exception for the waiters of a task without a result."""
     if isinstance(outcome, Exception):
         return outcome
     return unpack_failure(outcome, task_name)

@@ -106,7 +106,7 @@ class Payload(bytes):
         return f"<Payload of {len(self)} bytes, segment {self.contents.segment}>"
 
     def release(self) -> None:
-        """Keep nothing alive any more: it was opened, or sent."""
+        """Release the buffers: the payload was opened or sent."""
         self.parts = self.holds = self.needs = ()
         self.source = None
 

@@ -42,7 +42,7 @@ def _reduce_cache(cached: _lru_cache_wrapper[Any]) -> str | tuple[object, ...]:
 def _make_cached(
     function: Callable[..., Any], most: int | None, is_typed: bool
 ) -> _lru_cache_wrapper[Any]:
-    """Give the function a cache of its own, which is empty."""
+    """Give the function a fresh, empty cache."""
     return lru_cache(most, is_typed)(function)
 
 
@@ -147,7 +147,7 @@ def dump_whole(value: object) -> bytes:
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Pickle an exception, also of a class with a constructor of its own.
+    """Pickle an exception, also if its class redefines the constructor.
 
     Raises:
         Exception: whatever the reducers of the object's parts raise.

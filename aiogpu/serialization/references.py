@@ -129,7 +129,7 @@ def keep_small_buffers(large: list[memoryview]) -> Callable[[PickleBuffer], bool
 
 
 class _Collector(_local):
-    """Where this thread's pickler lists references; None while nothing is sent."""
+    """The thread's list of pickled references; None while nothing is sent."""
 
     found: list[Any] | None = None
     actors: list[Any] | None = None
@@ -140,7 +140,7 @@ _collector: Final = _Collector()
 
 @contextmanager
 def collect_references(are_actors: bool = False) -> Iterator[list[Any]]:
-    """List the references of the handles that this thread pickles meanwhile.
+    """List the references of handles that this thread pickles in the block.
 
     Args:
         are_actors: whether handles to actors alone may be there, as in a function or an

@@ -206,7 +206,7 @@ def dump_whole(value: object) -> bytes:
 
 
 class SplitResults(tuple[object, ...]):
-    """The several results of one task, each of which is a value of its own."""
+    """The results of a task with `num_returns`, each a separate value."""
 
     __slots__ = ()
 

@@ -52,7 +52,7 @@ TO_PEER: Final[dict[str, frozenset[type[Message]]]] = {
 
 
 class ConnectionState(Enum):
-    """Where a connection is."""
+    """The states of a connection."""
 
     GREETING = "greeting"
     """Only `Hello` is accepted."""
@@ -127,7 +127,7 @@ class Connection:
         self.state = ConnectionState.OPEN
 
     def close(self) -> None:
-        """Read nothing any more."""
+        """Stop reading."""
         self.state = ConnectionState.CLOSED
         self._accepted = frozenset()
 

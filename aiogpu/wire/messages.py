@@ -351,7 +351,7 @@ class Submit(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Worker to driver: the task waits for these children, or for none any more.
+    """Worker to driver: the task waits for these children, or for none.
 
     The main thread waits for the first `bound` of them: in plain code, with no time
     limit, and it does nothing else before all have ended or one has failed.
@@ -363,7 +363,7 @@ class Wait(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """Worker to driver: this child's result is not wanted any more."""
+    """Worker to driver: cancel this child."""
 
     task: int
     child: int
@@ -556,7 +556,7 @@ OWNER_BITS: Final = 36
 
 
 class Recycle(NamedTuple):
-    """Driver to worker: nobody reads these segments of yours; you may reuse them.
+    """Driver to worker: your segments have no readers; you may reuse them.
 
     Those with a negated id are to be closed: the node has no memory to spare.
     """
@@ -565,7 +565,7 @@ class Recycle(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """Worker to driver: these things, received so often, are not used any more.
+    """Worker to driver: these references, received so often, are released.
 
     See `READ_DESCRIPTORS` for none.
     """
@@ -620,7 +620,7 @@ class Fetch(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Worker to driver: this value is not wanted any more; stop its task."""
+    """Worker to driver: cancel the task that makes this value."""
 
     value: int
 
@@ -795,7 +795,7 @@ class TakeLease(NamedTuple):
 
 
 class Depart(NamedTuple):
-    """Client to node: stop everything that is mine; tell me when it has stopped."""
+    """Client to node: stop all my tasks, and answer when they have stopped."""
 
 
 class Departed(NamedTuple):

@@ -119,7 +119,7 @@ class SerialActor:
         return executor.describe(call, outcome)
 
     def _read_drops(self, call: int) -> bool:
-        """Read on until all calls are known that nobody wants any more.
+        """Read until all dropped calls are known.
 
         Args:
             call: the one whose turn it is; those before it were answered.

@@ -193,7 +193,7 @@ class AsyncActor(Invoker):
             self._answers.append(answer)
 
     def _tell_soon(self) -> None:
-        """Something is not needed any more that was in what has ended just now."""
+        """Schedule the release of references that have just been dropped."""
         if not self._is_telling:
             self._is_telling = True
             with suppress(RuntimeError):  # the loop is closed

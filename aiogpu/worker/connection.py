@@ -169,7 +169,7 @@ class Channel:
             return self.read(socket.MSG_DONTWAIT)
 
     def admit_guests(self, are_admitted: bool) -> None:
-        """Let threads of the running task read; or nobody but the worker's main one."""
+        """Let threads of the running task read, or only the worker's main thread."""
         with self._reading:
             self._has_guests = are_admitted
 
@@ -256,7 +256,7 @@ class Channel:
                 self._socket.sendall(frame)
 
     def uncut(self) -> AbstractContextManager[None]:
-        """Nothing interrupts what is done meanwhile, in this thread."""
+        """Context manager: no interrupt is raised in this thread in the block."""
         return self._interrupts.if_open()
 
     def _name(self, message: Message) -> None:

@@ -178,7 +178,7 @@ class CoroutineCancel:
 
 
 def _is_loop_code(frame: FrameType | None) -> bool:
-    """Return whether nobody's code runs but the loop's, from `Coroutines.run` on."""
+    """Return whether only the loop's own code runs below `Coroutines.run`."""
     while frame is not None and frame.f_code.co_filename.startswith(_LOOP_CODE):
         if frame.f_code is Coroutines.run.__code__:
             return True

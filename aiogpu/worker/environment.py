@@ -1,4 +1,4 @@
-"""What a worker's code finds around it: variables, threads, directory, handlers.
+"""The environment of a worker's code: variables, threads, directory, handlers.
 
 The environment is set before anything of the user's is unpickled. A zygote loads
 numeric libraries while they are told to use one thread, and they do not look at their
@@ -59,7 +59,7 @@ def is_given(names: Iterable[str]) -> bool:
 
 
 def keep(name: str, value: str) -> None:
-    """Set a variable that tasks find unchanged, whatever one of them does to it."""
+    """Set a variable that is restored for each task."""
     os.environ[name] = value
     _found[os.fsencode(name)] = os.fsencode(value)
 
@@ -90,7 +90,7 @@ def restore() -> None:
 
 
 def seeds() -> list[Callable[[], object]]:
-    """Return what seeds the generators anew that libraries have imported by now.
+    """Return functions that reseed the generators of imported libraries.
 
     A fork repeats its parent's numbers. The standard library's `random` sees to
     itself after a fork; numpy's and torch's global generators do not. What torch has
@@ -151,7 +151,7 @@ class Threads:
         }
 
     def begin_with_one(self) -> None:
-        """In the zygote: be ready for tasks with one CPU, which are most of them.
+        """In the zygote: set up for tasks with one CPU, which most tasks have.
 
         What was loaded here uses one thread already.
         """
@@ -199,13 +199,13 @@ class Threads:
 
 
 def _count(variable: str, default: int) -> int:
-    """What a variable says; OMP_NUM_THREADS may be a list, one number a level."""
+    """Parse a variable; OMP_NUM_THREADS may be a list, one number per level."""
     first = os.environ.get(variable, "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else default
 
 
 class TaskStateReset:
-    """Where a worker's tasks begin."""
+    """Restores the state in which each task of a worker begins."""
 
     def __init__(self, restore_handler: Callable[[], None]) -> None:
         self._restore_handler = restore_handler

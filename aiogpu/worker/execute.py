@@ -209,7 +209,7 @@ class Executor(Invoker):
     # Answers
 
     def describe(self, number: int, raised: Raised) -> Failed:
-        """Return what is sent about a failure, and let go of its frames.
+        """Return the message about a failure, and release its frames.
 
         `raised` is empty afterwards: the error refers to the frames that hold it, and
         so to itself and to the arguments.

@@ -168,7 +168,7 @@ SIGNS: Final = (
 
 
 def has_run_out(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, tells of this process.
+    """Return whether an exception or its causes report memory that this process lacks.
 
     Not what it was raised during: a task that has caught one has dealt with it. A
     group tells of it where each of its members does.
@@ -262,7 +262,7 @@ CuPy, Numba and XLA."""
 
 
 def poisoned_by(error: BaseException) -> str | None:
-    """The name of the sticky CUDA error that an exception tells of, None for none.
+    """Return the name of the sticky CUDA error in an exception; None for none.
 
     Its causes are looked at too, and what it was raised during.
     """

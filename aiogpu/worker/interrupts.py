@@ -92,11 +92,11 @@ class Interrupts:
 
     @property
     def drops(self) -> int:
-        """How many calls were dropped that this process was sent."""
+        """Return how many calls sent to this process were dropped."""
         return self._page.dropped(self._slot)
 
     def has_heard(self, task: int) -> bool:
-        """Return whether the driver was told that this task knows."""
+        """Return whether this task has acknowledged its cancel."""
         return self._page.heard(self._slot) == task
 
     def hear(self, task: int) -> None:

@@ -77,7 +77,7 @@ class UnsendableError(Exception):
 
 @final
 class Raised:
-    """What a call raised, and the step that it had reached.
+    """The exception of a call, and the step that raised it.
 
     Attributes:
         kind: what the failure is, one of the kinds of `serialization.exceptions`.
@@ -149,7 +149,7 @@ class Constructor(Callables):
 
 
 class Invoker:
-    """What `invoke` does differently from one place where code runs to another.
+    """The parts of `invoke` that differ between places where code runs.
 
     What is here is right in a worker, on an event loop that runs.
     """
@@ -348,7 +348,7 @@ def send_all(
 async def send_all_async(
     items: Any, flow: StreamSender, new_future: Callable[[], Future[None]]
 ) -> None:
-    """The same on an event loop, for a generator of either kind.
+    """Send the items of a generator of either kind, on an event loop.
 
     A plain one has the loop to itself until it is held.
 

@@ -40,7 +40,7 @@ SLICE: Final = 0.05
 
 
 class TaskClient(NodeClient):
-    """What the running task has asked of the node; one for the life of the worker.
+    """The client of the running task; one for the life of the worker.
 
     Attributes:
         loop: the event loop that reads the socket for the task; None without one.
@@ -64,7 +64,7 @@ class TaskClient(NodeClient):
 
     @property
     def waits(self) -> LoopWaits:
-        """Who is told of waits on the event loop that runs here."""
+        """The observer of waits on the event loop of this thread."""
         loop = sys.modules["asyncio"].get_running_loop()
         waits = self._loops.get(loop)
         if waits is None or not waits.is_current:
@@ -77,7 +77,7 @@ class TaskClient(NodeClient):
 
     @property
     def loans(self) -> Loans:
-        """What was lent to this worker."""
+        """The loans of this worker."""
         assert self._channel.loans is not None, self
         return self._channel.loans
 
@@ -117,13 +117,13 @@ class TaskClient(NodeClient):
         self._channel.admit_guests(True)
 
     def tell_dropped(self) -> None:
-        """Say what was lent and is not needed any more."""
+        """Report loans that are no longer needed."""
         loans = self._channel.loans
         if loans is not None and loans.over:
             loans.tell_to(self._channel.send)
 
     def tell_amid(self) -> None:
-        """The same while a task runs, which may go on for days."""
+        """Report them while a task runs, which may take days."""
         loans = self._channel.loans
         if loans is not None and loans.over:
             with self._channel.uncut():
@@ -147,7 +147,7 @@ class TaskClient(NodeClient):
         raise error_inside_task(f"why() of the handle of {name}")
 
     def withdraw_soon(self, child: int) -> None:
-        """The same where the collector runs, which may be amid a send."""
+        """Withdraw from a finalizer, which may run during a send."""
         if self._channel.is_busy:
             self._unwanted.append(child)
         else:
@@ -160,7 +160,7 @@ class TaskClient(NodeClient):
     def note_wait(
         self, waiter: object, children: tuple[int, ...], is_bound: bool = False
     ) -> None:
-        """A thread or loop of the task waits for these, or for none any more.
+        """Note that a thread or loop of the task waits for these, or for none.
 
         The task as a whole waits for what any of them waits for; see `Wait` for what
         its main thread is bound to.
@@ -183,7 +183,7 @@ class TaskClient(NodeClient):
         self.send(Wait(current.task, children, len(bound)))
 
     def end_wait(self, waiter: object) -> None:
-        """All that it waited for has ended, which the driver knows by itself."""
+        """Note the end of a wait that the driver knows by itself."""
         self._waits.pop(waiter, None)
 
     def read(self) -> None:
@@ -222,7 +222,7 @@ class TaskClient(NodeClient):
         return True
 
     def hand_over(self) -> None:
-        """Wait until the driver has, or will get by itself, each result that is shared.
+        """Wait until the driver has each shared result, or will get it by itself.
 
         A child that ended just before its result was shared has sent its answer here
         and nowhere else. The answer is lost if this process ends without reading it.
@@ -292,7 +292,7 @@ class LoopWaits:
             self._tell_soon()
 
     def end_wait(self, child: int) -> None:
-        """It waits no longer, although the child has not ended."""
+        """Stop waiting although the child has not ended."""
         if child in self._waits:
             self._waits[child] -= 1
             if not self._waits[child]:
@@ -300,7 +300,7 @@ class LoopWaits:
                 self._tell_soon()
 
     def settle(self, child: int) -> None:
-        """A child has ended; nobody waits for it any more."""
+        """Settle a child that has ended."""
         self._waits.pop(child, None)
 
     def _tell_soon(self) -> None:

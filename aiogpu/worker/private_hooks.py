@@ -1,4 +1,4 @@
-"""What workers use of CPython, asyncio and PyTorch that these do not promise.
+"""Private interfaces of CPython, asyncio and PyTorch that workers use.
 
 Each has one function here, which says what is done without it, and a test in
 `tests/worker/test_private_hooks.py` that runs on every Python that is supported.
@@ -98,5 +98,5 @@ def on_cuda(cuda: Any, call: Callable[[], object]) -> None:
 
 
 def is_fork_of_cuda(cuda: Any) -> bool:
-    """Whether PyTorch takes this process for a fork of one that had begun CUDA."""
+    """Return whether PyTorch sees a fork of a process that had initialised CUDA."""
     return bool(cuda._is_in_bad_fork())

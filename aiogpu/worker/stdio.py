@@ -1,4 +1,4 @@
-"""What a task prints, as lines that carry their task.
+"""Sends the output of tasks as lines with the task's number.
 
 `sys.stdout` and `sys.stderr` become text streams that send whole lines on the
 worker's own connection, so they reach the driver before the task's answer does.
@@ -137,7 +137,7 @@ class Stdio:
             sys.stdout, sys.stderr = out, err
 
     def leave(self) -> None:
-        """In a fork of the worker: write to descriptors 1 and 2, as others do."""
+        """In a fork of the worker: write to descriptors 1 and 2 directly."""
         sys.stdout, sys.stderr = (
             open(  # noqa: SIM115 - they live as long as the process
                 stream, "w", buffering=1, closefd=False, errors="backslashreplace"

@@ -1,4 +1,4 @@
-"""Ids: plain integers, told apart by the type checker alone.
+"""Ids: plain integers with a type each for the type checker.
 
 Counters hand them out, never chance, so that a run can be replayed.
 """

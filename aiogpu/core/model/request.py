@@ -1,4 +1,4 @@
-"""What a task asks for: the request, the conditions on devices, the task's spec.
+"""Requests for resources, conditions on devices, and specifications of tasks.
 
 All of it is compared by value: tasks that ask for the same wait in one queue. A spec is
 built once per function and holds only what the scheduler decides by; the function and
@@ -29,7 +29,7 @@ from aiogpu.core.model.units import (
 
 
 def named_bytes(amount: int, memory: int) -> int:
-    """What a request reserves by name on each device; 0 if its share says it all.
+    """Return the bytes reserved explicitly on each device; 0 if the share implies them.
 
     Args:
         amount: of the device, in parts.
@@ -159,7 +159,7 @@ class PlacementGroupSpec(NamedTuple):
 
 
 class BundleRef(NamedTuple):
-    """Where a member of a placement group takes what it asks for.
+    """A reference to a bundle from which a member takes its resources.
 
     Attributes:
         key, name: those of the placement group.
@@ -177,7 +177,7 @@ class BundleRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a task asks for. Built once per function, compared by value.
+    """A request for resources. Built once per function, compared by value.
 
     Attributes:
         scalars: amounts of undivided resources (CPU, custom ones) in parts, by
@@ -367,7 +367,7 @@ UNLIMITED = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """What tasks must have in common to be queued together."""
+    """Request and environment: tasks with equal shapes are queued together."""
 
     request: Request
     environment: Environment = ()
@@ -389,7 +389,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskSpec:
-    """What one function asks for, the same for all its calls.
+    """The specification of a function's tasks, the same for all its calls.
 
     Attributes:
         name: how logs, errors and `status()` call the task.

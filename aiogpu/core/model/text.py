@@ -1,4 +1,4 @@
-"""How figures and lists are written where people read them."""
+"""Formats figures and lists for people."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def parse_size(option: str, value: object) -> int:
 
 
 def memory_size(option: str, value: object) -> int:
-    """The same of what a program is to have, or has: nothing, or `LEAST` at least.
+    """Parse an amount of memory that is 0 or at least `LEAST`.
 
     Raises:
         OptionError: it is no size, or so small that its unit was forgotten, or is
@@ -100,7 +100,7 @@ def bytes_told(count: int) -> str:
 
 
 def too_small(count: int) -> str | None:
-    """What so few, without a unit, may have meant; None where they are enough."""
+    """Guess the unit that was left out of a small number; None for a large one."""
     if count >= LEAST:
         return None
     return f"{count}GiB" if count < 1 << 10 else f"{min(count, 1 << 16)}MiB"

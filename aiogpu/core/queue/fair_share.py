@@ -40,7 +40,7 @@ from aiogpu.errors import InfeasibleError, LimitError, OptionError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may have at once; nothing is limited by default.
+    """Limits of one program; nothing is limited by default.
 
     Attributes:
         max_waiting: tasks of it that have not ended, running ones included; one more
@@ -185,11 +185,11 @@ class LeaseUsage:
         return self._since - self.turn_since
 
     def begin_slice(self) -> None:
-        """The program has its turn anew."""
+        """Begin a new turn of the program."""
         self.turn_since = self._since
 
     def end(self) -> None:
-        """Nothing is held any more."""
+        """Note that the lease has ended."""
         self.charge()
         for name, parts in self._held.items():
             self._move(name, -parts)
@@ -208,7 +208,7 @@ class LeaseUsage:
         self._move(CPU, self._held.get(CPU, 0))
 
     def keep_devices(self, kinds: Container[str]) -> None:
-        """All but devices is given back; nobody is charged for the rest."""
+        """Note that everything but devices was given back and is not charged."""
         self.charge()
         self.cost = 0.0
         for name in list(self._held):
@@ -343,14 +343,14 @@ class Clients:
     def beyond(
         self, client: Client, request: Request, held: Mapping[str, int]
     ) -> Iterator[tuple[str, int]]:
-        """What of a request, beside what is held, is more than a program may hold."""
+        """Return the resources by which a request exceeds a program's limits."""
         most = client.most
         for name, parts in self.amounts_of(request) if most else ():
             if held.get(name, 0) + parts > most.get(name, inf):
                 yield name, parts
 
     def allows(self, id_: ClientId, request: Request) -> bool:
-        """Whether a request is within what a program may hold, if it holds no more."""
+        """Return whether a request alone is within a program's limits."""
         return not any(self.beyond(self.of(id_), request, {}))
 
     def admit(self, id_: ClientId, request: Request) -> None:

@@ -172,7 +172,7 @@ class Bucket:
         return max(before, min(place, self.size - 1))
 
     def near(self) -> Iterator[TaskRecord]:
-        """Those that wait near the front; of the first some thousands, not of all."""
+        """Yield tasks near the front, from the first few thousand."""
         for record in islice(chain(self._swept, self._rest), SEARCHED):
             if record.state is _WAITING:
                 yield record

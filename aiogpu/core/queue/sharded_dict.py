@@ -117,6 +117,6 @@ class ShardedDict(Generic[T]):
         return value
 
     def values(self) -> Iterator[T]:
-        """All that is there, in order of the ids' shards."""
+        """Yield all values, in order of the ids' shards."""
         for shard in self._shards.values():
             yield from shard.values()

@@ -25,7 +25,7 @@ SWEPT: Final = 4
 
 
 class AlarmKind(Enum):
-    """What is to be looked at."""
+    """The kinds of alarms."""
 
     EXPIRE = "expire"
     """A task's `timeout` has passed."""

@@ -1,1 +1,1 @@
-"""What the node has, and who holds what of it."""
+"""The node's resources, and who holds them."""

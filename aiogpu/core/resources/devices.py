@@ -37,7 +37,7 @@ Share = tuple[int, int]
 
 
 class Cause(Enum):
-    """Why a device is given to nobody for now, in the order in which it is told."""
+    """The causes for which a device is withheld, in the order of reports."""
 
     UNSETTLED = "unsettled"
     """Ended tasks have left something on it."""
@@ -63,7 +63,7 @@ class DeviceAvailability:
         self._reasons: dict[int, dict[Cause, str]] = {}
 
     def note(self, index: int, cause: Cause, reason: str | None) -> None:
-        """Give a device to nobody for a reason, or for None, no longer for that cause.
+        """Withhold a device for a reason, or with None end that cause.
 
         Whoever has a share of it keeps it.
         """
@@ -197,7 +197,7 @@ class DeviceSet:
         return known
 
     def demand(self, request: Request) -> int:
-        """What a request says of the memory of devices of this kind; 0 for nothing."""
+        """Return the memory that a request needs on each device of this kind, or 0."""
         return request.gpu_memory if self._has_memory else 0
 
     def usable(self, amount: int, request: Request) -> int:
@@ -219,7 +219,7 @@ class DeviceSet:
         return known
 
     def room_for(self, amount: int, request: Request) -> int:
-        """How many could have `amount` of a request at once, if nothing was taken."""
+        """Count the leases of `amount` that fit at once while nothing is taken."""
         usable = self.usable(amount, request)
         if amount >= UNIT:
             return usable.bit_count() // (amount // UNIT)
@@ -233,13 +233,13 @@ class DeviceSet:
         return rooms
 
     def free_memory(self, index: int) -> int:
-        """Bytes that nobody has reserved, by name or by a share; 0 where unknown."""
+        """Return the bytes that no lease has reserved; 0 if unknown."""
         implied = UNIT - self.free[index] - self._apart[index]
         capacity = self.capacity[index]
         return capacity - capacity * implied // UNIT - self.named[index]
 
     def _has_room(self, index: int, amount: int, memory: int) -> bool:
-        """Whether a device has the memory for a share, whatever parts are free."""
+        """Return whether a device has the memory for a share."""
         capacity = self.capacity[index]
         if memory and capacity < max(memory, 1):
             return False
@@ -253,7 +253,7 @@ class DeviceSet:
         return capacity * (implied + amount) // UNIT + self.named[index] <= capacity
 
     def could_serve(self, amount: int, request: Request, mask: int) -> bool:
-        """Whether the devices of a mask, chosen for `amount`, are free for it now."""
+        """Return whether the devices of a mask are free for `amount` now."""
         part = min(amount, UNIT)
         return (
             not mask & self.availability.aside_mask
@@ -326,7 +326,7 @@ class DeviceSet:
         return mask
 
     def _fullest(self, mask: int, *, spread: bool) -> int:
-        """Of the devices of a mask those with the least free memory, or the most."""
+        """Return the devices of a mask with the least free memory, or the most."""
         levels: dict[int, int] = {}
         while mask:
             bit = mask & -mask
@@ -357,7 +357,7 @@ class DeviceSet:
         return tuple(whole)
 
     def take(self, shares: Iterable[Share], memory: int = 0) -> None:
-        """Take shares that `choose` has named and nobody has taken since.
+        """Take shares that `choose` has just returned.
 
         Args:
             shares: of which devices, and how much of each.
@@ -422,7 +422,7 @@ class DeviceSet:
             insort(self._levels, level)
 
     def taken(self) -> tuple[list[int], list[int], list[int], int]:
-        """What is taken of the devices; equal for sets of which the same is."""
+        """Return the taken shares in a form that compares by value."""
         return self.free, self.named, self._apart, self.named_mask
 
     def check(self) -> None:

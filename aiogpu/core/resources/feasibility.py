@@ -1,4 +1,4 @@
-"""What a node lacks for a request even when it is idle, in words."""
+"""Explains what even an idle node lacks for a request."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def find_infeasible(
 
 
 def _too_few(devices: DeviceSet, amount: int, count: int, request: Request) -> str:
-    """Why too few devices could serve a request; the first filter that says so."""
+    """Explain why too few devices fit a request, by the first filter that fails."""
     kind, wanted, where = devices.kind, devices.wanted_type(request), request.where
     of_type = _those(devices, devices.mask_of_type(wanted))
     suffix = f" of type {wanted}" if wanted else ""
@@ -119,7 +119,7 @@ def _too_little_memory(fitting: list[Device], count: int, request: Request) -> s
 
 
 def _like(name: str, known: Iterable[str]) -> list[str]:
-    """What was meant, maybe, by a name that nobody knows, however it is written."""
+    """Suggest a known name that is similar to an unknown one."""
     from difflib import get_close_matches
 
     by_lower = {one.lower(): one for one in sorted(known)}

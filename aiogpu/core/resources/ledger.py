@@ -1,4 +1,4 @@
-"""What the node has, what is taken, and by which lease.
+"""The node's resources, the taken amounts, and the leases that hold them.
 
 A lease takes all its scalars and device shares, or nothing. The ledger does not know
 what a lease is for. `check()` asserts the invariant: capacity minus all leases equals
@@ -32,13 +32,13 @@ class LeaseAccount(Protocol):
     """Charges a client for what one lease holds; see `queue.fair_share`."""
 
     def end(self) -> None:
-        """All of it is given back."""
+        """Note that the whole lease was given back."""
 
     def lend(self) -> None:
-        """Its CPUs are given back for a while."""
+        """Note that the lease's CPUs were given back for a while."""
 
     def resume(self) -> None:
-        """Its CPUs are held again."""
+        """Note that the lease's CPUs are held again."""
 
     def keep_devices(self, kinds: Container[str]) -> None:
         """All but devices of these kinds is given back."""
@@ -46,7 +46,7 @@ class LeaseAccount(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one task holds: the request, and which devices serve it.
+    """The resources that a task holds: the request, and the devices that serve it.
 
     Attributes:
         id: counts up from 1.
@@ -72,7 +72,7 @@ class Lease:
     holder: WorkerId | None = None
 
     def held(self) -> Iterator[tuple[str, Share, int]]:
-        """Its shares, each with its kind and the `gpu_memory` it was taken for."""
+        """Return the shares, each with its kind and its `gpu_memory`."""
         for at, (kind, _) in enumerate(self.request.devices):
             shares = self.shares[at]
             each = (self.request.gpu_memory,) * len(shares)
@@ -81,7 +81,7 @@ class Lease:
                 yield kind, share, memory
 
     def masks(self) -> Iterator[tuple[str, int]]:
-        """Its devices as masks, by kind."""
+        """Return the devices as masks, by kind."""
         for (kind, _), shares in zip(self.request.devices, self.shares, strict=True):
             mask = 0
             for index, _ in shares:
@@ -124,7 +124,7 @@ class Ledger:
         kept: Mapping[str, int] | None = None,
         warm: Affinity = COLD,
     ) -> Lease | None:
-        """Take all that is asked for, or nothing and answer None.
+        """Take all resources of a request, or none and return None.
 
         Args:
             request: what is asked for.
@@ -205,7 +205,7 @@ class Ledger:
         return bundles[within.bundle : within.bundle + 1]
 
     def would_help(self, lease: Lease, request: Request) -> bool:
-        """Whether a request that does not fit might, if this lease were given back."""
+        """Return whether a request might fit if this lease were given back."""
         held = dict(lease.request.scalars)
         for name, amount in request.scalars:
             if self.free.get(name, 0) < amount and name not in held:
@@ -274,7 +274,7 @@ class Ledger:
                 lease.home.free[name] += sign * amount
 
     def emptied(self) -> Ledger:
-        """The same resources with nothing taken or set aside, to try something on."""
+        """Return a copy with nothing taken or withheld, for a what-if."""
         sets = self.device_sets.values()
         empty = [DeviceSet(one.kind, one.devices, None, one.shares) for one in sets]
         return Ledger(self.capacity, empty)
@@ -344,7 +344,7 @@ class Ledger:
         )
 
     def drains(self, lease: Lease) -> bool:
-        """Whether a lease holds something of a device that is given to nobody now."""
+        """Return whether a lease holds a share of a withheld device."""
         sets = self.device_sets
         return any(
             mask & sets[kind].availability.aside_mask for kind, mask in lease.masks()
@@ -396,7 +396,7 @@ class Ledger:
 
 
 class BundleLedger(Ledger):
-    """What one bundle of a placement group holds, and which member has what.
+    """The resources of one bundle of a placement group, and who holds them.
 
     Attributes:
         key: of the placement group.
@@ -433,7 +433,7 @@ class BundleLedger(Ledger):
         self._could_ever: dict[Request, bool] = {}
 
     def could_ever(self, request: Request) -> bool:
-        """Return whether it would do for a request with nobody in it."""
+        """Return whether a request fits into the bundle when it is empty."""
         known = self._could_ever.get(request)
         if known is None:
             known = self.emptied().take(request) is not None

@@ -219,7 +219,7 @@ def take_group(
 
 
 def would_help(ledger: Ledger, lease: Lease, request: Request) -> bool:
-    """Whether a request that does not fit might, if this lease were given back."""
+    """Return whether a request might fit if this lease were given back."""
     home = lease.home
     if home not in ledger.homes(request):
         return False
@@ -284,7 +284,7 @@ def _told(part: BundleLedger) -> str:
 
 
 def room_for(ledger: Ledger, request: Request, are_lent: bool = False) -> int | None:
-    """How many leases of a request an idle node, or an empty group, can have at once.
+    """Count the leases of a request that an idle node or empty group can hold at once.
 
     None where there is no end to them; for a group itself, and for members of one that
     is not granted yet, 1.

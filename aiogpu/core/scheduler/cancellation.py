@@ -114,7 +114,7 @@ def evict_idle_worker(node: SchedulerState) -> None:
 
 
 def retire_spares(node: SchedulerState) -> None:
-    """Retire the spares of environments that nobody has used for long."""
+    """Retire the spares of environments that were not used for long."""
     for environment in node.spares.unwanted(node.now):
         retire_clean(node, environment)
     node.note_spares()

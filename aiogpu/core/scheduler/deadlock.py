@@ -86,7 +86,7 @@ def _keeps_something(record: TaskRecord) -> bool:
 
 
 class _Rest:
-    """What there is if all ends but some that wait."""
+    """The resources that are free once all but some waiting tasks have ended."""
 
     def __init__(self, node: SchedulerState, holders: Iterable[TaskRecord]) -> None:
         self._ledger = node.ledger

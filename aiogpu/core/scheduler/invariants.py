@@ -1,4 +1,4 @@
-"""What must hold between any two events, as code. Costs O(everything)."""
+"""Invariants that hold between any two events. A check costs O(everything)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check(node: SchedulerState) -> None:
 
 
 def _check_gangs(node: SchedulerState, leases: list[Lease]) -> None:
-    """What members hold is what their bundles say, and who is granted has bundles."""
+    """Check members against their bundles, and that granted groups have bundles."""
     parts = [
         part
         for placement_group in node.ledger.placement_groups.values()
@@ -87,7 +87,7 @@ def _id_of(record: TaskRecord) -> TaskId:
 
 
 def _check_clients(node: SchedulerState) -> None:
-    """What programs hold is what their leases say, and what wait are theirs."""
+    """Check the holdings of programs against their leases, and their queues."""
     clients = node.clients
     if clients is None:
         return

@@ -1,4 +1,4 @@
-"""What becomes of tasks that have failed, and of a worker that has gone.
+"""Handles failed tasks and workers that are gone: retries, restarts, ends.
 
 - A worker that has gone: its tasks are decided about at once. Its lease is given back
   when its devices are seen free; until then the worker is `SETTLING`, without a
@@ -84,7 +84,7 @@ def may_retry(record: TaskRecord) -> bool:
 
 
 def retry_later(node: SchedulerState, record: TaskRecord) -> None:
-    """Have a task wait again, at once or after a while; it holds nothing any more."""
+    """Queue a task without a lease again, at once or after a delay."""
     failures = record.retries
     if record.spec.is_endless:
         failures = node.restarts.setdefault(record.id, Restarts()).in_a_row
@@ -122,7 +122,7 @@ def _whole(request: Request) -> Request:
 
 
 def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
-    """Have a task that holds nothing any more wait for a device of its own.
+    """Queue a task without a lease for a device of its own.
 
     Returns:
         False if it may not, or would wait for ever: then nothing has changed.

@@ -88,7 +88,7 @@ def _plan(node: SchedulerState, record: TaskRecord, home: Ledger) -> Reservation
 def _find_soonest(
     node: SchedulerState, request: Request, home: Ledger
 ) -> tuple[list[Lease], float] | None:
-    """What a request would take once enough leases have ended, and when that is.
+    """Find the earliest lease for a request by the expected ends of others.
 
     Costs O(leases): how many have to end is found by halves.
     """

@@ -38,7 +38,7 @@ def look(node: SchedulerState, worker: WorkerRecord, when: float) -> None:
 
 
 def revoke(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Take back what a worker has not begun; `on_revoked` is told what that was."""
+    """Take back the tasks that a worker has not begun; `on_revoked` gets them."""
     if not worker.is_revoking:
         worker.is_revoking = True
         worker.revocations += 1

@@ -1,4 +1,4 @@
-"""The scheduler: it is told what happens, and answers what is to be done.
+"""The scheduler: one method for each event, which returns the effects.
 
 One method for each event, all with the time first; `deadline()` says when to call
 `wake`. Each method brings every record up to date, then matches what waits with what is
@@ -205,7 +205,7 @@ class Scheduler(SchedulerState):
             task_tree.end_deadlocks(self)
 
     def cancel(self, now: float, task: TaskId) -> Sequence[Effect]:
-        """Cancel a task: its owner does not want the result any more."""
+        """Cancel a task for its owner."""
         record = self.tasks.get(task)
         if record is None:
             return NOTHING

@@ -98,7 +98,7 @@ def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
 def _of_devices(
     devices: DeviceSet, asked: int, request: Request, barred: int, mask: int
 ) -> Lack:
-    """What is short of devices: shares of them, or where there are enough, memory."""
+    """Return the shortage of devices: of shares, or else of their memory."""
     mask &= devices.usable(asked, request)
     given = mask & ~devices.availability.aside_mask
     part, memory = min(asked, UNIT), devices.demand(request)
@@ -149,7 +149,7 @@ def is_held_endlessly(
 
 
 def runs_endlessly(worker: WorkerRecord) -> bool:
-    """Whether a worker runs something that ends only when its owner gives it up."""
+    """Return whether a worker runs an actor or lease, which only its owner ends."""
     return worker.task is not None and worker.task.spec.is_endless
 
 

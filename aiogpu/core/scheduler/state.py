@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class ExclusiveRetries:
-    """Who is to run alone.
+    """The tasks that must run alone.
 
     Attributes:
         is_wanted: whether anybody is; then others are held up.
@@ -60,7 +60,7 @@ class ExclusiveRetries:
         return f"<Solitude for {self._current}, then {len(self._waiting)}>"
 
     def await_turn(self, node: SchedulerState, record: TaskRecord) -> None:
-        """A task that holds nothing any more shall run alone."""
+        """Queue a task without a lease to run alone."""
         record.is_alone = True
         node.delay(record, node.now + node.config.alone_within, AlarmKind.ALONE)
         self._waiting.append(record)
@@ -100,7 +100,7 @@ class ExclusiveRetries:
             node.wait_again(record)
 
     def leave(self, record: TaskRecord) -> None:
-        """A task has ended or begins anew; if it ran alone, others may start again."""
+        """Note that a task has ended or restarts; if it ran alone, let others start."""
         if record is self._current:
             self._current = None
         elif record in self._waiting:
@@ -178,7 +178,7 @@ class PlacementGroup:
 
 @dataclass(slots=True)
 class Restarts:
-    """Those of one task.
+    """The restarts of one task.
 
     Attributes:
         began: when it was begun last.
@@ -377,7 +377,7 @@ class SchedulerState:
         return self.ledger.take(request, reservation.barred, reservation.kept, warm)
 
     def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
-        """Whether there is a worker for a task with this lease, or room for one."""
+        """Return whether a task with this lease has a worker, or room for one."""
         is_barred = bool(self.outages) and self.has_outage(record)
         if len(self.workers) < self.worker_limit.now and not is_barred:
             return True
@@ -433,7 +433,7 @@ class SchedulerState:
             self._leave(record, record.kin)
 
     def _leave(self, record: TaskRecord, kin: Kin) -> None:
-        """A task ends with nobody any more, and nobody waits for it."""
+        """Remove a task from the links to its parent and waiters."""
         parent, kin.parent = kin.parent, None
         if parent is not None:
             assert parent.kin is not None, parent
@@ -446,7 +446,7 @@ class SchedulerState:
                 self.go_on(waiter)
 
     def go_on(self, record: TaskRecord) -> None:
-        """A task waits for nobody any more; it has its CPUs again at once."""
+        """Note that a task no longer waits; it gets its CPUs back at once."""
         if record.state is not TaskState.BLOCKED:
             return
         record.move(TaskState.RUNNING)
@@ -456,14 +456,14 @@ class SchedulerState:
         self.ledger.resume(worker.lease)
 
     def delay(self, record: TaskRecord, until: float, alarm: AlarmKind) -> None:
-        """Set a task aside that holds nothing any more, until an alarm rings."""
+        """Delay a task without a lease until an alarm."""
         record.worker = None
         record.move(TaskState.DELAYED)
         self.delayed[record.id] = record
         self.timers.set(until, alarm, record.id)
 
     def wait_again(self, record: TaskRecord) -> None:
-        """Put a task that holds nothing any more where it stood in the queue."""
+        """Put a task without a lease back in its place in the queue."""
         record.worker = None
         self.delayed.pop(record.id, None)
         if self.exclusive.is_wanted:
@@ -495,7 +495,7 @@ def await_results(
 
 
 def resolve(node: SchedulerState, task: TaskId) -> bool:
-    """All arguments are there: the task waits with the others, if it still is."""
+    """Queue a task whose arguments have arrived, unless it has ended."""
     if node.expecting.pop(task, None) is None:
         return False
     record = node.tasks[task]

@@ -36,7 +36,7 @@ _Key = tuple[Environment, str, int]
 
 
 def _place(binding: Binding) -> tuple[_Key, int]:
-    """Where a binding is filed, and its devices as a mask; 0 where it is not."""
+    """Return the index key of a binding and its devices as a mask, or 0."""
     environment, devices, limit = binding
     if len(devices) != 1:
         return (environment, "", 0), 0
@@ -53,7 +53,7 @@ not been used for a while: to replace them by turns would cost more than it save
 
 
 class Spares:
-    """How many spares a node keeps, for which environments.
+    """The number of spares to keep for each environment.
 
     Attributes:
         target: how many there are to be for each, those that start included.
@@ -74,11 +74,11 @@ class Spares:
 
     @property
     def total(self) -> int:
-        """How many may be there for all environments together."""
+        """The limit for all environments together."""
         return self.target * max(len(self.wanted), 1)
 
     def want(self, environment: Environment, now: float) -> bool:
-        """A task has taken a process of its own; whether that is news."""
+        """Note that a task took a fresh process; return whether this is new."""
         if environment in self.wanted:
             self.wanted[environment] = now
             return False
@@ -90,7 +90,7 @@ class Spares:
         return True
 
     def unwanted(self, now: float) -> Iterator[Environment]:
-        """Forget and yield the environments whose spares nobody has used for long."""
+        """Forget and yield the environments whose spares were not used for long."""
         earliest = None
         for environment, used_at in list(self.wanted.items()):
             if not environment:
@@ -105,7 +105,7 @@ class Spares:
             self._timers.set(earliest + self._kept_for, AlarmKind.SPARES, 0)
 
     def forget(self, environment: Environment) -> None:
-        """Keep none for this environment until a task takes a process of its own."""
+        """Keep no spares for this environment until a task takes a fresh process."""
         self.wanted.pop(environment, None)
         self._in_vain.discard(environment)
 
@@ -121,7 +121,7 @@ class Spares:
             self._in_vain.add(environment)
 
     def await_refill(self) -> bool:
-        """Return whether nobody has said before that they will be refilled."""
+        """Note that a refill is due; return whether it was not due before."""
         was_awaited, self._is_awaited = self._is_awaited, True
         return not was_awaited
 
@@ -184,7 +184,7 @@ class WorkerLimit:
         self.most = self.now = most
 
     def shrink(self, there: int, reason: str, now: float) -> bool:
-        """Allow no more than are there; whether nobody is to look again later yet."""
+        """Limit workers to the present number; return whether to set a timer."""
         if not self.failures:
             self.since = now
         if not self._is_counted:
@@ -254,7 +254,7 @@ class Workers:
         return record
 
     def stand_in(self) -> WorkerRecord:
-        """A record with an id of its own, which counts as no worker of the node."""
+        """Make a record with an id that does not count as a worker of the node."""
         self._last_id += 1
         return WorkerRecord(WorkerId(self._last_id), state=WorkerState.BUSY)
 

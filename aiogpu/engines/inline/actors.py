@@ -1,4 +1,4 @@
-"""Actors in the calling process: made, called, let go.
+"""Actors in the calling process.
 
 To `runtime.actors` the object of an actor is its process, for one life. Plain methods
 run one at a time, each as a job on top of whatever runs. Coroutine methods interleave
@@ -81,7 +81,7 @@ class ConstructorJob(Job):
         self._actors = actors
 
     def begin(self) -> None:
-        """It is its turn, once more maybe."""
+        """Begin, or go on, with the turn of this job."""
         super().begin()
         self.started = set()
         self.instance = self._actors.begin_life(self)
@@ -153,7 +153,7 @@ class CallJob(Job):
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """The name in errors."""
         return f"{self.func.spec.name}.{self.method}"
 
     @property
@@ -185,14 +185,14 @@ class CallJob(Job):
             self.timer = self.runner.loop.call_later(grace, give_up, context=Context())
 
     def end(self) -> None:
-        """Its code has stopped: the next call may run."""
+        """Note that the code has stopped: the next call may run."""
         if self.timer is not None:
             self.timer.cancel()
         if self.outcome is not None:
             self.instance.answer(self.outcome)
 
     def leave(self) -> None:
-        """Nothing of it lies on the stack any more."""
+        """Note that no frame of it is on the stack."""
         self.instance.on_call_ended(self)
 
 
@@ -239,11 +239,11 @@ class ActorInstance:
         return self.creation.environment.copy()
 
     def keep(self, made: object) -> None:
-        """Its constructor has made this object."""
+        """Keep the object that the constructor has made."""
         self.object, self.methods = made, Methods(made)
 
     def on_made(self) -> None:
-        """Its constructor has returned."""
+        """Note that the constructor has returned."""
         self.worker.peer = self
         self._actors.on_message(self.worker.id, Created(self.creation.id))
 
@@ -264,7 +264,7 @@ class ActorInstance:
             self.end()
 
     def drop(self, number: int) -> None:
-        """Nobody wants a call's answer any more: run it no more, or stop it."""
+        """Cancel a call: do not run it, or stop it."""
         running = self._running
         if running is not None and running.id == number:
             running.stop()
@@ -398,7 +398,7 @@ class AsyncActorInstance(ActorInstance):
         return False
 
     def on_made(self) -> None:
-        """Its constructor has returned."""
+        """Note that the constructor has returned."""
         self._is_made = True
         self.creation.step_environment = self.environment()
         self._context.run(actor_job.set, self.creation)
@@ -457,7 +457,7 @@ class AsyncActorInstance(ActorInstance):
             self.actor.cancel(number)  # its loop takes no more of it
 
     def drop(self, number: int) -> None:
-        """Nobody wants a call's answer any more: cancel it."""
+        """Cancel a call."""
         task = self._calls.get(number)
         if task is not None:
             task.cancel()
@@ -568,7 +568,7 @@ class InlineActors(Actors):
         return any(isinstance(job, ConstructorJob) for job in self._node.jobs.values())
 
     def life(self, actor: int) -> ActorInstance | None:
-        """That of an actor which has not ended."""
+        """Return the process of an actor that has not ended."""
         return self._living.get(actor)
 
     def check_class(self, func: FunctionSpec, payload: bytes) -> None:
@@ -607,7 +607,7 @@ class InlineActors(Actors):
         self._node.end_orphans(*instance.creation.children())
 
     def known(self, actor: int) -> Actor:
-        """An actor that lives, or to which somebody has a handle.
+        """Return an actor that lives or has handles.
 
         Raises:
             ActorDiedError: nobody has one any more.
@@ -635,7 +635,7 @@ class InlineActors(Actors):
         return None
 
     def cancel(self, actor: int, number: int) -> None:
-        """Nobody wants a call's answer any more."""
+        """Cancel a call."""
         self.end_wait(number)
         super().cancel(actor, number)
 
@@ -646,7 +646,7 @@ class InlineActors(Actors):
             found.demand(number, limit)
 
     def cancel_call(self, number: int) -> None:
-        """Nobody wants a call's answer any more, where the actor is not known."""
+        """Cancel a call whose actor is not known."""
         actor = self.called_by(number)
         if actor is not None:
             self.cancel(actor.id, number)
@@ -688,7 +688,7 @@ class InlineActors(Actors):
             )
 
     def end_wait(self, number: int) -> None:
-        """Nobody waits for a call any more."""
+        """Note that a wait for a call has ended."""
         job = self._waiting.pop(number, None)
         if job is not None:
             job.calls_awaited -= 1

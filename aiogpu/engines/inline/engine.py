@@ -80,7 +80,7 @@ class InlineEngine(DriverEngine):
 
     @property
     def waits(self) -> InlineEngine:
-        """A task that waits for another has to be told from one that does not."""
+        """The observer of waits: waiting tasks let others run."""
         return self
 
     def begin_wait(self, task: int) -> None:
@@ -89,12 +89,12 @@ class InlineEngine(DriverEngine):
             self._node.begin_wait(task)
 
     def end_wait(self, task: int) -> None:
-        """It waits no longer, although the task has not ended."""
+        """Note that a wait has ended before its task."""
         if self._driver is not None:
             self._node.end_wait(task)
 
     def settle(self, task: int) -> None:
-        """A task has ended; nobody waits for it any more."""
+        """Note that a task has ended."""
         if self._driver is not None:
             self._node.settle(task)
 
@@ -115,12 +115,12 @@ class InlineEngine(DriverEngine):
             self._store.close()
 
     def hasten(self) -> None:
-        """Give nobody time to stop; see `Engine.hasten`."""
+        """Close without a grace period; see `Engine.hasten`."""
         if self._driver is not None:
             self._node.hasten()
 
     def abandon(self) -> None:
-        """The same in haste."""
+        """Close at once, without an event loop."""
         if self._driver is not None:
             self._node.stack.abandon()
 

@@ -1,4 +1,4 @@
-"""What differs in the process while a task runs: variables, facts, output, Ctrl-C.
+"""The process's state while a task runs: variables, facts, output, Ctrl-C.
 
 A Ctrl-C at the keyboard is told from a `KeyboardInterrupt` that a task raises: the one
 is meant for the program and must end it; the other is the task's failure.

@@ -102,7 +102,7 @@ class TaskHost:
 
     @property
     def waits(self) -> InlineNode:
-        """Who is to be told of waits on an event loop."""
+        """The observer of waits on an event loop."""
         return self._node
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
@@ -162,12 +162,12 @@ class TaskHost:
         self._node.demand(child, limit)
 
     def withdraw(self, child: int) -> None:
-        """Nobody wants a child's result any more: stop it."""
+        """Cancel a child whose result is not wanted."""
         self.upsets += 1
         self._node.cancel(child)
 
     def withdraw_soon(self, child: int) -> None:
-        """The same where the collector runs."""
+        """Withdraw from a finalizer, which may run at any point."""
         with suppress(RuntimeError):  # the loop is closed, and the child has ended
             loop = (self._own or self._job.runner).loop
             loop.call_soon_threadsafe(self._node.cancel, child)
@@ -187,7 +187,7 @@ class TaskHost:
     def note_wait(
         self, waiter: object, children: tuple[int, ...], is_bound: bool = False
     ) -> None:
-        """The task's code waits for these, or for none any more.
+        """Note that the task's code waits for these, or for none.
 
         Raises:
             NodeError: this is another thread than the task's.
@@ -226,7 +226,7 @@ class TaskHost:
                 stack += [(needed, False) for needed in needs if needed is not None]
 
     def end_wait(self, waiter: object) -> None:
-        """Nobody of the task's plain code waits any more."""
+        """Note that no plain code of the task waits."""
         awaited, self._awaited = self._awaited, []
         for job in awaited:
             job.waiters = 0
@@ -423,7 +423,7 @@ async def end_started(job: Job) -> None:
 
 
 class JobInvoker(Invoker):
-    """How the code of one job is called; see `invoke`.
+    """The parts of `invoke` that differ for an inline job.
 
     Plain code runs outside of any event loop, as in a worker. With the first `await`
     the call continues in an asyncio task: it suspends once, and who drives it goes on

@@ -1,4 +1,4 @@
-"""Jobs: the tasks and calls of an inline node, where they run, and what they tell.
+"""Jobs: the tasks and calls of an inline node, and how they run.
 
 A job is what a worker's process would be sent. It tells the driver of its answer and of
 its end, as the process would. Jobs that have begun lie on one stack (`JobStack`), each
@@ -62,7 +62,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """What a worker would answer, and what it would not send.
+    """The answer that a worker would send, and what it could not send.
 
     Attributes:
         answer: the pickled result or error.
@@ -216,7 +216,7 @@ class Job:
 
     @property
     def record(self) -> TaskRecord | None:
-        """What the scheduler knows of it; None once it has ended."""
+        """The scheduler's record; None once the task has ended."""
         return self.node.scheduler.tasks.get(self.task)
 
     @property
@@ -231,7 +231,7 @@ class Job:
 
     @property
     def is_about_to_end(self) -> bool:
-        """True if its code has stopped, and the loop is to tell of it next."""
+        """True if the code has stopped and the loop will report it next."""
         return self.main is not None and self.main.done()
 
     @property
@@ -242,7 +242,7 @@ class Job:
         return is_blocked or self.calls_awaited > 0
 
     def children(self) -> list[Job]:
-        """What it has started and that ends with it."""
+        """The children that end with this job."""
         record = self.record
         kin = None if record is None else record.kin
         jobs = self.node.jobs
@@ -260,13 +260,13 @@ class Job:
         self.runner.note_item()
 
     def begin(self) -> None:
-        """It is its turn, once more maybe."""
+        """Begin, or go on, with the turn of this job."""
         self.worker = self.assigned_to
         self.is_over, self.outcome = False, None
         self.main = self.step_environment = None
 
     def goes_on(self, _outcome: Outcome) -> bool:
-        """Whether it holds on to what it has, though its code has returned."""
+        """Return whether the job keeps its lease after its code has returned."""
         return False
 
     def interrupt(self) -> None:
@@ -275,7 +275,7 @@ class Job:
             self.main.cancel()
 
     def stop(self) -> None:
-        """Stop it in whichever state it is; nobody wants its result."""
+        """Stop the job in any state; its result is not wanted."""
         self.node.feed(Scheduler.cancel, self.id)
 
     def fail_wait(self, reason: str) -> None:
@@ -286,7 +286,7 @@ class Job:
         self.stop()
 
     def end(self) -> None:
-        """Its code has stopped: answer, as its worker would."""
+        """Note that the code has stopped: answer as a worker would."""
         worker, node, outcome = self.worker, self.node, self.outcome
         assert worker is not None, self
         record, call = self.record, node.call_of(self.id)
@@ -305,7 +305,7 @@ class Job:
             call.receiver = call.receiver._receiver  # it is tried again
 
     def leave(self) -> None:
-        """Nothing of it lies on the stack any more: what it held is free."""
+        """Note that no frame of the job is on the stack: release its lease."""
         worker, self.worker = self.worker, None
         assert worker is not None, self
         if self.is_urgent and self.id in self.node.jobs:
@@ -313,7 +313,7 @@ class Job:
         self.node.lose(worker.id)
 
     def on_forgotten(self) -> None:
-        """The scheduler has told of its end."""
+        """Note that the scheduler has ended the task."""
 
     def fresh_context(self, host: Host) -> Context:
         """An empty context, as a worker's is, but for whose it is."""
@@ -475,7 +475,7 @@ class JobDriver(Driver):
         self.on_answer(worker, answer)
 
     def lose(self, worker: int) -> None:
-        """What a worker stands for has ended: tell the scheduler once it listens."""
+        """Report the end of a worker to the scheduler as soon as it can take events."""
         if self.is_busy:
             self.lost.append(worker)
             self.wake()
@@ -495,7 +495,7 @@ class JobDriver(Driver):
         self.feed(Scheduler.wake)
 
     def wake(self) -> None:
-        """Have whoever is at work look for what can begin now."""
+        """Wake the running code to look for jobs that can begin."""
         for loop in list(self.loops):
             loop.wake()
 
@@ -576,7 +576,7 @@ class JobLoop:
             self._end(job)
 
     def _end(self, job: Job) -> None:
-        """Its code has stopped: let the next one have its turn."""
+        """End the turn of a job: let the next one begin."""
         job.is_over = True
         job.end()
         self._leave_stack(job)

@@ -76,19 +76,19 @@ class ActorsPort(Protocol):
         """The job that makes an actor."""
 
     def known(self, actor: int, /) -> Actor:
-        """An actor that lives, or to which somebody has a handle."""
+        """Return an actor that lives or has handles."""
 
     def begin_wait(self, number: int, /) -> None:
         """The code that runs now waits for a call, which fails if it is in vain."""
 
     def end_wait(self, number: int, /) -> None:
-        """Nobody waits for a call any more."""
+        """Note that a wait for a call has ended."""
 
     def next_call(self) -> Job | None:
         """The call whose turn it is, None without one."""
 
     def cancel_call(self, number: int, /) -> None:
-        """Nobody wants a call's answer any more."""
+        """Cancel a call."""
 
     def demand_call(self, number: int, limit: int, /) -> None:
         """Let a call that is a stream yield so many items in all."""
@@ -113,7 +113,7 @@ class InlineScheduler(Scheduler):
         self._node = node
 
     def has_worker(self, record: TaskRecord, _lease: Lease) -> bool:
-        """Whether a task that could have its lease may begin now."""
+        """Return whether a task whose lease is free may begin now."""
         return record.spec.is_lease or self._node.may_begin(record)
 
     def take(self, record: TaskRecord) -> Lease | None:
@@ -142,7 +142,7 @@ class InlinePool:
 
     @property
     def commands(self) -> InlinePool:
-        """What workers are told."""
+        """The commands to workers."""
         return self
 
     def spawn(self, worker: int, _environment: object = ()) -> None:
@@ -152,7 +152,7 @@ class InlinePool:
         self._node.wake()
 
     def retire(self, worker: int) -> None:
-        """A worker is not wanted any more."""
+        """Retire a worker."""
         self._node.lose(worker)
 
     def assign(
@@ -204,7 +204,7 @@ class InlinePool:
         return 0 if known is None else known.begun
 
     def drop(self, worker: InlineWorker, call: int, _count: int) -> None:
-        """Nobody wants the answer of an actor's call any more."""
+        """Cancel an actor's call."""
         worker.peer.drop(call)
 
     def interrupt(self, *_args: object, **_options: object) -> None:
@@ -284,7 +284,7 @@ class InlineNode(JobDriver):
 
     @contextmanager
     def cpus_of_waiting_jobs(self) -> Iterator[None]:
-        """In the block, urgent tasks may take the CPUs of the jobs beneath them.
+        """Context manager: urgent tasks may take the CPUs of waiting jobs below them.
 
         The jobs beneath wait meanwhile.
         """
@@ -341,7 +341,7 @@ class InlineNode(JobDriver):
     # Whose turn it is.
 
     def may_begin(self, record: TaskRecord) -> bool:
-        """Whether a task may run now, on top of what runs."""
+        """Return whether a task may run now, on top of the running code."""
         job = self.jobs[record.id]
         if job.is_urgent:
             return True
@@ -360,7 +360,7 @@ class InlineNode(JobDriver):
         return any(one.worker is None and not one.has_ended for one in top.needed)
 
     def _is_due(self, worker: WorkerRecord) -> bool:
-        """Whether a worker is for a task that has its turn and has not begun."""
+        """Return whether a worker's task is due and has not begun."""
         job = None if worker.task is None else self.jobs.get(worker.task.id)
         return job is not None and job.worker is None and not job.is_urgent
 
@@ -453,7 +453,7 @@ class InlineNode(JobDriver):
             self._count_waiters(task, 1)
 
     def end_wait(self, task: int) -> None:
-        """It waits no longer, although the task has not ended."""
+        """Note that a wait has ended before its task."""
         if task >= FIRST_CALL:
             self.actors.end_wait(task)
         else:
@@ -474,7 +474,7 @@ class InlineNode(JobDriver):
             self.tell_waits(self._changed_waits.popitem()[0])
 
     def settle(self, task: int) -> None:
-        """A task has ended; nobody waits for it any more."""
+        """Note that a task has ended."""
         if task >= FIRST_CALL:
             self.actors.end_wait(task)
         elif (job := self.jobs.get(TaskId(task))) is not None:
@@ -523,7 +523,7 @@ class InlineNode(JobDriver):
     # What the program, or a task, wants.
 
     def cancel(self, task: int) -> None:
-        """Stop a task or a call; its receiver is told nothing any more."""
+        """Cancel a task or a call; its receiver gets no outcome."""
         if task >= FIRST_CALL:
             self.actors.cancel_call(task)
         else:

@@ -72,7 +72,7 @@ class ActorCall:
     known_as: CallId = 0
 
     def order(self, number: CallId, worker: Borrower) -> wire.Invoke:
-        """The message for the process, which is lent what the payload refers to."""
+        """Return the message for the process, with the references it borrows."""
         payload = self.payload
         if type(payload) is not bytes:
             payload = worker.borrow(payload)
@@ -102,7 +102,7 @@ def name_taken(name: str) -> ActorNameError:
 
 
 def not_made(name: str, failed: wire.Failed) -> wire.Failed:
-    """Return what is told of an actor whose constructor has failed so."""
+    """Return the error of an actor whose constructor has failed."""
     return failed._replace(task=0, kind=f"{DIED}:{failed.kind}:{name}")
 
 
@@ -204,7 +204,7 @@ FIRST_CALL: Final = 1 << 40
 
 
 class Register:
-    """The actors of a node that live, or to which somebody has a handle."""
+    """The actors of a node that live or have handles."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -234,11 +234,11 @@ class Register:
             actor.aliases.append(public)
 
     def get(self, actor: int) -> Actor | None:
-        """An actor to which somebody holds a handle."""
+        """Return an actor that has a handle; None for others."""
         return self._actors.get(actor)
 
     def all(self) -> list[Actor]:
-        """All that live, or to which somebody holds a handle, each once."""
+        """Yield all actors that live or have handles, each once."""
         return [one for known_as, one in self._actors.items() if known_as == one.id]
 
     def listed(
@@ -277,7 +277,7 @@ class Register:
         return self._actors[actor]
 
     def unknown(self, actor: int) -> Exception:
-        """The error for one that never was, or to which nobody has a handle."""
+        """Return the error for an unknown actor, or one without handles."""
         refused = self._refused.get(actor)
         return refused or ActorDiedError(
             f"the actor {actor} has ended with its last handle."
@@ -288,14 +288,14 @@ class Register:
         self._refused[public] = error
 
     def find(self, key: tuple[str, str]) -> Actor | None:
-        """The actor of that name, if it lives; whoever asks holds one handle more."""
+        """Return the living actor of a name, and count one more handle."""
         actor = self._named.get(key)
         if actor is not None:
             actor.holders += 1
         return actor
 
     def hold(self, actor: int) -> bool:
-        """One more holds a handle; False if nobody has until now."""
+        """Count one more handle; return False if there was none."""
         found = self._actors.get(actor)
         if found is None:
             return False
@@ -312,12 +312,12 @@ class Register:
             self.forget(found)
 
     def release_soon(self, actor: int) -> None:
-        """The same from wherever objects are dropped."""
+        """Release a handle from any thread or finalizer."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.release, actor)
 
     def forget(self, actor: Actor) -> None:
-        """Keep it no more, if it is dead and nobody has a handle."""
+        """Forget the actor if it is dead and has no handles."""
         if not actor.holders and actor.state is ActorState.DEAD:
             for known_as in (actor.id, *actor.aliases):
                 self._actors.pop(known_as, None)
@@ -332,11 +332,11 @@ class Register:
         return 0
 
     def on_idle(self, actor: Actor) -> None:
-        """Nobody can call an actor any more, and all its calls were answered."""
+        """Called when an actor has no handles and no unanswered calls."""
         raise NotImplementedError
 
     def on_leaving(self, actor: Actor) -> None:
-        """An actor was told to end."""
+        """Called when an actor was told to end."""
         self.free_name(actor)
 
     def on_dead(self, actor: Actor) -> None:
@@ -421,11 +421,11 @@ class Actor:
 
     @property
     def name(self) -> str:
-        """How logs and errors call it."""
+        """The name in logs and errors."""
         return self.func.spec.name
 
     def holder(self) -> ActorHold:
-        """What counts as a handle to it; see `ActorPort.holder`."""
+        """Return an object that counts as a handle; see `ActorPort.holder`."""
         return ActorHold(self.id, self.owner)
 
     def pass_on(self, hold: object) -> None:
@@ -512,7 +512,7 @@ class Actor:
             receiver.settle(NONE_PAYLOAD)
 
     def delay(self, number: CallId, delay: Delay) -> None:
-        """Have who waits for a call told later, or all who wait for the actor."""
+        """Delay the answers to the waiters of a call, or of the actor."""
         calls = [self.calls[number]] if number in self.calls else []
         is_for_all = number in (self.id, EACH)
         for call in self.calls.values() if is_for_all else calls:
@@ -594,7 +594,7 @@ class Actor:
         self.look_if_idle()
 
     def cancel(self, number: CallId) -> bool:
-        """Nobody wants a call's answer any more; True if its process must be told."""
+        """Cancel a call; return True if its process must be told."""
         call = self.calls.get(number)
         if call is None or call.receiver is None:
             return False
@@ -611,7 +611,7 @@ class Actor:
         self.look_if_idle()
 
     def look_if_idle(self) -> None:
-        """See whether nobody can call it any more, and nobody waits for an answer."""
+        """Check whether the actor has no handles and no unanswered calls."""
         if (self.holders and not self.is_ending) or len(self.calls) > self._unwanted:
             return
         # One whose first constructor has begun ends after it.
@@ -623,7 +623,7 @@ class Actor:
 
     @property
     def why_idle(self) -> str:
-        """Why nobody can call it any more."""
+        """Explain why nobody can call the actor."""
         return "its `async with` block was left." if self.holders else NO_HANDLE
 
     def leave(self, why: str) -> None:
@@ -636,7 +636,7 @@ class Actor:
         self.owner.on_leaving(self)
 
     def lose(self, begun: CallId) -> list[Receiver]:
-        """Its process has gone; gives who waits for the calls that went with it.
+        """Note that the process has gone; return the waiters of its lost calls.
 
         Args:
             begun: the highest number that it had begun.
@@ -665,7 +665,7 @@ class Actor:
     # What follows is said of the task that it is to the core.
 
     def settle(self, outcome: Outcome) -> None:
-        """It has ended: in an orderly way, by a failed constructor, or by an error."""
+        """Note the end: an orderly one, a failed constructor, or an error."""
         if isinstance(outcome, bytes):
             self.die(died(self.name, self._why_left))
         elif isinstance(outcome, wire.Failed):
@@ -674,7 +674,7 @@ class Actor:
             self.die(self._death_by(outcome))
 
     def break_down(self, failed: wire.Failed, cause: Exception) -> None:
-        """Its constructor has failed with this exception, in this process."""
+        """Note that the constructor has failed with this exception, in this process."""
         error = died(
             self.name, f"its constructor raised {failed.type_name}: {failed.message}"
         )
@@ -693,7 +693,7 @@ class Actor:
         return told
 
     def die(self, why: Exception | wire.Failed) -> None:
-        """Tell all who wait, and whoever comes later."""
+        """Fail all waiters with the error, and those that come later."""
         if self._end is not None:
             return
         self._end, self.state = why, ActorState.DEAD

@@ -48,7 +48,7 @@ Check = Callable[[FunctionSpec, bytes], None]
 
 
 class TaskPort(Protocol):
-    """What actors need of the driver, to which each of them is a task."""
+    """The interface of the driver to actors, each of which is a task of the driver."""
 
     @property
     def feed(self) -> Feed:
@@ -161,13 +161,13 @@ class Actors(Register):
         receiver.settle(dump_whole(self.room(actor)))
 
     def receiver_of(self, number: int) -> Receiver | None:
-        """Who waits for a call."""
+        """Return the receiver of a call."""
         actors = (worker.actor for worker in self.workers.values())
         found = (actor.calls.get(number) for actor in actors if actor is not None)
         return next((call.receiver for call in found if call is not None), None)
 
     def cancel(self, actor: int, number: int) -> None:
-        """Nobody wants a call's answer any more."""
+        """Cancel a call."""
         found = self._actors.get(actor)
         if found is None:
             return
@@ -229,7 +229,7 @@ class Actors(Register):
             self._pool.kill(found.worker.id)
 
     def _end_spoilt(self, worker: LiveWorker) -> None:
-        """End that process, unless it has ended by itself and another is the actor."""
+        """End that process, unless a new process has replaced it."""
         actor = worker.actor
         if actor is not None and actor.worker is worker:
             self.kill(actor.id, no_restart=False)
@@ -239,14 +239,14 @@ class Actors(Register):
         self.workers.pop(worker).actor = None
 
     def terminate(self, actor: int) -> None:
-        """Have an actor end after what it was sent, whoever still holds a handle."""
+        """End an actor after the calls it was sent, even if it has handles."""
         found = self._actors.get(actor)
         if found is not None:
             found.is_ending = True
             found.look_if_idle()
 
     def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
-        """Return what a worker is told that becomes an actor now."""
+        """Return the messages for a worker that becomes an actor."""
         actor = call.receiver
         assert isinstance(actor, Actor), call
         actor.id = task  # it may be placed before it is submitted for good
@@ -270,7 +270,7 @@ class Actors(Register):
         )
 
     def on_gone(self, worker_id: int, death: Death) -> Callable[[], None] | None:
-        """A process has ended; the core is told of it next.
+        """Note that a process has ended; the core is notified next.
 
         Returns:
             What is to be done when the core has said whether another one follows; None
@@ -300,7 +300,7 @@ class Actors(Register):
         return tell
 
     def on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
-        """What an actor's process says."""
+        """Handle a message from an actor's process."""
         worker = self.workers.get(worker_id)
         actor = worker.actor if worker is not None else None
         if worker is None or actor is None or actor.worker is not worker:
@@ -321,7 +321,7 @@ class Actors(Register):
             actor.on_answer(message)  # type: ignore[arg-type]
 
     def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
-        """Return what is told of a call that has failed."""
+        """Return the outcome of a failed call."""
         call = actor.calls.get(failed.task)
         name = f"{actor.name}.{call.method}" if call is not None else actor.name
         if failed.peak >= 0:
@@ -331,7 +331,7 @@ class Actors(Register):
         return failed
 
     def end_of_client(self, client: ClientId, why: str) -> list[TaskId]:
-        """End the actors that a program has made, whoever else holds them.
+        """End the actors that a program has made, even if others have handles.
 
         Detached ones live on.
 

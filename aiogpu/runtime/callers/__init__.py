@@ -1,1 +1,1 @@
-"""Who asks a node for something: its tasks, and programs that have joined it."""
+"""The callers of a node: its own tasks, and programs that have joined it."""

@@ -1,4 +1,4 @@
-"""Who starts tasks over a socket: a worker for its task, or a joined program.
+"""A caller over a socket: a worker for its task, or a joined program.
 
 `Child` waits for a task or a call on behalf of a caller. A program's numbers are
 checked (`check_claims`): a number given twice would take the place of the one before,
@@ -64,7 +64,7 @@ class Caller(Borrower):
     actor: Actor | None = field(default=None, kw_only=True)
 
     def return_loans(self) -> None:
-        """It has ended, and has nothing any more."""
+        """Return all loans: the caller has ended."""
         if self.borrowers is None or self.store is None:
             return
         if self.client:
@@ -265,7 +265,7 @@ def check_claims(client: Client, message: wire.Message) -> None:
 
 
 def count_fresh(client: Client, submits: Sequence[wire.Submit]) -> int:
-    """How many of the first of these have numbers of their own; they are given now."""
+    """Count the leading requests with their own numbers, and assign those."""
     last = client.last
     for place, submit in enumerate(submits):
         if submit.child <= last:

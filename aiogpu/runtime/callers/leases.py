@@ -1,4 +1,4 @@
-"""The leases and placement groups of one node: who has asked is told, and watched.
+"""The leases and placement groups of one node, and their holders.
 
 A lease is asked for as a task is submitted, and given up by cancelling that. It ends
 when all processes have ended that were started with its variables: a killed holder
@@ -66,7 +66,7 @@ def find_marked(mark: str, proc: StrPath = PROC) -> tuple[int, ...]:
 
 
 class LeaseProcessWatcher:
-    """What is left of the processes of one lease.
+    """Watches the processes that still use an ended lease.
 
     Attributes:
         pids: all that were found, those included that have ended.
@@ -100,7 +100,7 @@ class LeaseProcessWatcher:
         return f"<LeaseProcessWatcher of {self._mark}: {len(self._pidfds)} processes>"
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting."""
         self._on_gone = None
         if self._timer is not None:
             self._timer.cancel()
@@ -177,7 +177,7 @@ def misfit(spec: TaskSpec, reason: str) -> InfeasibleError:
 
 
 class LeaseReceiver(Receiver, Protocol):
-    """Who waits for a lease.
+    """Receives the grant or the failure of a lease.
 
     It is settled with a `Bind`, packed; later it may be settled once more, with the
     reason why the lease is gone.
@@ -191,7 +191,7 @@ class LeaseReceiver(Receiver, Protocol):
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """One lease that somebody has.
+    """A lease that is held.
 
     Attributes:
         pid: process id of the program that has asked for it.
@@ -289,7 +289,7 @@ class Leases:
         self._feed(Scheduler.lease_returned, holder, settles)
 
     def close(self) -> None:
-        """The node ends; what its leases were for goes on, and nobody waits for it."""
+        """Close with the node; processes that use its leases go on."""
         for held in self._held.values():
             if held.remains is not None:
                 held.remains.close()

@@ -42,7 +42,7 @@ from aiogpu.wire.connection import CLIENT
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What clients find on a node.
+    """The facts about a node that clients receive.
 
     Attributes:
         node: its id.
@@ -171,7 +171,7 @@ class Clients:
         )
 
     def _turn_away(self, peer: Peer) -> None:
-        """It has not said in time which program it is."""
+        """Disconnect a client that has not identified itself in time."""
         del self._unnamed[peer]
         peer.refuse(f"it was not said within {WITHIN:g} s which program this is")
         for client in list(self.by_id.values()):
@@ -179,7 +179,7 @@ class Clients:
                 self._on_lost(client)
 
     def _note_named(self, peer: Peer) -> None:
-        """It has said who it is, or was told to go."""
+        """Note that a client has identified itself, or was refused."""
         late = self._unnamed.pop(peer, None)
         if late is not None:
             late.cancel()
@@ -211,7 +211,7 @@ class Clients:
         )
 
     def _on_slow(self, client: Client, is_slow: bool) -> None:
-        """It is told no more than it reads, and may not ask for more meanwhile."""
+        """Pause the requests of a client that does not read its messages."""
         client.is_slow = is_slow
         if is_slow:
             self._watch_backlog(client)
@@ -396,7 +396,7 @@ class Clients:
         return 0 if actor is None else actor.id
 
     def _on_lost(self, client: Client) -> None:
-        """Its connection has ended, and with it the program, as far as we know."""
+        """Handle a lost connection: the program counts as ended."""
         if self.by_id.pop(client.id, None) is None:
             return
         self._store.clients.pop(client.id, None)
@@ -445,14 +445,14 @@ class Clients:
             self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
 
     def _depart(self, client: Client) -> None:
-        """It says that it leaves."""
+        """Handle a client's request to leave."""
         self._give_up(client)
         config = self._driver.scheduler.config
         within = config.cancel_grace + config.exit_grace
         self._look(client, FIRST_LOOK, self._loop.time() + within)
 
     def _look(self, client: Client, pause: float, until: float) -> None:
-        """Tell a client that nothing of it runs any more, as soon as that is so."""
+        """Confirm a client's departure as soon as nothing of it runs."""
         if client.peer is None:
             return
         knows = self._driver.knows
@@ -481,7 +481,7 @@ class Clients:
 
     @property
     def remains(self) -> str:
-        """What they have asked for that has not ended, in words; "" for nothing."""
+        """Describe the clients' unfinished work; "" for none."""
         clients = self.by_id.values()
         asked = (number for one in clients for _, number in one.asked.values())
         counts = {
@@ -500,7 +500,7 @@ class Clients:
         _log.info("no new work is taken; there is still: %s", self.remains or "nothing")
 
     def stop_listening(self) -> None:
-        """Let nobody join any more."""
+        """Accept no more clients."""
         self.is_draining = True
         if self._server is not None:
             self._server.close()

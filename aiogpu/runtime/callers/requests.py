@@ -1,4 +1,4 @@
-"""What callers ask for: tasks, actors and values, from their messages to the driver.
+"""Passes callers' requests for tasks, actors and values to the driver.
 
 A child's result goes from its worker to its parent's as bytes; nothing of it is
 unpickled here. A worker that has a handle to an actor counts as one holder, as a
@@ -335,7 +335,7 @@ class Requests:
             receiver.values = [*(receiver.values or ()), (value, message.part)]
 
     def _stop_shared(self, number: int, stop: Callable[[], object]) -> None:
-        """Somebody else cancels what it was given; who has started it is told."""
+        """Cancel a shared task for a borrower; its owner is notified."""
         receiver = self._driver.receiver_of(TaskId(number))
         stop()
         if receiver is not None:
@@ -390,7 +390,7 @@ class Requests:
             caller.asked[child] = message.actor, number
 
     def withdraw_call(self, caller: Caller, child: int) -> None:
-        """Nobody wants the answer of a call any more."""
+        """Cancel a call."""
         asked = caller.asked.pop(child, None)
         if asked is not None:
             caller.waits_elsewhere.discard(child)

@@ -1,4 +1,4 @@
-"""What a worker is told about its lease: devices, memory limits, CPUs, MPS.
+"""Builds a worker's assignment: devices, memory limits, CPUs, MPS.
 
 This module knows accelerators and device sets, but no tasks. Sources:
 
@@ -183,7 +183,7 @@ def limits_of(lease: Lease, gpus: DeviceSet | None) -> tuple[int, ...]:
 def variables_of(
     limits: Sequence[int], capacities: Sequence[int], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that tell frameworks a worker's limits, except PyTorch.
+    """Return the variables that limit frameworks other than PyTorch.
 
     Variables that the user has set stay. JAX takes one fraction for all GPUs and CuPy
     one number of bytes, so both get the smallest limit. TensorFlow has no such

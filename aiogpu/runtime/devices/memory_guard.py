@@ -203,7 +203,7 @@ THIS_PROGRAM: Final = "this program"
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What one worker, with all processes below it, uses of a device.
+    """The use of a device by one worker with its descendants.
 
     Attributes:
         memory: bytes of device memory.

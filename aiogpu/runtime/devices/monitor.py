@@ -1,4 +1,4 @@
-"""What is seen on a node's devices, and what follows, on the event loop.
+"""Watches a node's devices, and acts on the event loop.
 
 A `DeviceThread` looks at each device every second and asks its driver for its health.
 Devices with reserved memory are looked at more often, if looks are cheap. The last look
@@ -99,7 +99,7 @@ class DeviceHealth:
         return self.reason != before
 
     def _is_content(self, sample: Sample, health: Health) -> bool:
-        """Return whether nothing is wrong, as far as one look can tell."""
+        """Return whether one sample shows no problem."""
         if sample.problem is not None:
             return False
         return health.action is not None or not (self._errors or self._action)
@@ -288,7 +288,7 @@ class DeviceMonitor:
         self._sampler.close()
 
     def quit(self) -> None:
-        """Tell the core nothing more, and let the thread end by itself."""
+        """Stop reporting to the core, and let the thread end by itself."""
         self.quiet()
         if self._timer is not None:
             self._timer.cancel()

@@ -32,7 +32,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was seen on devices.
+    """The samples of devices from one look.
 
     Attributes:
         when: when the look ended, by `time.monotonic`.

@@ -1,4 +1,4 @@
-"""When the devices of an ended worker are free, and which workers may still hold them.
+"""Decides when the devices of an ended worker are free.
 
 When a worker's processes have all ended, its driver may still hold their memory for a
 moment. So the device is looked at, first at short and then at longer intervals, until
@@ -35,7 +35,7 @@ some memory behind for the next context."""
 
 
 class State(Enum):
-    """What may be done with the share."""
+    """The states of a share that is being released."""
 
     FREE = auto()
     UNVERIFIED = auto()
@@ -166,7 +166,7 @@ later does not show the device before the worker."""
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """What an ended worker may still hold.
+    """The devices that an ended worker may still hold.
 
     Attributes:
         left: its devices that may not be free yet.
@@ -288,7 +288,7 @@ class DeviceRelease:
         self._thread.look(claim.left, partial(self._on_look, claim))
 
     def _on_look(self, claim: Claim, look: Look) -> None:
-        """Release the devices that are free of a worker; look at the others again."""
+        """Release the devices that a worker has left; sample the others again."""
         if self._feed is None:
             return
         held: dict[Key, str] = {}
@@ -385,7 +385,7 @@ class DeviceRelease:
         self._before.clear()
 
     def close(self) -> None:
-        """Wait for no device any more, and tell the core nothing."""
+        """Stop waiting, and report nothing more to the core."""
         self._feed = None
         self._stop_timers()
         self._claims.clear()

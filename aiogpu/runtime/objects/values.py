@@ -145,7 +145,7 @@ class Value:
 
 
 def find(identity: int) -> Value | None:
-    """Return the value with an id, None if nobody refers to it."""
+    """Return the value with an id; None if it has no references."""
     return _known.get(identity)
 
 

@@ -1,1 +1,1 @@
-"""Live worker processes: slots, what they are told and say, how they end."""
+"""Worker processes: slots, messages to and from workers, deaths."""

@@ -1,4 +1,4 @@
-"""What workers are told: by message, and by the control page while they are busy.
+"""Commands to workers: by message, and by the control page while they are busy.
 
 Work is taken back from busy workers without their help: the page holds what they have
 begun and what they must not begin; see `memory.control_page`.

@@ -1,4 +1,4 @@
-"""Why a worker has ended, as far as the evidence goes, and the error that says so.
+"""Determines why a worker has ended, and builds the error.
 
 `find_cause` is a pure rule. The errors for workers that cannot be started now are here
 as well.
@@ -190,7 +190,7 @@ QUOTED: Final = 500
 
 
 class Death(NamedTuple):
-    """How a worker ended.
+    """The end of a worker.
 
     Attributes:
         pid: its process id, 0 if it never started.

@@ -196,7 +196,7 @@ class NestedRequests(Protocol):
 
 
 class WorkerEvents(Protocol):
-    """Is told what becomes of workers, and what they say: the driver.
+    """The receiver of workers' events and messages: the driver.
 
     Attributes:
         burst: has workers heard while the program submits.

@@ -92,7 +92,7 @@ class LiveWorker(Caller):
         return death
 
     def introduce(self, func: FunctionSpec) -> list[Message]:
-        """Return what the worker must hear before it runs a function, and note it."""
+        """Return the messages that a worker needs before a function, and note them."""
         messages: list[Message] = []
         if func.id in self.funcs:
             return messages
@@ -137,7 +137,7 @@ class Slot:
 
     @property
     def missing(self) -> int:
-        """How many connections are still to come: the keeper's and the worker's."""
+        """The number of connections still missing: the keeper's and the worker's."""
         has_peer = self.worker is not None and self.worker.peer is not None
         return (self.keeper is None) + (not has_peer)
 
@@ -154,7 +154,7 @@ MARGIN: Final = RESERVE // 2
 
 
 def most_workers(slots: int) -> int:
-    """Return how many of these slots may have a worker; the others are idle or end."""
+    """Return how many of these slots may have a worker; the others are reserve."""
     return max(1, slots - _spare(slots))
 
 
@@ -194,7 +194,7 @@ class Slots:
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Slot]:
-        """Iterate over a copy: slots may be forgotten meanwhile."""
+        """Iterate over a copy, since slots may be forgotten in the loop."""
         return iter(list(self._slots.values()))
 
     def get(self, index: int) -> Slot | None:

@@ -1,4 +1,4 @@
-"""What a zygote is started with (program, environment, modules), and its start.
+"""The configuration of a zygote (program, environment, modules), and its start.
 
 On a node that several programs share, each program has zygotes of its own. To the core
 a program is one more variable in the environment of its tasks, so workers of other
@@ -170,7 +170,7 @@ class Program(NamedTuple):
 
 
 class ZygoteConfig(NamedTuple):
-    """What all zygotes of a node share, as it was when the node was opened.
+    """The configuration that all zygotes of a node share, fixed at its opening.
 
     Later generations start with the same environment, path and directory as the first
     one, even if the program has changed its own since.
@@ -317,7 +317,7 @@ PER_ZYGOTE: Final = 6
 
 
 class Modules(NamedTuple):
-    """What a zygote imports.
+    """The modules that a zygote imports.
 
     Attributes:
         preload: modules that the user has named.
@@ -418,7 +418,7 @@ def _open_pipe() -> tuple[int, int]:
 
 
 class Bootstrap:
-    """What a node begins with: directory, socket, configuration and first zygote.
+    """The beginning of a node: directory, socket, configuration and first zygote.
 
     Attributes:
         config: what all zygotes of the node share.

@@ -79,7 +79,7 @@ has no devices, they would find none."""
 
 
 class Learning:
-    """What is known of the modules that workers of one environment import.
+    """The modules that workers of one environment import, as far as known.
 
     Attributes:
         modules: modules that a zygote should import, in this order.
@@ -156,7 +156,7 @@ killed it, or it reports that descriptors, processes or memory ran out."""
 
 
 class ZygoteListener(Protocol):
-    """Is told what becomes of zygotes, and has their workers: the pool."""
+    """The receiver of zygotes' events and owner of their workers: the pool."""
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
         """A slot's keeper has died with all below it, or was not forked, and why."""
@@ -568,7 +568,7 @@ class Zygotes:
             generations.hear(imported)
 
     async def close(self) -> None:
-        """End all processes and wait; keepers must have been told before."""
+        """End all processes and wait; keepers must have been told to end first."""
         if self._timer is not None:
             self._timer.cancel()
         for generations in self._environments.values():

@@ -40,7 +40,7 @@ PATIENCE: Final = 5.0
 
 
 class ZygoteEvents(Protocol):
-    """Is told what becomes of a zygote."""
+    """The receiver of a zygote's events."""
 
     def on_ready(self, zygote: Zygote) -> None:
         """The zygote can fork."""
@@ -224,7 +224,7 @@ class Zygote:
             self._child.kill()
 
     async def close(self) -> None:
-        """End the process and wait for it; its keepers must have been told before."""
+        """End the process and wait; its keepers must have been told to end first."""
         if not self.is_closing:
             self.end()
         if self._child is not None:

@@ -66,11 +66,11 @@ class Deaf(Interrupts):
 
 
 def nothing(*_args: object, **_kwargs: object) -> None:
-    """What the rehearsed tasks run, sent by its name."""
+    """The function of warm-up tasks, sent by its name."""
 
 
 class Warmup:
-    """Bind, define and run, on a socket, a page and a worker of its own.
+    """A warm-up: bind, define and run, with a separate socket, page and worker.
 
     Made in the zygote; all its forks can play it.
     """
@@ -126,7 +126,7 @@ SILENCE: Final = 2e-3
 
 
 class Birth:
-    """What every worker of a node begins from; made in the zygote."""
+    """The state from which every worker of a node is forked; made in the zygote."""
 
     def __init__(
         self, setup: Setup, page: ControlPage, imports: Imports, threads: Threads

@@ -106,7 +106,7 @@ class Watch:
             os.read(self._wake, CHUNK)
 
     def driver_has_left(self, within: float) -> bool:
-        """Whether the driver has ended, ends within so many seconds, or called exec.
+        """Return whether the driver ends or calls exec within some seconds, or has.
 
         A process that dies or calls exec closes its sockets first. Its death then shows
         on its pidfd; an exec shows nowhere else.
@@ -142,7 +142,7 @@ class Watch:
 
 
 def is_served(path: str) -> bool:
-    """Whether a process listens at a Unix socket; it may be too busy to answer."""
+    """Return whether a process listens at a Unix socket, even if too busy to answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         visitor.setblocking(False)
         try:
@@ -162,7 +162,7 @@ def _note(_number: int, _frame: object) -> None:
 def watched_over(
     setup: Setup, driver: int, leave: Callable[[], None]
 ) -> Iterator[None]:
-    """In the block the driver's death ends this process, whatever it is doing.
+    """Context manager: the driver's death ends this process in the block.
 
     Args:
         setup: says what is to be removed then.
@@ -209,7 +209,7 @@ def _wait(setup: Setup, driver: int, watched: int) -> None:
 
 
 def remove_directory(path: str) -> None:
-    """Remove a node's directory, whose driver cannot any more.
+    """Remove the directory of a node whose driver is dead.
 
     Several processes may do so at once: whoever comes last finds it empty, or gone.
     """

@@ -100,7 +100,7 @@ class Zygote:
         return driver
 
     def _leave_early(self) -> None:
-        """If the driver has died before it knew us, nobody else will clear up."""
+        """Clean up if the driver died before it knew this process."""
         if os.getppid() != self._setup.driver:
             self._clear_up()
             sys.exit(0)

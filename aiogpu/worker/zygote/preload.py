@@ -1,4 +1,4 @@
-"""What a zygote imports before it forks, whether it may fork then, and what it learns.
+"""Imports modules in a zygote before it forks, and checks that it may fork.
 
 The user names modules, and others were learnt. Learnt modules are imported in a
 throw-away fork first: one child imports all of them in order; after one that is unfit,
@@ -104,7 +104,7 @@ class Preload:
             return all(self._import(module, are_learnt) for module in modules)
 
     def _import(self, module: str, is_learnt: bool = False) -> bool:
-        """Import a module; False if this process is unfit then, as the driver is told.
+        """Import a module; report and return False if this process may not fork then.
 
         What a module raises that is no `Exception` ends the zygote, unless the user
         has not asked for the module.
@@ -125,7 +125,7 @@ class Preload:
         return reason is None
 
     def _choose(self, modules: Sequence[str]) -> list[str]:
-        """Those of them that a process may import that is to be forked."""
+        """Return the modules that a process may import before it forks."""
         if not modules:
             return []
         fit, unfit = probe(modules, self._leave, self._driver)
@@ -177,7 +177,7 @@ VISIBILITY: Final = (
 
 
 class DriverHasDied(Exception):  # noqa: N818 - it is no error
-    """There is nobody for whom to go on."""
+    """The driver has died."""
 
 
 def probe(
@@ -213,7 +213,7 @@ def probe(
 def _attempt(
     modules: Sequence[str], known: int, leave: Callable[[], None], driver: int
 ) -> list[str]:
-    """What is said of the modules after the first `known`, up to the first culprit."""
+    """Report on the modules after the first `known`, up to the first unfit one."""
     reading, writing = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -416,7 +416,7 @@ def unfit_to_fork() -> str | None:
 
 
 def has_begun_cuda(torch: ModuleType) -> bool:
-    """Whether forks of this process could not use CUDA any more, as torch sees it."""
+    """Return whether torch would refuse CUDA in forks of this process."""
     cuda = getattr(torch, "cuda", None)
     if cuda is None:
         return False
