@@ -278,7 +278,7 @@ def refill(
     queue = worker.queue
     count = sum([bucket.size for bucket in lanes.values()])
     fair = count // max(len(node.ledger.leases), 2)
-    while lanes:
+    while True:  # as at most half of them are taken, some are always left
         bucket = lanes[min(lanes)]
         record = bucket.head()
         if record is None or record.spec.max_calls:
