@@ -336,7 +336,7 @@ class RestoredOwner:
         self.why = caller.why
 
     def on_loop(self, name: str) -> Any:
-        """The same handle for the running event loop."""
+        """Return the same handle for the running event loop."""
         return restore_handle(self.reference.id, name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
@@ -396,7 +396,7 @@ def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
 
 
 class Putting(Generic[T]):
-    """What `put` returns; `await` it, or pass it to `get`, for the value's handle."""
+    """The result of `put`; `await` it, or pass it to `get`, for the value's handle."""
 
     __slots__ = ("handle",)
 

@@ -222,7 +222,7 @@ async def why(task_id: int) -> Why:
 
 
 async def _why(session: Session | None, task_id: int) -> Why:
-    """Of a node's task, by default of this loop's."""
+    """Return why a task of a session's node waits."""
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
         raise OptionError(
             f"aiogpu.why({task_id!r}) asks for a task's number, such as 12; "
@@ -239,7 +239,7 @@ async def _why(session: Session | None, task_id: int) -> Why:
 
 
 class Opening(EnteredOnLoop):
-    """What `init` gives: await it, or use it in `async with`."""
+    """The result of `init`: await it, or use it in `async with`."""
 
     def __init__(
         self, address: str | None, options: NodeOptions, ignore_reinit_error: bool

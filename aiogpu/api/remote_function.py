@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class Parameters:
-    """What a function takes, checked cheaply where arguments come by position.
+    """The parameters of a function, with a fast check of positional arguments.
 
     Of what has no signature, as some builtins, nothing is checked.
 
@@ -126,7 +126,7 @@ def _positions(signature: inspect.Signature) -> tuple[int, float]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """What a function or a class takes itself, not what it wraps; None if unknown."""
+    """Return the signature of a function or class, not of what it wraps; or None."""
     try:
         return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -142,7 +142,7 @@ def without_self(signature: inspect.Signature) -> inspect.Signature:
 
 
 def kind_of(function: object) -> tuple[bool, bool]:
-    """Whether it needs an event loop, and whether it yields items."""
+    """Return whether a function is a coroutine, and whether it is a generator."""
     is_async_generator = inspect.isasyncgenfunction(function)
     return (
         is_async_generator or inspect.iscoroutinefunction(function),
@@ -175,7 +175,7 @@ class Definition:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """What the function takes; looked up when it is first needed."""
+        """The parameters of the function; determined at first use."""
         return Parameters(self.name, signature_of(self.function))
 
     def sent(self) -> Function:
@@ -247,7 +247,7 @@ Y = TypeVar("Y")
 
 
 class Mapper:
-    """What can be called with each item of an iterable."""
+    """Mixin: `map` calls the object with each item of an iterable."""
 
     __slots__ = ()
 
@@ -305,7 +305,7 @@ class Mapper:
         return Results(self, iterable, limit, ordered, chunk)
 
     def _again_after(self, error: Exception) -> Any:
-        """What calls an item once more that has raised this, None for nothing."""
+        """Return what retries an item after this error; None for no retry."""
         return None
 
 
@@ -319,7 +319,7 @@ A = TypeVar("A")
 
 
 class Decorated(CalledFirst):
-    """What `remote` makes of a function or a class, under the names of that."""
+    """Base of remote functions and classes; has the names of the decorated object."""
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
         self._definition = definition
@@ -457,7 +457,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         return self._made(spec, spec.shape.request.as_numbers(), window=window)
 
     def options(self, **options: Unpack[Options]) -> Self:
-        """The same function with other options; this one is left as it is.
+        """Return the same function with other options; this one does not change.
 
         Raises:
             OptionError: names the option, the value and what is allowed.
@@ -488,7 +488,7 @@ def _rebuild(
 
 
 def made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., Any]:
-    """What a function of its kind becomes; raises `OptionError` if one does not fit."""
+    """Make the remote object of a function; raises `OptionError` for unfit options."""
     if definition.is_generator:
         return RemoteGenerator(definition, options)
     return RemoteFunction(definition, options)

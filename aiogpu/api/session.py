@@ -84,11 +84,11 @@ class EarlyRequests(Generic[T]):
     def add(
         self, ask: Callable[[T], object], fail: Callable[[Exception], object]
     ) -> None:
-        """Keep a request; `fail` is told why it is never made, or what it raises."""
+        """Keep a request; `fail` gets the error if it cannot be made or raises."""
         self._requests.append((ask, fail))
 
     def make(self, there: T) -> None:
-        """It is there: make the requests, in order."""
+        """The node is open: make the requests, in order."""
         requests, self._requests = self._requests, []
         for ask, fail in requests:
             try:
@@ -97,7 +97,7 @@ class EarlyRequests(Generic[T]):
                 fail(error)
 
     def fail(self, error: Exception) -> bool:
-        """It will never be there; False if nobody has asked."""
+        """The node failed to open: fail the requests; return False if none exist."""
         requests, self._requests = self._requests, []
         for _, fail in requests:
             fail(error)
@@ -301,7 +301,7 @@ class Session:
 
     @property
     def has_lost_its_node(self) -> bool:
-        """True if the node has ended by itself, so that `init` may open another."""
+        """True if the node has died, so that `init` may open another."""
         return self._state is SessionState.OPEN and self._engine.has_gone
 
     @property
@@ -320,7 +320,7 @@ class Session:
         return NodeClosedError("this node is shut down; open one by aiogpu.init().")
 
     def start_opening(self) -> None:
-        """Open the engine in the background; calls are kept meanwhile."""
+        """Open the engine in the background; calls are queued until it is open."""
         if "IPython" in sys.modules:
             from aiogpu.api.run import watch
 
@@ -411,7 +411,7 @@ class Session:
 
     @property
     def engine(self) -> Engine:
-        """What runs the node; raises `NodeError` if it is not open."""
+        """The engine of the node; raises `NodeError` if it is not open."""
         if self._state is not SessionState.OPEN:
             raise self.unusable()
         return self._engine
@@ -422,7 +422,7 @@ class Session:
         self._engine.disown()
 
     def abandon(self) -> None:
-        """The interpreter ends and no loop runs any more: leave no files."""
+        """Remove the node's files at the exit of the interpreter."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
             self._engine.abandon()
 

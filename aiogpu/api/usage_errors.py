@@ -82,7 +82,7 @@ class NotItsResult:
         )
 
     def _how_to_wait(self) -> str:
-        """What to write to get the result."""
+        """Return the code that waits for the result."""
         raise NotImplementedError
 
     if not TYPE_CHECKING:
@@ -115,7 +115,7 @@ class CalledFirst:
     __slots__ = ()
 
     def _what_to_write(self) -> str:
-        """Why it is not called directly, and what to write instead."""
+        """Explain why the object is not called directly, and what to write instead."""
         raise NotImplementedError
 
     if not TYPE_CHECKING:
@@ -129,7 +129,7 @@ class CalledFirst:
 
 
 class CalledFirstToIterate(CalledFirst):
-    """The same of a generator, whose `.remote(...)` gives something to iterate."""
+    """Mixin for generators, whose `.remote(...)` returns a stream to iterate."""
 
     __slots__ = ()
 

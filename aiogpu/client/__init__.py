@@ -1,1 +1,1 @@
-"""How any process talks to its node: what it asks, what it holds, who serves it."""
+"""The client side of a node, the same in every process."""

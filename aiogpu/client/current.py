@@ -1,4 +1,4 @@
-"""What runs here and who serves it: the worker's facts, its task's, and their client.
+"""The current task of this thread or loop, and the client that serves it.
 
 One value per process, since a worker runs one task at a time; the threads and
 coroutines of that task see the same. Where tasks share their program's process, a

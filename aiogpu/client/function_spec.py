@@ -46,7 +46,7 @@ def new_function_id() -> int:
 
 
 class ActorTerms(NamedTuple):
-    """What all actors of a class with its options have in common.
+    """The terms that all actors of a class with its options share.
 
     Attributes:
         mode: how calls are run; see `wire.acting`.
@@ -105,7 +105,7 @@ class FunctionSpec:
     window: int = 0
 
     def holding(self, request: Request) -> FunctionSpec:
-        """The same for a call that holds more than was asked for; its spec stays."""
+        """Return the specification for a call that holds more than it asked for."""
         return replace(self, id=new_func_id(), resources=request.as_numbers())
 
 

@@ -1,4 +1,4 @@
-"""What code asks of the node that serves it, whichever node that is.
+"""The Protocol `Client`: what code can ask of its node, of whatever kind.
 
 `Receiver` is told how a request ends. The protocols below it are slices of the client:
 tasks, waits, and values that another process keeps. Light to import.
@@ -47,16 +47,16 @@ class Waits(Protocol):
         ...
 
     def end_wait(self, task: int) -> None:
-        """It waits no longer, although the task has not ended."""
+        """Note that a wait has ended before its task."""
         ...
 
     def settle(self, task: int) -> None:
-        """A task has ended; nobody waits for it any more."""
+        """Note that a task has ended."""
         ...
 
 
 class BorrowedValues(Protocol):
-    """What was lent to this process."""
+    """The loans of this process."""
 
     def loan(self, identity: int, /) -> Reference:
         """The value to which a handle is being unpickled."""
@@ -76,7 +76,7 @@ class Shareable(Protocol):
 
     @property
     def task_id(self) -> int:
-        """Its number among the children."""
+        """The number among the children."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class Shareable(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """Why there will be no result, None if there is one or may be."""
+        """The error of the task; None if it has a result or has not ended."""
         ...
 
     def cancelled(self) -> bool:
@@ -95,14 +95,14 @@ class Shareable(Protocol):
 
 
 class SharedValues(Protocol):
-    """What this process gives to others."""
+    """The values that this process shares with others."""
 
     def share(self, handle: Shareable, /) -> Reference:
         """Return what others refer to who are given a handle."""
         ...
 
     def promise(self) -> Reference:
-        """The same before its task is started."""
+        """Share a result before its task is started."""
         ...
 
     def keep(self, promised: Any, handle: Shareable, /) -> None:
@@ -114,7 +114,7 @@ class SharedValues(Protocol):
         ...
 
     def drop(self, child: int, loan: Any, /) -> None:
-        """One of a child's several results is cancelled; the others may still come."""
+        """Cancel one of a child's several results."""
         ...
 
     def put(self, payload: bytes, /) -> Reference:
@@ -127,12 +127,12 @@ class ValueStore(Protocol):
 
     @property
     def loans(self) -> BorrowedValues:
-        """What was lent to this process."""
+        """The loans of this process."""
         ...
 
     @property
     def shares(self) -> SharedValues:
-        """What it gives to others."""
+        """The values that this process shares with others."""
         ...
 
     def fetch(self, value: int, receiver: Any) -> int:
@@ -144,7 +144,7 @@ class ValueStore(Protocol):
         ...
 
     def discard(self, value: int) -> None:
-        """Nobody wants a value any more: stop the task that makes it."""
+        """Discard a value: cancel the task that makes it."""
         ...
 
 
@@ -159,12 +159,12 @@ class Client(Protocol):
 
     @property
     def waits(self) -> Waits:
-        """Who is told of waits on the event loop that runs here."""
+        """The observer of waits on the event loop of this thread."""
         ...
 
     @property
     def remote_values(self) -> ValueStore | None:
-        """Who knows values that are not this process's; None where all are."""
+        """The store of values in other processes; None if all are in this one."""
         ...
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
@@ -180,17 +180,17 @@ class Client(Protocol):
         ...
 
     def withdraw(self, number: int, /) -> object:
-        """Nobody wants a child's result any more: stop it."""
+        """Cancel a child whose result is not wanted."""
         ...
 
     def withdraw_soon(self, child: int) -> None:
-        """The same where the collector runs, which may be amid anything."""
+        """Withdraw from a finalizer, which may run at any point."""
         ...
 
     def note_wait(
         self, waiter: object, children: tuple[int, ...], is_bound: bool = False
     ) -> None:
-        """A thread or loop of the task waits for these, or for none any more.
+        """Note that a thread or loop of the task waits for these, or for none.
 
         Args:
             waiter: the thread's number, or the loop.

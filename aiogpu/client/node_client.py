@@ -1,4 +1,4 @@
-"""A process's conversation with its node: requests by number, and who is told.
+"""A process's conversation with its node: numbered requests and their receivers.
 
 A task in a worker (`worker.nested`) and a program that has joined a node
 (`engines.remote`) send the same messages, so both clients derive from `NodeClient`. It
@@ -113,7 +113,7 @@ class SharedResults:
         return loan
 
     def promise(self) -> Loan:
-        """What others refer to before its task is started; said by `keep` or `fail`."""
+        """Return the reference of a result before its task is started."""
         return self._client.own(self._client.new_id())
 
     def keep(self, loan: Loan, handle: Shareable) -> None:
@@ -123,17 +123,17 @@ class SharedResults:
         due.append(_Due(loan, handle.part, handle.task_name))
 
     def fail(self, loan: Loan, error: BaseException) -> None:
-        """What was shared, or promised, will never be there."""
+        """Fail a shared or promised value."""
         failed = pack_failure(0, RAISED, error, OWN_FRAMES)
         self._client.send(PutFailed(loan.id, *failed.why))
 
     def withdraw(self, child: int) -> None:
-        """A child is cancelled: nobody else will say so of its result."""
+        """Settle the shared result of a cancelled child."""
         for due in self.due.pop(child, ()):
             self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
 
     def drop(self, child: int, loan: object) -> None:
-        """One of a child's several results is cancelled; the others may still come."""
+        """Cancel one of a child's several results."""
         kept = [due for due in self.due.get(child, ()) if due.loan is not loan]
         for due in self.due.pop(child, ()):
             if due.loan is loan:
@@ -200,7 +200,7 @@ class NodeClient:
 
     @property
     def loans(self) -> Loans:
-        """What was lent to this process."""
+        """The loans of this process."""
         raise NotImplementedError
 
     @property
@@ -216,7 +216,7 @@ class NodeClient:
         """Take in what has come, where nothing else does that."""
 
     def _prepare(self, name: str) -> None:
-        """Send what must precede the next request; `name` is what is asked for.
+        """Send the messages that must precede the next request.
 
         Raises:
             MisuseError: the task that asks has ended.
@@ -234,11 +234,11 @@ class NodeClient:
             raise too_large(f"the arguments of {func.spec.name}.remote()", payload)
 
     def own(self, identity: int) -> Loan:
-        """What this process has just put, made or asked for, as lent to it."""
+        """Return a new value or actor of this process as a loan."""
         return self.loans.own(identity)
 
     def actor(self, identity: int) -> Loan:
-        """What keeps an actor alive to which a handle is being unpickled.
+        """Return the hold on an actor whose handle is being unpickled.
 
         As a part of a function that comes unannounced: the node is told then.
         """
@@ -253,7 +253,7 @@ class NodeClient:
         return -(((self.client or current.worker) << NUMBER_BITS) + self.new_number())
 
     def expect(self, receiver: Receiver) -> int:
-        """Have the answer of a new request told to a receiver; gives its number."""
+        """Register the receiver of a new request; return the request's number."""
         number = self.new_number()
         self._receivers[number] = receiver
         return number
@@ -343,7 +343,7 @@ class NodeClient:
         self.send(Stop(actor, how))
 
     def discard(self, value: int) -> None:
-        """Nobody wants a value any more: stop whoever makes it."""
+        """Discard a value: cancel the task that makes it."""
         self.send(Discard(value))
 
     def demand(self, number: int, limit: int) -> None:

@@ -64,7 +64,7 @@ class Uncut(Protocol):
         ...
 
     def catch_up(self) -> None:
-        """Raise the interrupt that came meanwhile, if one did."""
+        """Raise the interrupt that was deferred, if there is one."""
         ...
 
 
@@ -209,7 +209,7 @@ class Loans:
         return loan
 
     def own(self, identity: int) -> Loan:
-        """Return the loan of a value that this process has put; it is lent once."""
+        """Return the loan of a value that this process has put."""
         with self._interrupts.if_open():
             # The `__del__` of a half-made loan would raise.
             return self._note(identity)
@@ -357,7 +357,7 @@ class Loans:
         return parcel
 
     def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
-        """Where it lies already, if it is what somebody has written to a segment."""
+        """Return where a buffer already lies in a segment, if it does."""
         if self._mappings is None or len(outgoing.stream) >= SHARED_FROM:
             return None
         shown = self._mappings.shown(outgoing.buffers)
@@ -495,19 +495,19 @@ class Descriptors:
             self._arrived[segment] = descriptor
 
     def close(self, segment: int) -> None:
-        """A segment is not used any more."""
+        """Close a segment that is no longer used."""
         descriptor = self._arrived.pop(segment, None)
         if descriptor is not None:
             os.close(descriptor)
 
     def close_all(self) -> None:
-        """Nothing of it is used any more."""
+        """Close all segments."""
         for segment in list(self._arrived):
             self.close(segment)
         self.leave()
 
     def send(self, segment: Segment, press: Callable[[], object]) -> None:
-        """Send the driver a descriptor; it reads it when it hears of the segment.
+        """Send the driver a descriptor; it is read with the segment's message.
 
         Args:
             segment: whose.

@@ -227,7 +227,7 @@ class NodeConnection:
             self.on_messages(late)
 
     def pause(self) -> None:
-        """Read no more for now; the node sees it, and tells no more."""
+        """Stop reading for now; the node notices and sends no more."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
 
@@ -237,7 +237,7 @@ class NodeConnection:
             self._loop.add_reader(self._socket.fileno(), self._read)
 
     def close(self) -> None:
-        """Hang up; what was not sent is not sent any more."""
+        """Close the connection; unsent messages are dropped."""
         connected, self._socket = self._socket, None
         if connected is None:
             return

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
 
 def join_of(options: NodeOptions) -> Join:
-    """What the node is told of this program, by which its tasks' workers begin."""
+    """Return the message that introduces this program to the node."""
     from aiogpu import __version__
 
     return Join(
@@ -108,7 +108,7 @@ def join_of(options: NodeOptions) -> Join:
 
 
 def _weight() -> float:
-    """What this program gets where another gets 1, by the variable AIOGPU_WEIGHT.
+    """Return this program's weight, from AIOGPU_WEIGHT; the default is 1.
 
     Raises:
         OptionError: it is no number above 0.
@@ -127,7 +127,7 @@ def _weight() -> float:
 
 
 def _name() -> str:
-    """How people know this program."""
+    """Return the name of this program for people."""
     script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
     return os.path.basename(script) or os.path.basename(sys.executable) or "python"
 
@@ -261,7 +261,7 @@ class FutureReceiver:
 
 
 class RemoteLeases:
-    """Those that were granted and not given back; others wait as tasks do."""
+    """The granted leases of this program."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
@@ -306,7 +306,7 @@ class _Asking:
         self._receiver = receiver
 
     def settle(self, outcome: Outcome) -> None:
-        """It is granted or refused."""
+        """Note that the lease is granted or refused."""
         if isinstance(outcome, bytes):
             self._held[self.number] = self._receiver
         self._receiver.settle(outcome)
@@ -325,7 +325,7 @@ class RemoteActor:
         return f"<RemoteActor {self.func.spec.name} {self.id}>"
 
     def holder(self) -> Loan:
-        """What counts as a handle to it; see `ActorPort.holder`."""
+        """Return an object that counts as a handle; see `ActorPort.holder`."""
         return self._hold
 
     def pass_on(self, hold: object) -> None:
@@ -428,7 +428,7 @@ class RemoteActors:
         self._engine.send(ChildDemand(number, limit))
 
     def cancel(self, _actor: int, number: int) -> None:
-        """Nobody wants a call's answer any more."""
+        """Cancel a call."""
         self._engine.cancel(number)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
@@ -447,7 +447,7 @@ def _found(engine: RemoteEngine, payload: bytes) -> RemoteActor:
 
 
 class _Sought(FutureReceiver):
-    """Waits for the actor of a name; None is for nobody."""
+    """Waits for the actor of a name; None if there is none."""
 
     def __init__(
         self, engine: RemoteEngine, future: asyncio.Future[RemoteActor | None]
@@ -455,7 +455,7 @@ class _Sought(FutureReceiver):
         super().__init__(future, partial(_found, engine))
 
     def settle(self, outcome: Outcome) -> None:
-        """Somebody has the name, or nobody, or the node cannot tell."""
+        """Note the answer: an actor, none, or an error."""
         if isinstance(outcome, Failed):
             outcome = unpack_failure(outcome, "the node")
         if not isinstance(outcome, ActorNameError):
@@ -570,7 +570,7 @@ class RemoteEngine(NodeClient):
 
     @property
     def loans(self) -> Loans:
-        """What was lent to this process."""
+        """The loans of this process."""
         return self._loans
 
     def send(self, message: Message) -> None:
@@ -721,7 +721,7 @@ class RemoteEngine(NodeClient):
             self._departed.set_result(None)
 
     def abandon(self) -> None:
-        """The same in haste; the node sees it."""
+        """Close at once, without an event loop; the node notices."""
         self.disown()
 
     def disown(self) -> None:
@@ -759,7 +759,7 @@ class RemoteEngine(NodeClient):
             self.declare(func)
 
     def declare(self, func: FunctionSpec) -> None:
-        """Check what is the same for all calls of a function, and tell the node of it.
+        """Check a function once for all its calls, and declare it to the node.
 
         Raises:
             InfeasibleError: the node can never give what it asks for.
@@ -792,7 +792,7 @@ class RemoteEngine(NodeClient):
         return found
 
     async def status(self) -> NodeStatus:
-        """Who holds what, what waits and why, whosever it is."""
+        """Return who holds what, what waits and why, for all programs."""
         found: NodeStatus = await self._inquire(STATUS)
         return found
 
@@ -820,7 +820,7 @@ class RemoteEngine(NodeClient):
 
 
 def _again(error: NodeError) -> NodeError:
-    """The same for one more who hears of it, with a traceback of his own."""
+    """Copy an error for another waiter, so that each has its own traceback."""
     return type(error)(*error.args)
 
 

@@ -1,4 +1,4 @@
-"""Actors: a class whose object lives in a process of its own, and handles to it.
+"""Actors: objects that live in a process each, and their handles.
 
 Light on purpose, as `api.remote_function` is: user modules bring this file into every
 worker.
@@ -85,7 +85,7 @@ class RemoteMethod(CalledFirst, Mapper):
 
     @property
     def __name__(self) -> str:
-        """How errors call it."""
+        """The name in errors."""
         return self._method.label
 
     def __reduce__(self) -> NoReturn:
@@ -148,7 +148,7 @@ def method_of(link: Link, interface: ActorInterface, name: str) -> RemoteMethod:
 
 
 class LateMethod(RemoteMethod):
-    """A method of an actor whose class the node has yet to tell."""
+    """A method of an actor whose class is not known yet."""
 
     __slots__ = ()
 
@@ -287,7 +287,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         return self._made(spec, resources, actor=self._interface.terms(options))
 
     def options(self, **options: Unpack[ActorKeywords]) -> RemoteClass[P, A]:
-        """The same class with other options; this one is left as it is.
+        """Return the same class with other options; this one does not change.
 
         Raises:
             OptionError: names the option, the value and what is allowed.
@@ -407,7 +407,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
 
 
 class NamedActor:
-    """What `get_actor` gives in a coroutine of a task: the handle, once awaited."""
+    """The result of `get_actor` in a coroutine of a task: await it for the handle."""
 
     __slots__ = ("_name", "_namespace")
 

@@ -447,7 +447,7 @@ class WorkerActorLink:
 
     @classmethod
     async def find_on_loop(cls, name: str, namespace: str) -> WorkerActorLink:
-        """The same on the running event loop; raises as `find` does."""
+        """Find an actor on the running event loop; raises as `find` does."""
         return cls._found(*await _ask_for(name, namespace))
 
     @classmethod

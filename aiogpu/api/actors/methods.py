@@ -63,7 +63,7 @@ class Method:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """What it takes; looked up when it is first needed."""
+        """The parameters; determined at first use."""
         signature = signature_of(getattr(self._found, "__func__", self._found))
         if signature is not None and not isinstance(self._found, staticmethod):
             signature = without_self(signature)
@@ -71,7 +71,7 @@ class Method:
 
     @property
     def attribute(self) -> str:
-        """Its name in the class."""
+        """The name of the method in the class."""
         return self.name.partition(IN_GROUP)[0]
 
     def with_options(self, options: dict[str, Any], groups: tuple[str, ...]) -> Method:
@@ -157,7 +157,7 @@ def _is_method(attribute: object) -> bool:
 
 
 class ActorInterface:
-    """What is known of a class without a process: its methods and their options.
+    """The methods of an actor's class and their options.
 
     Attributes:
         name: of the class.
@@ -182,7 +182,7 @@ class ActorInterface:
         return found
 
     def terms(self, options: TaskOptions) -> ActorTerms:
-        """What all actors of the class with these options have in common."""
+        """Return the terms common to all actors of the class with these options."""
         from aiogpu.client.function_spec import ActorTerms
 
         groups = options.concurrency_groups

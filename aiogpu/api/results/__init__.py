@@ -1,1 +1,1 @@
-"""What `.remote()` gives, on a loop and in plain code, and how it is waited for."""
+"""Handles and streams, on an event loop and in plain code, and waiting for them."""

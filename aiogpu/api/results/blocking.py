@@ -43,14 +43,14 @@ class Owner(Protocol):
 
 
 class StreamOwner(Owner, Protocol):
-    """The same for the task of a stream."""
+    """The owner of a stream's task."""
 
     def demand(self, task: int, limit: int) -> None:
         """Let its generator yield so many items in all."""
 
 
 class HandleBase(NotItsResult):
-    """What the handles of plain tasks and of event loops have in common.
+    """The common base of handles in plain tasks and on event loops.
 
     Attributes:
         task_name: name of the task.
@@ -75,7 +75,7 @@ class HandleBase(NotItsResult):
 
         @property
         def error(self) -> BaseException | None:
-            """Why there will be no result, None if there is one or may be."""
+            """The error of the task; None if it has a result or has not ended."""
 
         def cancelled(self) -> bool:
             """Return whether it was cancelled."""
@@ -99,7 +99,7 @@ class HandleBase(NotItsResult):
         return self.shared
 
     def stand_for(self, reference: Reference) -> None:
-        """It came from elsewhere: others know it by this reference already."""
+        """Note the reference of a handle that came from another process."""
         self._want()
         self.shared = reference
 
@@ -239,7 +239,7 @@ class BlockingHandle(HandleBase, Generic[T]):
 
     @property
     def error(self) -> Exception | None:
-        """Why there will be no result, None if there is one or may be."""
+        """The error of the task; None if it has a result or has not ended."""
         return self._error
 
     def exception(self) -> Exception | None:
@@ -388,7 +388,7 @@ class ItemBuffer:
 
 
 class StreamBase:
-    """What the streams of plain tasks and of event loops have in common."""
+    """The common base of streams in plain tasks and on event loops."""
 
     inflow: ItemBuffer
 
@@ -410,7 +410,7 @@ class StreamBase:
 
 
 class BlockingStream(StreamBase, Iterator[T]):
-    """The items of a child that is a generator, by `for`; its CPUs are free meanwhile.
+    """The items of a child generator, by `for`; waiting releases the task's CPUs.
 
     To type checkers `.remote()` gives a `Stream` everywhere.
     """

@@ -1,4 +1,4 @@
-"""What `.remote()` gives: a true `asyncio.Future` whose cancelling stops the work.
+"""Handles: `asyncio.Future`s whose cancellation stops the work.
 
 Each `await` waits on a future of its own, not on the handle. So a cancelled waiter
 withdraws only itself. When the last waiter has gone and no callback is registered, the
@@ -197,7 +197,7 @@ class Handle(HandleBase, asyncio.Future[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """Why there will be no result, None if there is one or may be."""
+        """The error of the task; None if it has a result or has not ended."""
         return self.exception() if self.done() and not self.cancelled() else None
 
     def _how_to_wait(self) -> str:
@@ -447,7 +447,7 @@ class RemoteHandle(Handle[T]):
 
 
 class ChildHandle(Handle[T]):
-    """A handle of a task's child; the node is told while the task waits for it.
+    """The handle of a task's child; the node knows while the task waits for it.
 
     Its loop may be one that plain code of the task has opened, and closed before the
     child ended: then nobody is left to notify.
@@ -543,7 +543,7 @@ class BorrowedHandle(ChildHandle[T]):
             self.task_id = self.remote_values.fetch(self.shared.id, self)
 
     def done(self) -> bool:
-        """Return whether the value is here; whoever asks has it fetched."""
+        """Return whether the value is in this process; starts to fetch it if not."""
         self._fetch()
         return super().done()
 

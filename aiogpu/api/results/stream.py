@@ -28,7 +28,7 @@ _get_running_loop: Final = asyncio._get_running_loop
 
 
 class LoopSource:
-    """Where an iterator takes from, and waits on an event loop.
+    """The source of an iterator on an event loop.
 
     Attributes:
         loop: the event loop.

@@ -70,7 +70,7 @@ def get(handle: Sequence[Handle[T]], /, *, timeout: float | None = None) -> list
 
 
 def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
-    """Wait in a plain task for what it has started; its CPUs are free meanwhile.
+    """Wait in a plain task for its children; the wait releases its CPUs.
 
     Args:
         handle: what `.remote()` gave in this task, or a list of such.
@@ -199,7 +199,7 @@ def _not_for_get(given: object) -> str:
 
 
 class Parted(Protocol[T]):
-    """What `wait` gives: `ready, pending = await aiogpu.wait(handles)`.
+    """The result of `wait`: `ready, pending = await aiogpu.wait(handles)`.
 
     In a plain task, which has no event loop, it is the two lists themselves.
     """
@@ -419,7 +419,7 @@ class _Look:
     def until(
         self, count: int, awaited: list[Any], deadline: float | None = None
     ) -> None:
-        """Wait until so many have ended, or time is up; the node is told of some."""
+        """Wait until `count` have ended, or `timeout`; the node knows of the wait."""
         if len(self.ended) < count and awaited:
             block(
                 client_of_task(),
@@ -499,7 +499,7 @@ _wait_on_loop.__qualname__ = "wait"  # for Python's warnings
 
 
 class _LookOnLoop(_Look):
-    """The same on an event loop.
+    """Looks at handles on an event loop.
 
     Attributes:
         loop: that loop.
@@ -542,7 +542,7 @@ class _LookOnLoop(_Look):
     async def wait(
         self, count: int, awaited: list[Any], timeout: float | None = None
     ) -> None:
-        """Wait until so many have ended, or time is up; the node is told of some."""
+        """Wait until `count` have ended, or `timeout`; the node knows of the wait."""
         if len(self.ended) >= count or not awaited:
             return
         waits: Any = getattr(awaited[0], "_waits", None)
@@ -562,7 +562,7 @@ class _LookOnLoop(_Look):
 
 
 class Completions(Generic[T]):
-    """What `as_completed` returns: an async iterator, in plain tasks a plain one.
+    """The result of `as_completed`: an async iterator, in plain tasks a plain one.
 
     Its length is the number of handles; it is true even if that is 0.
     """

@@ -179,7 +179,7 @@ class PlainActorProcess(ActorProcess):
             items.close()
 
     def leave(self, groups: int) -> None:
-        """End after what was sent before; each of so many groups is told."""
+        """End after the calls sent before; each concurrency group gets a message."""
         if next(self._leaving) >= groups:
             leave_now()
 
@@ -273,7 +273,7 @@ class AsyncActorProcess(ActorProcess):
         self._result_of(outcome)
 
     async def _exit(self) -> NoReturn:
-        """End the actor from a call: others are cancelled, and told so."""
+        """End the actor from a call; its other calls are cancelled."""
         error = died(self._name, "a call ended it by exit_actor().")
         self._ended = TaskFailure(*pack_own_error(error))
         for task in self._running:

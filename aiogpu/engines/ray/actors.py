@@ -112,12 +112,12 @@ class RayActor:
 
     @property
     def id(self) -> int:
-        """Its number, the same in all processes."""
+        """The actor's number, the same in all processes."""
         return self.reference.id
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """The name in errors."""
         return self.func.spec.name
 
     @property
@@ -225,7 +225,7 @@ class RayActor:
         calls.watch(number, made if returns > 1 else (made,))
 
     def _method(self, method: str, returns: int, window: int) -> Callable[..., Any]:
-        """Return what has Ray call a method, which Ray would make anew each time."""
+        """Return Ray's caller of a method; it is cached, as Ray would make another."""
         mode, _, groups = self.reference.terms
         options = stream_options(window) if window else {}
         if mode == THREADED:
@@ -264,7 +264,7 @@ class RayActor:
         )
 
     def _note_end(self, receiver: Receiver, answer: Any) -> None:
-        """Ask again and again, until it does not answer any more."""
+        """Poll until the actor does not answer."""
         if isinstance(answer, Failed):  # its constructor has failed
             receiver.settle(NONE)
         elif not isinstance(answer, Exception):
@@ -332,12 +332,12 @@ class RayActor:
         self._leave()
 
     def evict(self, error: Exception) -> None:
-        """End it at once, since its place has gone, and tell callers why."""
+        """End the actor at once because its placement is gone; fail its calls."""
         self.lose(pack_own_error(actor_death(self.name, error)))
         cluster.kill(self.reference.handle, may_restart=False)
 
     def lose(self, failed: Failed) -> None:
-        """Note that there is none, and why; Ray is told nothing of it any more."""
+        """Note that the actor is gone, and why; Ray gets no further message."""
         self.end, self.is_gone, self.is_leaving = failed, True, False
 
     def explain(self, error: BaseException) -> Failed | None:
@@ -368,7 +368,7 @@ class _Answer(NamedTuple):
     note: Callable[[Any], object]
 
     def settle(self, outcome: Any) -> None:
-        """Note where it is, or why it cannot tell."""
+        """Note the actor's place, or why it has none."""
         self.note(outcome)
 
 
@@ -510,7 +510,7 @@ class RayActors:
         self.calls.demand(number, limit)
 
     def cancel(self, _actor: int, number: int) -> None:
-        """Stop a call whose answer nobody wants."""
+        """Cancel a call."""
         self.calls.cancel(number)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
@@ -534,7 +534,7 @@ class RayActors:
             actor.evict(removed(group.name, actor.name, REMOVED))
 
     def lose(self, failed: Failed) -> None:
-        """Note that the cluster has gone; callers are told so, and Ray nothing."""
+        """Note that the cluster has gone: fail all calls without a message to Ray."""
         for actor in self._actors.values():
             actor.lose(failed)
 

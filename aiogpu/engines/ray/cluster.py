@@ -61,7 +61,7 @@ ANSWER_LIMIT: Final = 15.0
 
 
 def start_call(call: Callable[[], T]) -> Future[T]:
-    """Run a call in a daemon thread of its own; its future cannot be cancelled."""
+    """Run a call in a daemon thread; its future cannot be cancelled."""
     thread = SerialThread("aiogpu-ray-call")
     result = thread.submit(call)
     thread.end()
@@ -344,7 +344,7 @@ logging.getLogger("ray._private.worker").addFilter(_is_worth_logging)
 
 
 def is_connected() -> bool:
-    """Return whether this process is in a cluster, whoever has connected it."""
+    """Return whether this process is connected to a cluster, by any code."""
     return bool(ray.is_initialized())
 
 
@@ -543,7 +543,7 @@ JOIN_OPTIONS: Final = ("log_to_driver", "cancel_grace")
 
 @dataclass(slots=True)
 class _Process:
-    """What this process's event loops share: its one connection to Ray.
+    """The process's one connection to Ray, shared by its event loops.
 
     Attributes:
         users: how many engines use it.
@@ -672,7 +672,7 @@ class RayConnection:
         _process.options = options
 
     def lose(self) -> None:
-        """Leave a cluster that has gone; nobody waits for that."""
+        """Leave a cluster that has gone, without waiting."""
         if self._release():
             _start_leaving()
 
@@ -699,7 +699,7 @@ class RayConnection:
         return True
 
     def close_now(self) -> None:
-        """Leave the cluster as the interpreter ends, whoever else uses it."""
+        """Leave the cluster at the exit of the interpreter."""
         if self._is_open and _process.is_ours and _process.pid == os.getpid():
             self._is_open = _process.is_ours = False
             _start_leaving().result()

@@ -152,7 +152,7 @@ class RayEngine:
             self._warn_of_unfit()
 
     def _warn_of_unfit(self) -> None:
-        """Say what no node could run any more, and end it if that stays so.
+        """Warn of requests that no node fits any more, and fail them if that stays so.
 
         Ray lets it wait without a word. A node often comes back, after a restart say.
         """
@@ -202,7 +202,7 @@ class RayEngine:
         self._connection.lose()
 
     def _check_open(self) -> None:
-        """Raise what has become of the cluster, if it is not there any more.
+        """Raise the error of a cluster that has gone.
 
         Raises:
             NodeDiedError: it has gone.
@@ -409,13 +409,13 @@ class RayEngine:
             self.calls.on_delivered = None
 
     def hasten(self) -> None:
-        """Give nobody time to stop; see `Engine.hasten`."""
+        """Close without a grace period; see `Engine.hasten`."""
         self._is_hasty = True
         for task in list(self.calls.ending):
             self.calls.kill(task)
 
     def abandon(self) -> None:
-        """Leave the cluster where no loop runs any more; see `Engine.abandon`."""
+        """Leave the cluster without an event loop; see `Engine.abandon`."""
         self._connection.close_now()
 
     def disown(self) -> None:

@@ -1,4 +1,4 @@
-"""How failures travel through Ray, and what Ray's own errors mean to users.
+"""Carries failures through Ray, and translates Ray's own errors.
 
 A task's exception travels as on other engines, as a pickle if possible and always as
 text. Ray carries it as the cause of an exception of its own.

@@ -69,7 +69,7 @@ def _refuse(spec: TaskSpec, option: str) -> None:
 
 
 def amounts(request: Request | None) -> dict[str, int]:
-    """Return what is asked for, in parts, without what is 0."""
+    """Return the requested amounts above 0, in units of 1/10 000."""
     asked = () if request is None else (*request.scalars, *request.devices)
     return {name: parts for name, parts in asked if parts}
 
@@ -92,7 +92,7 @@ def bundle_of(bundle: Request) -> dict[str, float]:
 
 
 def resources_of(request: Request) -> dict[str, Any]:
-    """Return what is asked for as Ray's options."""
+    """Return the request as Ray's options."""
     options: dict[str, Any] = {"num_cpus": 0}
     resources: dict[str, float] = {}
     for name, parts in (*request.scalars, *request.devices):

@@ -1,4 +1,4 @@
-"""What a cluster has, what can never run on it, and `status()`.
+"""The resources of a cluster, infeasible requests, and `status()`.
 
 No program waits for the cluster when it makes a call: it decides by the nodes that it
 saw last. Only a task asks, if a call needs what no node that it has seen has.

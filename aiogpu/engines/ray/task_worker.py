@@ -504,7 +504,7 @@ class TaskClient(Invoker):
 
     @property
     def waits(self) -> TaskClient:
-        """Nobody needs to be told of waits: a loop that is idle waits in Ray."""
+        """There is no observer of waits: an idle loop waits in Ray."""
         return self
 
     def note_wait(self, *_: object, **__: object) -> None:
@@ -541,7 +541,7 @@ class TaskClient(Invoker):
             self._engine.cancel(task)
 
     def withdraw(self, child: int) -> None:
-        """Stop a child whose result nobody wants."""
+        """Cancel a child whose result is not wanted."""
         self.upsets += 1
         self.cancel(child)
 
@@ -648,7 +648,7 @@ _END: Final = object()
 
 
 class Suspended:
-    """Suspends whoever awaits it with an item for Ray, or a future for a loop."""
+    """Awaitable: suspends a coroutine with an item for Ray, or a future for a loop."""
 
     def __init__(self, value: object) -> None:
         self._value = value

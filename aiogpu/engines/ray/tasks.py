@@ -421,7 +421,7 @@ class Calls:
         return True
 
     def forget(self, number: int) -> None:
-        """Let a call go on, of whose end nobody need hear."""
+        """Forget a call that goes on."""
         call = self.live.pop(number, None)
         if call is not None:
             call.stop_timer()
@@ -455,7 +455,7 @@ class Calls:
                 self.cancel(number, failed)
 
     def why(self, number: int) -> Why | None:
-        """Return what is known of a call: Ray does not tell whether it runs."""
+        """Return the state of a call, as far as Ray reports it."""
         call = self.live.get(number)
         if call is None:
             return None
@@ -527,7 +527,7 @@ class Stream:
         self._limit_changed.set()
 
     def __call__(self) -> None:
-        """Stop the generator, whose items nobody wants."""
+        """Cancel a generator whose items are not wanted."""
         self._is_stopped = True
         self._calls.ending.pop(self._number, None)
         self._call.generator = None
@@ -627,7 +627,7 @@ class RayValues:
         promised.fail(error)
 
     def drop(self, child: int, value: values.SharedValue) -> None:
-        """Cancel one of several results; the others may still come.
+        """Cancel one of several results.
 
         Calls of other processes that were sent it already get it.
         """
@@ -664,7 +664,7 @@ class RayValues:
         return number
 
     def discard(self, identity: int) -> None:
-        """Stop the task whose value nobody wants."""
+        """Cancel the task that makes a discarded value."""
         value = values.find_value(identity)
         if value.ref is not None:
             self._calls.canceller.cancel(value.ref)

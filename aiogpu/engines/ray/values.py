@@ -168,7 +168,7 @@ class SharedValue:
         self._settle()
 
     def revoke(self, error: BaseException) -> None:
-        """Give the error to whoever asks from now on, unless the value has come."""
+        """Fail later requests for a value with an error, unless the value has come."""
         if self.payload is None:
             self.ref = None
             self.fail(error)
@@ -231,7 +231,7 @@ def share_handle(
 
 
 def forget_after_fork() -> None:
-    """Keep Ray's handles in a fork: Ray must not hear that they are released there."""
+    """Keep Ray's handles in a fork, so that Ray does not see them released there."""
     _kept_by_forks.extend(known_actors.values())
 
 
@@ -240,7 +240,7 @@ def forget_after_fork() -> None:
 
 @dataclass(slots=True, eq=False)
 class PayloadSource:
-    """What a payload of this process is to Ray.
+    """The source of a payload of this process for Ray.
 
     Attributes:
         ref: its object in Ray's store; None if it is not there.
