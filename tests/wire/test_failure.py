@@ -26,6 +26,7 @@ from aiogpu.serialization.exceptions import (
     STOPPED,
     UNREADABLE,
     UNSENDABLE,
+    error_of,
     pack_failure,
     pack_own_error,
     unpack_failure,
@@ -630,3 +631,12 @@ def test_without_a_cause_that_can_travel(cause: BaseException | None) -> None:
     told = unpack_failure(pack_own_error(error), "add")
     assert str(told) == "it is dead"
     assert isinstance(told.__cause__, RemoteTraceback)
+
+
+def test_an_outcome_without_a_result_is_an_exception() -> None:
+    """A failure that was sent, or the very exception that was met in this process."""
+    own = LookupError("here")
+    assert error_of(own, "task") is own
+    raised = error_of(pack_failure(ValueError("there"), RAISED), "task")
+    assert isinstance(raised, ValueError)
+    assert str(raised) == "there"
