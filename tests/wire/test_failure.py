@@ -637,6 +637,6 @@ def test_an_outcome_without_a_result_is_an_exception() -> None:
     """A failure that was sent, or the very exception that was met in this process."""
     own = LookupError("here")
     assert error_of(own, "task") is own
-    raised = error_of(pack_failure(ValueError("there"), RAISED), "task")
+    raised = error_of(pack_failure(1, RAISED, ValueError("there"), ""), "task")
     assert isinstance(raised, ValueError)
     assert str(raised) == "there"
