@@ -195,7 +195,7 @@ class Session:
         try:
             await self.shutdown(at_once=isinstance(error, KeyboardInterrupt))
         except KeyboardInterrupt:
-            self._engine.hasten()
+            self._engine.force_close()
             raise
 
     def submit(self, func: FunctionSpec, payload: bytes) -> Handle[Any]:
@@ -376,7 +376,7 @@ class Session:
         if self._closing is None:
             self._closing = self.loop.create_task(self._close())
         if at_once and self._state is not SessionState.CLOSED:
-            self._engine.hasten()
+            self._engine.force_close()
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
@@ -392,7 +392,7 @@ class Session:
                 await self._engine.close()
         except (asyncio.CancelledError, KeyboardInterrupt):
             # The loop is ending; its last act, `_close_with_loop`, begins anew.
-            self._engine.hasten()
+            self._engine.force_close()
             self._closing = None
             raise
         except BaseException:
@@ -416,15 +416,15 @@ class Session:
             raise self.unusable()
         return self._engine
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """This process is a fork: the session is its parent's."""
         self._state = SessionState.FORKED
-        self._engine.disown()
+        self._engine.after_fork()
 
-    def abandon(self) -> None:
+    def close_now(self) -> None:
         """Remove the node's files at the exit of the interpreter."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
-            self._engine.abandon()
+            self._engine.close_now()
 
 
 _get_running_loop: Final = asyncio._get_running_loop
@@ -497,18 +497,18 @@ def no_loop(what: str) -> NoLoopError:
     )
 
 
-def _disown_all() -> None:
+def _after_fork() -> None:
     for session in sessions.values():
-        session.disown()
+        session.after_fork()
 
 
-def _abandon_all() -> None:
+def _close_all_now() -> None:
     for session in list(sessions.values()):
-        session.abandon()
+        session.close_now()
 
 
-os.register_at_fork(after_in_child=_disown_all)
-atexit.register(_abandon_all)
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_close_all_now)
 
 
 def session_beside(host: Host, loop: asyncio.AbstractEventLoop) -> Session | None:

@@ -152,7 +152,7 @@ class Service:
             _log.info("%s again: at once", why)
             self._hurried.set()
             if self._node is not None:
-                self._node.hasten()
+                self._node.force_close()
 
     def hang_up(self) -> None:
         """Stop after the terminal has gone: shell and kernel may both send SIGHUP."""

@@ -276,15 +276,15 @@ class Engine(Protocol):
         """Stop all tasks and leave nothing behind. May be called twice."""
         ...
 
-    def hasten(self) -> None:
+    def force_close(self) -> None:
         """Close without a grace period; `close` is running, or comes next."""
         ...
 
-    def abandon(self) -> None:
+    def close_now(self) -> None:
         """Close at once, without an event loop."""
         ...
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """This process is a fork of the one that has opened it, and must not speak."""
         ...
 

@@ -367,24 +367,24 @@ class LocalEngine(DriverEngine):
         if self._store is not None:
             self._store.close()
 
-    def hasten(self) -> None:
-        """Close without a grace period; see `Engine.hasten`."""
+    def force_close(self) -> None:
+        """Close without a grace period; see `Engine.force_close`."""
         from aiogpu.core.scheduler.scheduler import Scheduler
 
         if self._driver is not None:
             self._driver.feed(Scheduler.close, True)
 
-    def abandon(self) -> None:
+    def close_now(self) -> None:
         """Close at once, without an event loop."""
-        self._supervisor.abandon()
+        self._supervisor.close_now()
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """Disable the engine in a fork of the driver.
 
         Workers watch the driver's process, and so outlive this one.
         """
         if self._driver is not None:
-            self._driver.disown()
+            self._driver.after_fork()
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:

@@ -707,7 +707,7 @@ class RemoteEngine(NodeClient):
         if not self.lookups:
             return
         answered = asyncio.gather(*self.lookups, return_exceptions=True)
-        # `_departed` is also done where the node has gone, and by `hasten`.
+        # `_departed` is also done where the node has gone, and by `force_close`.
         first, either = asyncio.FIRST_COMPLETED, [answered, self._departed]
         await asyncio.wait(either, timeout=limit, return_when=first)
 
@@ -715,16 +715,16 @@ class RemoteEngine(NodeClient):
         self._loans.close()
         self._page.close()
 
-    def hasten(self) -> None:
-        """Wait no more for what stops; see `Engine.hasten`."""
+    def force_close(self) -> None:
+        """Wait no more for what stops; see `Engine.force_close`."""
         if not self._departed.done():
             self._departed.set_result(None)
 
-    def abandon(self) -> None:
+    def close_now(self) -> None:
         """Close at once, without an event loop; the node notices."""
-        self.disown()
+        self.after_fork()
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """This process is a fork of the program: the connection is its parent's."""
         self._line.leave()
         self._loans.leave()

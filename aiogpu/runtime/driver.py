@@ -385,7 +385,7 @@ class Driver:
             call.receiver = None
             self.feed(Scheduler.cancel, TaskId(task))
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """This process is a fork of the driver's: decide and carry out nothing."""
         self.is_busy = True
 
@@ -602,7 +602,7 @@ class Driver:
             self._commands.create(effect.worker, call, bind, creation)
             return
         if effect.worker in self.actors.workers:
-            self.actors.disown(effect.worker)
+            self.actors.release_worker(effect.worker)
         self._commands.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def on_created(self, task: TaskId) -> None:

@@ -318,7 +318,7 @@ class Supervisor:
         await console.drain(SLACK)
         console.close()
 
-    def abandon(self) -> None:
+    def close_now(self) -> None:
         """Close without an event loop; workers notice by themselves."""
         self._undo_start.close()
         parts = self._parts

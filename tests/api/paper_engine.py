@@ -103,11 +103,11 @@ class PaperEngine:
             raise self.close_error
         self.story.append("closed")
 
-    def hasten(self) -> None:
-        self.story.append("hasten")
+    def force_close(self) -> None:
+        self.story.append("force_close")
 
-    def abandon(self) -> None:
-        self.story.append("abandon")
+    def close_now(self) -> None:
+        self.story.append("close_now")
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """A fork of its program says nothing."""

@@ -157,7 +157,7 @@ async def test_why(engine: PaperEngine) -> None:
     engine.ended.add(1)
     assert str(await early.why()) == "train (task 1) has ended."
     assert engine.story[3:] == ["why 1", "why 1"]
-    session.disown()
+    session.after_fork()
     with pytest.raises(NodeError, match="fork"):
         await early.why()
     session._state = SessionState.OPEN
@@ -271,7 +271,7 @@ async def test_a_second_ctrl_c_in_its_block_hastens(engine: PaperEngine) -> None
 
     with pytest.raises(KeyboardInterrupt):
         await main()
-    assert engine.story == ["open", "opened", "hasten", "close", "closed"]
+    assert engine.story == ["open", "opened", "force_close", "close", "closed"]
 
 
 async def test_a_shutdown_under_way_is_hastened(engine: PaperEngine) -> None:
@@ -285,7 +285,7 @@ async def test_a_shutdown_under_way_is_hastened(engine: PaperEngine) -> None:
     engine.may_close.set()
     await asyncio.gather(orderly, at_once)
     await session.shutdown(at_once=True)
-    assert engine.story == ["open", "opened", "close", "hasten", "closed"]
+    assert engine.story == ["open", "opened", "close", "force_close", "closed"]
 
 
 async def test_an_error_of_closing_is_told_and_the_loop_is_free(
@@ -364,7 +364,7 @@ def test_a_shutdown_cut_short_is_begun_anew(
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(main())
-    assert engine.story == ["open", "opened", "close", "hasten", "close", "closed"]
+    assert engine.story == ["open", "opened", "close", "force_close", "close", "closed"]
 
 
 async def test_a_fork_is_inert(
@@ -374,14 +374,14 @@ async def test_a_fork_is_inert(
     story = list(engine.story)
     parent = session._pid
     monkeypatch.setattr(session, "_state", session._state)
-    session.disown()
+    session.after_fork()
     assert session.is_forked
     with pytest.raises(NodeError, match=f"belongs to process {parent}"):
         session.submit(func(), b"")
     with pytest.raises(NodeError, match="fork"):
         await Node.of(session).status()
     await session.shutdown()
-    session.abandon()
+    session.close_now()
     assert engine.story == story
     monkeypatch.undo()
     assert session.is_open
@@ -395,7 +395,7 @@ async def test_a_process_that_is_not_its_own_leaves_it_alone(
     session = await opened(engine)
     monkeypatch.setattr(session, "_pid", os.getpid() + 1)
     await session.shutdown()
-    session.abandon()
+    session.close_now()
     assert engine.story == ["open", "opened"]
     monkeypatch.undo()
     await session.shutdown()
@@ -417,11 +417,11 @@ def test_a_fork_without_a_loop_says_whose_it_is(engine: PaperEngine) -> None:
 
 async def test_what_the_interpreter_leaves_is_abandoned(engine: PaperEngine) -> None:
     session = await opened(engine)
-    sessions._abandon_all()
-    assert engine.story[-1] == "abandon"
+    sessions._close_all_now()
+    assert engine.story[-1] == "close_now"
     await session.shutdown()
-    sessions._abandon_all()
-    assert engine.story.count("abandon") == 1
+    sessions._close_all_now()
+    assert engine.story.count("close_now") == 1
 
 
 async def test_each_loop_has_its_own(engine: PaperEngine) -> None:

@@ -33,8 +33,8 @@ class Daemon(PaperNode):
         if HOW == "stuck":
             await asyncio.Event().wait()
 
-    def hasten(self) -> None:
-        print("hasten", flush=True)
+    def force_close(self) -> None:
+        print("force_close", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,5 +52,5 @@ class PaperNode:
     async def close(self) -> None:
         self.asked.append("close")
 
-    def hasten(self) -> None:
-        self.asked.append("hasten")
+    def force_close(self) -> None:
+        self.asked.append("force_close")

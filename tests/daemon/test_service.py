@@ -112,11 +112,13 @@ async def test_asked_twice_it_ends_at_once(life: Life) -> None:
     life.service.ask_to_stop("SIGINT")
     await until(lambda: "drain 7" in life.node.asked)
     life.service.hang_up()
-    assert "hasten" not in life.node.asked, "a terminal that goes asks for nothing more"
+    assert "force_close" not in life.node.asked, (
+        "a terminal that goes asks for nothing more"
+    )
     life.service.ask_to_stop("SIGINT")
     life.service.ask_to_stop("SIGINT")
     await life.end()
-    assert life.node.asked[2:] == ["drain 7", "hasten", "close"]
+    assert life.node.asked[2:] == ["drain 7", "force_close", "close"]
 
 
 async def test_a_terminal_that_goes_asks_it_to_end(life: Life) -> None:

@@ -78,7 +78,7 @@ def test_asked_once_more_it_ends_at_once(
         assert process.stdout.readline() == "drain 60\n"
         monkeypatch.undo()
         assert stop(here.place)
-        assert said(process) == ["hasten", "close"]
+        assert said(process) == ["force_close", "close"]
 
 
 def test_one_that_cannot_end_is_killed(here: Box) -> None:

@@ -98,8 +98,8 @@ class ServedEngine(RemoteEngine):
             await asyncio.to_thread(_wait, ended)
         self._place.cleanup()
 
-    def abandon(self) -> None:
-        super().abandon()
+    def close_now(self) -> None:
+        super().close_now()
         if self.service:
             os.kill(self.service, signal.SIGKILL)
 

@@ -563,7 +563,7 @@ async def test_haste_gives_the_variables_back() -> None:
         while not seen:
             await asyncio.sleep(0)
         assert os.environ[VISIBLE] == ""
-        session._session.abandon()
+        session._session.close_now()
         assert dict(os.environ) == before
         handle.cancel()
         await asyncio.sleep(0)

@@ -229,8 +229,8 @@ async def test_a_node_that_is_given_up_leaves_no_directory(
         parts = supervisor._parts
         assert parts is not None
         pool, memory = parts.driver.pool, parts.descriptor_server
-        supervisor.abandon()
-        supervisor.abandon()
+        supervisor.close_now()
+        supervisor.close_now()
         assert os.listdir(runtime_directory) == []
         await pool.close()
         await pool.zygotes.close()

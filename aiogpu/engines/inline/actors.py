@@ -291,7 +291,7 @@ class ActorInstance:
         """End with the node."""
         self.kill()
 
-    def hasten(self) -> None:
+    def force_close(self) -> None:
         """End now, and leave behind what takes its time."""
         self.kill()
 
@@ -476,7 +476,7 @@ class AsyncActorInstance(ActorInstance):
         """End with the node, which waits for nobody beyond its grace."""
         self._end_within(grace, is_orderly=True)
 
-    def hasten(self) -> None:
+    def force_close(self) -> None:
         """End now, and leave behind what takes its time."""
         rest = [*self._calls.values(), *self.creation.started]
         for task in (self._ending, *rest):
@@ -522,7 +522,7 @@ class AsyncActorInstance(ActorInstance):
             "killed; here it is left behind, and its code may run beside other code.",
             self.actor.name,
         )
-        self.hasten()
+        self.force_close()
 
     def let_go(self) -> None:
         """Nothing of it goes on."""
@@ -724,7 +724,7 @@ class InlineActors(Actors):
         """Have what refers to itself let go, so that its `__del__` is called."""
         self.runner.loop.call_soon(gc.collect, context=Context())
 
-    def hasten(self) -> None:
+    def force_close(self) -> None:
         """Leave those behind that would take their time."""
         for instance in list(self._living.values()):
-            instance.hasten()
+            instance.force_close()

@@ -114,15 +114,15 @@ class InlineEngine(DriverEngine):
         if self._store is not None:
             self._store.close()
 
-    def hasten(self) -> None:
-        """Close without a grace period; see `Engine.hasten`."""
+    def force_close(self) -> None:
+        """Close without a grace period; see `Engine.force_close`."""
         if self._driver is not None:
-            self._node.hasten()
+            self._node.force_close()
 
-    def abandon(self) -> None:
+    def close_now(self) -> None:
         """Close at once, without an event loop."""
         if self._driver is not None:
-            self._node.stack.abandon()
+            self._node.stack.close_now()
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """This process is a fork of the program, and has all of it once more."""

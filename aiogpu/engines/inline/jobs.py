@@ -365,7 +365,7 @@ class JobStack:
         self.running.extend(job.paused)
         job.paused = []
 
-    def abandon(self) -> None:
+    def close_now(self) -> None:
         """Give the process its own variables back; there is nothing else."""
         for job in reversed(self.running):
             assert job.environment is not None, job

@@ -93,7 +93,7 @@ class ActorsPort(Protocol):
     def demand_call(self, number: int, limit: int, /) -> None:
         """Let a call that is a stream yield so many items in all."""
 
-    def hasten(self) -> None:
+    def force_close(self) -> None:
         """End now, and leave behind what takes its time."""
 
 
@@ -545,10 +545,10 @@ class InlineNode(JobDriver):
                 call.tell_disowned()
             job.stop()
 
-    def hasten(self) -> None:
+    def force_close(self) -> None:
         """Stop all jobs, and leave those behind that would take their time."""
         self.feed(Scheduler.close)
-        self.actors.hasten()
+        self.actors.force_close()
         for job in list(self.jobs.values()):
             if job.worker is not None:
                 job.runner.leave_behind(job)

@@ -404,21 +404,21 @@ class RayEngine:
             async with asyncio.timeout_at(until):
                 await gone
         except TimeoutError:
-            self.hasten()
+            self.force_close()
         finally:
             self.calls.on_delivered = None
 
-    def hasten(self) -> None:
-        """Close without a grace period; see `Engine.hasten`."""
+    def force_close(self) -> None:
+        """Close without a grace period; see `Engine.force_close`."""
         self._is_hasty = True
         for task in list(self.calls.ending):
             self.calls.kill(task)
 
-    def abandon(self) -> None:
-        """Leave the cluster without an event loop; see `Engine.abandon`."""
+    def close_now(self) -> None:
+        """Leave the cluster without an event loop; see `Engine.close_now`."""
         self._connection.close_now()
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """Forget the cluster in a fork, which has none of Ray's threads."""
         self._is_open = False
         forget_after_fork()

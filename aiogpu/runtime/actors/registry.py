@@ -234,7 +234,7 @@ class Actors(Register):
         if actor is not None and actor.worker is worker:
             self.kill(actor.id, no_restart=False)
 
-    def disown(self, worker: int) -> None:
+    def release_worker(self, worker: int) -> None:
         """A worker runs tasks: it was to be an actor, and that was taken back."""
         self.workers.pop(worker).actor = None
 
