@@ -269,8 +269,10 @@ async def test_what_was_left_behind_starts_none(node: aiogpu.types.Node) -> None
 @aiogpu.remote(retry_exceptions=True, max_retries=1)
 def retried() -> None:
     handles = [never.remote(), note.remote("never")]
-    with pytest.raises(aiogpu.TaskTimeoutError):
-        aiogpu.get(handles, timeout=0.01)
+    begun = seen.count("begin")
+    while seen.count("begin") == begun:  # a loaded machine needs more than one wait
+        with pytest.raises(aiogpu.TaskTimeoutError):
+            aiogpu.get(handles, timeout=0.01)
     seen.append(handles)
     assert not any(handle.done() for handle in handles)
     if len(seen) < 4:
