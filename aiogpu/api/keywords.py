@@ -43,9 +43,9 @@ class Options(_Common, total=False):
     Attributes:
         num_cpus: CPUs, may be a fraction; default 1.
         num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
-        memory: main memory in bytes or as a text, "6GiB", that the node must have
-            free. If memory runs short, a task that uses more than this is ended first
-            (`OutOfMemoryError`) and retried alone.
+        memory: main memory in bytes or as a text, "6GiB", reserved for the task. If
+            the machine runs short of memory, a task that uses more than it reserved is
+            ended first (`OutOfMemoryError`) and retried alone.
         resources: amounts by name: custom resources, `{"license": 1}`, or devices of
             other vendors, `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".

@@ -142,7 +142,7 @@ def without_self(signature: inspect.Signature) -> inspect.Signature:
 
 
 def kind_of(function: object) -> tuple[bool, bool]:
-    """Return whether a function is a coroutine, and whether it is a generator."""
+    """Return whether a function needs an event loop, and whether it yields items."""
     is_async_generator = inspect.isasyncgenfunction(function)
     return (
         is_async_generator or inspect.iscoroutinefunction(function),

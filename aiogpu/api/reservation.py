@@ -107,8 +107,8 @@ def func_of(spec: TaskSpec) -> FunctionSpec:
     )
 
 
-class Reservation:
-    """The node's side of a lease or placement: receives its outcome and releases it.
+class LeaseOwner:
+    """The program's record of a lease or placement; receives its outcome, releases it.
 
     Separate from the user's object, so that a dropped one can be collected.
 
@@ -116,7 +116,7 @@ class Reservation:
         pid: process id of this program.
         task: the task's number; 0 before the request.
         granted: the packed grant, once there is one.
-        lost: why the reservation ended although it was not released.
+        lost: why the lease ended although it was not released.
         is_over: whether it was released or given up.
     """
 
@@ -164,7 +164,7 @@ class Reservation:
             self.lost.set_result(error)
 
     def give_back(self, why: Exception | None = None) -> None:
-        """Release the reservation; idempotent.
+        """Release the lease; idempotent.
 
         Args:
             why: the error for those who still wait for it.
@@ -190,7 +190,7 @@ class Reservation:
         self._session.call_soon(self.give_back)
 
     async def why(self) -> Why:
-        """Return why the reservation waits, or that it is held."""
+        """Return why the lease waits, or that it is held."""
         return await self._session.why(self._name, self.task)
 
 
@@ -208,17 +208,17 @@ class Lease(EnteredOnLoop):
     def __init__(self, func: FunctionSpec, timeout: float | None) -> None:
         self._func = func
         self._timeout = timeout
-        self._reservation: Reservation | None = None
+        self._owner: LeaseOwner | None = None
         self._finalizer: weakref.finalize[Any, Lease] | None = None
 
     def __repr__(self) -> str:
-        reservation = self._reservation
-        if reservation is None:
+        owner = self._owner
+        if owner is None:
             state = "not asked for"
-        elif reservation.is_over or reservation.lost.done():
+        elif owner.is_over or owner.lost.done():
             state = "over"
         else:
-            state = "held" if reservation.granted.done() else "waiting"
+            state = "held" if owner.granted.done() else "waiting"
         return f"<Lease {self._func.spec.name} {state}>"
 
     def _as_called(self) -> str:
@@ -234,19 +234,19 @@ class Lease(EnteredOnLoop):
         await self.release()
 
     async def _take(self) -> Lease:
-        if self._reservation is not None:
+        if self._owner is not None:
             raise MisuseError(
                 "this lease was awaited before; each aiogpu.lease(...) is one lease, "
                 "so call it once for each."
             )
         session = session_for("aiogpu.lease()")
-        reservation = self._reservation = Reservation(session, self._func.spec.name)
-        self._finalizer = weakref.finalize(self, reservation.forget)
+        owner = self._owner = LeaseOwner(session, self._func.spec.name)
+        self._finalizer = weakref.finalize(self, owner.forget)
         self._finalizer.atexit = False
         try:
-            reservation.ask(self._func)
+            owner.ask(self._func)
             async with asyncio.timeout(self._timeout):
-                await asyncio.shield(reservation.granted)
+                await asyncio.shield(owner.granted)
         except TimeoutError:
             self._end()
             raise TaskTimeoutError(
@@ -259,9 +259,9 @@ class Lease(EnteredOnLoop):
         return self
 
     def _end(self) -> None:
-        if self._finalizer is not None and self._reservation is not None:
+        if self._finalizer is not None and self._owner is not None:
             self._finalizer.detach()
-            self._reservation.give_back()
+            self._owner.give_back()
 
     async def release(self) -> None:
         """Release the lease; may be called twice.
@@ -273,14 +273,14 @@ class Lease(EnteredOnLoop):
         Raises:
             NoLoopError: called in another thread than the event loop's.
         """
-        if self._reservation is not None:
-            check_thread(self._reservation.granted.get_loop(), "release() of a lease")
+        if self._owner is not None:
+            check_thread(self._owner.granted.get_loop(), "release() of a lease")
         self._end()
 
     @cached_property
     def _grant(self) -> Bind:
-        reservation = self._reservation
-        if reservation is None or not reservation.granted.done():
+        owner = self._owner
+        if owner is None or not owner.granted.done():
             raise MisuseError(
                 "this lease is not granted yet; write `async with aiogpu.lease(...) as "
                 "gpu:`, or `gpu = await aiogpu.lease(...)`."
@@ -288,7 +288,7 @@ class Lease(EnteredOnLoop):
         # Imports msgpack, which a program without leases may not need.
         from aiogpu.wire.codec import unpack_as
 
-        return unpack_as(Bind, reservation.granted.result())
+        return unpack_as(Bind, owner.granted.result())
 
     @property
     def ids(self) -> list[int | str]:
@@ -318,7 +318,7 @@ class Lease(EnteredOnLoop):
     @property
     def is_held(self) -> bool:
         """True if granted, not released, and the node has not ended."""
-        return self._reservation is not None and self._reservation.is_held
+        return self._owner is not None and self._owner.is_held
 
     async def lost(self) -> Exception:
         """Wait until the lease is lost without a release, and return the reason.
@@ -327,14 +327,14 @@ class Lease(EnteredOnLoop):
         others may get its devices.
         """
         assert self._grant is not None
-        assert self._reservation is not None
-        return await asyncio.shield(self._reservation.lost)
+        assert self._owner is not None
+        return await asyncio.shield(self._owner.lost)
 
     async def why(self) -> Why:
         """Return why the lease waits: what is missing, who holds it, who is next."""
-        if self._reservation is None:
+        if self._owner is None:
             raise MisuseError("this lease was not asked for yet; it is by awaiting it.")
-        return await self._reservation.why()
+        return await self._owner.why()
 
 
 def session_for(what: str) -> Session:
@@ -396,10 +396,10 @@ class Placement(EnteredOnLoop):
     def __init__(
         self,
         placement_group: PlacementGroupSpec,
-        reservation: Reservation | None = None,
+        owner: LeaseOwner | None = None,
     ) -> None:
         self._placement_group = placement_group
-        self._reservation = reservation
+        self._owner = owner
 
     def placement_group_of(self) -> PlacementGroupSpec:
         """Return the specification, for `options(placement=...)`."""
@@ -454,10 +454,10 @@ class Placement(EnteredOnLoop):
             PlacementRemovedError: the group was removed.
             NodeError: the node has ended.
         """
-        reservation = self._own("ready()")
-        await asyncio.shield(reservation.granted)
-        if reservation.lost.done():
-            raise reservation.lost.result()
+        owner = self._own("ready()")
+        await asyncio.shield(owner.granted)
+        if owner.lost.done():
+            raise owner.lost.result()
         return self
 
     async def __aenter__(self) -> Placement:
@@ -479,24 +479,22 @@ class Placement(EnteredOnLoop):
         Raises:
             NoLoopError: called in another thread than the event loop's.
         """
-        reservation = self._own("remove()")
-        check_thread(reservation.granted.get_loop(), "remove() of a placement")
-        reservation.give_back(
-            PlacementRemovedError(f"{self.name} was removed.", self.name)
-        )
+        owner = self._own("remove()")
+        check_thread(owner.granted.get_loop(), "remove() of a placement")
+        owner.give_back(PlacementRemovedError(f"{self.name} was removed.", self.name))
 
     async def why(self) -> Why:
         """Return why the group waits: what is missing, who holds it, who is next."""
         return await self._own("why()").why()
 
-    def _own(self, what: str) -> Reservation:
-        if self._reservation is None:
+    def _own(self, what: str) -> LeaseOwner:
+        if self._owner is None:
             raise MisuseError(
                 f"{what} of {self.name} was called where it was passed to; only the "
                 f"program that has made it can ask that. Tasks that are given it wait "
                 f"for it by themselves."
             )
-        return self._reservation
+        return self._owner
 
     def __reduce__(self) -> tuple[Callable[..., Placement], tuple[PlacementGroupSpec]]:
         return Placement, (self._placement_group,)
@@ -538,6 +536,6 @@ def placement(
         bundles, strategy, called, secrets.token_hex(8)
     )
     func = placement_func(placement_group, first)
-    reservation = Reservation(session_for("aiogpu.placement()"), called)
-    reservation.ask(func)
-    return Placement(placement_group, reservation)
+    owner = LeaseOwner(session_for("aiogpu.placement()"), called)
+    owner.ask(func)
+    return Placement(placement_group, owner)

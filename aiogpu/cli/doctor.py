@@ -161,27 +161,27 @@ def gpus(as_json: bool) -> int:
     warnings = Warnings()
     log.addHandler(warnings)
     try:
-        box = warnings.added_to(asyncio.run(probe_devices()))
-        shares = asyncio.run(ask_node()) if box.seen else NOTHING
-        if shares.note:
-            box = box._replace(notes=(*box.notes, shares.note))
+        report = warnings.added_to(asyncio.run(probe_devices()))
+        node = asyncio.run(ask_node()) if report.seen else NOTHING
+        if node.note:
+            report = report._replace(notes=(*report.notes, node.note))
     finally:
         log.removeHandler(warnings)
     if as_json:
-        click.echo(json.dumps(as_data(box, shares), indent=1))
+        click.echo(json.dumps(as_data(report, node), indent=1))
         return 0
-    screen, table = Console(highlight=False), device_table(box, shares)
+    screen, table = Console(highlight=False), device_table(report, node)
     has_room = max(map(len, plain(table)), default=0) <= screen.width
     if not (screen.is_terminal and has_room):
-        click.echo("\n".join(lines(box, shares)))
+        click.echo("\n".join(lines(report, node)))
         return 0
-    if box.seen:
+    if report.seen:
         screen.print(table)
-    for seen in box.seen:
+    for seen in report.seen:
         told = health(seen)
         style = "green" if told in ("well", "answers") else "red"
         screen.print(text(f"{seen.kind} {seen.device.id}: {told}", style))
-    for note in box.notes:
+    for note in report.notes:
         screen.print(note, markup=False)
     return 0
 
@@ -201,23 +201,23 @@ class Warnings(logging.Handler):
         """Keep a warning."""
         self.lines[record.getMessage().removeprefix("! ")] = None
 
-    def added_to(self, box: DeviceReport) -> DeviceReport:
+    def added_to(self, report: DeviceReport) -> DeviceReport:
         """Return the report with those warnings that its notes do not contain."""
-        notes = "\n".join(box.notes)
+        notes = "\n".join(report.notes)
         fresh = [line for line in self.lines if line.partition(";")[0] not in notes]
-        return box._replace(notes=(*fresh, *box.notes))
+        return report._replace(notes=(*fresh, *report.notes))
 
 
-def as_data(box: DeviceReport, shares: NodeDevices = NOTHING) -> dict[str, Any]:
+def as_data(report: DeviceReport, node: NodeDevices = NOTHING) -> dict[str, Any]:
     """Return the report as JSON data: sizes in bytes, None for unknown values."""
     devices = []
-    for seen in box.seen:
+    for seen in report.seen:
         data = _device_data(seen)
-        if held := shares.of(seen.kind, seen.device):
+        if held := node.of(seen.kind, seen.device):
             data["free"], data["aside"] = held.free, held.aside
             data["holders"] = data_of(held.holders)
         devices.append(data)
-    return {"devices": devices, "notes": list(box.notes)}
+    return {"devices": devices, "notes": list(report.notes)}
 
 
 def _device_data(seen: DetectedDevice) -> dict[str, Any]:
@@ -250,18 +250,18 @@ def _device_data(seen: DetectedDevice) -> dict[str, Any]:
     }
 
 
-def lines(box: DeviceReport, shares: NodeDevices = NOTHING) -> Iterator[str]:
+def lines(report: DeviceReport, node: NodeDevices = NOTHING) -> Iterator[str]:
     """Yield a heading for each device and a line for each of its facts."""
-    for seen in box.seen:
+    for seen in report.seen:
         name = seen.device.name or seen.device.type or "without a name"
         yield f"{seen.kind} {seen.device.id}  {name}"
-        for name, told in facts(seen, box, shares):
+        for name, told in facts(seen, report, node):
             yield f"  {name:<11} {told}"
-    yield from box.notes
+    yield from report.notes
 
 
 def facts(
-    seen: DetectedDevice, box: DeviceReport, shares: NodeDevices = NOTHING
+    seen: DetectedDevice, report: DeviceReport, node: NodeDevices = NOTHING
 ) -> Iterator[tuple[str, str]]:
     """Yield the known facts of a device as (name, text)."""
     device, sample = seen.device, seen.sample
@@ -273,14 +273,14 @@ def facts(
         ("capability", capability and ".".join(map(str, capability))),
         ("pci", device.pci),
         ("part of", device.parent),
-        ("held", printable(shares.told(seen.kind, device))),
+        ("held", printable(node.told(seen.kind, device))),
         ("memory", memory_use(None if sample is None else sample.used, device.memory)),
         ("busy", None if busy is None else f"{busy} %"),
         (
             "linked to",
             ", ".join(
                 str(one.device.id)
-                for one in box.seen
+                for one in report.seen
                 if one.device.uuid in device.links
             ),
         ),
@@ -334,14 +334,14 @@ def _process(process: OtherProcess) -> str:
     return told if process.memory is None else f"{told} {amount(process.memory, '0')}"
 
 
-def device_table(box: DeviceReport, shares: NodeDevices) -> Table:
+def device_table(report: DeviceReport, node: NodeDevices) -> Table:
     """Build a table with a row for each device and its short facts."""
 
     def fact(name: str) -> Column[DetectedDevice]:
-        return Column(name, lambda seen: dict(facts(seen, box, shares)).get(name, ""))
+        return Column(name, lambda seen: dict(facts(seen, report, node)).get(name, ""))
 
     return Table(
-        box.seen,
+        report.seen,
         Column("device", lambda seen: f"{seen.kind} {seen.device.id}"),
         Column("name", lambda seen: seen.device.name or seen.device.type or ""),
         *map(fact, ("held", "memory", "busy", "linked to", "near", "processes")),

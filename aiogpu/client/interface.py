@@ -76,7 +76,7 @@ class Shareable(Protocol):
 
     @property
     def task_id(self) -> int:
-        """The number among the children."""
+        """The task's number among the children."""
         ...
 
     @property
@@ -114,7 +114,7 @@ class SharedValues(Protocol):
         ...
 
     def drop(self, child: int, loan: Any, /) -> None:
-        """Cancel one of a child's several results."""
+        """Cancel one of a child's several results; the others may still come."""
         ...
 
     def put(self, payload: bytes, /) -> Reference:

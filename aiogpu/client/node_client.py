@@ -133,7 +133,7 @@ class SharedResults:
             self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
 
     def drop(self, child: int, loan: object) -> None:
-        """Cancel one of a child's several results."""
+        """Cancel one of a child's several results; the others may still come."""
         kept = [due for due in self.due.get(child, ()) if due.loan is not loan]
         for due in self.due.pop(child, ()):
             if due.loan is loan:

@@ -357,7 +357,7 @@ class Loans:
         return parcel
 
     def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
-        """Return where a buffer already lies in a segment, if it does."""
+        """Return where the buffers already lie in a segment, if they do."""
         if self._mappings is None or len(outgoing.stream) >= SHARED_FROM:
             return None
         shown = self._mappings.shown(outgoing.buffers)

@@ -158,7 +158,7 @@ class Fail:
 
 
 class Warn(AboutTask):
-    """Warn the task's program, once, that the task waits for a lease without end."""
+    """Warn the task's program, once, that it waits for resources held without end."""
 
     __slots__ = ()
 

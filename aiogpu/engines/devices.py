@@ -95,7 +95,7 @@ async def detect(
 
 
 def _owner(found: Sequence[Found]) -> Found:
-    """Return the vendor whose GPUs the node shares out."""
+    """Return the vendor of the node's GPUs; errors of later vendors are ignored."""
     in_order = (each for each in found if each.is_seen or each.error)
     owner = next(in_order, None)
     if owner is None:

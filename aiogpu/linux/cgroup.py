@@ -453,7 +453,7 @@ class SlotCgroup:
         return self._group.wait_until_empty(LIMIT)
 
     def _end_each(self) -> None:
-        """Kill the others one by one, while this process stays in the group."""
+        """Kill the others one by one, without leaving: ended ones are not listed."""
         from aiogpu.linux.syscalls import kill
 
         while others := [pid for pid in self._group.pids() if pid != os.getpid()]:

@@ -82,10 +82,10 @@ class SegmentPool:
     def give_back(self, segment_id: int) -> bool:
         """Take back a segment without readers: keep it warm, or close it.
 
-        It is closed if it is on disk, larger than the limit, or, as the kernel says,
-        still read after all (`Segment.is_read`): its readers keep what they see. To
-        make room for it, those that were unused the longest are closed. So close all
-        descriptors that `share` gave before.
+        It is closed if it is on disk, larger than the limit, or still read by the
+        kernel's account (`Segment.is_read`); readers keep what they see. The segments
+        unused for longest are closed to make room. Before the call, close every
+        descriptor that `share` gave: otherwise the segment still counts as read.
 
         Returns:
             Whether it is kept.

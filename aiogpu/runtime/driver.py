@@ -115,7 +115,7 @@ class SubmitBatch:
         return self._before + len(calls)
 
     def end(self) -> None:
-        """Submit the batch; the next call begins a new one."""
+        """Submit the batch; the next call is submitted by itself."""
         func, self.func = self.func, None
         if func is not None and self.calls:
             calls, self.calls = self.calls, []

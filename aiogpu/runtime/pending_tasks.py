@@ -40,7 +40,7 @@ EACH: Final = -1
 
 
 def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:
-    """Pass items to their receiver; None if there is none."""
+    """Pass items to their receiver, if there is one."""
     if receiver is not None:
         cast("ItemReceiver", receiver).receive_items(payloads)
 

@@ -152,7 +152,7 @@ class Results:
         )
 
     def warn(self, effect: effects.Warn) -> None:
-        """Warn the program of a task that waits for a lease without end."""
+        """Warn the program of a task that waits for resources held without end."""
         from aiogpu.observe.snapshot import stall_warning
 
         node = self._scheduler
@@ -165,7 +165,7 @@ class Results:
             _log.warning("! %s", reason)
 
     def forget(self, effect: effects.Forget) -> None:
-        """Nobody waits for it."""
+        """Drop an ended task without waiters, with its arguments."""
         del self._calls[effect.task]
 
     def note_call(self, actor: int, name: str, failed: Failed) -> None:

@@ -168,7 +168,7 @@ SIGNS: Final = (
 
 
 def has_run_out(error: BaseException) -> bool:
-    """Return whether an exception or its causes report memory that this process lacks.
+    """Return whether an exception or its causes say that device memory ran out here.
 
     Not what it was raised during: a task that has caught one has dealt with it. A
     group tells of it where each of its members does.

@@ -35,8 +35,8 @@ class Interrupts:
         entered: the task whose user code runs, 0 outside of it. Whoever sets it
             lists his code object in `own`, so that no interrupt lands between
             two steps of his.
-        soften: asked before one is raised in a frame; True if it has seen to the
-            task's end in another way, or is about to. None where nobody is asked.
+        soften: called before an interrupt is raised in a frame; True if it ends the
+            task in another way, so that nothing is raised. None for no such call.
     """
 
     def __init__(self, page: ControlPage, slot: int = 0) -> None:
@@ -187,10 +187,10 @@ def imports(frame: FrameType | None) -> bool:
 
 
 def _lets_go(frame: FrameType) -> bool:
-    """Return whether this library lets go of something. The driver will ask again.
+    """Return whether this library releases an object. The driver will ask again.
 
-    What is raised there is printed and lost, and with it the cancel; and so is that
-    something goes, which the driver would wait to hear.
+    An exception in a finalizer is printed and dropped. Then the cancel is lost, and so
+    is the report of the release, for which the driver would wait.
     """
     if frame.f_code.co_filename == weakref.__file__:
         return frame.f_code is not _FINALIZES

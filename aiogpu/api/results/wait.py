@@ -70,7 +70,7 @@ def get(handle: Sequence[Handle[T]], /, *, timeout: float | None = None) -> list
 
 
 def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
-    """Wait in a plain task for its children; the wait releases its CPUs.
+    """Return results in a plain task; waiting for them releases its CPUs.
 
     Args:
         handle: what `.remote()` gave in this task, or a list of such.

@@ -100,7 +100,7 @@ def bytes_told(count: int) -> str:
 
 
 def too_small(count: int) -> str | None:
-    """Guess the unit that was left out of a small number; None for a large one."""
+    """Guess the amount meant by a small number without a unit; None for a large one."""
     if count >= LEAST:
         return None
     return f"{count}GiB" if count < 1 << 10 else f"{min(count, 1 << 16)}MiB"

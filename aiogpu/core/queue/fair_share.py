@@ -102,7 +102,7 @@ def capacity_of(ledger: Ledger) -> dict[str, int]:
 
 
 LONGEST: Final = 60.0
-"""The most seconds that a task is charged for, and that a client's turn is put off."""
+"""Seconds for which a task is charged, and a client must give way, at most."""
 
 LEAST: Final = 1e-6
 """The smallest part of a node that a task is charged for: a task occupies a process."""
@@ -208,7 +208,7 @@ class LeaseUsage:
         self._move(CPU, self._held.get(CPU, 0))
 
     def keep_devices(self, kinds: Container[str]) -> None:
-        """Note that everything but devices was given back and is not charged."""
+        """Note that all but the devices was given back; the devices are not charged."""
         self.charge()
         self.cost = 0.0
         for name in list(self._held):

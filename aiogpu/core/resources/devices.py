@@ -139,11 +139,11 @@ class DeviceSet:
         self.free = [UNIT if shares is None else 0] * len(memories)
         self.named = [0] * len(memories)
         self.named_mask = 0
-        # Parts of those who have named their bytes: these stand for no memory.
+        # Parts of leases that reserve memory in bytes: `named` counts that memory.
         self._apart = [0] * len(memories)
         for index, part in shares or ():
             self.free[index] = part
-            # What a bundle of memory alone has not got stands for none of it.
+            # A bundle of memory alone lacks all parts; they count as no used memory.
             self._apart[index] = 0 if part else UNIT
         self._bits = tuple(1 << index for index in range(len(self.devices)))
         self._of_type: dict[str | None, int] = {None: sum(self._bits)}
@@ -302,7 +302,8 @@ class DeviceSet:
             found = self._fullest(allowed, spread=request.spread)
         elif amount < UNIT:
             if apart := found & named:
-                # Who has memory of it is on it: it is no whole device for anybody.
+                # A device with reserved bytes is in use although all its parts are
+                # free: packing prefers it, spreading avoids it.
                 found = found & ~named or found if request.spread else apart
             if not (request.spread and found):
                 with_room = self._levels[bisect_left(self._levels, amount) :]

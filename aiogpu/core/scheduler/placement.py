@@ -5,12 +5,13 @@ of priority and submission. Each task is started before the next is looked at. A
 that does not fit holds up those of its own shape only, as in Ray. Other shapes go past
 it, until it has waited so long that what it needs is kept for it (`reservation`).
 
-Between clients that share a node, the highest priority goes first. Then
-a client gives way to those that, with one task more, would hold no more than it does,
-by weight and of what the task asks for. Among the rest it is the turn of the one with
-the least virtual time (`fair_share`). So what clients hold differs by one task at most.
-A task that has waited `LONGEST` gives way to none. A worker that ends a task goes on
-with the same client for a `SLICE`.
+Between clients that share a node, the highest priority goes first. Then a client gives
+way if another one, given one task more, would still hold no more than it holds now.
+Both are shares of the requested resources, divided by the clients' weights. A client
+that has started no task for `LONGEST` need not give way. Of the clients that are left,
+the one with the least virtual time (`fair_share`) is next. So what clients hold differs
+by one task at most. A worker that ends a task goes on with the same client for a
+`SLICE`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
     """Take tasks from the queue, each with its lease, until nothing more fits.
 
-    Where one lacks nothing but a worker, an idle one that fits nobody before it has
-    to go: `effects` says which.
+    If tasks lack only a worker process, as many idle workers are retired.
     """
     clients = node.clients
     node.worker_limit.refused = 0
@@ -109,7 +109,8 @@ class Candidate:
         client: what is known of it; None where it has the node alone.
         priority: of the first of them, negated.
         task: the number of its first task.
-        now, then: what it holds of what that asks for, and what it would (`share_of`).
+        now, then: its share of what its first task requests, without that task and
+            with it; see `Clients.share_of`.
     """
 
     id: ClientId
@@ -209,10 +210,11 @@ class PlacementRound:
                     self._note(one)
 
     def next(self) -> Candidate:
-        """The program whose turn it is, of one or more.
+        """Return the program whose turn it is.
 
-        Before it come those whose first task does not fit, and has others behind it: a
-        program's share is that of what it could begin with.
+        A program whose first task does not fit, but which has other groups, is returned
+        first. That drops the group, so that its share is computed for a task that it
+        can start.
         """
         priority = min(one.priority for one in self.left.values())
         candidates = [one for one in self.left.values() if one.priority == priority]
@@ -275,8 +277,8 @@ def _keep_for(
 ) -> Reservation | None:
     """Renew the reservation `before` of the first task of a group, or make one.
 
-    One that has only stood behind others of its kind is held up by nobody: where a
-    million wait, each is soon on its way once it comes first.
+    The time in the queue does not count while a task waits behind others of its shape:
+    of a million equal tasks, each starts soon after it has become the first.
     """
     # Loaded late: most programs never wait long enough.
     from aiogpu.core.scheduler.reservation import STANDS, reserve, stands

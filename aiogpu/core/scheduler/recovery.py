@@ -218,7 +218,7 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
         return None
     may_go_on = is_wanted and not node.is_closing
     if record.killed_for is Memory.DEVICE and not is_endless:
-        # What used more than it had reserved would do so again, but alone.
+        # It would use more than it reserved again, so it gets a device of its own.
         return None if may_go_on and try_exclusively(node, record) else ""
     may_restart = is_endless and is_wanted and record.retries_left != 0
     if may_restart and not note_death(node, record):

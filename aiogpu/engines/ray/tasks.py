@@ -627,7 +627,7 @@ class RayValues:
         promised.fail(error)
 
     def drop(self, child: int, value: values.SharedValue) -> None:
-        """Cancel one of several results.
+        """Cancel one of several results; the others may still come.
 
         Calls of other processes that were sent it already get it.
         """

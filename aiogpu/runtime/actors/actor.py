@@ -234,11 +234,11 @@ class Register:
             actor.aliases.append(public)
 
     def get(self, actor: int) -> Actor | None:
-        """Return an actor that has a handle; None for others."""
+        """Return an actor that lives or has handles; None for others."""
         return self._actors.get(actor)
 
     def all(self) -> list[Actor]:
-        """Yield all actors that live or have handles, each once."""
+        """Return all actors that live or have handles, each once."""
         return [one for known_as, one in self._actors.items() if known_as == one.id]
 
     def listed(
@@ -295,7 +295,7 @@ class Register:
         return actor
 
     def hold(self, actor: int) -> bool:
-        """Count one more handle; return False if there was none."""
+        """Count one more handle; return False if the actor is not known."""
         found = self._actors.get(actor)
         if found is None:
             return False
@@ -303,7 +303,7 @@ class Register:
         return True
 
     def release(self, actor: int) -> None:
-        """One who held a handle has gone."""
+        """Count one handle less."""
         found = self._actors.get(actor)
         if found is None:
             self._refused.pop(actor, None)
@@ -505,14 +505,14 @@ class Actor:
             self._end_awaited_by.append(receiver)
 
     def note_gone(self) -> None:
-        """No process of it is left, and none will come."""
+        """Note that the last process of the actor has gone."""
         self.is_gone = True
         waiting, self._end_awaited_by = self._end_awaited_by, []
         for receiver in waiting:
             receiver.settle(NONE_PAYLOAD)
 
     def delay(self, number: CallId, delay: Delay) -> None:
-        """Delay the answers to the waiters of a call, or of the actor."""
+        """Put `delay` around the receivers of a call, or all those of the actor."""
         calls = [self.calls[number]] if number in self.calls else []
         is_for_all = number in (self.id, EACH)
         for call in self.calls.values() if is_for_all else calls:
@@ -606,7 +606,7 @@ class Actor:
         return False
 
     def release(self) -> None:
-        """One who held a handle has gone."""
+        """Count one handle less."""
         self.holders -= 1
         self.look_if_idle()
 

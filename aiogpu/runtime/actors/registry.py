@@ -246,7 +246,7 @@ class Actors(Register):
             found.look_if_idle()
 
     def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
-        """Return the messages for a worker that becomes an actor."""
+        """Return the message that makes a worker an actor."""
         actor = call.receiver
         assert isinstance(actor, Actor), call
         actor.id = task  # it may be placed before it is submitted for good

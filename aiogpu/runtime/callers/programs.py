@@ -211,7 +211,7 @@ class Clients:
         )
 
     def _on_slow(self, client: Client, is_slow: bool) -> None:
-        """Pause the requests of a client that does not read its messages."""
+        """Note whether a client reads too slowly; pause or resume its output."""
         client.is_slow = is_slow
         if is_slow:
             self._watch_backlog(client)

@@ -106,7 +106,7 @@ class Watch:
             os.read(self._wake, CHUNK)
 
     def driver_has_left(self, within: float) -> bool:
-        """Return whether the driver ends or calls exec within some seconds, or has.
+        """Return whether the driver has ended or called exec, or does so in `within` s.
 
         A process that dies or calls exec closes its sockets first. Its death then shows
         on its pidfd; an exec shows nowhere else.
