@@ -350,8 +350,7 @@ class ReadyQueue:
 
     def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
         """Each bucket with its first task, as their turns are likely to come."""
-        heads = {id_: iter(self._heads_of(id_)) for id_ in self.of_client}
-        return self._mix(heads, itemgetter(0))
+        return self._mix(self._heads(), itemgetter(0))
 
     def in_turn(self) -> Iterator[TaskRecord]:
         """Tasks as their turns are likely to come.
@@ -359,19 +358,18 @@ class ReadyQueue:
         They are all of them, but for those far behind in a long line: so it costs
         little too where hundreds of thousands have left the midst of it.
         """
-        tasks = {
-            id_: tasks_in_turn(iter(self._heads_of(id_))) for id_ in self.of_client
-        }
+        tasks = {id_: tasks_in_turn(heads) for id_, heads in self._heads().items()}
         return self._mix(tasks, lambda record: record)
 
-    def _heads_of(self, client: ClientId) -> list[tuple[TaskRecord, Bucket]]:
-        """The buckets of a program with their first tasks, in order."""
-        heads = [
-            (head, bucket)
-            for bucket in self.buckets()
-            if bucket.group.client == client and (head := bucket.head()) is not None
-        ]
-        return sorted(heads, key=lambda pair: precedence(pair[0]))
+    def _heads(self) -> dict[ClientId, Iterator[tuple[TaskRecord, Bucket]]]:
+        """The buckets of each program with their first tasks, in order."""
+        found: dict[ClientId, list[tuple[Precedence, TaskRecord, Bucket]]] = {}
+        for bucket in self.buckets():
+            head = bucket.head()
+            assert head is not None, bucket
+            entry = precedence(head), head, bucket
+            found.setdefault(bucket.group.client, []).append(entry)
+        return {id_: _in_order(heads) for id_, heads in found.items()}
 
     def _mix(
         self, lines: dict[ClientId, Iterator[T]], record_of: Callable[[T], TaskRecord]
@@ -421,6 +419,16 @@ class ReadyQueue:
     def __iter__(self) -> Iterator[TaskRecord]:
         for bucket in self.buckets():
             yield from bucket
+
+
+def _in_order(
+    heads: list[tuple[Precedence, TaskRecord, Bucket]],
+) -> Iterator[tuple[TaskRecord, Bucket]]:
+    """Yield buckets by the precedence of their first tasks; the first cost little."""
+    heapify(heads)
+    while heads:
+        _, head, bucket = heappop(heads)
+        yield head, bucket
 
 
 def tasks_in_turn(heads: Iterator[tuple[TaskRecord, Bucket]]) -> Iterator[TaskRecord]:
