@@ -19,12 +19,7 @@ from aiogpu.api.results.blocking import (
     HandleBase,
     ItemBuffer,
 )
-from aiogpu.client.current import (
-    client_of_task,
-    current,
-    host_of_task,
-    is_loop_running,
-)
+from aiogpu.client.current import client_of_task, current, host_of_task, is_loop_running
 from aiogpu.errors import InternalError, MisuseError
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import HANDLE_MARK, PickledValue

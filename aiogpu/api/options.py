@@ -32,11 +32,7 @@ from aiogpu.core.model.units import (
 from aiogpu.errors import InfeasibleError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.core.model.request import (
-        DeviceSelector,
-        PlacementGroupSpec,
-        TaskSpec,
-    )
+    from aiogpu.core.model.request import DeviceSelector, PlacementGroupSpec, TaskSpec
 
 
 MOST_DEVICES: Final = 10**6

@@ -20,12 +20,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from aiogpu.api.options import (
-    TaskOptions,
-    check_options,
-    merged,
-    placement_group_of,
-)
+from aiogpu.api.options import TaskOptions, check_options, merged, placement_group_of
 from aiogpu.api.results.handle import check_thread
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import error_inside_task, host_of_task

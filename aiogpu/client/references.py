@@ -26,18 +26,8 @@ from aiogpu.client.current import current
 from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import check_server
 from aiogpu.memory.segment import spill_directory
-from aiogpu.serialization.payload import (
-    MARK,
-    Contents,
-    Payload,
-    is_compound,
-    unpack,
-)
-from aiogpu.serialization.references import (
-    SHARED_FROM,
-    ActorReference,
-    PickledValue,
-)
+from aiogpu.serialization.payload import MARK, Contents, Payload, is_compound, unpack
+from aiogpu.serialization.references import SHARED_FROM, ActorReference, PickledValue
 from aiogpu.wire.messages import (
     FIRST_SEGMENT,
     OWNER_BITS,

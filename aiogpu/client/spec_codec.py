@@ -10,12 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from aiogpu.client.function_spec import (
-    ActorTerms,
-    Function,
-    FunctionSpec,
-    new_func_id,
-)
+from aiogpu.client.function_spec import ActorTerms, Function, FunctionSpec, new_func_id
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import (
     BundleRef,

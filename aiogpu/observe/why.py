@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 
 from aiogpu.core.model.text import SHOWN, listing, span, terms
 from aiogpu.core.model.units import GPU_MEMORY, spoken, written
-from aiogpu.observe.status import (
-    DeviceStatus,
-    Holder,
-    OutageStatus,
-    ReservationStatus,
-)
+from aiogpu.observe.status import DeviceStatus, Holder, OutageStatus, ReservationStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,7 @@ from aiogpu.wire.messages import Demand, Done, Drop, Failed, Invoke
 from aiogpu.worker.actors import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Executor
-from aiogpu.worker.invoke import (
-    Invoker,
-    Raised,
-    StreamSender,
-    invoke,
-    send_all_async,
-)
+from aiogpu.worker.invoke import Invoker, Raised, StreamSender, invoke, send_all_async
 
 GLANCES: Final = 10
 """Looks at the socket after which the loop has a turn."""

@@ -23,12 +23,7 @@ from aiogpu.client.current import current
 from aiogpu.wire.messages import Cancel, Demand
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.invoke import (
-    Arguments,
-    StreamSender,
-    open_arguments,
-    send_all_async,
-)
+from aiogpu.worker.invoke import Arguments, StreamSender, open_arguments, send_all_async
 from aiogpu.worker.nested import task_client
 from aiogpu.worker.private_hooks import leave_pending, set_running_loop
 

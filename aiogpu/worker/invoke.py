@@ -37,12 +37,7 @@ from aiogpu.errors import (
     SerializationError,
     TaskError,
 )
-from aiogpu.serialization.exceptions import (
-    RAISED,
-    UNREADABLE,
-    UNSENDABLE,
-    safe_text,
-)
+from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE, safe_text
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import (
     Retried,

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast
 from aiogpu.client.current import current, error_inside_task
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
-from aiogpu.errors import (
-    MisuseError,
-    NodeClosedError,
-    NodeError,
-    TaskCancelledError,
-)
+from aiogpu.errors import MisuseError, NodeClosedError, NodeError, TaskCancelledError
 from aiogpu.wire.messages import Message, Sync, Synced, Wait
 from aiogpu.worker.private_hooks import IMPORT
 

@@ -30,12 +30,7 @@ from aiogpu.api.usage_errors import (
     EnteredOnLoop,
     options_of,
 )
-from aiogpu.client.current import (
-    ActorExit,
-    current,
-    is_loop_running,
-    note_exit,
-)
+from aiogpu.client.current import ActorExit, current, is_loop_running, note_exit
 from aiogpu.core.model.units import CPU
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue

@@ -21,12 +21,7 @@ from aiogpu.api.options import (
     did_you_mean,
     not_counted,
 )
-from aiogpu.api.remote_function import (
-    Parameters,
-    kind_of,
-    signature_of,
-    without_self,
-)
+from aiogpu.api.remote_function import Parameters, kind_of, signature_of, without_self
 from aiogpu.errors import OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import NO_ARGUMENTS, dump_arguments

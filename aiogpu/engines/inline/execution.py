@@ -22,18 +22,9 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import CoroutineType, TracebackType, coroutine
-from typing import (
-    Any,
-    Final,
-    NoReturn,
-)
+from typing import Any, Final, NoReturn
 
-from aiogpu.client.current import (
-    ActorExit,
-    current,
-    error_inside_task,
-    has_exited,
-)
+from aiogpu.client.current import ActorExit, current, error_inside_task, has_exited
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.model.ids import TaskId
@@ -42,22 +33,13 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.engines.inline.environment import CtrlC, silence
 from aiogpu.engines.inline.jobs import Job, JobLoop, Outcome, actor_job, running_job
 from aiogpu.engines.inline.node import InlineNode
-from aiogpu.errors import (
-    MisuseError,
-    NodeError,
-)
+from aiogpu.errors import MisuseError, NodeError
 from aiogpu.runtime.actors.actor import FIRST_CALL
 from aiogpu.runtime.objects.values import unfinished_in
-from aiogpu.serialization.exceptions import (
-    LEFT,
-    RAISED,
-    pack_failure,
-)
+from aiogpu.serialization.exceptions import LEFT, RAISED, pack_failure
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import (
-    load_arguments,
-)
+from aiogpu.serialization.serializer import load_arguments
 from aiogpu.wire.messages import ASYNC, Done
 from aiogpu.worker.async_actor import cancel_all
 from aiogpu.worker.gpu import has_run_out, peak_memory

@@ -16,19 +16,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Final,
-    NamedTuple,
-    ParamSpec,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec
 from weakref import WeakSet
 
-from aiogpu.client.current import (
-    host_of_task,
-)
+from aiogpu.client.current import host_of_task
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Host, Receiver
 from aiogpu.core import effects
@@ -42,17 +33,11 @@ from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import filled
 from aiogpu.runtime.workers.death import Death
-from aiogpu.serialization.exceptions import (
-    unpack_failure,
-)
+from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import PickledValue
 from aiogpu.wire.messages import Done, Failed, Items
-from aiogpu.worker.invoke import (
-    Callables,
-    Functions,
-    StreamSender,
-)
+from aiogpu.worker.invoke import Callables, Functions, StreamSender
 
 if TYPE_CHECKING:
     from aiogpu.runtime.workers.pool import Pool

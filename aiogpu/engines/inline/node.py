@@ -17,12 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Protocol,
-    cast,
-)
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
@@ -43,10 +38,7 @@ from aiogpu.engines.inline.jobs import (
     actor_job,
     with_values,
 )
-from aiogpu.errors import (
-    InfeasibleError,
-    NodeClosedError,
-)
+from aiogpu.errors import InfeasibleError, NodeClosedError
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.serialization.payload import Payload

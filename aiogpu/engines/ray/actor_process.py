@@ -12,12 +12,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import (
-    AsyncIterator,
-    Coroutine,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction, signature

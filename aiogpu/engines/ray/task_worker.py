@@ -40,12 +40,7 @@ from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Ref, SerialThread
 from aiogpu.engines.ray.errors import RetriedFailure, TaskFailure, cancelled
 from aiogpu.engines.ray.tasks import Calls, RayValues
-from aiogpu.engines.ray.values import (
-    from_arguments,
-    pack,
-    source_of,
-    to_stored,
-)
+from aiogpu.engines.ray.values import from_arguments, pack, source_of, to_stored
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, pack_failure
 from aiogpu.serialization.payload import has_handles

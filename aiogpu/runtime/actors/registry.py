@@ -20,13 +20,7 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError, DeadlockError
-from aiogpu.runtime.actors.actor import (
-    FIRST_CALL,
-    Actor,
-    ActorState,
-    Register,
-    died,
-)
+from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState, Register, died
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.results import Results

@@ -37,11 +37,7 @@ from aiogpu.runtime.objects.segments import (
 )
 from aiogpu.runtime.objects.values import Value, find, known
 from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
-from aiogpu.serialization.references import (
-    SHARED_FROM,
-    ActorReference,
-    PickledValue,
-)
+from aiogpu.serialization.references import SHARED_FROM, ActorReference, PickledValue
 from aiogpu.wire.messages import FIRST_SEGMENT, OWNER_BITS, Recycle
 from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKER
 
