@@ -37,15 +37,19 @@ class Ledger:
         return Counter(map(int, text.split()))
 
     def start(
-        self, count: int, troubles: dict[int, str] | None = None, path: str = ""
+        self,
+        count: int,
+        troubles: dict[int, str] | None = None,
+        path: str = "",
+        first: int = 0,
     ) -> list[aiogpu.Handle[int]]:
-        """Calls by number, some of which do something else."""
+        """Calls by number, from `first` on, some of which do something else."""
         troubles = troubles or {}
         return [
             act.remote(self.place, n, path, troubles[n])
             if n in troubles
             else act.remote(self.place, n)
-            for n in range(count)
+            for n in range(first, first + count)
         ]
 
 
@@ -174,21 +178,22 @@ async def test_workers_killed_from_outside(ledger: Ledger) -> None:
     """At any moment: each kill costs at most the one task that ran."""
     async with node(2):
         kills = 0
-        handles = ledger.start(COUNT * 4)
-        while not all(handle.done() for handle in handles) and kills < 20:
-            done = sum(handle.done() for handle in handles)
-            pid = await some_worker()
-            with suppress(ProcessLookupError):  # killed before, but not heard of yet
-                os.kill(pid, signal.SIGKILL)
-                kills += 1
-            async with asyncio.timeout(60):
-                while sum(handle.done() for handle in handles) < min(
-                    done + 20, len(handles)
-                ):
-                    await asyncio.sleep(0)
+        handles: list[aiogpu.Handle[int]] = []
+        while kills <= 3:  # a loaded machine may run all calls between few kills
+            handles += ledger.start(COUNT * 4, first=len(handles))
+            while not all(handle.done() for handle in handles) and kills < 20:
+                done = sum(handle.done() for handle in handles)
+                pid = await some_worker()
+                with suppress(ProcessLookupError):  # killed before, but not heard of
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
+                async with asyncio.timeout(60):
+                    while sum(handle.done() for handle in handles) < min(
+                        done + 20, len(handles)
+                    ):
+                        await asyncio.sleep(0)
         told = await results(handles)
         lost = [n for n in range(len(handles)) if told[n] != n]
-        assert kills > 3
         assert len(lost) <= kills
         assert all(isinstance(told[n], aiogpu.WorkerDiedError) for n in lost)
     counts = ledger.counts()
