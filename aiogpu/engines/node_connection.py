@@ -64,15 +64,21 @@ async def connect_to(path: str) -> socket.socket:
 class NodeConnection:
     """The messages of a program to its node, and of the node to the program.
 
-    Attributes:
+    Args:
+        loop: on which it is used.
         on_messages: told what has come.
         on_lost: told that the node has gone, and why if that is known.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.on_messages: Callable[[list[Message]], None]
-        self.on_lost: Callable[[Exception | None], None]
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_messages: Callable[[list[Message]], None],
+        on_lost: Callable[[Exception | None], None],
+    ) -> None:
         self._loop = loop
+        self._on_messages = on_messages
+        self._on_lost = on_lost
         self._connection = Connection(CLIENT)
         self._socket: socket.socket | None = None
         self._unsent: list[bytes] = []
@@ -176,7 +182,7 @@ class NodeConnection:
         if messages is None:
             self._lose(None)
         elif messages:
-            self.on_messages(messages)
+            self._on_messages(messages)
 
     def _receive(self) -> list[Message] | None:
         """Return what has come; None where the node has gone."""
@@ -192,7 +198,7 @@ class NodeConnection:
 
     def _lose(self, error: Exception | None) -> None:
         self.close()
-        self.on_lost(error)
+        self._on_lost(error)
 
     def press(self) -> None:
         """Send and read what can be, while the loop waits in plain code for the node.
@@ -224,7 +230,7 @@ class NodeConnection:
     def _tell_late(self) -> None:
         late, self._late = self._late, []
         if late:
-            self.on_messages(late)
+            self._on_messages(late)
 
     def pause(self) -> None:
         """Stop reading for now; the node notices and sends no more."""

@@ -486,9 +486,7 @@ class RemoteEngine(NodeClient):
         self.actors = RemoteActors(self)
         self._path = path
         self._options = options
-        self._line = NodeConnection(loop)
-        self._line.on_messages = self._on_messages
-        self._line.on_lost = self._on_lost
+        self._line = NodeConnection(loop, self._on_messages, self._on_lost)
         self._page = ControlPage.open(descriptor := ControlPage.create())
         os.close(descriptor)
         self._loans = Loans(

@@ -51,11 +51,15 @@ class Far:
 
 
 @asynccontextmanager
-async def joined(directory: Path) -> AsyncIterator[tuple[NodeConnection, Far]]:
-    """A line, and its other end."""
+async def joined(
+    directory: Path,
+    told: list[Message] | None = None,
+    lost: list[Exception | None] | None = None,
+) -> AsyncIterator[tuple[NodeConnection, Far]]:
+    """A line and its other end; the lists get what is said, and the loss."""
     path = str(directory / "s")
-    line = NodeConnection(asyncio.get_running_loop())
-    line.on_messages, line.on_lost = (lambda _: None), (lambda _: None)
+    told, lost = [] if told is None else told, [] if lost is None else lost
+    line = NodeConnection(asyncio.get_running_loop(), told.extend, lost.append)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
@@ -145,9 +149,8 @@ async def test_a_long_turn_of_the_program_does_not_hold_up_the_node(
 
 
 async def test_what_was_not_sent_ends_with_the_node(tmp_path: Path) -> None:
-    async with joined(tmp_path) as (line, far):
-        lost: list[object] = []
-        line.on_lost = lost.append
+    lost: list[Exception | None] = []
+    async with joined(tmp_path, lost=lost) as (line, far):
         line.send(submit(0, LARGE))
         far.socket.close()
         line.send(submit(1))
@@ -169,9 +172,8 @@ async def test_what_waits_for_room_goes_in_the_midst_of_a_turn(tmp_path: Path) -
 
 
 async def test_what_comes_meanwhile_is_told_in_its_turn(tmp_path: Path) -> None:
-    async with joined(tmp_path) as (line, far):
-        told: list[Message] = []
-        line.on_messages = told.extend
+    told: list[Message] = []
+    async with joined(tmp_path, told) as (line, far):
         for number in range(3):
             far.socket.send(encode(ChildDone(number, b"")))
             if number < 2:
@@ -185,9 +187,8 @@ async def test_what_comes_meanwhile_is_told_in_its_turn(tmp_path: Path) -> None:
 async def test_a_node_that_is_gone_or_mad_amid_a_turn(
     said: bytes, tmp_path: Path
 ) -> None:
-    async with joined(tmp_path) as (line, far):
-        lost: list[Exception | None] = []
-        line.on_lost = lost.append
+    lost: list[Exception | None] = []
+    async with joined(tmp_path, lost=lost) as (line, far):
         far.socket.send(said)
         far.socket.shutdown(socket.SHUT_WR)
         line.press()

@@ -86,8 +86,7 @@ async def test_who_does_not_say_which_program_he_is_is_sent_away(
 
 async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
     """Also where its loop is held up for long by what comes next."""
-    line = NodeConnection(asyncio.get_running_loop())
-    line.on_messages = line.on_lost = print  # nobody speaks
+    line = NodeConnection(asyncio.get_running_loop(), print, print)  # nobody speaks
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
