@@ -1,0 +1,332 @@
+"""Mutation testing: change `aiogpu/` in one place and see which test fails.
+
+`python -m tests.support.mutation --package core --count 20 --out FILE` draws mutants by
+a seed, runs each in a private copy of the tree with an environment of its own, so that
+every process of a test imports the copy, and appends one JSON line per mutant to FILE.
+
+`FOLDERS` tells which tests may kill a mutant; those that import its module come first.
+A map of which test executes which line would need coverage of all workers, which end
+by `_exit` and by signals, and would be stale after each change of code or tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final
+
+import pytest
+
+from tests.support.mutants import KEY, Mutant, draw, mutants_of, package_of
+
+ROOT: Final = Path(__file__).parents[2]
+FOLDERS: Final[dict[str, tuple[str, ...]]] = {
+    "accelerators": ("accelerators", "runtime", "engines"),
+    "api": ("api", "engines"),
+    "cli": ("cli", "terminal"),
+    "client": ("api", "worker", "engines"),
+    "core": ("core",),
+    "daemon": ("daemon", "cli"),
+    "engines": ("engines", "api"),
+    "linux": ("worker", "runtime", "daemon", "engines"),
+    "memory": ("memory", "engines"),
+    "observe": ("observe", "cli"),
+    "runtime": ("runtime", "engines", "deaths"),
+    "serialization": ("wire", "memory", "api", "engines"),
+    "testing": ("testing", "core"),
+    "wire": ("wire", "worker"),
+    "worker": ("worker", "engines", "deaths"),
+}  # folders of tests by package; of what is in none, all
+PUBLIC: Final = re.compile(r"aiogpu(\.(testing|errors|types)(\..*)?)?$")
+PROCESS_FOLDERS: Final = ("cli", "daemon", "deaths", "engines", "examples", "terminal")
+PROCESS: Final = re.compile(
+    r"\b(no_leaks|subprocess|pexpect|tests\.(program|daemon))\b"
+)
+SILENCE: Final = 120.0  # seconds in which no test ends, after which a run hangs
+MEMORY: Final = 6 << 30  # bytes that each process of a run may have
+
+
+@cache
+def is_outside(root: Path, file: str) -> bool:
+    """Tell whether a file of tests sees only what users see.
+
+    Such a file imports public names alone, drives processes, or tells the scheduler's
+    stories through `World`.
+    """
+    if not (root / file).is_file():
+        return False
+    source = (root / file).read_text()
+    imported: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            imported.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            imported += [each.name for each in node.names]
+    if all(PUBLIC.match(name) for name in imported if name.startswith("aiogpu")):
+        return True
+    if package_of(file) == "core":
+        return bool(re.search(r"\b(World|NodeMachine)\b", source))
+    return package_of(file) in PROCESS_FOLDERS and bool(PROCESS.search(source))
+
+
+class Copy:
+    """A private copy of a tree, with an environment that imports it."""
+
+    def __init__(self, root: Path) -> None:
+        self.place = Path(tempfile.mkdtemp(prefix="mutants-"))
+        listed = subprocess.check_output(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, text=True
+        )
+        for name in listed.splitlines():
+            if (root / name).is_file():
+                (self.place / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, self.place / name)
+        environment = self.place / ".venv"
+        venv.create(environment, symlinks=True)
+        self.python = environment / "bin" / "python"
+        # A path file adds these packages, but not what their own path files add.
+        packages = Path(pytest.__file__).parents[1]
+        own = environment / packages.relative_to(sys.prefix)
+        (own / "copy.pth").write_text(f"{self.place}\n{packages}\n")
+        for script in Path(sys.prefix, "bin").iterdir():
+            moved = environment / "bin" / script.name
+            text = script.read_bytes()
+            if text.startswith(b"#!") and not moved.exists():
+                here = sys.prefix.encode()
+                moved.write_bytes(text.replace(here, str(environment).encode()))
+                moved.chmod(0o755)
+
+    def write(self, file: str, source: bytes) -> None:
+        """Replace a file, and remove its bytecode, which is told apart by seconds."""
+        (self.place / file).write_bytes(source)
+        cached = importlib.util.cache_from_source(str(self.place / file))
+        Path(cached).unlink(missing_ok=True)
+
+    def run(self, *arguments: str, limit: float, log: Path) -> str:
+        """Run Python in the copy: its exit status, or what ended it.
+
+        All processes that are left are killed.
+        """
+        environ = {**os.environ, "PATH": f"{self.python.parent}:{os.environ['PATH']}"}
+        environ.pop("PYTHONPATH", None)
+        with log.open("wb") as output:
+            run = subprocess.Popen(
+                [str(self.python), *arguments],
+                cwd=self.place,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        resource.prlimit(run.pid, resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        began = time.monotonic()
+        ended = ""
+        while not ended:
+            with suppress(subprocess.TimeoutExpired):
+                ended = str(run.wait(timeout=1))
+            if not ended and time.monotonic() > began + limit:
+                ended = "limit"
+            elif not ended and time.time() > log.stat().st_mtime + SILENCE:
+                ended = "hang"
+        while left := list(self._processes()):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            run.poll()
+        return ended
+
+    def _processes(self) -> Iterator[int]:
+        """Yield all processes whose environment or command names the copy."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    told = (entry / "environ").read_bytes()
+                    told += (entry / "cmdline").read_bytes()
+                    if str(self.place).encode() in told:
+                        yield int(entry.name)
+
+    def pytest(self, *arguments: str, limit: float) -> tuple[str, str]:
+        """Run tests up to the first failure: what ended them, and the test."""
+        shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
+        log = self.place / "pytest.log"
+        options = "-m pytest -vvxp no:cacheprovider --tb=no -rfE --hypothesis-seed=0"
+        ended = self.run(*options.split(), *arguments, limit=limit, log=log)
+        text = log.read_text(errors="replace")
+        if ended in {"0", "5", "limit"}:
+            return ended, ""
+        if named := re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE):
+            return "failed", str(named[-1])
+        if ended == "4" and "ERROR: " in text:
+            raise RuntimeError(text[-2000:])
+        begun = re.findall(r"^(tests/\S+::\S+)", text, re.MULTILINE)
+        return ended, str(begun[-1]) if begun else "pytest itself"
+
+
+def files_of(root: Path, mutant: Mutant, outside: bool) -> tuple[list[str], list[str]]:
+    """Return the tests that name the mutant's module, and the others of its folders.
+
+    Those of the same name come first, then those that import the module; of each the
+    shortest first.
+    """
+    stem = Path(mutant.file).stem
+    imported = re.compile(rf"^\s*(from|import) .*\b{stem}\b", re.MULTILINE)
+    ranked: list[tuple[int, int, int, str]] = []
+    for place, folder in enumerate(FOLDERS.get(package_of(mutant.file), (".",))):
+        for path in (root / "tests" / folder).rglob("test_*.py"):
+            file, source = str(path.relative_to(root)), path.read_text()
+            if not outside or is_outside(root, file):
+                rank = 0 if stem in path.stem else 1 if imported.search(source) else 2
+                ranked.append((rank, place, len(source), file))
+    ranked.sort()
+    near = [file for rank, _, _, file in ranked if rank < 2]
+    return near, [file for rank, _, _, file in ranked if rank == 2]
+
+
+def judge(copy: Copy, mutant: Mutant, options: argparse.Namespace) -> tuple[str, str]:
+    """Return the verdict, and the test that killed the mutant."""
+    ignored: list[str] = []
+    until = time.monotonic() + options.limit
+    for tests in files_of(copy.place, mutant, options.outside):
+        while tests:
+            left = max(until - time.monotonic(), 1)
+            ended, killer = copy.pytest(*ignored, *tests, limit=left)
+            if ended == "limit":
+                return "survived: time limit", ""
+            if not killer:
+                break
+            test = killer.partition("[")[0]
+            if ended != "failed" or package_of(test) not in PROCESS_FOLDERS:
+                return f"killed: {ended}", killer
+            # A test that drives processes may have failed by chance.
+            ended, repeated = copy.pytest(test, limit=2 * SILENCE)
+            if repeated or ended == "limit":
+                return f"killed: {ended}", killer
+            ignored.append(f"--deselect={test}")
+    return "survived", ""
+
+
+def find(root: Path, files: Sequence[str], earlier: Sequence[Any]) -> Iterator[Mutant]:
+    """Find the mutants of an earlier result, also where their lines have moved."""
+    found = [mutant for file in files for mutant in mutants_of(root, file)]
+    known = {mutant.key: mutant for mutant in found}
+    for key in earlier:
+        alike = [
+            each for each in found if (each.text, *each.key[3:]) == (key[1], *key[3:])
+        ]
+        if key in known:
+            yield known[key]
+        elif len(alike) == 1:
+            yield alike[0]
+        else:
+            print(f"gone: {key}")
+
+
+def table(results: Sequence[Any]) -> Iterator[str]:
+    """Yield the lines of a table of kill rates by package."""
+    yield f"{'package':16}{'mutants':>8}{'killed':>8}{'rate':>7}{'from outside':>14}"
+    rows = defaultdict(list)
+    for each in results:
+        rows[package_of(each["file"])].append(each)
+        rows["~ all"].append(each)
+    for package, row in sorted(rows.items()):
+        killed = [each for each in row if each["verdict"].startswith("killed")]
+        outside = sum(each["outside"] for each in killed)
+        rate = f"{len(killed) / len(row):.0%}"
+        yield f"{package:16}{len(row):8}{len(killed):8}{rate:>7}{outside:14}"
+
+
+def read(path: Path | None) -> dict[tuple[object, ...], Any]:
+    """Return the results in a file by the keys of their mutants."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    results = [json.loads(line) for line in lines]
+    return {tuple(each[name] for name in KEY): each for each in results}
+
+
+def run(root: Path, options: argparse.Namespace) -> list[Any]:
+    """Draw mutants, or take those of an earlier result, and judge each."""
+    copies: SimpleQueue[Copy] = SimpleQueue()
+    places = []
+    for _ in range(options.jobs):
+        copies.put(copy := Copy(root))
+        places.append(copy.place)
+    root = places[0]  # what is changed meanwhile in the tree does not matter
+    paths = sorted((root / "aiogpu").rglob("*.py"))
+    files = [str(path.relative_to(root)) for path in paths]
+    if not options.ray:
+        files = [file for file in files if "/ray/" not in file]
+    earlier, judged = read(options.earlier), read(options.out)
+    if earlier:
+        mutants = list(find(root, files, list(earlier)))
+    else:
+        packages = options.package or {package_of(file) for file in files}
+        files = [file for file in files if package_of(file) in packages]
+        mutants = list(draw(root, files, options.count, options.seed, set(judged)))
+
+    def one(mutant: Mutant) -> dict[str, Any]:
+        copy, began = copies.get(), time.monotonic()
+        source = (copy.place / mutant.file).read_bytes()
+        copy.write(mutant.file, mutant.apply(source))
+        verdict, killer = judge(copy, mutant, options)
+        copy.write(mutant.file, source)
+        copies.put(copy)
+        where = f"{mutant.file}:{mutant.line}: {mutant.text[:60]} [{mutant.change}]"
+        print(f"{verdict} {killer}\n    {where}", flush=True)
+        before = earlier.get(mutant.key, {"verdict": verdict})["verdict"]
+        if before.partition(":")[0] != verdict.partition(":")[0]:
+            print(f"    CHANGED: was {before}", flush=True)
+        result = asdict(mutant) | {"verdict": verdict, "killer": killer}
+        result["outside"] = is_outside(root, killer.partition("::")[0])
+        result["seconds"] = round(time.monotonic() - began, 1)
+        if options.out:
+            with options.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+        return result
+
+    try:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            return list(pool.map(one, mutants))
+    finally:
+        for place in places:
+            shutil.rmtree(place)
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
+    """Judge mutants and print a table."""
+    parser = argparse.ArgumentParser("python -m tests.support.mutation")
+    add = parser.add_argument
+    add("--package", nargs="+", help="draw from these; default: all")
+    add("--count", type=int, default=20)
+    add("--seed", type=int, default=1)
+    add("--ray", action="store_true", help="include what runs on Ray")
+    add("--outside", action="store_true", help="run only tests from outside")
+    add("--out", type=Path, help="append JSON lines; what is in it is not drawn again")
+    add("--from", type=Path, dest="earlier", help="judge the mutants of a result again")
+    add("--jobs", type=int, default=1)
+    add("--limit", type=float, default=240, help="seconds per mutant")
+    options = parser.parse_args(arguments)
+    print("\n".join(table(run(root, options))))
+
+
+if __name__ == "__main__":
+    main()
