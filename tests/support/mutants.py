@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -188,6 +188,7 @@ def package_of(file: str) -> str:
     return parts[1] if len(parts) > 2 else "(top level)"
 
 
+@cache
 def mutants_of(root: Path, file: str) -> list[Mutant]:
     """Return all mutants of one file, in the order of its text."""
     found = Finder(file, (root / file).read_bytes()).found.values()
@@ -209,20 +210,15 @@ def draw(
     """Draw a file by its code lines, one of its kinds of mutants, and one of these."""
     generator = random.Random(seed)
     weights = {name: code_lines((root / name).read_text()) for name in files}
-    left: dict[str, dict[str, list[Mutant]]] = {}
     while count and any(weights.values()):
         [file] = generator.choices(list(weights), list(weights.values()))
-        if file not in left:
-            left[file] = defaultdict(list)
-            for mutant in mutants_of(root, file):
-                left[file][mutant.kind].append(mutant)
-        if not left[file]:
+        left = [mutant for mutant in mutants_of(root, file) if mutant.key not in seen]
+        if not left:
             del weights[file]
             continue
-        kind = generator.choice(sorted(left[file]))
-        drawn = left[file][kind].pop(generator.randrange(len(left[file][kind])))
-        if not left[file][kind]:
-            del left[file][kind]
-        if drawn.key not in seen and is_valid(root, drawn):
+        kind = generator.choice(sorted({mutant.kind for mutant in left}))
+        drawn = generator.choice([mutant for mutant in left if mutant.kind == kind])
+        seen.add(drawn.key)
+        if is_valid(root, drawn):
             count -= 1
             yield drawn

@@ -40,23 +40,20 @@ import pytest
 from tests.support.mutants import KEY, Mutant, draw, mutants_of, package_of
 
 ROOT: Final = Path(__file__).parents[2]
-FOLDERS: Final[dict[str, tuple[str, ...]]] = {
-    "accelerators": ("accelerators", "runtime", "engines"),
-    "api": ("api", "engines"),
+FOLDERS: Final = {
     "cli": ("cli", "terminal"),
     "client": ("api", "worker", "engines"),
     "core": ("core",),
     "daemon": ("daemon", "cli"),
-    "engines": ("engines", "api"),
     "linux": ("worker", "runtime", "daemon", "engines"),
-    "memory": ("memory", "engines"),
     "observe": ("observe", "cli"),
     "runtime": ("runtime", "engines", "deaths"),
     "serialization": ("wire", "memory", "api", "engines"),
     "testing": ("testing", "core"),
     "wire": ("wire", "worker"),
     "worker": ("worker", "engines", "deaths"),
-}  # folders of tests by package; of what is in none, all
+    "(top level)": (".",),
+}  # folders of tests by package; of all others, their own and the engines
 PUBLIC: Final = re.compile(r"aiogpu(\.(testing|errors|types)(\..*)?)?$")
 PROCESS_FOLDERS: Final = ("cli", "daemon", "deaths", "engines", "examples", "terminal")
 PROCESS: Final = re.compile(
@@ -177,7 +174,7 @@ class Copy:
             return ended, ""
         if named := re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE):
             return "failed", str(named[-1])
-        if ended == "4" and "ERROR: " in text:
+        if ended == "4" and "not found: " in text:
             raise RuntimeError(text[-2000:])
         begun = re.findall(r"^(tests/\S+::\S+)", text, re.MULTILINE)
         return ended, str(begun[-1]) if begun else "pytest itself"
@@ -186,18 +183,18 @@ class Copy:
 def files_of(root: Path, mutant: Mutant, outside: bool) -> tuple[list[str], list[str]]:
     """Return the tests that name the mutant's module, and the others of its folders.
 
-    Those of the same name come first, then those that import the module; of each the
-    shortest first.
+    Those of the same name come first, then those that import the module; of each
+    those that use its name most.
     """
-    stem = Path(mutant.file).stem
+    stem, package = Path(mutant.file).stem, package_of(mutant.file)
     imported = re.compile(rf"^\s*(from|import) .*\b{stem}\b", re.MULTILINE)
     ranked: list[tuple[int, int, int, str]] = []
-    for place, folder in enumerate(FOLDERS.get(package_of(mutant.file), (".",))):
+    for place, folder in enumerate(FOLDERS.get(package, (package, "engines"))):
         for path in (root / "tests" / folder).rglob("test_*.py"):
             file, source = str(path.relative_to(root)), path.read_text()
             if not outside or is_outside(root, file):
                 rank = 0 if stem in path.stem else 1 if imported.search(source) else 2
-                ranked.append((rank, place, len(source), file))
+                ranked.append((rank, place, -source.lower().count(stem), file))
     ranked.sort()
     near = [file for rank, _, _, file in ranked if rank < 2]
     return near, [file for rank, _, _, file in ranked if rank == 2]
