@@ -19,9 +19,9 @@ import uvloop
 from hypothesis import settings
 
 from aiogpu.runtime.zygote import config as zygote_config
-from tests.drawing import CHANGE, Value, covering, values
-from tests.forked_zygotes import Forker
-from tests.gate import Gate
+from tests.support.forked_zygotes import Forker
+from tests.support.gate import Gate
+from tests.support.sampling import CHANGE, Value, covering, values
 
 pytest_plugins = ["aiogpu.testing.fixtures"]
 settings.load_profile(CHANGE)  # unless --hypothesis-profile says otherwise
@@ -31,7 +31,7 @@ LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_lo
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what the full check asks for."""
-    told = "start the interpreter of each zygote; see tests/forked_zygotes.py"
+    told = "start the interpreter of each zygote; see tests/support/forked_zygotes.py"
     parser.addoption("--fresh", action="store_true", help=told)
 
 
@@ -135,7 +135,7 @@ def zygote_forker() -> Iterator[Forker]:
 def forked_zygotes(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of a test have their zygotes forked; see `tests/forked_zygotes.py`."""
+    """Nodes of a test have their zygotes forked; see `tests.support.forked_zygotes`."""
     is_fresh = request.node.get_closest_marker("fresh") is not None
     if not (is_fresh or request.config.getoption("--fresh")):
         forker = request.getfixturevalue("zygote_forker")

@@ -1,7 +1,7 @@
 """Private interfaces of CPython, asyncio and PyTorch that workers use.
 
 Each has one function here, which says what is done without it, and a test in
-`tests/worker/test_private_hooks.py` that runs on every Python that is supported.
+`tests/unit/worker/test_private_hooks.py` that runs on every Python that is supported.
 """
 
 from __future__ import annotations

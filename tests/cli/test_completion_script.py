@@ -17,7 +17,7 @@ from aiogpu.cli import connect
 from aiogpu.cli.main import cli
 from aiogpu.cli.status import known_tasks
 from tests.cli.pictures import BUSY, stand_in
-from tests.program import environment
+from tests.support.program import environment
 
 
 def completed(place: Path, *words: str) -> list[str]:

@@ -18,8 +18,8 @@ from aiogpu.cli.doctor import as_data, lines
 from aiogpu.core.model.request import Device
 from aiogpu.engines.device_report import DetectedDevice, DeviceReport, place_of
 from aiogpu.observe.status import OtherProcess
-from tests.accelerators.stub_fixtures import nvml, stub_library
-from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
+from tests.unit.accelerators.stub_fixtures import nvml, stub_library
+from tests.unit.accelerators.stub_nvml import GIB, StubNvml, gpus
 
 __all__ = ["nvml", "stub_library"]
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from aiogpu.cli.logs import logs
 from aiogpu.runtime.output import FILE, Entry, Pages
-from tests.program import environment
+from tests.support.program import environment
 
 CLIENT = 1 << 26
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.program import environment
+from tests.support.program import environment
 
 
 def shell(line: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -18,10 +18,10 @@ import aiogpu
 from aiogpu.api.session import current_session
 from aiogpu.cli import connect
 from aiogpu.engines.local import LocalEngine
-from tests.engines import tasks
-from tests.engines.actor_classes import Counter
-from tests.gate import Gate
-from tests.program import environment, start
+from tests.contract import tasks
+from tests.contract.actor_classes import Counter
+from tests.support.gate import Gate
+from tests.support.program import environment, start
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

@@ -12,7 +12,7 @@ from rich.console import Group
 from aiogpu.cli.status import sections
 from aiogpu.cli.tables import plain, worker_table
 from tests.cli.pictures import BUSY
-from tests.program import environment
+from tests.support.program import environment
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

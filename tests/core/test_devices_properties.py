@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from aiogpu.core.model.request import Device, DeviceSelector, Request
 from aiogpu.core.model.units import BY_SHARE, UNIT
 from aiogpu.core.resources.devices import DeviceSet, Share
-from tests.drawing import examples
+from tests.support.sampling import examples
 
 COMMON = st.sampled_from([1_000, 2_500, 3_333, 5_000, 7_000])
 AMOUNTS = st.one_of(

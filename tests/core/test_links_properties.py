@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from aiogpu.core.model.request import Device, Request
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
-from tests.drawing import examples
+from tests.support.sampling import examples
 
 
 @st.composite

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from aiogpu.core.mailbox import Mailbox
-from tests.drawing import examples
+from tests.support.sampling import examples
 
 
 def filled(window: int = 2, calls: int = 4, is_serial: bool = True) -> Mailbox:

@@ -15,7 +15,7 @@ from tests.core.test_scheduler_properties import (
     NodeMachine,
     lies_in_bundles,
 )
-from tests.drawing import examples
+from tests.support.sampling import examples
 
 BUNDLES = st.lists(
     st.sampled_from(

@@ -38,7 +38,7 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import BOUNDLESS
 from aiogpu.errors import InfeasibleError, LimitError
 from tests.core.placement_group_world import GangWorld
-from tests.drawing import examples
+from tests.support.sampling import examples
 
 GIB = 1 << 30
 TYPES = ["A100", "A100", "T4"]

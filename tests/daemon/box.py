@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from aiogpu.daemon.place import Place, Record, living_node
 from aiogpu.daemon.stop import stop
-from tests.deaths.remains import living, wait_for_an_end
-from tests.program import environment
+from tests.faults.remains import living, wait_for_an_end
+from tests.support.program import environment
 
 LIMIT = 60
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import aiogpu
-from tests.engines import tasks
+from tests.contract import tasks
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from tests.daemon.box import LIMIT, Box
-from tests.deaths.remains import living
+from tests.faults.remains import living
 
 
 def test_from_start_to_stop(here: Box) -> None:

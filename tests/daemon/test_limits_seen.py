@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 import aiogpu
+from tests.contract import tasks
 from tests.daemon.box import Box
-from tests.engines import tasks
-from tests.gate import Gate
+from tests.support.gate import Gate
 
 pytestmark = pytest.mark.either_loop
 

@@ -18,7 +18,7 @@ from aiogpu.daemon.readiness import Notifier, Ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import DeviceError, NodeClosedError, NodeStartError
 from tests.daemon.paper_node import PaperNode
-from tests.until import until
+from tests.support.until import until
 
 pytestmark = pytest.mark.either_loop
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.box import LIMIT, Box
-from tests.until import until
+from tests.support.until import until
 
 
 def test_a_reused_process_id_is_not_taken_for_the_node(here: Box) -> None:

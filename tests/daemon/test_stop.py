@@ -16,7 +16,7 @@ from aiogpu.daemon.place import PidfileLock, Place, Record, living_node, start_t
 from aiogpu.daemon.stop import stop
 from aiogpu.errors import NodeError
 from tests.daemon.box import Box
-from tests.program import environment
+from tests.support.program import environment
 
 LIMIT = 60
 

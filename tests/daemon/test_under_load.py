@@ -9,10 +9,10 @@ import signal
 import pytest
 
 import aiogpu
+from tests.contract import tasks
 from tests.daemon.box import LIMIT, Box
-from tests.engines import tasks
-from tests.gate import Gate
-from tests.until import until
+from tests.support.gate import Gate
+from tests.support.until import until
 
 pytestmark = pytest.mark.either_loop
 

@@ -14,7 +14,7 @@ import pytest
 
 import aiogpu
 from tests.daemon.box import LIMIT, Box
-from tests.gate import Gate
+from tests.support.gate import Gate
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")

@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 
-from tests.program import environment
+from tests.support.program import environment
 
 LIMIT: Final = 30.0
 """Seconds until what must come has come."""

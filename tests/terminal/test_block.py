@@ -10,9 +10,9 @@ import pexpect
 import pytest
 
 import aiogpu
+from tests.contract import tasks
 from tests.daemon.box import Box, box
-from tests.engines import tasks
-from tests.gate import Gate
+from tests.support.gate import Gate
 
 LIMIT = 60
 PROMPT = "READY> "

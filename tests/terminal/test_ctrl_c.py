@@ -18,8 +18,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.deaths.remains import gone_within, living
-from tests.program import environment
+from tests.faults.remains import gone_within, living
+from tests.support.program import environment
 
 LIMIT = 3.0
 """Seconds until the prompt is back."""
@@ -28,8 +28,8 @@ PROMPT = "READY> "
 PROGRAM = """
     import asyncio, sys
     import aiogpu
-    from tests.engines import phase_tasks, tasks
-    from tests.gate import Gate
+    from tests.contract import phase_tasks, tasks
+    from tests.support.gate import Gate
 
     async def main():
         deaf, place = sys.argv[2] == "deaf", sys.argv[3]

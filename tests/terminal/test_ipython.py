@@ -7,8 +7,8 @@ import sys
 import pexpect
 import pytest
 
-from tests.gate import Gate
-from tests.program import environment
+from tests.support.gate import Gate
+from tests.support.program import environment
 
 PROMPT = r"In \[\d+\]: "
 LIMIT = 60
@@ -28,7 +28,7 @@ async def test_an_interrupted_cell_frees_its_gpu(gate: Gate) -> None:
         await shell.expect(PROMPT, async_=True)
         for cell in (
             "import aiogpu",
-            "from tests.engines import tasks",
+            "from tests.contract import tasks",
             "node = await aiogpu.init(num_cpus=1, num_gpus=1)",
         ):
             shell.sendline(cell)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.box import box
-from tests.program import run, start
+from tests.support.program import run, start
 from tests.terminal.screens import PROMPT, Screen, screen
 
 PROGRAM = """

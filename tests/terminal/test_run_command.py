@@ -16,7 +16,7 @@ import pexpect
 import pytest
 
 import aiogpu
-from tests.program import environment
+from tests.support.program import environment
 
 LIMIT = 30.0
 PROMPT = "READY> "
@@ -233,7 +233,7 @@ def waits_in(node: str, name: str) -> None:
                     names = [t.name for t in (await aiogpu.status()).waiting]
         asyncio.run(main())
     """
-    from tests.program import run as run_program
+    from tests.support.program import run as run_program
 
     run_program(source, node, name)
 

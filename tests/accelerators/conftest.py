@@ -1,5 +1,0 @@
-"""Fixtures of this folder; other folders import them from `stub_nvml` likewise."""
-
-from tests.accelerators.stub_fixtures import nvml, stub_library
-
-__all__ = ["nvml", "stub_library"]

@@ -1,0 +1,335 @@
+"""The classes of the actors' tests: light to import, since workers import them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import aiogpu
+from tests.support.gate import pass_gate, pass_gate_softly, say
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class Plain:
+    """What the remote classes below have in common."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+        self.seen: list[object] = []
+
+    def add(self, k: int = 1) -> int:
+        self.count += k
+        return self.count
+
+    def note(self, what: object) -> int:
+        self.seen.append(what)
+        return len(self.seen)
+
+    def notes(self) -> list[object]:
+        return self.seen
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def gated(self, path: str, name: str) -> str:
+        self.seen.append(name)
+        return pass_gate(path, name)
+
+    def where(self) -> dict[str, Any]:
+        context = aiogpu.get_runtime_context()
+        return {
+            "ids": aiogpu.get_gpu_ids(),
+            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "resources": dict(context.assigned_resources),
+            "name": context.task_name,
+        }
+
+    def fail(self, kind: type[BaseException], *args: Any) -> None:
+        raise kind(*args)
+
+    def unpicklable(self) -> object:
+        return {"lock": threading.Lock()}
+
+    def leave(self) -> None:
+        aiogpu.exit_actor()
+
+    def exit(self, code: int) -> None:
+        os.write(2, b"last words\n")
+        os._exit(code)
+
+    def kill_self(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+        threading.Event().wait()
+
+    def die_until(self, path: str, times: int) -> int:
+        """End the process `times` times, counting in a file; then give the count."""
+        with open(path, "a+") as file:
+            file.write("x")
+            file.flush()
+            file.seek(0)
+            count = len(file.read())
+        if count <= times:
+            os._exit(9)
+        return count
+
+    def spin(self, path: str, name: str) -> None:
+        try:
+            say(path, name)
+            while True:
+                pass
+        except KeyboardInterrupt:
+            say(path, f"{name}-interrupted")
+            raise
+
+    def swallow(self, path: str, name: str) -> str:
+        """Go on after an interrupt, until the gate lets it pass."""
+        try:
+            pass_gate(path, name)
+        except KeyboardInterrupt:
+            pass_gate(path, f"{name}-swallowed")
+        return name
+
+    def block_in_c(self, path: str, name: str) -> None:
+        try:
+            say(path, name)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            deque(repeat(None), maxlen=0)
+
+    def fork(self, way: str) -> int:
+        """Fork; the child comes back from the method in that way."""
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            return os.waitstatus_to_exitcode(status)
+        print("from the child", flush=True)
+        if way == "raise":
+            raise ValueError("in the child")
+        if way == "exit":
+            sys.exit(7)
+        return -1
+
+    def say_all(self, lines: list[str]) -> None:
+        for line in lines:
+            print(line)
+
+    def numbers(self) -> Iterator[int]:
+        yield 1
+
+    def _hidden(self) -> int:
+        return 1
+
+
+@aiogpu.remote
+class Counter(Plain):
+    pass
+
+
+@aiogpu.remote(max_concurrency=2)
+class Threads(Plain):
+    pass
+
+
+@aiogpu.remote
+class Async(Plain):
+    async def later(self, k: int = 1) -> int:
+        import asyncio
+
+        await asyncio.sleep(0)
+        self.count += k
+        return self.count
+
+    async def wait(self, path: str, name: str) -> str:
+        """The gate's visitor as a coroutine."""
+        await pass_gate_softly(path, name)
+        self.seen.append(name)
+        return name
+
+    async def leave_later(self) -> None:
+        import asyncio
+
+        await asyncio.sleep(0)
+        aiogpu.exit_actor()
+
+    async def fail_later(self, kind: type[BaseException], *args: Any) -> None:
+        import asyncio
+
+        await asyncio.sleep(0)
+        raise kind(*args)
+
+    def hidden_coroutine(self) -> Any:
+        """A plain function that gives a coroutine, as decorators make them."""
+        return self.later(10)
+
+
+@aiogpu.remote(concurrency_groups={"io": 2, "slow": 1})
+class Groups(Plain):
+    @aiogpu.method(concurrency_group="io")
+    def io(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+    @aiogpu.method(concurrency_group="slow")
+    def slow(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+
+def shout(function: Callable[..., str]) -> Callable[..., str]:
+    """A decorator that takes another argument than what it decorates."""
+
+    @functools.wraps(function)
+    def louder(*args: Any, times: int = 1) -> str:
+        return function(*args) + "!" * times
+
+    return louder
+
+
+class Odd:
+    """Methods that are not plain functions with a `self`."""
+
+    greeting = "hello"
+
+    def __new__(cls, *words: str) -> Odd:
+        return super().__new__(cls)
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    @staticmethod
+    def static(a: int, b: int = 1) -> int:
+        return a + b
+
+    @classmethod
+    def of_class(cls, name: str) -> str:
+        return f"{cls.greeting} {name}"
+
+    def all_by_position(*args: Any) -> int:
+        return len(args)
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self, n: int) -> tuple[int, int]:
+        return n, os.getpid()
+
+    @shout
+    def greet(self, name: str) -> str:
+        return f"{self.greeting} {name}"
+
+    @property
+    def not_a_method(self) -> str:
+        return self.greeting
+
+
+@aiogpu.remote
+class Table(dict[str, int]):
+    """Its methods are a builtin's."""
+
+
+@aiogpu.remote
+class Broken:
+    """Its constructor fails."""
+
+    def __init__(self, kind: type[BaseException], path: str = "") -> None:
+        if path:
+            with open(path, "a") as file:
+                file.write("x")
+        raise kind("no model")
+
+    def add(self) -> int:
+        return 1
+
+
+@aiogpu.remote
+class Slow(Plain):
+    """Its constructor waits at a gate."""
+
+    def __init__(self, path: str, name: str = "constructor") -> None:
+        super().__init__()
+        pass_gate(path, name)
+
+
+class Mourned(Plain):
+    """Says at a gate that it goes."""
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__()
+        self.path, self.name = path, name
+
+    def spin_at_gate(self, name: str) -> None:
+        self.spin(self.path, name)
+
+    def __del__(self) -> None:
+        print("going")
+        say(self.path, f"{self.name}-gone")
+
+
+@aiogpu.remote
+class Mortal(Mourned):
+    pass
+
+
+@aiogpu.remote(max_concurrency=2)
+class MortalThreads(Mourned):
+    pass
+
+
+@aiogpu.remote
+class Closing(Mourned):
+    """Has a `close()` that may fail, or never end."""
+
+    def __init__(self, path: str, name: str, way: str = "") -> None:
+        super().__init__(path, name)
+        self.way = way
+        self.background: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        import asyncio
+
+        self.background = asyncio.create_task(self.rest())
+
+    async def rest(self) -> None:
+        import asyncio
+
+        try:
+            await asyncio.Event().wait()
+        finally:
+            say(self.path, f"{self.name}-rest-ended")
+
+    async def wait(self, name: str) -> None:
+        import asyncio
+
+        try:
+            say(self.path, name)
+            await asyncio.Event().wait()
+        finally:
+            say(self.path, f"{name}-cancelled")
+
+    async def leave_later(self) -> None:
+        aiogpu.exit_actor()
+
+    async def turns(self, count: int) -> None:
+        import asyncio
+
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        import asyncio
+
+        say(self.path, f"{self.name}-closing")
+        if self.way == "raise":
+            raise ValueError("cannot close")
+        if self.way == "endless":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        say(self.path, f"{self.name}-closed")

@@ -1,0 +1,83 @@
+"""Tasks of which many stand in a queue: light to import, since workers import them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections import deque
+from itertools import repeat
+
+import aiogpu
+from tests.contract import phase_tasks
+from tests.support.gate import pass_gate, say
+
+
+@aiogpu.remote(max_retries=0)
+def act(place: str, number: int, path: str = "", how: str = "") -> int:
+    """Note that it runs; then return, or do what is told."""
+    descriptor = os.open(place, os.O_APPEND | os.O_WRONLY | os.O_CREAT)
+    os.write(descriptor, b"%d\n" % number)
+    os.close(descriptor)
+    if path:
+        say(path, f"{how}{number}")
+    if how == "spin":
+        while True:
+            pass
+    elif how == "C":
+        # Consumes for ever without a single bytecode, so no signal handler runs.
+        deque(repeat(None), maxlen=0)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "exit":
+        os._exit(5)
+    elif how == "segfault":
+        ctypes.string_at(0)
+    return number
+
+
+@aiogpu.remote
+def count(number: int, until: int) -> int:
+    for _ in range(until):
+        pass
+    return number
+
+
+@aiogpu.remote
+async def count_softly(number: int, until: int) -> int:
+    import asyncio
+
+    for _ in range(until // 2):
+        pass
+    await asyncio.sleep(0)
+    for _ in range(until // 2):
+        pass
+    return number
+
+
+@aiogpu.remote(num_gpus=0.5, max_calls=0)
+def break_context(text: str) -> None:
+    """Fail as PyTorch does."""
+    raise RuntimeError(text, os.getpid())
+
+
+@aiogpu.remote
+def clean_up(path: str, seconds: float) -> None:
+    """It takes so long to stop when it is asked to."""
+    try:
+        say(path, "in")
+        phase_tasks.spin()
+    finally:
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            pass
+        say(path, "out")
+
+
+@aiogpu.remote
+def fill(path: str, name: str, mebibytes: int) -> int:
+    """Use so much memory, and keep it until the test lets go."""
+    filled = bytearray(os.urandom(1 << 20)) * mebibytes
+    pass_gate(path, name)
+    return len(filled) >> 20

@@ -1,0 +1,173 @@
+"""Which engines a test is for, and what each of them cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Final
+from zlib import crc32
+
+import pytest
+
+from aiogpu.api import session as sessions
+from aiogpu.engines.base import Engine, NodeOptions
+from aiogpu.engines.registry import create_engine
+from tests.contract import served as serving
+from tests.contract.served import ServedEngine
+
+ENGINES: Final = ("local", "inline", "node", "ray")
+LACKS: Final = {
+    "local": {},
+    "node": {
+        "same turn": "the node is another process, and goes on while it is asked",
+        "own objects": "what the node makes is made in another process",
+        "own vendors": "a node knows the vendors that its own process has registered",
+    },
+    "ray": {
+        "same turn": "the cluster is other processes, and goes on while it is asked",
+        "priority": "Ray has no priorities",
+        "spread": "Ray packs the shares of a device",
+        "holders": "Ray does not tell which of its processes holds what",
+        "leases": "a cluster's devices are handed to nobody but Ray's own",
+        "device memory": "Ray reserves no memory of devices",
+        "ledger": "what nodes of Ray lack is told in other words",
+        "placing CPUs": "an actor on Ray that asks for more is placed without a CPU",
+        "blocked ends": "Ray waits for the end of a call that is blocked in C",
+        "plain cancels": "Ray loses an actor's order if it cancels a plain method",
+        "orphans": "an actor on Ray ends with the process that has made it",
+        "orderly close": "who leaves a Ray cluster ends the actors it has at once",
+        "deadlocks": "Ray lets wait what can never run",
+        "books": "Ray tells of what is free a moment later",
+        "modules": "workers of Ray import what the program's path has",
+        "processes": "the processes are Ray's",
+        "own vendors": "Ray knows the kinds of devices that it was made for",
+        "told of": "Ray tells nobody that a placement group was removed",
+        "listed actors": "Ray tells of its actors by its dashboard only",
+        "detection": "Ray looks itself for the devices of its nodes",
+    },
+    "inline": {
+        "processes": "all tasks are in this process, and none can be ended with it",
+        "modules": "a task finds the modules that the program has imported",
+        "at once": "tasks run one after the other",
+        "priority": "tasks run in the order of submission",
+        "threads": "all code runs in the thread of the loop",
+        "interrupts": "code that blocks has the loop's thread, so nobody else acts",
+        "blocking": "code that blocks has the loop's thread, so nobody else acts",
+    },
+}
+"""What an engine lacks by its nature, and why. `@pytest.mark.needs(...)` names it."""
+
+
+DRAWN: Final = 12
+"""Of so many cases on a service one is run, and all in the full check."""
+ON_RAY: Final = frozenset({"test_contract.py", "test_cancel.py"})
+"""The files of which some cases run on a Ray cluster; all, in the full check."""
+WHOLE_ON_RAY: Final = "test_every_option.py"
+"""The file all of whose cases run on a Ray cluster."""
+DRAWN_ON_RAY: Final = 4
+"""Of so many of these cases one is run."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """What an engine lacks is skipped; a service for each case takes its time."""
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        engine = spec.params.get("address") if spec is not None else None
+        for mark in item.iter_markers("needs"):
+            for ability in mark.args:
+                if engine in LACKS and ability in LACKS[engine]:
+                    reason = f"{engine}: {LACKS[engine][ability]}"
+                    item.add_marker(pytest.mark.skip(reason=reason))
+    if any("[" in argument for argument in config.args):
+        return  # who names a case shall have it
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        engine = None if spec is None else spec.params.get("address")
+        name = item.nodeid.rpartition("/")[2]
+        if engine == "node" and crc32(name.encode()) % DRAWN:
+            item.add_marker(pytest.mark.slow)
+        if engine == "ray":
+            item.add_marker(pytest.mark.ray)
+            is_drawn = not crc32(name.encode()) % DRAWN_ON_RAY
+            is_run = item.path.name in ON_RAY and is_drawn
+            if not is_run and item.path.name != WHOLE_ON_RAY:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(params=ENGINES)
+def address(request: pytest.FixtureRequest) -> str:
+    """The engines that must pass; each issue that builds one adds its address."""
+    engine = str(request.param)
+    if engine == "node":
+        request.getfixturevalue("served")
+    if engine == "ray":
+        request.getfixturevalue("rayed")
+    return engine
+
+
+@pytest.fixture(scope="session")
+def ray_clusters() -> Iterator[None]:
+    """Has a Ray cluster run for each test that wants one."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
+    from tests.contract import rayed
+
+    # Ray asks once in a process whether clusters have tokens.
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    rayed.clusters = rayed.Clusters()
+    yield
+    rayed.clusters.close()
+
+
+@pytest.fixture(scope="module")
+def in_no_cluster(ray_clusters: None) -> None:
+    """This process is in none when the module's tests begin, which have their own."""
+    from tests.contract import rayed
+
+    rayed.leave()
+
+
+@pytest.fixture
+def rayed(ray_clusters: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init(address="ray")` joins a cluster that has what it was told."""
+    from tests.contract.rayed import RayedEngine
+
+    def create(
+        address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
+    ) -> Engine:
+        if address == "ray":
+            return RayedEngine(options, loop)
+        return create_engine(address, options, loop)
+
+    monkeypatch.setattr(sessions, "create_engine", create)
+
+
+@pytest.fixture(scope="session")
+def service_forker() -> Iterator[None]:
+    """Has a service forked for each test that wants one."""
+    serving.forker = serving.Forker()
+    yield
+    serving.forker.close()
+
+
+@pytest.fixture
+def served(service_forker: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init(address="node")` starts a service of its own, and joins it."""
+
+    def create(
+        address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
+    ) -> Engine:
+        if address == "node":
+            return ServedEngine(options, loop)
+        return create_engine(address, options, loop)
+
+    monkeypatch.setattr(sessions, "create_engine", create)
+
+
+@pytest.fixture
+def each_engine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for tests that open their node without an address."""
+    monkeypatch.setenv("AIOGPU_ADDRESS", address)

@@ -1,0 +1,297 @@
+"""Tasks that start tasks: light to import, since workers import them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import aiogpu
+from tests.contract import tasks
+from tests.support.gate import say
+
+kept: list[Any] = []
+"""What a task leaves for the next one of its process."""
+
+
+@aiogpu.remote
+def plain_sum(n: int) -> int:
+    return sum(aiogpu.get([tasks.add.remote(i) for i in range(n)]))
+
+
+@aiogpu.remote
+def plain_depth(depth: int) -> int:
+    return 0 if depth == 0 else 1 + aiogpu.get(plain_depth.remote(depth - 1))
+
+
+@aiogpu.remote
+async def soft_depth(depth: int) -> int:
+    return 0 if depth == 0 else 1 + await soft_depth.remote(depth - 1)
+
+
+@aiogpu.remote
+def mixed_depth(depth: int) -> int:
+    """A plain one that starts a coroutine that starts a plain one."""
+    return 0 if depth == 0 else 1 + aiogpu.get(mixed_depth_softly.remote(depth - 1))
+
+
+@aiogpu.remote
+async def mixed_depth_softly(depth: int) -> int:
+    import asyncio
+
+    await asyncio.sleep(0)
+    return 0 if depth == 0 else 1 + await mixed_depth.remote(depth - 1)
+
+
+@aiogpu.remote
+async def soft_sum(n: int) -> int:
+    import asyncio
+
+    return sum(await asyncio.gather(*(tasks.double.remote(i) for i in range(n))))
+
+
+@aiogpu.remote
+def sum_on_own_loop(n: int) -> int:
+    """A plain task that runs a loop of its own."""
+    import asyncio
+
+    async def main() -> int:
+        return sum(await asyncio.gather(*(tasks.double.remote(i) for i in range(n))))
+
+    return asyncio.run(main()) + aiogpu.get(tasks.add.remote(0))
+
+
+def caught(call: Callable[[], object]) -> tuple[str, str]:
+    """The class and the text of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@aiogpu.remote
+def plain_catches(what: str, *args: Any, **options: Any) -> tuple[str, str]:
+    """Wait for a task of `tasks` that fails; tell how."""
+    function = getattr(tasks, what).options(**options)
+    return caught(lambda: aiogpu.get(function.remote(*args)))
+
+
+@aiogpu.remote
+async def soft_catches(what: str, *args: Any, **options: Any) -> tuple[str, str]:
+    try:
+        await getattr(tasks, what).options(**options).remote(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@aiogpu.remote
+def plain_fails_by_child() -> None:
+    aiogpu.get(tasks.fail.remote(LookupError, "of the child"))
+
+
+@aiogpu.remote
+def same_failure_twice() -> list[tuple[str, str]]:
+    handle = tasks.fail.remote(LookupError, "again")
+    good = tasks.add.remote(1)
+    failures = [caught(lambda: aiogpu.get([good, handle])) for _ in range(2)]
+    assert aiogpu.get(good) == 2
+    return failures
+
+
+@aiogpu.remote
+def fails_before_others_end() -> tuple[str, str]:
+    """The last in the list fails while the first goes on for ever."""
+    endless = tasks.gated_coroutine.remote("/nowhere", "a")
+    endless.cancel()
+    slow = never.remote()
+    failing = tasks.fail.remote(LookupError, "first to end")
+    if aiogpu.get_runtime_context().node_id.startswith("inline"):
+        slow.cancel()  # it would have the first turn, and keep it
+    return caught(lambda: aiogpu.get([failing, slow, failing]))
+
+
+@aiogpu.remote
+async def never() -> None:
+    import asyncio
+
+    await asyncio.Event().wait()
+
+
+@aiogpu.remote
+async def say_and_wait(path: str, name: str) -> None:
+    import asyncio
+
+    say(path, name)
+    open(f"{path}-{name}", "w").close()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        say(path, f"{name}-ended")
+
+
+def begun(path: str) -> aiogpu.Handle[None]:
+    """A child that has said that it runs, however long its start may take."""
+    handle = say_and_wait.remote(path, "child")
+    while not os.path.exists(f"{path}-child"):
+        caught(lambda: aiogpu.get(handle, timeout=0.02))
+    return handle
+
+
+@aiogpu.remote
+def plain_times_out(path: str) -> tuple[list[tuple[str, str]], bool]:
+    handle = begun(path)
+    first = caught(lambda: aiogpu.get(handle, timeout=0.05))
+    second = caught(lambda: aiogpu.get([handle], timeout=0.01))
+    return [first, second], handle.done()
+
+
+@aiogpu.remote
+def plain_resumes(path: str) -> tuple[bool, str]:
+    """A wait that is out of time, and a second one that is not.
+
+    It is the gate itself, since the program cannot act where it blocks the loop.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        handle = tasks.gated_coroutine.remote(path, "child")
+        while not select.select([listener], [], [], 0)[0]:
+            name, _ = caught(lambda: aiogpu.get(handle, timeout=0.02))
+            assert name == "TaskTimeoutError"
+        was_done = handle.done()
+        visitor, _ = listener.accept()
+        visitor.recv(100)
+        visitor.close()
+        return was_done, aiogpu.get(handle)
+
+
+@aiogpu.remote
+def plain_cancels(path: str) -> list[Any]:
+    waiting, running = tasks.add.remote(1), say_and_wait.remote(path, "child")
+    for handle in (waiting, running):
+        while handle is running and not os.path.exists(f"{path}-child"):
+            caught(lambda: aiogpu.get(running, timeout=0.02))
+        assert handle.cancel()
+        assert not handle.cancel()
+        assert handle.cancelled()
+    return [*(caught(lambda h=h: aiogpu.get(h)) for h in (waiting, running))]
+
+
+@aiogpu.remote(num_gpus=1)
+def plain_greedy() -> list[tuple[str, str]]:
+    """Waits for what needs the GPU that it holds; then for two of these."""
+    greedy = [tasks.add.options(num_gpus=1).remote(i) for i in range(3)]
+    return [
+        caught(lambda: aiogpu.get(greedy[0])),
+        caught(lambda: aiogpu.get(greedy[2:0:-1])),
+        caught(lambda: aiogpu.get(greedy[1])),
+    ]
+
+
+@aiogpu.remote(num_gpus=1)
+async def soft_greedy() -> list[str]:
+    import asyncio
+
+    greedy = [tasks.add.options(num_gpus=1).remote(i) for i in range(2)]
+    ended = await asyncio.gather(*greedy, return_exceptions=True)
+    return [type(error).__name__ for error in ended]
+
+
+@aiogpu.remote(num_gpus=1)
+def plain_starts_greedy() -> int:
+    """Starts what does not fit, and waits for another that does."""
+    tasks.add.options(num_gpus=1).remote(1)
+    return aiogpu.get(tasks.add.remote(1))
+
+
+@aiogpu.remote(num_gpus=1)
+async def soft_starts_greedy() -> int:
+    unawaited = tasks.add.options(num_gpus=1).remote(1)
+    result = await tasks.add.remote(1)
+    assert not unawaited.done()
+    return result
+
+
+@aiogpu.remote(num_gpus=1)
+def grandparent_greedy() -> tuple[str, str]:
+    return aiogpu.get(plain_catches.options(name="middle").remote("add", 1, num_gpus=1))
+
+
+@aiogpu.remote
+def plain_leaves(path: str) -> str:
+    """Ends while one child runs and another waits."""
+    begun(path)
+    tasks.add.options(num_gpus=1).remote(1)
+    return "left"
+
+
+@aiogpu.remote
+async def soft_leaves(path: str) -> str:
+    running = say_and_wait.remote(path, "child")
+    running.add_done_callback(lambda _: None)
+    await tasks.gated_coroutine.__wrapped__(path, "parent")  # type: ignore[attr-defined]
+    tasks.add.options(num_gpus=1).remote(1)
+    return "left"
+
+
+@aiogpu.remote
+def plain_waits(path: str) -> None:
+    aiogpu.get(say_and_wait.remote(path, "child"))
+
+
+@aiogpu.remote
+async def soft_waits(path: str) -> None:
+    await say_and_wait.remote(path, "child")
+
+
+@aiogpu.remote
+def misuses() -> list[tuple[str, str]]:
+    import asyncio
+
+    handle = tasks.add.remote(1)
+
+    async def get_on_a_loop() -> None:
+        aiogpu.get(handle)
+
+    async def await_it() -> None:
+        await handle
+
+    return [
+        caught(lambda: bool(handle)),
+        caught(lambda: asyncio.run(get_on_a_loop())),
+        caught(lambda: asyncio.run(await_it())),
+        caught(lambda: aiogpu.get(1)),  # type: ignore[call-overload]
+        caught(lambda: aiogpu.get(handle, timeout=0)),
+        caught(lambda: pickle.dumps(handle)),
+    ]
+
+
+@aiogpu.remote
+def keeps() -> None:
+    kept[:] = [tasks.add.remote(1)]
+
+
+@aiogpu.remote
+def gets_kept() -> tuple[str, str]:
+    return caught(lambda: aiogpu.get(kept.pop()))
+
+
+@aiogpu.remote
+def unreadable_twice() -> list[tuple[str, str]]:
+    handle = tasks.unreadable.remote("1 / 0")
+    return [caught(lambda: aiogpu.get(handle)) for _ in range(2)]
+
+
+@aiogpu.remote
+def facts() -> tuple[Any, ...]:
+    """What it sees of itself before, while and after its child runs."""
+    context = aiogpu.get_runtime_context
+    before = context().task_name, aiogpu.get_gpu_ids()
+    child = aiogpu.get(tasks.where.options(num_gpus=1, name="child").remote())
+    after = context().task_name, aiogpu.get_gpu_ids()
+    return before, (child["name"], child["ids"], child["visible"]), after

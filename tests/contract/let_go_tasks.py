@@ -1,0 +1,201 @@
+"""Actors that are given handles to others, and give some away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any
+
+import aiogpu
+from tests.support.gate import say
+
+
+@aiogpu.remote(num_gpus=1)
+class Model:
+    def answer(self) -> int:
+        return 42
+
+
+@aiogpu.remote
+def nothing(*_args: Any) -> None: ...
+
+
+class Plain:
+    """Is given some, or gives one away."""
+
+    def take(self, models: list[Any]) -> int:
+        return aiogpu.get(models[0].answer.remote())  # type: ignore[no-any-return]
+
+    def make(self) -> list[Any]:
+        return [Model.remote()]
+
+    def ask(self, maker: Any) -> int:
+        (model,) = aiogpu.get(maker.make.remote())
+        return aiogpu.get(model.answer.remote())  # type: ignore[no-any-return]
+
+    def find_twice(self, name: str) -> int:
+        first = aiogpu.get_actor(name)
+        second = aiogpu.get_actor(name)
+        told: list[int] = aiogpu.get([first.answer.remote(), second.answer.remote()])
+        return sum(told)
+
+    def make_and_drop(self, _models: list[Any]) -> None:
+        Model.remote()
+
+    def make_and_call(self, _models: list[Any]) -> None:
+        Model.remote().answer.remote()
+
+    def call(self, models: list[Any]) -> None:
+        models[0].answer.remote()
+
+    def pass_on(self, models: list[Any]) -> None:
+        nothing.remote(models[0])
+
+    def make_another_leave_one(self, models: list[Any]) -> None:
+        """Its answer has a handle, and comes when nobody looks any more."""
+        models[0].make.remote()
+
+    def fail_after_put(self, models: list[Any]) -> None:
+        aiogpu.get(aiogpu.put([models[0]]))
+        raise ValueError
+
+
+UNAWAITED = ("make_and_drop", "make_and_call", "call", "pass_on", "fail_after_put")
+"""Methods that wait for nobody, or fail."""
+Serial = aiogpu.remote(Plain)
+
+
+@aiogpu.remote
+class Soft:
+    """The same on an event loop."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.waiting = 0
+
+    async def take(self, models: list[Any]) -> int:
+        return await models[0].answer.remote()  # type: ignore[no-any-return]
+
+    async def make(self) -> list[Any]:
+        return [Model.remote()]
+
+    async def ask(self, maker: Any) -> int:
+        (model,) = await maker.make.remote()
+        return await model.answer.remote()  # type: ignore[no-any-return]
+
+    async def make_at_the_gate(self) -> list[Any]:
+        model = await Model.remote()
+        await self._wait()
+        return [model]
+
+    async def call_at_the_gate(self) -> None:
+        await self._wait()
+        await nothing.remote()
+
+    async def _wait(self) -> None:
+        self.waiting += 1
+        await self.gate.wait()
+
+    async def count(self) -> int:
+        return self.waiting
+
+    async def open(self) -> None:
+        self.gate.set()
+
+
+@aiogpu.remote
+def leave(maker: Any) -> None:
+    """The same from a task."""
+    maker.make.remote()
+
+
+@aiogpu.remote
+def do(method: str, models: list[Any]) -> None:
+    getattr(Plain(), method)(models)
+
+
+@aiogpu.remote
+def ask(maker: Any) -> int:
+    (model,) = aiogpu.get(maker.make.remote())
+    return aiogpu.get(model.answer.remote())  # type: ignore[no-any-return]
+
+
+class HoldingError(Exception):
+    """Has a handle among its arguments."""
+
+
+@aiogpu.remote
+def fail_with_a_new_one() -> None:
+    raise HoldingError(Model.remote())
+
+
+@aiogpu.remote(max_restarts=1)
+class Asking:
+    """Asks another actor when it is made, and keeps no handle to it."""
+
+    def __init__(self, model: Any) -> None:
+        self.told = aiogpu.get(model.answer.remote())
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def send_with_a_lock(model: Any) -> None:
+    nothing.remote(model, Lock())
+
+
+def pickle_by_hand(model: Any) -> None:
+    pickle.dumps(model)
+
+
+@aiogpu.remote(num_gpus=1, max_restarts=1)
+class Fragile:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def break_context(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def crash(self) -> None:
+        os._exit(3)
+
+
+class Mourned:
+    """Says at a gate that it goes."""
+
+    error: BaseException | None = None
+
+    def __init__(self, path: str, name: str) -> None:
+        self.path, self.name = path, name
+
+    def __del__(self) -> None:
+        say(self.path, self.name)
+
+
+@aiogpu.remote
+def fail_with(path: str, name: str) -> None:
+    """Fail with a thing that refers to the error; so the error refers to itself."""
+    thing = Mourned(path, name)
+    try:
+        raise ValueError(name)
+    except ValueError as error:
+        thing.error = error
+        raise
+
+
+@aiogpu.remote
+async def fail_softly_with(path: str, name: str) -> None:
+    """Fail in a coroutine, whose frame may not be cleared."""
+    thing = Mourned(path, name)
+    raise ValueError(thing.name)
+
+
+@aiogpu.remote
+def fail_amid_items(path: str, name: str) -> Iterator[int]:
+    """The same in a generator."""
+    thing = Mourned(path, name)
+    yield 1
+    raise ValueError(thing.name)

@@ -1,0 +1,85 @@
+"""The tasks and actors of `test_every_option`: light to import, as workers do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import aiogpu
+from tests.contract.actor_classes import Plain
+from tests.support.gate import pass_gate, pass_gate_softly, say
+
+
+@aiogpu.remote
+async def pass_and_say(path: str, name: str) -> None:
+    """Wait at the gate, then say `name-done`."""
+    await pass_gate_softly(path, name)
+    say(path, f"{name}-done")
+
+
+@aiogpu.remote
+async def start_child(path: str, lifetime: Any) -> None:
+    """Start a child with this lifetime, and end without waiting for it."""
+    child = pass_and_say.options(lifetime=lifetime).remote(path, "child")
+    await pass_gate_softly(path, "parent")
+    del child
+
+
+@aiogpu.remote
+async def ignore_cancel(path: str, name: str) -> None:
+    """Go on after each cancel, until the gate lets it pass."""
+    import asyncio
+
+    passing = asyncio.ensure_future(pass_gate_softly(path, name))
+    while not passing.done():
+        try:
+            await asyncio.shield(passing)
+        except asyncio.CancelledError:
+            continue
+
+
+@aiogpu.remote
+def yield_and_swallow(path: str, name: str) -> Iterator[int]:
+    """Yield once, then go on after each interrupt."""
+    yield 0
+    is_said = False
+    while True:
+        with suppress(BaseException):
+            if not is_said:
+                say(path, name)
+                is_said = True
+            while True:
+                pass
+
+
+class Subject(Plain):
+    """What actors are made of here."""
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @aiogpu.method(num_returns=2)
+    def pair(self) -> tuple[int, int]:
+        return 1, 2
+
+    @aiogpu.method(max_buffered=2)
+    def endless(self, path: str) -> Iterator[int]:
+        number = 0
+        while True:
+            say(path, f"begun-{number}")
+            yield number
+            number += 1
+
+
+Actor = aiogpu.remote(Subject)
+
+
+@aiogpu.remote(concurrency_groups={"io": 2})
+class Grouped(Plain):
+    """One group of two, beside the default one."""
+
+    @aiogpu.method(concurrency_group="io")
+    def read(self, path: str, name: str) -> str:
+        return pass_gate(path, name)

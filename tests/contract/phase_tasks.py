@@ -1,0 +1,345 @@
+"""Tasks that are found in one phase of their life, and say so at the gate.
+
+Each notes in the file `place` that it has begun and, where its code can, that it has
+stopped. Light to import, since workers import it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import aiogpu
+from tests.support.gate import pass_gate, say
+
+BEGUN: Final = "begun"
+STOPPED: Final = "stopped"
+
+
+def note(place: str, what: str) -> None:
+    """Append a word to a file, in one write."""
+    descriptor = os.open(place, os.O_APPEND | os.O_WRONLY | os.O_CREAT)
+    os.write(descriptor, f"{what}\n".encode())
+    os.close(descriptor)
+
+
+@contextmanager
+def noted(place: str) -> Iterator[None]:
+    """The task's own code: from here to where it has stopped."""
+    note(place, BEGUN)
+    try:
+        yield
+    finally:
+        note(place, STOPPED)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@aiogpu.remote
+def loop(path: str, name: str, place: str) -> None:
+    with noted(place):
+        say(path, name)
+        spin()
+
+
+@aiogpu.remote
+async def coroutine(path: str, name: str, place: str) -> None:
+    """Clears up by what needs its loop."""
+    import asyncio
+
+    with noted(place):
+        try:
+            say(path, name)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+
+
+@aiogpu.remote
+async def busy_coroutine(path: str, name: str, place: str) -> None:
+    with noted(place):
+        say(path, name)
+        spin()
+
+
+@aiogpu.remote
+async def left_context(path: str, name: str, place: str) -> None:
+    """A coroutine that awaits for ever on its way out of `async with`."""
+    import asyncio
+
+    class Slow:
+        async def __aenter__(self) -> None:
+            pass
+
+        async def __aexit__(self, *_: object) -> None:
+            say(path, name)
+            await asyncio.Event().wait()
+
+    with noted(place):
+        async with Slow():
+            pass
+
+
+@aiogpu.remote
+def blocked_by_lock(path: str, name: str, place: str) -> None:
+    import threading
+
+    with noted(place):
+        say(path, name)
+        threading.Event().wait()
+
+
+@aiogpu.remote
+def waiting_for_a_process(path: str, name: str, place: str) -> None:
+    with noted(place):
+        say(path, name)
+        subprocess.run(["sleep", "1000"], check=False)
+
+
+@aiogpu.remote
+def in_finally(path: str, name: str, place: str) -> None:
+    with noted(place):
+        try:
+            raise ValueError
+        finally:
+            say(path, name)
+            spin()
+
+
+@aiogpu.remote
+def in_exit(path: str, name: str, place: str) -> None:
+    class Slow:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            say(path, name)
+            spin()
+
+    with noted(place), Slow():
+        pass
+
+
+class Dying:
+    """Busy for ever while it is finalised."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self.path, self.name = path, name
+
+    def __del__(self) -> None:
+        say(self.path, self.name)
+        spin()
+
+
+@aiogpu.remote
+def in_del(path: str, name: str, place: str) -> None:
+    """Python swallows what a `__del__` raises; the code after it goes on."""
+    sys.unraisablehook = lambda _: None
+    with noted(place):
+        dying = Dying(path, name)
+        del dying
+
+
+@aiogpu.remote
+def in_del_for_ever(path: str, name: str, place: str) -> None:
+    sys.unraisablehook = lambda _: None
+    note(place, BEGUN)
+    while True:
+        dying = Dying(path, name)
+        del dying
+
+
+@aiogpu.remote
+def swallowing(path: str, name: str, place: str) -> None:
+    note(place, BEGUN)
+    while True:
+        with swallowed():
+            say(path, name)
+            spin()
+
+
+@contextmanager
+def swallowed() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        del error
+
+
+@aiogpu.remote
+def sleeping(path: str, name: str, place: str) -> None:
+    note(place, BEGUN)
+    while True:
+        with swallowed():
+            say(path, name)
+            time.sleep(1000)
+
+
+@aiogpu.remote
+def in_foreign_code(path: str, name: str, place: str) -> None:
+    """A mutex that is locked twice: no signal makes this call return."""
+    note(place, BEGUN)
+    mutex = ctypes.create_string_buffer(64)
+    library = ctypes.CDLL(None)
+    library.pthread_mutex_lock(mutex)
+    try:
+        say(path, name)
+    finally:
+        library.pthread_mutex_lock(mutex)
+
+
+@aiogpu.remote
+def ignoring(path: str, name: str, place: str) -> None:
+    note(place, BEGUN)
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        with suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_IGN)
+    say(path, name)
+    spin()
+
+
+@aiogpu.remote
+def blocking_signals(path: str, name: str, place: str) -> None:
+    note(place, BEGUN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    say(path, name)
+    spin()
+
+
+@aiogpu.remote
+def importing(path: str, name: str, place: str) -> None:
+    """`endless_import` is written by the test and imports for ever."""
+    note(place, BEGUN)
+    os.environ["PHASE"] = f"{path} {name}"
+    importlib.import_module("endless_import")
+
+
+ENDLESS_IMPORT: Final = """
+import os
+from tests.support.gate import say
+say(*os.environ["PHASE"].split())
+while True:
+    pass
+"""
+
+
+class Reducing:
+    """Does not let itself be pickled: it takes for ever."""
+
+    def __init__(self, path: str, name: str, place: str) -> None:
+        self.fields = path, name, place
+
+    def __reduce__(self) -> Any:
+        path, name, place = self.fields
+        with noted(place):
+            say(path, name)
+            spin()
+
+
+@aiogpu.remote
+def packing(path: str, name: str, place: str) -> object:
+    return Reducing(path, name, place)
+
+
+def refused(*_: object) -> int:
+    """As memfd_create(2) does where there are too many descriptors."""
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+class Large:
+    """Eight times sixteen megabytes, and a word on the way out."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self.fields = path, name
+
+    def __reduce__(self) -> Any:
+        say(*self.fields)
+        # Where there is no descriptor to spare the frame has it all.
+        os.memfd_create = refused  # type: ignore[assignment]
+        return len, (b"x" * (1 << 27),)
+
+
+@aiogpu.remote
+def dispatcher(path: str, name: str, place: str) -> object:
+    with noted(place):
+        return Large(path, name)
+
+
+@aiogpu.remote
+def leaving(path: str, name: str, place: str, is_endless: bool = False) -> int:
+    """Its result is sent before its process says that it leaves."""
+
+    def leave() -> None:
+        with noted(place):
+            if is_endless:
+                say(path, name)
+                spin()
+            pass_gate(path, name)
+
+    atexit.register(leave)
+    return os.getpid()
+
+
+@aiogpu.remote
+def begins(place: str) -> int:
+    note(place, BEGUN)
+    return os.getpid()
+
+
+@aiogpu.remote
+def relay(depth: int, phase: str, options: dict[str, Any], args: list[str]) -> object:
+    """Plain tasks, one in another, with a phase at the bottom."""
+    if depth:
+        return aiogpu.get(relay.remote(depth - 1, phase, options, args))
+    return aiogpu.get(PHASES[phase].options(**options).remote(*args))
+
+
+@aiogpu.remote
+async def relay_softly(
+    depth: int, phase: str, options: dict[str, Any], args: list[str]
+) -> object:
+    """The same by coroutines."""
+    if depth:
+        return await relay_softly.remote(depth - 1, phase, options, args)
+    return await PHASES[phase].options(**options).remote(*args)
+
+
+INTERRUPTED: Final[list[Callable[..., Any]]] = [
+    loop,
+    coroutine,
+    busy_coroutine,
+    left_context,
+    blocked_by_lock,
+    waiting_for_a_process,
+    in_finally,
+    in_exit,
+    in_del,
+    packing,
+]
+"""Their code stops when it is asked to, and their worker goes on."""
+KILLED: Final[list[Callable[..., Any]]] = [
+    in_del_for_ever,
+    swallowing,
+    sleeping,
+    in_foreign_code,
+    ignoring,
+    blocking_signals,
+    importing,
+]
+"""Nothing stops their code but the end of its process."""
+PHASES: Final[dict[str, Any]] = {
+    each.__name__: each for each in [*INTERRUPTED, *KILLED, dispatcher, begins]
+}

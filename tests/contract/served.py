@@ -1,0 +1,120 @@
+"""An engine for tests: a node of another process, started for one program alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.registry import OF_PROGRAMS
+from aiogpu.engines.remote import RemoteEngine
+from tests.support.program import environment
+
+LIMIT: Final = 60.0
+
+
+class Forker:
+    """Has services forked; one for all tests of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.service_forker", str(os.getpid())],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def fork(self, path: str, options: dict[str, object]) -> int:
+        """A service that listens there; raises what has kept it from doing so."""
+        request = path, options, dict(os.environ)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(pickle.dumps(request).hex() + "\n")
+            self._process.stdin.flush()
+            pid, told = self._process.stdout.readline().split()
+        if told != "-":
+            raise pickle.loads(bytes.fromhex(told))
+        return int(pid)
+
+    def close(self) -> None:
+        """End it; services are ended by whoever had them started."""
+        self._process.communicate(timeout=LIMIT)
+
+
+forker: Forker | None = None
+"""There is one as soon as a test of this process needs it."""
+
+
+class ServedEngine(RemoteEngine):
+    """Starts a service with a program's options, joins it, and ends it at the close."""
+
+    def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="ags-", dir="/tmp")
+        self._all = options
+        self.service = 0
+        own = {name: getattr(options, name) for name in OF_PROGRAMS}
+        super().__init__(f"{self._place.name}/s", NodeOptions(**own), loop)
+
+    async def open(self) -> None:
+        given = {**self._all._asdict(), "preload": (), "log_to_driver": False}
+        given.pop("only_looks")
+        assert forker is not None
+        try:
+            self.service = await asyncio.to_thread(forker.fork, self._path, given)
+            await super().open()
+        except BaseException:
+            self._page.close()
+            await self._end_service()
+            raise
+
+    @property
+    def segments(self) -> int:
+        """How many pieces of shared memory the service holds for somebody."""
+        links = descriptors(self.service)
+        return sum("memfd:aiogpu-segment" in link for link in links)
+
+    async def close(self) -> None:
+        await super().close()
+        await self._end_service()
+
+    async def _end_service(self) -> None:
+        pid, self.service = self.service, 0
+        if pid:
+            ended = os.pidfd_open(pid)
+            os.kill(pid, signal.SIGTERM)
+            await asyncio.to_thread(_wait, ended)
+        self._place.cleanup()
+
+    def close_now(self) -> None:
+        super().close_now()
+        if self.service:
+            os.kill(self.service, signal.SIGKILL)
+
+
+def descriptors(pid: int) -> Iterator[str]:
+    """What those of a process lead to."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it was closed meanwhile
+            yield os.readlink(link)
+
+
+def _wait(pidfd: int) -> None:
+    import select
+
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(LIMIT * 1000), "a service does not end"
+    os.close(pidfd)

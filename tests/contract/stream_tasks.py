@@ -1,0 +1,213 @@
+"""Generators for the tests of streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing, suppress
+
+import aiogpu
+from tests.support.gate import pass_gate, pass_gate_softly, say
+
+
+@aiogpu.remote
+def numbers(end: int) -> Iterator[int]:
+    yield from range(end)
+
+
+@aiogpu.remote
+async def numbers_softly(end: int) -> AsyncIterator[int]:
+    for number in range(end):
+        yield number
+
+
+KINDS = [numbers, numbers_softly]
+
+
+@aiogpu.remote
+def endless(path: str) -> Iterator[int]:
+    """Says each number that it begins, and "closed" at its end."""
+    number = 0
+    try:
+        while True:
+            say(path, f"begun-{number}")
+            yield number
+            number += 1
+    except GeneratorExit:
+        say(path, "exit")
+        raise
+    finally:
+        say(path, "closed")
+
+
+@aiogpu.remote
+async def endless_softly(path: str) -> AsyncIterator[int]:
+    """The same as a coroutine."""
+    number = 0
+    try:
+        while True:
+            say(path, f"begun-{number}")
+            yield number
+            number += 1
+    except GeneratorExit:
+        say(path, "exit")
+        raise
+    finally:
+        say(path, "closed")
+
+
+ENDLESS = [endless, endless_softly]
+
+
+@aiogpu.remote
+def gated(path: str) -> Iterator[int]:
+    """Yields, waits at the gate, yields again; says how it was stopped there."""
+    yield 1
+    try:
+        pass_gate(path, "inside")
+    except KeyboardInterrupt:
+        say(path, "interrupted")
+        raise
+    yield 2
+
+
+@aiogpu.remote
+async def gated_softly(path: str) -> AsyncIterator[int]:
+    """The same as a coroutine; says "inside-cancelled"."""
+    yield 1
+    await pass_gate_softly(path, "inside")
+    yield 2
+
+
+GATED = [gated, gated_softly]
+
+
+@aiogpu.remote
+def fails_after(good: int, kind: type[Exception] = ZeroDivisionError) -> Iterator[int]:
+    yield from range(good)
+    raise kind("after", good)
+
+
+@aiogpu.remote
+async def fails_softly(
+    good: int, kind: type[Exception] = ZeroDivisionError
+) -> AsyncIterator[int]:
+    for number in range(good):
+        yield number
+    raise kind("after", good)
+
+
+FAILING = [fails_after, fails_softly]
+
+
+@aiogpu.remote
+def fails_at_its_end(path: str) -> Iterator[int]:
+    try:
+        yield 1
+        yield 2
+    finally:
+        say(path, "finally")
+        raise ValueError("in its finally")
+
+
+@aiogpu.remote
+def unsendable(path: str) -> Iterator[object]:
+    try:
+        yield 1
+        yield (number for number in ())
+        yield 3
+    finally:
+        say(path, "closed")
+
+
+@aiogpu.remote
+def dies_after(good: int, path: str) -> Iterator[int]:
+    """Its process dies in each of its lives but the last, at another place."""
+    from pathlib import Path
+
+    lives = Path(path)
+    lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
+    life = len(lives.read_text())
+    for number in range(good):
+        yield number
+        if number == 10 * life and life < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@aiogpu.remote
+def total(end: int) -> int:
+    """Consumes a child's stream in plain code."""
+    found = 0
+    for number in numbers.remote(end):
+        found += number
+    return found
+
+
+@aiogpu.remote
+async def total_softly(end: int) -> int:
+    """The same in a coroutine."""
+    found = 0
+    async for number in numbers_softly.remote(end):
+        found += number
+    return found
+
+
+@aiogpu.remote
+def first_of_endless(path: str) -> int:
+    """Leaves a child's stream early, then waits at the gate itself."""
+    for number in endless.remote(path):
+        if number == 3:
+            break
+    pass_gate(path, "parent")
+    return number
+
+
+@aiogpu.remote
+async def first_of_endless_softly(path: str) -> int:
+    """The same in a coroutine."""
+    async for number in endless_softly.remote(path):
+        if number == 3:
+            break
+    await pass_gate_softly(path, "parent")
+    return number
+
+
+@aiogpu.remote
+def doubled(end: int) -> Iterator[int]:
+    """A stream of a stream."""
+    for number in numbers.remote(end):
+        yield 2 * number
+
+
+@aiogpu.remote
+async def doubled_softly(end: int) -> AsyncIterator[int]:
+    """The same as a coroutine."""
+    async for number in numbers_softly.remote(end):
+        yield 2 * number
+
+
+@aiogpu.remote
+def misuses() -> list[str]:
+    """What plain code is told that takes its stream for another thing."""
+    from aiogpu import get
+    from aiogpu.errors import MisuseError
+
+    told = []
+    with closing(numbers.remote(3)) as stream:  # type: ignore[type-var]
+        for use in (bool, get, lambda it: it.__aiter__(), lambda it: it.__reduce__()):
+            try:
+                use(stream)
+            except MisuseError as error:
+                told.append(str(error))
+    told.append(repr(list(stream)))  # type: ignore[call-overload]
+    return told
+
+
+@aiogpu.remote(cancel_grace=0.1)
+def deaf(path: str) -> Iterator[int]:
+    """Stands at the gate after its first item, whatever it is told."""
+    yield 1
+    while True:
+        with suppress(KeyboardInterrupt):
+            pass_gate(path, "deaf")

@@ -1,0 +1,483 @@
+"""What actors do: one process for life, calls in order, errors as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiogpu
+from tests.contract import tasks
+from tests.contract.actor_classes import (
+    Async,
+    Broken,
+    Counter,
+    Groups,
+    Odd,
+    Plain,
+    Slow,
+    Table,
+    Threads,
+)
+from tests.support.gate import Gate
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.either_loop,
+]
+
+
+async def test_an_actor_keeps_its_state_and_its_order() -> None:
+    """[B29] [B31]"""
+    async with aiogpu.init(num_cpus=1):
+        counter = Counter.remote(5)
+        assert await counter is counter
+        assert await counter.add.remote() == 6
+        assert await counter.add.remote(k=3) == 9
+        # More than are sent ahead, in one turn of the loop and in several.
+        handles = [counter.add.remote() for _ in range(600)]
+        await handles[0]
+        handles += [counter.add.remote() for _ in range(600)]
+        assert await asyncio.gather(*handles) == list(range(10, 1210))
+        assert await Counter.remote().add.remote() == 1
+        assert repr(counter) == "<ActorHandle Counter>"
+        assert repr(counter.add) == "<RemoteMethod Counter.add>"
+
+
+@pytest.mark.needs("processes")
+async def test_each_actor_has_a_process_of_its_own() -> None:
+    """[B29]"""
+    async with aiogpu.init(num_cpus=1):
+        actors = [Counter.remote(), Counter.remote()]
+        pids = await asyncio.gather(*(one.pid.remote() for one in actors))
+        assert len({*pids, os.getpid()}) == 3
+
+
+async def test_each_caller_has_its_order() -> None:
+    """[B31]"""
+
+    async def caller(counter: Any, name: int) -> None:
+        for step in range(50):
+            if step % 3:
+                await counter.note.remote((name, step))
+            else:
+                counter.note.remote((name, step))
+
+    async with aiogpu.init(num_cpus=1):
+        for actor in (Counter.remote(), Async.remote()):
+            await asyncio.gather(*(caller(actor, name) for name in range(8)))
+            notes = await actor.notes.remote()
+            for name in range(8):
+                assert [step for who, step in notes if who == name] == [*range(50)]
+
+
+@pytest.mark.parametrize(
+    "kind", [Counter, pytest.param(Threads, marks=pytest.mark.needs("threads")), Async]
+)
+async def test_what_methods_raise(kind: Any) -> None:
+    """[B37] [B39]"""
+    async with aiogpu.init(num_cpus=1):
+        actor = kind.remote()
+        with pytest.raises(KeyError, match="boom") as caught:
+            await actor.fail.remote(KeyError, "boom")
+        assert "raise kind(*args)" in str(caught.value.__cause__)
+        assert "aiogpu/worker" not in str(caught.value.__cause__)
+        for never in (SystemExit, KeyboardInterrupt, asyncio.CancelledError):
+            with pytest.raises(aiogpu.TaskError, match=never.__name__):
+                await actor.fail.remote(never)
+        with pytest.raises(aiogpu.errors.SerializationError, match=r"result\['lock'\]"):
+            await actor.unpicklable.remote()
+        with pytest.raises(aiogpu.errors.SerializationError, match=r"args\[0\]"):
+            actor.note.remote(threading.Lock())
+        with pytest.raises(aiogpu.errors.DeserializationError, match="division"):
+            await actor.note.remote(tasks.UnreadableResult("1/0"))
+        if kind is Async:
+            with pytest.raises(aiogpu.TaskError, match="CancelledError"):
+                await actor.fail_later.remote(asyncio.CancelledError)
+        assert await actor.add.remote() == 1, "it lives on"
+
+
+async def test_calls_that_cannot_be_are_refused_before_they_are_sent() -> None:
+    async with aiogpu.init(num_cpus=1):
+        counter = Counter.remote()
+        for call, wrong in (
+            (lambda: counter.add.remote(1, 2), r"Counter\.add\(k.*too many positional"),
+            (lambda: counter.add.remote(nope=1), r"unexpected keyword argument 'nope'"),
+            (lambda: counter.fail.remote(), r"Counter\.fail.*missing.*'kind'"),
+            (lambda: counter.add(1), r"await actor\.add\.remote"),
+            (lambda: Counter.remote(1, 2), r"Counter.*too many positional"),
+            (lambda: Counter(1), r"Counter\.remote\(\.\.\.\)"),
+        ):
+            with pytest.raises(aiogpu.errors.MisuseError, match=wrong):
+                call()
+        with pytest.raises(AttributeError, match="Did you mean add"):
+            counter.addd.remote()
+        with pytest.raises(AttributeError, match=r"no method zzzz.* There are: add"):
+            counter.zzzz  # noqa: B018
+        with pytest.raises(AttributeError, match="_hidden of Counter is private"):
+            counter._hidden.remote()
+        assert await counter.notes.remote() == []
+
+
+async def test_the_ways_to_make_a_class_remote(address: str) -> None:
+    """[B29]"""
+    named = aiogpu.remote(Plain)
+    optional = aiogpu.remote(num_cpus=0)(Plain)
+    other = optional.options(max_concurrency=3)
+
+    @aiogpu.remote
+    class Derived(Counter):  # type: ignore[misc, valid-type]
+        def twice(self) -> int:
+            return int(self.add(2))
+
+    assert Derived.__wrapped__.__mro__[2] is Plain
+    async with aiogpu.init(num_cpus=1):
+        # Threads are what an inline node lacks.
+        for made in (named, optional, *[other] * (address == "local")):
+            assert await made.remote(1).add.remote() == 2
+        derived = Derived.remote(1)
+        assert await derived.twice.remote() == 3
+        assert await derived.add.remote() == 4
+    assert repr(other) == "<RemoteClass tests.contract.actor_classes.Plain>"
+
+
+async def test_methods_that_are_no_plain_functions() -> None:
+    async with aiogpu.init(num_cpus=1):
+        odd: Any = aiogpu.remote(Odd).remote("a", "b")
+        assert await odd.static.remote(1, b=2) == 3
+        assert await odd.of_class.remote("you") == "hello you"
+        assert await odd.all_by_position.remote(1, 2) == 3
+        assert (await odd.cached.remote(2))[0] == 2
+        assert await odd.greet.remote("you", times=2) == "hello you!!"
+        with pytest.raises(aiogpu.errors.MisuseError, match="static"):
+            odd.static.remote()
+        with pytest.raises(aiogpu.errors.MisuseError, match="of_class"):
+            odd.of_class.remote()
+        with pytest.raises(AttributeError, match="no method not_a_method"):
+            odd.not_a_method.remote()
+        table: Any = Table.remote(a=1)
+        await table.update.remote(b=2)
+        assert sorted(await table.copy.remote()) == ["a", "b"]
+
+
+async def test_coroutine_methods_interleave(gate: Gate) -> None:
+    """[B31]"""
+    async with aiogpu.init(num_cpus=1):
+        actor = Async.remote()
+        waiting = [actor.wait.remote(gate.path, name) for name in "abc"]
+        await gate.entered(*"abc")
+        assert await actor.later.remote() == 1
+        assert await actor.add.remote() == 2, "plain methods run on the loop as well"
+        assert await actor.hidden_coroutine.remote() == 12
+        for name in "cab":
+            gate.release(name)
+        assert await asyncio.gather(*waiting) == [*"abc"]
+        one = Async.options(max_concurrency=1).remote()
+        first, second = (one.wait.remote(gate.path, name) for name in ("x", "y"))
+        await gate.entered("x")
+        assert "y" not in gate.inside
+        gate.release("x")
+        await gate.entered("y")
+        gate.release("y")
+        assert await asyncio.gather(first, second) == ["x", "y"]
+
+
+@pytest.mark.needs("threads")
+async def test_plain_methods_in_threads(gate: Gate) -> None:
+    """[B31]"""
+    async with aiogpu.init(num_cpus=1):
+        actor = Threads.remote()
+        handles = [actor.gated.remote(gate.path, name) for name in "abc"]
+        await gate.entered("a", "b")
+        assert gate.inside == {"a", "b"}
+        gate.release("b")
+        await gate.entered("c")
+        assert gate.pids["c"] == gate.pids["a"]
+        gate.release("a", "c")
+        assert await asyncio.gather(*handles) == [*"abc"]
+
+
+@pytest.mark.needs("threads")
+async def test_a_slow_group_holds_up_no_other(gate: Gate) -> None:
+    """[B31]"""
+    async with aiogpu.init(num_cpus=1):
+        actor = Groups.remote()
+        slow = [actor.slow.remote(gate.path, f"slow{n}") for n in range(3)]
+        io = [actor.io.remote(gate.path, f"io{n}") for n in range(3)]
+        await gate.entered("slow0", "io0", "io1")
+        assert await actor.add.remote() == 1, "the default group has one of its own"
+        assert gate.inside == {"slow0", "io0", "io1"}
+        for name in ("slow0", "slow1", "slow2", "io0", "io1", "io2"):
+            await gate.entered(name)
+            gate.release(name)
+        assert await asyncio.gather(*slow) == ["slow0", "slow1", "slow2"]
+        assert await asyncio.gather(*io) == ["io0", "io1", "io2"]
+    with pytest.raises(aiogpu.OptionError, match=r"Groups\.io is in .*'io'.*'slow'|io"):
+        Groups.options(concurrency_groups={"other": 1}).remote()
+
+
+@pytest.mark.needs("modules")
+async def test_gpus_are_held_for_life_and_known_before_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[B19] [B22] [B30]"""
+    module = tmp_path / "reads_at_import.py"
+    module.write_text(
+        "import os, aiogpu\n"
+        "SEEN = os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('MY_OWN')\n"
+        "@aiogpu.remote(num_gpus=1, runtime_env={'env_vars': {'MY_OWN': 'x'}})\n"
+        "class Model:\n"
+        "    def seen(self):\n"
+        "        return SEEN\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import reads_at_import
+
+    async with aiogpu.init(num_cpus=1, num_gpus=3):
+        shares = [Counter.options(num_gpus=0.5).remote() for _ in range(3)]
+        places = [await one.where.remote() for one in shares]
+        assert [place["ids"] for place in places] == [[0], [0], [1]]
+        assert [place["visible"] for place in places] == ["0", "0", "1"]
+        assert places[0]["resources"]["GPU"] == 0.5
+        model = reads_at_import.Model.remote()
+        assert await model.seen.remote() == ("2", "x")
+        none = await Counter.remote().where.remote()
+        assert (none["ids"], none["visible"]) == ([], "")
+        assert (await aiogpu.available_resources())["GPU"] == 0.5
+        del shares, model
+        async with asyncio.timeout(20):
+            while (await aiogpu.available_resources())["GPU"] < 3:
+                await asyncio.sleep(0)
+
+
+@pytest.mark.needs("blocking", "placing CPUs")
+async def test_a_cpu_is_needed_to_be_placed_and_not_held(gate: Gate) -> None:
+    """[B30]"""
+
+    async def free() -> float:
+        return (await aiogpu.available_resources())["CPU"]
+
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        busy = tasks.gated.remote(gate.path, "busy")
+        await gate.entered("busy")
+        actor = Counter.options(num_gpus=1).remote()
+        call = actor.add.remote()
+        why = await call.why()
+        assert why.state == "waiting"
+        assert [reason.resource for reason in why.reasons] == ["CPU"]
+        gate.release("busy")
+        assert await call == 1
+        assert await free() == 1.0
+        held = await Counter.options(num_cpus=1).remote()
+        assert await free() == 0.0
+        aiogpu.kill(held)
+        assert await tasks.add.remote(1) == 2
+        assert await busy == "busy"
+        none = await Counter.options(num_cpus=0).remote()
+        assert (await none.where.remote())["resources"].get("CPU", 0.0) == 0.0
+
+
+async def test_what_can_never_be_placed_is_refused_at_once() -> None:
+    """[B23]"""
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        with pytest.raises(aiogpu.InfeasibleError, match=r"'taken\?' asks .*GPU"):
+            Counter.options(num_gpus=2, name="taken?").remote()
+        with pytest.raises(aiogpu.errors.ActorNameError):
+            await aiogpu.get_actor("taken?")
+
+
+async def test_a_constructor_that_fails() -> None:
+    """[B33]"""
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        broken = Broken.options(num_gpus=1, max_restarts=3).remote(OSError)
+        call = broken.add.remote()
+        for attempt in (broken, broken, call, broken.add.remote()):
+            with pytest.raises(aiogpu.ActorDiedError, match="OSError: no model") as it:
+                await attempt
+            assert isinstance(it.value.__cause__, OSError)
+            assert not it.value.is_restarting
+            assert it.value.actor == "Broken"
+        with pytest.raises(aiogpu.ActorDiedError):
+            async with broken:
+                raise AssertionError("the block must not be entered")
+        assert await tasks.where.options(num_gpus=1).remote(), "its GPU is free"
+        with pytest.raises(aiogpu.ActorDiedError, match="raised SystemExit") as it:
+            await Broken.remote(SystemExit)
+        assert isinstance(it.value.__cause__, aiogpu.TaskError)
+
+
+async def test_a_constructor_that_fails_is_not_tried_again(tmp_path: Path) -> None:
+    """[B33]"""
+    runs = tmp_path / "runs"
+    async with aiogpu.init(num_cpus=1):
+        broken = Broken.options(max_restarts=-1).remote(ValueError, str(runs))
+        with pytest.raises(aiogpu.ActorDiedError):
+            await broken
+    assert runs.read_text() == "x"
+
+
+@pytest.mark.needs("blocking")
+async def test_a_constructor_that_never_returns(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        slow = Slow.remote(gate.path)
+        call = slow.add.remote()
+        await gate.entered("constructor")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await slow
+        assert not call.done(), "who gives up waiting for it ends nothing"
+        aiogpu.kill(slow)
+        for attempt in (slow, call):
+            with pytest.raises(aiogpu.ActorDiedError, match="killed"):
+                await attempt
+        again = Slow.remote(gate.path, "again")
+        await gate.entered("again")
+        gate.release("again")
+        assert await again.add.remote() == 1
+
+
+async def test_calls_made_before_the_node_is_open() -> None:
+    """[B5]"""
+    counter = Counter.remote()
+    handles = [counter.add.remote() for _ in range(5)]
+    assert (await handles[0].why()).state == "opening"
+    handles[2].cancel()
+    ready = await counter
+    assert ready is counter
+    with pytest.raises(asyncio.CancelledError):
+        await handles.pop(2)
+    assert await asyncio.gather(*handles) == [1, 2, 3, 4]
+    await aiogpu.shutdown()
+
+
+async def test_an_actor_that_an_opening_node_cannot_have() -> None:
+    too_much = Counter.options(resources={"license": 1}).remote()
+    call = too_much.add.remote()
+    for attempt in (too_much, call, too_much.add.remote()):
+        with pytest.raises(aiogpu.InfeasibleError, match="license"):
+            await attempt
+    aiogpu.kill(too_much)
+    with pytest.raises(aiogpu.InfeasibleError):
+        await too_much.add.remote()
+    await aiogpu.shutdown()
+
+
+@pytest.mark.needs("holders")
+async def test_actors_that_wait_say_why(gate: Gate) -> None:
+    """[B23]"""
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        holder = Counter.options(num_gpus=1, name="holder").remote()
+        await holder
+        waits = Counter.options(num_gpus=0.5, name="waits").remote()
+        call = waits.add.remote(2)
+        why = await call.why()
+        assert (why.state, why.name) == ("waiting", "Counter.add")
+        assert why.is_held_endlessly
+        assert "held by Counter 'holder'" in str(why)
+        status = await aiogpu.status()
+        states = {task.name: (task.state, task.reason) for task in status.tasks}
+        assert states["Counter 'holder'"] == ("running", None)
+        state, reason = states["Counter 'waits'"]
+        assert state == "waiting"
+        assert reason
+        assert "GPU" in reason
+        assert "Counter 'waits'" in str(status)
+        calls = [call, *(waits.add.remote() for _ in range(3))]
+        calls.pop(1).cancel()
+        aiogpu.kill(holder)
+        assert await asyncio.gather(*calls) == [2, 3, 4], "in the order of sending"
+        assert (await calls[0].why()).state == "ended"
+
+
+async def test_handles_of_a_closed_node() -> None:
+    async with aiogpu.init(num_cpus=1):
+        counter = await Counter.remote()
+        method = counter.add
+    for call in (counter.add.remote, method.remote):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="shut down"):
+            call()
+    with pytest.raises(aiogpu.errors.NodeClosedError):
+        await counter
+    aiogpu.kill(counter)
+    async with aiogpu.init(num_cpus=1):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
+            counter.add.remote()
+        assert await Counter.remote().add.remote() == 1
+
+
+async def test_names() -> None:
+    """[B32]"""
+    named = Counter.options(name="bob")
+    async with aiogpu.init(num_cpus=1):
+        bob = named.remote(1)
+        assert repr(bob) == "<ActorHandle Counter 'bob'>"
+        assert await aiogpu.get_actor("bob").add.remote() == 2
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'bob' lives already"):
+            await named.remote()
+        assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
+        with pytest.raises(
+            aiogpu.errors.ActorNameError, match="no actor named 'eve' lives"
+        ):
+            await aiogpu.get_actor("eve")
+        elsewhere = named.options(namespace="other").remote(10)
+        assert await aiogpu.get_actor("bob", "other").add.remote() == 11
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'nowhere'"):
+            await aiogpu.get_actor("bob", "nowhere")
+        # One that another class has made has the other's methods.
+        found: Any = await Async.options(name="bob", get_if_exists=True).remote()
+        assert await found.pid.remote() == await bob.pid.remote()
+        with pytest.raises(AttributeError, match="Counter has no method later"):
+            found.later.remote()
+        aiogpu.kill(bob)
+        with pytest.raises(aiogpu.errors.ActorNameError):
+            await aiogpu.get_actor("bob")
+        second = named.remote(5)
+        assert await second.add.remote() == 6
+        del second
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    third = named.remote(50)
+                    break
+                except aiogpu.errors.ActorNameError:
+                    await asyncio.sleep(0)
+        assert await third.add.remote() == 51
+        assert await elsewhere.add.remote() == 12
+    with pytest.raises(aiogpu.OptionError, match="say name="):
+        Counter.options(get_if_exists=True)
+
+
+@pytest.mark.needs("processes")
+async def test_what_actors_print_carries_their_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """[B13]"""
+    async with aiogpu.init(num_cpus=1):
+        for actor, name in (
+            (Counter.options(name="bob").remote(), "Counter 'bob'"),
+            (Async.remote(), "Async"),
+            (Threads.remote(), "Threads"),
+        ):
+            pid = await actor.pid.remote()
+            await actor.say_all.remote(["one", "two"])
+            prefix = f"({name} pid={pid})"
+            assert capsys.readouterr().out == f"{prefix} one\n{prefix} two\n"
+
+
+async def test_until_nothing_is_left_of_many(address: str) -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
+        counters = [Counter.options(num_gpus=0.125).remote(n) for n in range(8)]
+        values = await asyncio.gather(*(one.add.remote() for one in counters))
+        assert values == [*range(1, 9)]
+        counters.clear()
+        while (await session.available_resources())["GPU"] != 1:
+            await asyncio.sleep(0)
+        assert (await session.available_resources())["CPU"] == 1
+        if address == "local":
+            scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+            assert not scheduler.ledger.leases
+            scheduler.check()

@@ -1,0 +1,282 @@
+"""[B14] [B15] Cancelling stops the work: construct by construct, waiter by waiter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+import aiogpu
+from tests.contract import tasks
+from tests.support.gate import Gate
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.either_loop,
+]
+
+Waiter = Callable[[aiogpu.Handle[str]], Awaitable[object]]
+
+
+async def plain(handle: aiogpu.Handle[str]) -> None:
+    await handle
+
+
+async def with_timeout(handle: aiogpu.Handle[str]) -> None:
+    async with asyncio.timeout(60):
+        await handle
+
+
+async def with_wait_for(handle: aiogpu.Handle[str]) -> None:
+    await asyncio.wait_for(handle, 60)
+
+
+async def with_gather(handle: aiogpu.Handle[str]) -> None:
+    await asyncio.gather(handle)
+
+
+async def with_wait(handle: aiogpu.Handle[str]) -> None:
+    await asyncio.wait([handle])
+
+
+async def with_shield(handle: aiogpu.Handle[str]) -> None:
+    await asyncio.shield(handle)
+
+
+async def with_group(handle: aiogpu.Handle[str]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(handle.coro())
+
+
+async def with_as_completed(handle: aiogpu.Handle[str]) -> None:
+    for done in asyncio.as_completed([handle]):
+        await done
+
+
+WAIT_FOR_CANCELS = sys.version_info < (3, 12)
+"""Before 3.12 `wait_for` cancels what it waits for instead of its wait."""
+
+# What becomes of the work when a task that waits so is cancelled:
+# with no other waiter, and while another waits by plain `await`.
+TABLE = [
+    (plain, "stops", "goes on"),
+    (with_timeout, "stops", "goes on"),
+    (with_group, "stops", "goes on"),
+    (with_wait_for, "stops", "stops" if WAIT_FOR_CANCELS else "goes on"),
+    (with_gather, "stops", "stops"),
+    (with_wait, "goes on", "goes on"),
+    (with_shield, "goes on", "goes on"),
+    (with_as_completed, "goes on", "goes on"),
+]
+
+
+@pytest.mark.parametrize(
+    ("waiter", "alone", "beside"), TABLE, ids=[row[0].__name__ for row in TABLE]
+)
+async def test_the_table(waiter: Waiter, alone: str, beside: str, gate: Gate) -> None:
+    """Construct by one or two waiters."""
+    async with aiogpu.init(num_cpus=2):
+        for name, fate, others in (("alone", alone, 0), ("beside", beside, 1)):
+            handle = tasks.gated_coroutine.remote(gate.path, name)
+            rest = [asyncio.ensure_future(plain(handle)) for _ in range(others)]
+            waiting = asyncio.ensure_future(waiter(handle))
+            await gate.entered(name)
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+            if fate == "stops":
+                await gate.entered(f"{name}-cancelled")
+                assert handle.cancelled()
+            else:
+                assert not handle.done()
+                gate.release(name)
+                assert await handle == name
+            results = await asyncio.gather(*rest, return_exceptions=True)
+            kinds = [type(result) for result in results]
+            stopped = fate == "stops"
+            assert kinds == [asyncio.CancelledError if stopped else type(None)] * others
+
+
+async def test_the_last_waiter_to_go_stops_the_work(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = tasks.gated_coroutine.remote(gate.path, "a")
+        waiters = [asyncio.ensure_future(plain(handle)) for _ in range(3)]
+        await gate.entered("a")
+        for waiter in waiters:
+            assert not handle.cancelled()
+            waiter.cancel()
+            await asyncio.wait([waiter])
+        assert handle.cancelled()
+        await gate.entered("a-cancelled")
+
+
+async def test_a_callback_keeps_the_work_alive(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = tasks.gated_coroutine.remote(gate.path, "a")
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def note(done: aiogpu.Handle[str]) -> None:
+            ended.set_result(done.result())
+
+        handle.add_done_callback(note)
+        waiter = asyncio.ensure_future(plain(handle))
+        await gate.entered("a")
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        assert not handle.done()
+        gate.release("a")
+        assert await ended == "a"
+        assert handle.remove_done_callback(note) == 0
+
+
+async def test_a_waiting_task_leaves_the_queue(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        running = tasks.gated_coroutine.remote(gate.path, "a")
+        waiting = tasks.gated_coroutine.remote(gate.path, "b")
+        await gate.entered("a")
+        assert waiting.cancel()
+        assert not waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await aiogpu.status()).waiting == ()
+        gate.release("a")
+        assert await running == "a"
+        assert not running.cancel()
+        assert "b" not in gate.pids
+
+
+@pytest.mark.needs("interrupts")
+async def test_a_plain_function_gets_a_keyboard_interrupt(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        handle = tasks.spin.options(num_gpus=1, max_calls=0).remote(gate.path, "a")
+        await gate.entered("a")
+        handle.cancel()
+        await gate.entered("a-interrupted")
+        assert (
+            await tasks.pid.options(num_gpus=1, max_calls=0).remote()
+            == (gate.pids["a"])
+        ), "an interrupted worker is fit for the next task"
+
+
+@pytest.mark.needs("interrupts")
+async def test_a_blocking_call_is_interrupted(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = tasks.gated.remote(gate.path, "a")
+        await gate.entered("a")
+        handle.cancel()
+        assert await tasks.pid.remote() == gate.pids["a"]
+
+
+@pytest.mark.needs("interrupts")
+async def test_a_builtin_is_interrupted_too(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        wait = aiogpu.remote(asyncio.run)  # runs in frames that are not ours
+
+        async def forever() -> None:
+            from tests.support.gate import say
+
+            say(gate_path, "in")
+            await asyncio.Event().wait()
+
+        gate_path = gate.path
+
+        @aiogpu.remote
+        def run_forever() -> None:
+            asyncio.run(forever())
+
+        handle = run_forever.remote()
+        await gate.entered("in")
+        handle.cancel()
+        assert await tasks.pid.remote() == gate.pids["in"]
+        assert wait is not None
+
+
+@pytest.mark.needs("processes")
+@pytest.mark.parametrize("deaf", ["swallow", "block_in_c"])
+async def test_code_that_does_not_stop_is_killed(deaf: str, gate: Gate) -> None:
+    """After the grace period its process is killed, and only then is it free."""
+    async with aiogpu.init(num_cpus=1, num_gpus=1, cancel_grace=0.3):
+        task = getattr(tasks, deaf).options(num_gpus=1, max_calls=0)
+        handle = task.remote(gate.path, "a")
+        await gate.entered("a")
+        handle.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handle
+        assert (await aiogpu.available_resources())["GPU"] == 0.0
+        other = await tasks.pid.options(num_gpus=1).remote()
+        assert other != gate.pids["a"]
+        assert not os.path.exists(f"/proc/{gate.pids['a']}")
+
+
+@pytest.mark.needs("interrupts")
+async def test_a_coroutine_that_does_not_listen_is_interrupted(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = tasks.deaf_coroutine.remote(gate.path, "a")
+        await gate.entered("a")
+        handle.cancel()
+        assert await tasks.double.remote(2) == 4
+        assert await tasks.pid.remote() == gate.pids["a"]
+
+
+async def test_a_coroutine_may_take_its_time_to_end(gate: Gate) -> None:
+    """It has heard the cancel, so no signal disturbs what it does to end."""
+    path = gate.path
+
+    @aiogpu.remote
+    async def careful() -> None:
+        from tests.support.gate import say
+
+        say(path, "in")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # Longer than the pause between two interrupts.
+            await asyncio.sleep(0.2)
+            say(path, "out")
+
+    async with aiogpu.init(num_cpus=1):
+        handle = careful.remote()
+        await gate.entered("in")
+        handle.cancel()
+        await gate.entered("out")
+        assert await tasks.pid.remote() == gate.pids["out"] == gate.pids["in"]
+
+
+@pytest.mark.needs("processes", "same turn")
+async def test_cancelling_while_its_process_is_forked() -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        for _ in range(5):
+            handle = tasks.add.options(num_gpus=1).remote(1)
+            assert (await aiogpu.status()).tasks[0].state == "starting"
+            handle.cancel()
+            assert (await aiogpu.available_resources())["GPU"] == 1.0
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+@pytest.mark.needs("books")
+async def test_cancelling_at_the_moment_of_completion() -> None:
+    async with aiogpu.init(num_cpus=1):
+        outcomes = set()
+        for delay in range(60):
+            handle = tasks.add.remote(1)
+            for _ in range(delay % 12):
+                await asyncio.sleep(0)
+            handle.cancel()
+            (outcome,) = await asyncio.gather(handle, return_exceptions=True)
+            outcomes.add(type(outcome))
+        assert outcomes <= {int, asyncio.CancelledError}
+        assert await tasks.add.remote(1) == 2
+        assert (await aiogpu.available_resources())["CPU"] == 1.0
+
+
+@pytest.mark.needs("processes")
+async def test_descendants_end_with_an_isolated_task(gate: Gate) -> None:
+    """[B26] The share is free when all that the task started has ended."""
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        left = await tasks.leave_process.options(num_gpus=1).remote(gate.path, "daemon")
+        await tasks.add.options(num_gpus=1).remote(1)
+        assert not os.path.exists(f"/proc/{left}")

@@ -1,0 +1,409 @@
+"""[B15] Cancelling and `timeout=` in every phase of a task's life.
+
+Each time: its owner goes on at once, the share is free when its code has stopped and
+not before, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiogpu
+from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.driver import Driver
+from tests.contract import phase_tasks, tasks
+from tests.contract.phase_tasks import BEGUN, INTERRUPTED, KILLED, PHASES, STOPPED
+from tests.support.gate import Gate
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+GRACE = 0.05
+NAMES = [each.__name__ for each in [*INTERRUPTED, *KILLED]]
+IS_KILLED = {each.__name__ for each in KILLED}
+WHOLE = {"num_gpus": 1, "max_calls": 0}
+
+
+def grace_of(phase: str) -> float:
+    """What lets itself be interrupted is given the time for it."""
+    return GRACE if phase in IS_KILLED else 20.0
+
+
+def driver_of(session: aiogpu.types.Node) -> Driver:
+    return session._session._engine._open_driver  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def endless_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless_import.py").write_text(phase_tasks.ENDLESS_IMPORT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    path = tmp_path / "noted"
+    path.touch()
+    return path
+
+
+@asynccontextmanager
+async def node(
+    num_cpus: int = 1, grace: float = GRACE, **options: int
+) -> AsyncIterator[Driver]:
+    """A node whose books are looked through at the end."""
+    async with aiogpu.init(
+        num_cpus=num_cpus, num_gpus=1, cancel_grace=grace, **options
+    ) as session:
+        yield driver_of(session)
+        driver_of(session).scheduler.check()
+
+
+async def all_free(is_stopped: Callable[[], bool] = lambda: True) -> None:
+    """Until nothing is held any more; in that moment the code has stopped."""
+    async with asyncio.timeout(60):
+        total = await aiogpu.cluster_resources()
+        while await aiogpu.available_resources() != total:
+            await asyncio.sleep(0)
+        assert is_stopped()
+
+
+async def all_is_well() -> None:
+    """No interrupt strays into what comes after, whichever worker runs it."""
+    for _ in range(3):
+        assert await tasks.add.options(**WHOLE).remote(1) == 2
+        assert await tasks.double.options(**WHOLE).remote(2) == 4
+    assert await asyncio.gather(*map(tasks.add.remote, range(20))) == [*range(1, 21)]
+
+
+def has_stopped(phase: str, place: Path, pid: int) -> bool:
+    if phase in IS_KILLED:
+        return not os.path.exists(f"/proc/{pid}")
+    return place.read_text().split() == [BEGUN, STOPPED]
+
+
+@pytest.mark.parametrize("phase", NAMES)
+async def test_cancelling_where_its_code_is(
+    phase: str, gate: Gate, place: Path
+) -> None:
+    async with node(grace=grace_of(phase)):
+        handle = PHASES[phase].options(**WHOLE).remote(gate.path, "in", str(place))
+        await gate.entered("in")
+        pid = gate.pids["in"]
+        assert handle.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handle
+        if phase in IS_KILLED:
+            assert (await aiogpu.available_resources())["GPU"] == 0.0
+        await all_free(lambda: has_stopped(phase, place, pid))
+        was_reused = await tasks.pid.options(**WHOLE).remote() == pid
+        assert was_reused == (phase not in IS_KILLED)
+        await all_is_well()
+
+
+async def test_a_coroutine_that_has_no_cpu_clears_up(gate: Gate, place: Path) -> None:
+    """Message and signal are both there when it goes on."""
+    async with node(grace=grace_of("coroutine")):
+        handle = (
+            PHASES["coroutine"].options(**WHOLE).remote(gate.path, "in", str(place))
+        )
+        await gate.entered("in")
+        worker = psutil.Process(gate.pids["in"])
+        worker.suspend()
+        handle.cancel()
+        async with asyncio.timeout(60):
+            while not is_pending(worker.pid, signal.SIGINT):
+                await asyncio.sleep(0)
+        worker.resume()
+        await all_free(lambda: has_stopped("coroutine", place, worker.pid))
+        assert await tasks.pid.options(**WHOLE).remote() == worker.pid
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a signal waits for a process to take it; see proc_pid_status(5)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("ShdPnd:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    raise AssertionError(pid)
+
+
+COMMON = ("loop", "coroutine", "in_finally", "packing", "swallowing")
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow)
+        for name in NAMES
+    ],
+)
+@pytest.mark.parametrize("chain", ["relay", "relay_softly"])
+async def test_cancelling_two_levels_above(
+    chain: str, phase: str, gate: Gate, place: Path
+) -> None:
+    """Nested three deep; the one at the bottom is where its code is."""
+    relay = getattr(phase_tasks, chain)
+    async with node(grace=grace_of(phase)):
+        args = [gate.path, "in", str(place)]
+        handle = relay.remote(1, phase, WHOLE, args)
+        await gate.entered("in")
+        pid = gate.pids["in"]
+        handle.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handle
+        await all_free(lambda: has_stopped(phase, place, pid))
+        await all_is_well()
+
+
+@pytest.mark.parametrize("chain", ["relay", "relay_softly"])
+async def test_cancelling_above_one_that_waits(
+    chain: str, gate: Gate, place: Path
+) -> None:
+    relay = getattr(phase_tasks, chain)
+    async with node(num_cpus=2):
+        holder = tasks.gated.options(num_gpus=1).remote(gate.path, "holder")
+        await gate.entered("holder")
+        handle = relay.remote(1, "begins", {"num_gpus": 1}, [str(place)])
+        async with asyncio.timeout(60):
+            while "begins" not in str((await aiogpu.status()).waiting):
+                await asyncio.sleep(0)
+        handle.cancel()
+        assert (await aiogpu.status()).waiting == ()
+        gate.release("holder")
+        await holder
+        await all_free()
+        await all_is_well()
+        assert place.read_text() == ""
+
+
+async def expired(phase: str, timeout: float, path: str, place: Path) -> None:
+    task = PHASES[phase].options(timeout=timeout, cancel_grace=grace_of(phase))
+    with pytest.raises(aiogpu.TaskTimeoutError, match=f"{phase} .* {timeout:g} s"):
+        await task.remote(path, phase, str(place))
+
+
+async def test_a_timeout_wherever_its_code_is(gate: Gate, tmp_path: Path) -> None:
+    """All phases at once, each with a CPU of its own; again if one came too late."""
+    timeout = 1.0
+    while True:
+        gate.pids.clear()
+        places = {phase: tmp_path / f"{phase}-{timeout:g}" for phase in NAMES}
+        async with node(len(NAMES)), asyncio.TaskGroup() as group:
+            for phase, place in places.items():
+                place.touch()
+                group.create_task(expired(phase, timeout, gate.path, place))
+        if set(NAMES) <= set(gate.pids):
+            break
+        timeout *= 2
+    for phase, place in places.items():
+        words = place.read_text().split()
+        assert words == ([BEGUN] if phase in IS_KILLED else [BEGUN, STOPPED]), phase
+
+
+# What has not begun: in the queue, on its way to a worker, before it in its socket.
+
+
+async def test_neither_cancelled_nor_expired_in_the_queue(
+    gate: Gate, place: Path
+) -> None:
+    async with node():
+        holder = tasks.gated.remote(gate.path, "holder")
+        await gate.entered("holder")
+        begins = phase_tasks.begins
+        cancelled = [begins.remote(str(place)) for _ in range(20)]
+        expiring = [begins.options(timeout=0.05).remote(str(place)) for _ in range(20)]
+        for handle in cancelled:
+            handle.cancel()
+        outcomes = await asyncio.gather(*expiring, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {aiogpu.TaskTimeoutError}
+        assert (await aiogpu.status()).waiting == ()
+        gate.release("holder")
+        assert await holder == "holder"
+        await all_is_well()
+    assert place.read_text() == ""
+
+
+@pytest.mark.parametrize("by", ["cancel", "timeout"])
+async def test_while_its_worker_is_forked(by: str, place: Path) -> None:
+    """The keeper stands still, so there is a lease and no worker yet."""
+    async with node(spare_workers=0):
+        begins = phase_tasks.begins.options(num_gpus=1)
+        await begins.remote("/dev/null")
+        await all_free()
+        (keeper,) = helpers("aiogpu-keep")
+        keeper.suspend()
+        try:
+            if by == "cancel":
+                handle = begins.remote(str(place))
+                assert (await aiogpu.status()).tasks[0].state == "starting"
+                handle.cancel()
+            else:
+                with pytest.raises(aiogpu.TaskTimeoutError):
+                    await begins.options(timeout=0.05).remote(str(place))
+            assert (await aiogpu.available_resources())["GPU"] == 1.0
+        finally:
+            keeper.resume()
+        await all_is_well()
+        await all_free()
+    assert place.read_text() == ""
+
+
+def helpers(name: str) -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if process.name().startswith(name)]
+
+
+@pytest.mark.parametrize("by", ["cancel", "timeout"])
+@pytest.mark.parametrize("fate", ["goes on", "stands still"])
+async def test_in_the_socket_of_a_worker_that_stands_still(
+    by: str, fate: str, place: Path
+) -> None:
+    """It was sent, and its worker has not read it; none of its code ever runs."""
+    async with node(grace=GRACE if fate == "stands still" else 20.0):
+        pid = await tasks.pid.options(**WHOLE).remote()
+        os.kill(pid, signal.SIGSTOP)
+        begins = phase_tasks.begins.options(**WHOLE)
+        if by == "cancel":
+            handle = begins.remote(str(place))
+            assert (await aiogpu.status()).tasks[0].state == "running"
+            handle.cancel()
+        else:
+            with pytest.raises(aiogpu.TaskTimeoutError):
+                await begins.options(timeout=0.05).remote(str(place))
+        assert (await aiogpu.available_resources())["GPU"] == 0.0
+        if fate == "goes on":
+            os.kill(pid, signal.SIGCONT)
+            await all_free()
+            assert await tasks.pid.options(**WHOLE).remote() == pid
+        else:
+            await all_free(lambda: not os.path.exists(f"/proc/{pid}"))
+        await all_is_well()
+    assert place.read_text() == ""
+
+
+@pytest.mark.parametrize("by", ["cancel", "timeout"])
+async def test_sent_ahead_behind_another(by: str, gate: Gate, place: Path) -> None:
+    async with node():
+        await asyncio.gather(
+            *(phase_tasks.begins.remote("/dev/null") for _ in "x" * 99)
+        )
+        # One shape and one function, so that the rest may be sent ahead behind it.
+        first = phase_tasks.loop.remote(gate.path, "in", "/dev/null")
+        timeout = 0.005 if by == "timeout" else None
+        begins = phase_tasks.begins.options(timeout=timeout)
+        behind = [begins.remote(str(place)) for _ in range(30)]
+        if by == "cancel":
+            for handle in behind:
+                handle.cancel()
+        outcomes = await asyncio.gather(*behind, return_exceptions=True)
+        wanted = aiogpu.TaskTimeoutError if by == "timeout" else asyncio.CancelledError
+        assert {type(outcome) for outcome in outcomes} == {wanted}
+        await gate.entered("in")
+        first.cancel()
+        await all_free()
+        await all_is_well()
+    assert place.read_text() == ""
+
+
+# What is over, but for its answer or its process.
+
+
+@pytest.mark.parametrize("by", ["cancel", "timeout"])
+async def test_while_its_result_is_sent(
+    by: str, gate: Gate, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 MB are on their way; nothing of them is torn, and the worker goes on."""
+    received = 0
+    take = Peer.data_received
+    arrives = asyncio.Event()
+
+    def watch(peer: Peer, data: bytes) -> None:
+        nonlocal received
+        received += len(data)
+        if received > 1 << 20 and not arrives.is_set():
+            arrives.set()
+            peer.pause()
+        take(peer, data)
+
+    async with node(grace=20.0) as driver:
+        timeout = 0.5 if by == "timeout" else None
+        monkeypatch.setattr(Peer, "data_received", watch)
+        while not arrives.is_set():
+            dispatcher = phase_tasks.dispatcher.options(timeout=timeout, **WHOLE)
+            handle = dispatcher.remote(gate.path, "in", str(place))
+            if timeout is None:
+                async with asyncio.timeout(60):
+                    await arrives.wait()
+                handle.cancel()
+            else:
+                with pytest.raises(aiogpu.TaskTimeoutError):
+                    await handle
+                timeout *= 2  # if it came before the first bytes
+        assert (await aiogpu.available_resources())["GPU"] == 0.0
+        for worker in driver.workers.values():
+            assert worker.peer is not None
+            worker.peer.resume()
+        await all_free(lambda: received > 1 << 27)
+        assert await tasks.pid.options(**WHOLE).remote() == gate.pids["in"]
+        await all_is_well()
+
+
+@pytest.mark.parametrize("is_endless", [False, True])
+async def test_while_its_process_leaves(
+    is_endless: bool, gate: Gate, place: Path
+) -> None:
+    """Its result is there, so there is nothing to cancel; its share is not free."""
+    async with node() as driver:
+        scheduler = driver.scheduler
+        scheduler.config = scheduler.config._replace(exit_grace=GRACE)
+        if not is_endless:
+            scheduler.config = scheduler.config._replace(exit_grace=20.0)
+        leaving = phase_tasks.leaving.options(num_gpus=1)
+        handle = leaving.remote(gate.path, "out", str(place), is_endless)
+        pid = await handle
+        await gate.entered("out")
+        assert not handle.cancel()
+        assert (await aiogpu.available_resources())["GPU"] == 0.0
+        if not is_endless:
+            gate.release("out")
+        await all_free(lambda: not os.path.exists(f"/proc/{pid}"))
+        assert place.read_text().split() == [BEGUN, STOPPED][: 2 - is_endless]
+        await all_is_well()
+
+
+async def test_an_import_that_ends_in_time_is_followed_by_the_interrupt(
+    gate: Gate, place: Path, tmp_path: Path
+) -> None:
+    """It is not broken off in the middle; the module can be used afterwards."""
+    (tmp_path / "slow_import.py").write_text(
+        "import os\nfrom tests.support.gate import pass_gate\n"
+        "pass_gate(*os.environ.pop('SLOW').split())\nVALUE = 7\n"
+    )
+    path, noted = gate.path, str(place)
+
+    @aiogpu.remote
+    def use(name: str) -> int:
+        if name:
+            os.environ["SLOW"] = f"{path} {name}"
+        import slow_import  # type: ignore[import-not-found]
+
+        phase_tasks.note(noted, BEGUN)
+        if name:
+            phase_tasks.spin()
+        return int(slow_import.VALUE)
+
+    async with node(grace=20.0):
+        handle = use.remote("in")
+        await gate.entered("in")
+        handle.cancel()
+        gate.release("in")
+        await all_free()
+        place.write_text("")
+        assert await use.remote("") == 7
+        assert await tasks.pid.remote() == gate.pids["in"]

@@ -1,0 +1,103 @@
+"""`wait` and `as_completed` end to end: in programs, in coroutines, in plain tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import aiogpu
+from tests.contract import tasks
+from tests.support.gate import Gate
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+
+@aiogpu.remote
+def fail(number: int) -> int:
+    raise KeyError(number)
+
+
+@aiogpu.remote
+def sum_of(count: int) -> list[int]:
+    """Children of a plain task, both ways."""
+    handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
+    ready, pending = aiogpu.wait(handles, num_returns=2)
+    assert len(ready) == 2
+    assert len(pending) == count - 2
+    first = [aiogpu.get(handle) for handle in ready]
+    return first + [aiogpu.get(handle) for handle in aiogpu.as_completed(pending)]
+
+
+@aiogpu.remote
+async def sum_of_later(count: int) -> list[int]:
+    """The same in a coroutine."""
+    handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
+    ready, pending = await aiogpu.wait(handles, num_returns=2)
+    assert len(ready) == 2
+    first = [await handle for handle in ready]
+    return first + [await handle async for handle in aiogpu.as_completed(pending)]
+
+
+async def test_in_a_program(address: str) -> None:
+    async with aiogpu.init(address=address, num_cpus=2):
+        handles = [tasks.add.remote(1), fail.remote(2), tasks.add.remote(3)]
+        assert await aiogpu.wait(handles, num_returns=3) == (handles, [])
+        found = {
+            str(handle.exception()) if handle.exception() else handle.result()
+            async for handle in aiogpu.as_completed(handles)
+        }
+        assert found == {2, "2", 4}
+
+
+@pytest.mark.parametrize("task", [sum_of, sum_of_later])
+async def test_in_a_task(address: str, task: Any) -> None:
+    """On one CPU, which the task lends while it waits."""
+    async with aiogpu.init(address=address, num_cpus=1):
+        assert sorted(await task.remote(6)) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("task", [sum_of, sum_of_later])
+async def test_very_many_in_a_task(task: Any) -> None:
+    async with aiogpu.init(num_cpus=1):
+        assert sorted(await task.remote(2_000)) == list(range(1, 2_001))
+
+
+@pytest.mark.needs("at once")
+async def test_the_fast_ones_first(address: str, gate: Gate) -> None:
+    async with aiogpu.init(address=address, num_cpus=3):
+        handles = [tasks.gated.remote(gate.path, name) for name in "abc"]
+        completed = aiogpu.as_completed(handles)
+        await gate.entered("a", "b", "c")
+        for name in "bca":
+            gate.release(name)
+            assert (await anext(completed)).result() == name  # type: ignore[call-overload]
+
+
+@pytest.mark.needs("at once")
+async def test_a_wait_that_is_given_up_leaves_the_work(
+    address: str, gate: Gate
+) -> None:
+    """[B15]"""
+    async with aiogpu.init(address=address, num_cpus=2):
+        handles = [tasks.gated.remote(gate.path, name) for name in "ab"]
+        await gate.entered("a", "b")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(aiogpu.wait(handles), 0.001)
+        assert await aiogpu.wait(handles, timeout=0) == ([], handles)
+        gate.release("a")
+        gate.release("b")
+        assert await asyncio.gather(*handles) == ["a", "b"]
+
+
+async def test_calls_of_actors(address: str) -> None:
+    @aiogpu.remote
+    class Adder:
+        def add(self, number: int) -> int:
+            return number + 1
+
+    async with aiogpu.init(address=address, num_cpus=1), Adder.remote() as actor:
+        handles = [actor.add.remote(number) for number in range(10)]
+        got = [await handle async for handle in aiogpu.as_completed(handles)]
+        assert got == list(range(1, 11))

@@ -1,0 +1,331 @@
+"""On a node of another process names are looked up while the loop turns on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiogpu
+from tests.contract import tasks
+from tests.contract.actor_classes import Async, Counter
+from tests.contract.raw_client import Service, all_is_free, program, service
+from tests.support.gate import Gate
+from tests.support.program import environment
+from tests.support.turns import no_complaints, turns
+from tests.support.until import until
+
+pytestmark = [
+    pytest.mark.usefixtures("service_forker", "no_leaks"),
+    pytest.mark.either_loop,
+]
+
+
+@pytest.fixture
+def node(no_leaks: None) -> Iterator[Service]:
+    with service() as running:
+        yield running
+
+
+@aiogpu.remote
+class Store:
+    """Has methods of each kind."""
+
+    def one(self, value: int = 1) -> int:
+        return value
+
+    @aiogpu.method(num_returns=2)
+    def two(self) -> tuple[int, int]:
+        return 1, 2
+
+    def many(self) -> Iterator[int]:
+        yield from range(3)
+
+
+@contextmanager
+def stopped(node: Service) -> Iterator[None]:
+    """The node answers nobody."""
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+
+
+async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store", num_cpus=0).remote()
+        with stopped(node):
+            found = aiogpu.get_actor("store")
+            call = found.one.remote(5)
+            nobody = aiogpu.get_actor("nobody")
+            other = Counter.options(name="counter", num_cpus=0).remote(1)
+            same: Any = Store.options(name="store", get_if_exists=True).remote()
+            again = same.one.remote(6)
+            taken = Counter.options(name="store").remote()
+            await turns(20)
+            assert not call.done()
+            assert not again.done()
+        assert await asyncio.gather(call, again, other.add.remote(1)) == [5, 6, 2]
+        assert await found is found
+        with pytest.raises(
+            aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
+        ):
+            await nobody
+        with pytest.raises(
+            aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
+        ):
+            await nobody.one.remote()
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'store' lives already"):
+            await taken
+        assert await store.one.remote(7) == 7
+
+
+async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store").remote()
+        with stopped(node):
+            found = aiogpu.get_actor("store")
+            late = found.many
+            refused = {
+                "is a generator": found.many.remote(),
+                "has several results": found.two.remote(),
+                "has no method nothing": found.nothing.remote(),
+            }
+            with pytest.raises(
+                aiogpu.errors.MisuseError, match="its node has answered; await"
+            ):
+                pickle.dumps(found)
+            with pytest.raises(AttributeError, match="no public method _private"):
+                found._private  # noqa: B018
+            with pytest.raises(
+                aiogpu.errors.MisuseError, match="Await the handle first"
+            ):
+                await anext(found.one.map([1, 2], chunk=2))
+        for told, call in refused.items():
+            with pytest.raises((aiogpu.errors.MisuseError, AttributeError), match=told):
+                await call
+        # Now it is known, and a method that was taken before is what it is.
+        assert [item async for item in found.many.remote()] == [0, 1, 2]
+        assert [item async for item in late.remote()] == [0, 1, 2]
+        assert await asyncio.gather(*found.two.remote()) == [1, 2]
+        with pytest.raises(AttributeError, match="Store has no method nothing"):
+            found.nothing  # noqa: B018
+        assert await tasks.echo.remote([found]) is not None
+        assert await store.one.remote() == 1
+
+
+async def test_what_is_dropped_before_the_answer_is_held_by_nobody(
+    node: Service,
+) -> None:
+    async with no_complaints(), aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store", num_gpus=1).remote()
+        with stopped(node):
+            found = aiogpu.get_actor("store")
+            call = found.one.remote(3)
+            del found
+            gc.collect()
+            aiogpu.get_actor("nobody")
+        assert await call == 3
+        del store, call
+        await all_is_free()
+
+
+async def called_on(store: Any) -> None:
+    """Call it until it is dead."""
+    async with asyncio.timeout(20):
+        while True:
+            await store.one.remote()
+
+
+async def test_killed_before_the_answer(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store").remote()
+        with stopped(node):
+            aiogpu.kill(aiogpu.get_actor("store"))
+        with pytest.raises(aiogpu.ActorDiedError, match="killed"):
+            await called_on(store)
+
+
+async def nothing_is_left(runtime_directory: Path) -> None:
+    """The zygotes of a killed node have removed its directory, which takes a moment."""
+    await until(lambda: not os.listdir(runtime_directory))
+
+
+async def test_the_node_dies_before_the_answer(
+    node: Service, runtime_directory: Path
+) -> None:
+    async with no_complaints():
+        await aiogpu.init(address=node.path, log_to_driver=False)
+        with stopped(node):
+            found = aiogpu.get_actor("store")
+            same = Store.options(name="store", get_if_exists=True).remote()
+            call = found.one.remote()
+            os.kill(node.pid, signal.SIGKILL)
+        for waiting in (found, call, same):
+            with pytest.raises(aiogpu.NodeDiedError):
+                await waiting
+        with pytest.raises(aiogpu.NodeDiedError):
+            await aiogpu.get_actor("store")
+        await aiogpu.shutdown()
+    await nothing_is_left(runtime_directory)
+
+
+async def test_an_actor_of_another_class_has_that_ones_methods(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        await (first := Counter.options(name="one").remote(1))
+        with stopped(node):
+            found: Any = Async.options(name="one", get_if_exists=True).remote()
+            call = found.add.remote(2)
+            with pytest.raises(AttributeError, match="Async has no method nothing"):
+                found.nothing  # noqa: B018
+        assert await call == 3
+        with pytest.raises(AttributeError, match="Counter has no method later"):
+            found.later  # noqa: B018
+        assert await first.add.remote(1) == 4
+
+
+async def ran(source: str) -> None:
+    """Run another program to its end."""
+    argv = [sys.executable, "-c", source]
+    ended = await asyncio.to_thread(
+        subprocess.run, argv, env=environment(), capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@asynccontextmanager
+async def left_before_the_answer(
+    node: Service, *, dies: bool = False
+) -> AsyncIterator[None]:
+    """Join; leave at the end of the block, which the node answers only after that.
+
+    A node that dies has left whenever the end of its connection is seen.
+    """
+    async with no_complaints():
+        await aiogpu.init(address=node.path, log_to_driver=False)
+        with stopped(node):
+            yield
+            leaving = asyncio.create_task(aiogpu.shutdown())
+            await turns(20)
+            assert dies or not leaving.done()
+        await leaving
+
+
+async def kept_is_gone(node: Service) -> None:
+    """Nobody finds the detached actor, and nothing of it is left."""
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'kept'"):
+            await aiogpu.get_actor("kept")
+        await all_is_free()
+
+
+DETACHED: Any = Counter.options(name="kept", lifetime="detached")
+MAKES = 'await Counter.options(name="kept", lifetime="detached").remote()'
+FOUND: dict[str, Callable[[], Any]] = {
+    "by its name": lambda: aiogpu.get_actor("kept"),
+    "if it exists": Counter.options(name="kept", get_if_exists=True).remote,
+}
+
+
+@pytest.mark.parametrize("how", FOUND)
+async def test_killed_right_before_the_program_leaves(node: Service, how: str) -> None:
+    await ran(program(node.path, MAKES))
+    async with left_before_the_answer(node):
+        aiogpu.kill(FOUND[how]())
+    await kept_is_gone(node)
+
+
+KILLS = {
+    "by its name": 'aiogpu.kill(aiogpu.get_actor("kept"))',
+    "if it exists": (
+        'aiogpu.kill(Counter.options(name="kept", get_if_exists=True).remote())'
+    ),
+    "at the end of a block": """
+await aiogpu.shutdown()
+async with aiogpu.init():
+    aiogpu.kill(aiogpu.get_actor("kept"))
+""",
+}
+
+
+@pytest.mark.parametrize("run", ["asyncio.run", "aiogpu.run"])
+@pytest.mark.parametrize("how", KILLS)
+async def test_killed_by_the_last_line_of_a_program(
+    node: Service, monkeypatch: pytest.MonkeyPatch, how: str, run: str
+) -> None:
+    monkeypatch.setenv("AIOGPU_ADDRESS", node.path)
+    await ran(program(node.path, MAKES))
+    await ran(program(node.path, KILLS[how]).replace("asyncio.run", run))
+    await kept_is_gone(node)
+
+
+async def test_made_right_before_the_program_leaves(node: Service) -> None:
+    async with left_before_the_answer(node):
+        DETACHED.options(get_if_exists=True).remote(1)
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        found = await aiogpu.get_actor("kept")
+        assert await found.add.remote(2) == 3
+        aiogpu.kill(found)
+    await kept_is_gone(node)
+
+
+async def test_called_right_before_the_program_leaves(
+    node: Service, gate: Gate
+) -> None:
+    """As a call of an actor that is known: its answer is not waited for."""
+    await ran(program(node.path, MAKES))
+    async with left_before_the_answer(node):
+        call = aiogpu.get_actor("kept").gated.remote(gate.path, "call")
+        nobody = aiogpu.get_actor("nobody").add.remote()
+    with pytest.raises(aiogpu.errors.NodeClosedError, match="was shut down before"):
+        await call
+    with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'nobody'"):
+        await nobody
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        aiogpu.kill(aiogpu.get_actor("kept"))
+    await kept_is_gone(node)
+
+
+async def test_dropped_right_before_the_program_leaves(node: Service) -> None:
+    async with left_before_the_answer(node):
+        aiogpu.get_actor("nobody")
+        Counter.options(name="kept", get_if_exists=True, num_gpus=1).remote()
+        gc.collect()
+    await kept_is_gone(node)
+
+
+async def test_a_node_that_never_answers_is_left(
+    node: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.engines.remote.DEPART_LIMIT", 0.05)
+    async with no_complaints():
+        await aiogpu.init(address=node.path, log_to_driver=False)
+        with stopped(node):
+            call = aiogpu.get_actor("kept").add.remote()
+            async with asyncio.timeout(20):
+                await aiogpu.shutdown()
+            with pytest.raises(aiogpu.errors.NodeClosedError):
+                await call
+
+
+async def test_a_node_that_dies_while_it_is_left(
+    node: Service, runtime_directory: Path
+) -> None:
+    async with left_before_the_answer(node, dies=True):
+        aiogpu.kill(aiogpu.get_actor("kept"))
+        call = aiogpu.get_actor("kept").add.remote()
+        os.kill(node.pid, signal.SIGKILL)
+    with pytest.raises(aiogpu.NodeDiedError):
+        await call
+    await nothing_is_left(runtime_directory)

@@ -1,0 +1,267 @@
+"""A step in which aiogpu itself fails costs what it concerns, and no more.
+
+The steps are made to fail in the node's own table of what it does for each effect, as
+nothing from outside is known to do it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import aiogpu
+from aiogpu.core import effects
+from aiogpu.core.effects import Effect
+from aiogpu.engines.local import LocalEngine
+from aiogpu.runtime.driver import Driver
+from aiogpu.wire.messages import Done, Failed, Message, Put, Submit, Wait
+from tests.contract import chain_tasks, fault_tasks, nested_tasks, tasks
+from tests.contract.actor_classes import Counter
+from tests.contract.node_here import node_here
+from tests.support.gate import Gate
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+OURS: Final = "a bug in aiogpu, not in your program"
+
+
+class Broken:
+    """A node of which some steps fail.
+
+    Attributes:
+        driver: its own.
+        failed: what was not carried out.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.failed: list[Effect] = []
+
+    def fail(
+        self, kind: type[Effect], when: Callable[[Any], bool], *, times: int = 1
+    ) -> None:
+        """Have effects of a kind fail, of those that it is asked about."""
+        carry_out = self.driver.handlers[kind]
+
+        def way(effect: Effect) -> None:
+            if len(self.failed) < times and when(effect):
+                self.failed.append(effect)
+                raise OverflowError("Integer value out of range")
+            carry_out(effect)
+
+        self.driver.handlers[kind] = way
+
+
+class Logged(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+async def broken() -> AsyncIterator[Broken]:
+    """One CPU and one GPU, free again in the end; what has failed is logged."""
+    logged, log = Logged(), logging.getLogger("aiogpu")
+    log.addHandler(logged)
+    async with (
+        asyncio.timeout(60),
+        aiogpu.init(num_cpus=1, num_gpus=1, log_to_driver=False) as session,
+    ):
+        engine = session._session._engine
+        assert isinstance(engine, LocalEngine)
+        driver = engine._open_driver
+        yield (broken := Broken(driver))
+        total = await aiogpu.cluster_resources()
+        while await aiogpu.available_resources() != total or driver.scheduler.tasks:
+            await asyncio.sleep(0)
+        driver.scheduler.check()
+        assert not driver._calls
+    log.removeHandler(logged)
+    told = [record for record in logged.records if "failed to" in record.getMessage()]
+    assert len(told) == len(broken.failed)
+    assert all(record.exc_info for record in told)
+
+
+async def refused(handle: Any) -> None:
+    """The owner is told whose fault it is, and what was raised."""
+    with pytest.raises(aiogpu.errors.InternalError, match=OURS) as caught:
+        await handle
+    assert "OverflowError: Integer value out of range" in str(caught.value)
+    assert isinstance(caught.value.__cause__, OverflowError)
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+async def test_a_task_that_cannot_be_sent(is_reused: bool, broken: Broken) -> None:
+    """It is told so at once; a worker that has run others goes on."""
+    before = await tasks.pid.remote() if is_reused else 0
+    broken.fail(effects.Assign, lambda it: it.is_first is not is_reused)
+    await refused(tasks.pid.remote())
+    after = await tasks.pid.remote()
+    assert len(broken.failed) == 1
+    assert not is_reused or after == before
+
+
+async def test_a_task_with_a_gpu_that_cannot_be_sent(broken: Broken) -> None:
+    """Its worker was to be its own, and ends; the next one has another."""
+    broken.fail(effects.Assign, lambda it: bool(it.lease.shares))
+    on_gpu = tasks.add.options(num_gpus=1)
+    await refused(on_gpu.remote(1))
+    assert await on_gpu.remote(1) == 2
+
+
+async def test_an_actor_that_cannot_be_sent(broken: Broken) -> None:
+    broken.fail(effects.Assign, lambda it: True)
+    counter = Counter.remote()
+    with pytest.raises(aiogpu.ActorDiedError, match=OURS):
+        await counter
+    with pytest.raises(aiogpu.ActorDiedError, match=OURS):
+        await counter.add.remote(1)
+    async with Counter.remote() as other:
+        assert await other.add.remote(1) == 1
+
+
+async def test_tasks_that_cannot_be_sent_ahead_together(
+    broken: Broken,
+) -> None:
+    """They are sent one by one: nobody hears of it."""
+    assert await tasks.add.remote(1) == 2
+    broken.fail(effects.Ahead, lambda it: True)
+    assert await asyncio.gather(*map(tasks.add.remote, range(200))) == [
+        i + 1 for i in range(200)
+    ]
+    assert len(broken.failed) == 1
+
+
+@pytest.mark.parametrize("times", [1, 9])
+async def test_a_worker_that_cannot_be_asked_for(times: int, broken: Broken) -> None:
+    """Another one is; a task for which none can be had is given up."""
+    broken.fail(effects.Spawn, lambda it: it.environment, times=times)
+    own = tasks.add.options(runtime_env={"env_vars": {"OWN": "1"}}, max_retries=0)
+    if times == 1:
+        assert await own.remote(1) == 2
+    else:
+        with pytest.raises(aiogpu.WorkerDiedError, match=OURS):
+            await own.remote(1)
+    assert await tasks.add.remote(1) == 2
+
+
+@pytest.mark.parametrize("kind", [effects.Interrupt, effects.Kill])
+async def test_a_worker_that_cannot_be_told_to_stop(
+    kind: type[Effect], broken: Broken, gate: Gate
+) -> None:
+    """It is ended, and what it held is free."""
+    broken.fail(kind, lambda it: True)
+    deaf = tasks.block_in_c.options(cancel_grace=0.1).remote(gate.path, "deaf")
+    await gate.entered("deaf")
+    deaf.cancel()
+    assert await tasks.add.remote(1) == 2
+    assert len(broken.failed) == 1
+
+
+@pytest.mark.parametrize("kind", [Done, Failed, Wait, Submit, Put])
+async def test_what_a_worker_says_that_cannot_be_taken_in(
+    kind: type[Message], broken: Broken
+) -> None:
+    """Not the function is to blame, nor what it does with its descriptors."""
+    assert await nested_tasks.several.remote([1, 2]) == [2, 3]
+    driver: Any = broken.driver
+    is_answer = kind in {Done, Failed}
+    taker, name = (
+        (driver, "on_answer") if is_answer else (driver.requests, "on_message")
+    )
+    take_in = getattr(taker, name)
+
+    def way(worker: Any, message: Message) -> None:
+        if type(message) is kind and not broken.failed:
+            broken.failed.append(effects.Retire(worker))
+            raise OverflowError("Integer value out of range")
+        take_in(worker, message)
+
+    setattr(taker, name, way)
+    if kind is Done:
+        driver.on_done = lambda worker, done: [way(worker, one) for one in done]
+    lost: Any
+    if kind is Put:
+        lost = fault_tasks.put_and_wait.options(max_retries=0).remote()
+    elif kind is Done:
+        lost = tasks.add.remote(1)
+    elif kind is Failed:
+        lost = tasks.fail.remote(KeyError)
+    else:
+        lost = nested_tasks.several.remote([1, 2])
+    if kind is Put:
+        with pytest.raises(aiogpu.WorkerDiedError, match=OURS) as caught:
+            await lost
+        assert caught.value.cause == "internal"
+        assert "not to blame" in str(caught.value)
+        assert "escriptor" not in str(caught.value)
+    else:
+        with pytest.raises(aiogpu.errors.InternalError, match=OURS):
+            await lost
+    assert await nested_tasks.several.remote([1, 2]) == [2, 3]
+
+
+class Clumsy:
+    """Takes no result; told of an error, it keeps that."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Future[Exception] = asyncio.Future()
+
+    def settle(self, outcome: object) -> None:
+        if not isinstance(outcome, Exception):
+            raise OverflowError("Integer value out of range")
+        self.told.set_result(outcome)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("how", ["gives", "fails"])
+async def test_a_result_that_cannot_be_passed_on(
+    how: str, is_shared: bool, broken: Broken
+) -> None:
+    """It is replaced by an error, also where it comes by another's result."""
+    clumsy = Clumsy()
+    head = chain_tasks.head(how)
+    if is_shared:
+        value = head.share()
+        value.watch(lambda value: value.tell(clumsy))
+    else:
+        call = broken.driver.call_of(head.task_id)
+        assert call is not None
+        call.receiver = clumsy
+    error = await clumsy.told
+    assert isinstance(error, aiogpu.errors.InternalError)
+    assert isinstance(error.__cause__, OverflowError)
+    broken.failed.append(effects.Settle(head.task_id))
+    if not is_shared:
+        head.cancel()
+
+
+async def test_a_question_that_cannot_be_taken_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that has joined is told, and is not cut off."""
+    async with asyncio.timeout(60), node_here(tmp_path) as here, here.join():
+        driver = here.engine._open_driver
+        submit, failed = driver.submit, []
+
+        def broken(*what: Any) -> int:
+            if not failed:
+                failed.append(what)
+                raise OverflowError("Integer value out of range")
+            return submit(*what)
+
+        driver.submit = broken  # type: ignore[method-assign]
+        first, second = tasks.add.remote(1), tasks.add.remote(2)
+        await refused(first)
+        assert await second == 3
+        assert failed

@@ -1,0 +1,161 @@
+"""What Ray would do otherwise with actors, if it were left to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiogpu
+from tests.contract.ray_actor_classes import (
+    Adder,
+    Grouped,
+    Keeper,
+    ThreadGroups,
+    call_narrow,
+    pid_of,
+)
+from tests.support.gate import Gate
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("rayed")]
+
+
+def node() -> Any:
+    return aiogpu.init(address="ray", num_cpus=4, num_gpus=2)
+
+
+async def gone(pid: int) -> bool:
+    """Whether a process ends in a while: Ray takes its time, and is not asked."""
+    opened = os.pidfd_open(pid)
+    ended = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(opened, lambda: ended.done() or ended.set_result(True))
+    try:
+        async with asyncio.timeout(20):
+            return bool(await ended)
+    finally:
+        loop.remove_reader(opened)
+        os.close(opened)
+
+
+async def test_an_actor_ends_though_a_plain_task_had_a_handle() -> None:
+    async with node():
+        adder = Adder.remote()
+        pid = await pid_of.remote(adder)
+        del adder
+        assert await gone(pid)
+
+
+async def test_threads_share_the_handles_of_their_actor() -> None:
+    async with node():
+        adder = Adder.remote()
+        front = Adder.options(max_concurrency=3).remote(adder)
+        sums = await asyncio.gather(*(front.pass_on.remote(1) for _ in range(6)))
+        assert sorted(sums) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_groups_of_coroutines_share_a_loop_and_keep_their_limits() -> None:
+    async with node():
+        grouped = Grouped.remote()
+        waiting = grouped.wait.remote()
+        assert await asyncio.gather(*(grouped.open.remote() for _ in range(5))) == [
+            *(1, 1, 1, 1, 1)
+        ]
+        await waiting
+
+
+async def test_close_is_awaited_when_the_last_handle_goes(tmp_path: Path) -> None:
+    async with node():
+        grouped = Grouped.remote(str(tmp_path / "closed"))
+        pid = await grouped.pid.remote()
+        del grouped
+        assert await gone(pid)
+        assert (tmp_path / "closed").exists()
+
+
+async def test_an_actor_with_gpus_holds_no_cpu() -> None:
+    async with node():
+        holders = [Adder.options(num_gpus=0.25).remote() for _ in range(5)]
+        # On four CPUs, if each held one, the fifth would never be made.
+        async with asyncio.timeout(30):
+            await asyncio.gather(*holders)
+
+
+async def test_groups_of_threads_hold_wherever_a_handle_has_come(gate: Gate) -> None:
+    async with node():
+        actor = await ThreadGroups.options(name="grouped").remote()
+        sent = call_narrow.remote(actor, gate.path, "task")
+        await gate.entered("task")
+        by_name = aiogpu.get_actor("grouped").narrow.remote(gate.path, "name")
+        others = [actor.wait.remote(gate.path, name) for name in "ab"]
+        # Two more than the group has room for, and both places of the other one.
+        await gate.entered("a", "b")
+        assert gate.inside == {"task", "a", "b"}
+        gate.release("task")
+        await gate.entered("name")
+        gate.release("name", "a", "b")
+        assert await asyncio.gather(sent, by_name, *others) == [
+            *("task", "name", "a", "b")
+        ]
+
+
+async def test_a_plain_actor_has_the_main_thread_from_its_constructor_on() -> None:
+    async with node():
+        assert await Keeper.remote().is_in_its_thread.remote()
+
+
+async def test_cancelled_calls_of_plain_methods_run_in_their_order(gate: Gate) -> None:
+    """If Ray 2.60 were asked to cancel one that waits, the actor would hang."""
+    async with node():
+        keeper = await Keeper.remote()
+        busy = keeper.gated.remote(gate.path, "busy")
+        await gate.entered("busy")
+        calls = [keeper.tell.remote(number) for number in range(40)]
+        for call in (busy, *calls[::2]):
+            call.cancel()
+        gate.release("busy")
+        assert await keeper.all_told.remote() == [*range(40)]
+        assert await calls[1] is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_a_stream_that_is_left_ends_its_method(threads: int, gate: Gate) -> None:
+    async with node():
+        keeper = await Keeper.options(max_concurrency=threads).remote()
+        async for _ in keeper.endless.remote():
+            break
+        async with asyncio.timeout(30):
+            while await keeper.all_told.remote() != ["ended"]:
+                await asyncio.sleep(0)
+
+
+async def test_a_stream_that_is_cancelled_as_it_waits_ends_its_method(
+    gate: Gate,
+) -> None:
+    async with node():
+        keeper = await Keeper.remote()
+        busy = keeper.gated.remote(gate.path, "busy")
+        await gate.entered("busy")
+        waiting = keeper.endless.remote()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        behind = keeper.all_told.remote()
+        gate.release("busy")
+        assert await busy == "busy"
+        assert await behind == ["ended"]
+
+
+async def test_a_coroutine_is_given_handles_in_a_container() -> None:
+    """They belong to the loop that runs it, which goes on running it."""
+    async with node():
+        handles = [await aiogpu.put(number) for number in (1, 2)]
+        assert await Grouped.remote().total.remote(handles) == 3
+
+
+async def test_a_threaded_actor_has_streams() -> None:
+    async with node():
+        actor = await ThreadGroups.remote()
+        assert [number async for number in actor.numbers.remote()] == [1]

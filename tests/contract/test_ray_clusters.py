@@ -1,0 +1,245 @@
+"""Ray clusters of several nodes on this machine: where tasks go, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import aiogpu
+from tests.contract import actor_classes, spread_tasks
+from tests.contract.clusters import Cluster
+from tests.support import program
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.either_loop,
+    pytest.mark.usefixtures("in_no_cluster"),
+]
+
+GPUS, CPUS = 3, 5
+"""In the cluster, on three nodes, of which one has no GPU."""
+
+
+@pytest.fixture(scope="module")
+def cluster(in_no_cluster: None) -> Iterator[Cluster]:
+    with Cluster(num_cpus=2) as cluster:
+        cluster.add(
+            num_cpus=2, num_gpus=2, resources={"accelerator_type:A100": 1, "license": 1}
+        )
+        cluster.add(num_cpus=1, num_gpus=1, resources={"accelerator_type:T4": 1})
+        yield cluster
+
+
+@pytest.fixture
+def joined_by(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """RAY_ADDRESS names it."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    for name, value in cluster.variables.items():
+        monkeypatch.setenv(name, value)
+    return cluster
+
+
+@pytest.fixture
+async def joined(joined_by: Cluster) -> AsyncIterator[Cluster]:
+    async with aiogpu.init(address="ray"):
+        yield joined_by
+
+
+async def test_tasks_land_where_what_they_ask_for_is(joined):
+    a100, t4 = joined.nodes[1:]
+    asked = {
+        "A100": spread_tasks.node.options(num_gpus=1, accelerator_type="A100"),
+        "T4": spread_tasks.node.options(num_gpus=0.5, accelerator_type="T4"),
+        "license": spread_tasks.node.options(resources={"license": 0.5}),
+    }
+    found = await asyncio.gather(*(one.remote() for one in asked.values()))
+    assert dict(zip(asked, found, strict=True)) == {
+        "A100": a100,
+        "T4": t4,
+        "license": a100,
+    }
+
+
+async def test_a_share_is_of_one_device(joined):
+    halves = spread_tasks.gpus.options(num_gpus=0.5, num_cpus=0)
+    found = await asyncio.gather(*(halves.remote() for _ in range(8)))
+    assert {len(ids) for _, ids, _ in found} == {1}
+    assert {variable for _, ids, variable in found} <= {"0", "1"}
+    whole = spread_tasks.gpus.options(num_gpus=2)
+    assert await whole.remote() == (joined.nodes[1], [0, 1], "0,1")
+
+
+async def test_an_actor_hears_of_cancelled_coroutines(joined, gate):
+    """Ray tells it. A plain method runs to its end, and nobody has its answer."""
+    # Before the tests that kill nodes: Ray starts actors on a dead node for a while.
+    counter = await actor_classes.Counter.options(num_cpus=0).remote()
+    actor = await actor_classes.Async.options(num_cpus=0).remote()
+    waiting = actor.wait.remote(gate.path, "coroutine")
+    await gate.entered("coroutine")
+    waiting.cancel()
+    await gate.entered("coroutine-cancelled")
+    assert await actor.later.remote() == 1
+
+    busy = counter.gated.remote(gate.path, "plain")
+    await gate.entered("plain")
+    behind = counter.add.remote()
+    busy.cancel()
+    gate.release("plain")
+    assert await behind == 1
+    assert await counter.notes.remote() == ["plain"]
+
+
+async def test_status_tells_what_is_free_and_which_calls_were_sent(joined, gate):
+    holding = spread_tasks.gated_node.options(num_gpus=1, num_cpus=0)
+    held = [holding.remote(gate.path, f"h{i}") for i in range(GPUS)]
+    await gate.entered(*(f"h{i}" for i in range(GPUS)))
+    waiting = spread_tasks.node.options(num_gpus=1, num_cpus=0).remote()
+    why = await waiting.why()
+    assert (why.name, why.state, why.request) == ("node", "sent", {"GPU": 1.0})
+
+    async with asyncio.timeout(60):
+        # Ray tells what is free a moment later.
+        while (status := await aiogpu.status()).available["GPU"]:
+            await asyncio.sleep(0)
+    assert {task.state for task in status.tasks} == {"sent"}
+    assert len(status.tasks) == GPUS + 1
+    assert status.total["GPU"] == GPUS
+
+    gate.release(*(f"h{i}" for i in range(GPUS)))
+    await asyncio.gather(*held, waiting)
+    assert await waiting.why() is None or (await waiting.why()).state == "ended"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_gpus": 3}, "lacks GPU 3 of 2"),
+        ({"num_gpus": 2, "accelerator_type": "T4"}, "at once"),
+        ({"num_gpus": 1, "accelerator_type": "H100"}, " of 0"),
+        ({"resources": {"licence": 1}}, "did you mean 'license'?"),
+        ({"num_cpus": 3}, "lacks CPU 3 of 2"),
+    ],
+)
+async def test_what_no_node_has_is_refused(joined, options, told):
+    with pytest.raises(aiogpu.InfeasibleError) as caught:
+        spread_tasks.node.options(**options).remote()
+    assert told in str(caught.value), caught.value
+    assert "1 x {CPU: 2}" in str(caught.value), caught.value
+
+
+async def seen(resource: str) -> None:
+    """Until the program has seen a node with that; it looks every two seconds."""
+    async with asyncio.timeout(60):
+        while resource not in await aiogpu.cluster_resources():
+            await asyncio.sleep(0)
+
+
+async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
+    """[B2] The cluster answers nothing meanwhile."""
+    from aiogpu.engines.ray import cluster
+
+    answered = threading.Event()
+
+    def nodes() -> list[object]:
+        answered.wait(60)
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster, "nodes", nodes)
+        try:
+            with pytest.raises(aiogpu.InfeasibleError):
+                spread_tasks.node.options(num_gpus=3).remote()
+        finally:
+            answered.set()
+
+
+async def test_calls_whose_only_node_has_left_say_so_and_fail(
+    joined, gate, caplog, monkeypatch
+):
+    from aiogpu.engines.ray import engine
+
+    monkeypatch.setattr(engine, "GIVE_UP_AFTER", 3.0)
+    spot = f"spot{len(joined.nodes)}"
+    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await seen(spot)
+    on_it = {"resources": {spot: 1}, "num_cpus": 0}
+    asking = spread_tasks.gated_node.options(**on_it)
+    running = asking.remote(gate.path, "running")
+    await gate.entered("running")
+    waiting = [asking.remote(gate.path, "waiting") for _ in range(3)]
+    actor = actor_classes.Counter.options(**on_it).remote()
+    call = actor.add.remote(1)
+    await asyncio.to_thread(joined.kill, node)
+    for handle in (running, *waiting):
+        with pytest.raises(aiogpu.InfeasibleError, match=spot):
+            await handle
+    # Ray itself ends it where it had a place in the queue of the node that died.
+    with pytest.raises(aiogpu.ActorDiedError):
+        await call
+    assert caplog.text.count("gated_node asks for") == 1, caplog.text
+    assert "has left" in caplog.text
+    with pytest.raises(aiogpu.InfeasibleError, match=spot):
+        asking.remote(gate.path, "never")
+
+
+async def test_a_node_that_comes_back_runs_what_waits_for_it(joined, gate, caplog):
+    spot = f"spot{len(joined.nodes)}"
+    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await seen(spot)
+    asking = spread_tasks.gated_node.options(resources={spot: 1}, num_cpus=0)
+    running = asking.remote(gate.path, "first")
+    await gate.entered("first")
+    gate.forget("first")
+    await asyncio.to_thread(joined.kill, node)
+    async with asyncio.timeout(60):
+        while "unless such a node joins" not in caplog.text:
+            await asyncio.sleep(0)
+    again = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await gate.entered("first")
+    gate.release("first")
+    assert await running == again
+
+
+async def test_a_node_that_has_come_is_seen_and_one_that_goes_is_missed_by_nobody(
+    joined, gate
+):
+    spot = f"spot{len(joined.nodes)}"
+    asking = spread_tasks.told_node.options(resources={spot: 1}, num_cpus=0)
+    with pytest.raises(aiogpu.InfeasibleError):
+        asking.remote(gate.path, "never")
+    doomed = await asyncio.to_thread(joined.add, num_cpus=4, resources={spot: 4})
+    await seen(spot)
+    lost = asking.options(max_retries=0).remote(gate.path, "lost")
+    saved = [spread_tasks.told_node.remote(gate.path, str(i)) for i in range(CPUS + 4)]
+    await gate.holds(len(saved) + 1)
+    await asyncio.to_thread(joined.kill, doomed)
+    with pytest.raises(aiogpu.WorkerDiedError, match="node"):
+        await lost
+
+    ended = asyncio.gather(*saved)
+    async with asyncio.timeout(120):
+        while not ended.done():
+            gate.release(*gate.inside)
+            await asyncio.wait([ended], timeout=0.2)
+    assert doomed not in await ended
+
+
+def test_programs_share_it_and_it_goes_on(joined_by):
+    source = """
+        import aiogpu
+        from tests.contract.tasks import add
+
+        async def main():
+            async with aiogpu.init(address="ray"):
+                print(sum([await add.remote(i) for i in range(10)]))
+
+        aiogpu.run(main())
+    """
+    running = [program.start(source) for _ in range(3)]
+    for one in running:
+        out, err = one.communicate(timeout=120)
+        # Ray may have something to say before.
+        assert (one.returncode, out[-3:]) == (0, "55\n"), err

@@ -1,0 +1,469 @@
+"""Starting and ending a node, and where its workers find themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiogpu
+from aiogpu.linux.cgroup import usable_cpus
+from aiogpu.testing.leaks import Resources
+from aiogpu.wire.connection import CLIENT, Connection
+from aiogpu.wire.messages import Refused
+from tests.contract import tasks
+from tests.faults.remains import gone_within
+from tests.support.gate import Gate
+from tests.support.program import run, start
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.fresh,
+]
+
+
+async def test_cpus_are_those_this_process_may_use() -> None:
+    """[B3]"""
+    async with aiogpu.init(num_gpus=0):
+        assert (await aiogpu.cluster_resources())["CPU"] == usable_cpus()
+
+
+async def test_the_programs_surroundings_are_carried_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AIOGPU_TEST_A", "set before init")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    async with aiogpu.init(num_cpus=1, num_gpus=1, preload=["json"]):
+        directory, path = await tasks.surroundings.remote()
+        assert directory == str(tmp_path)
+        assert str(tmp_path) in path
+        names = ("AIOGPU_TEST_A", "OMP_NUM_THREADS", "CUDA_DEVICE_ORDER")
+        found = await tasks.environment.options(num_gpus=1).remote(*names)
+        assert found == {
+            "AIOGPU_TEST_A": "set before init",
+            "OMP_NUM_THREADS": "7",
+            "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
+        }
+
+
+async def test_visible_devices_restrict_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """[B4]"""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    async with aiogpu.init(num_cpus=2):
+        assert (await aiogpu.cluster_resources())["GPU"] == 2.0
+        facts = await tasks.where.options(num_gpus=2).remote()
+        assert (facts["ids"], facts["visible"]) == ([1, 3], "1,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa,GPU-bbbb")
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        facts = await tasks.where.options(num_gpus=0.5).remote()
+        assert (facts["ids"], facts["visible"]) == (["GPU-aaaa"], "GPU-aaaa")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(aiogpu.errors.DeviceError, match="num_gpus=2"):
+        await aiogpu.init(num_gpus=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    async with aiogpu.init(num_cpus=1):
+        assert (await aiogpu.cluster_resources())["GPU"] == 0.0
+
+
+async def test_a_declared_type_restricts_the_choice() -> None:
+    """[B10] `accelerator_type` in its simple form."""
+    async with aiogpu.init(num_cpus=2, num_gpus=1, accelerator_type="A100"):
+        total = await aiogpu.cluster_resources()
+        assert total["accelerator_type:A100"] == 1.0
+        typed = tasks.where.options(num_gpus=0.5, accelerator_type="A100")
+        facts = await typed.remote()
+        assert facts["ids"] == [0]
+        assert facts["resources"]["accelerator_type:A100"] == 0.001
+        with pytest.raises(aiogpu.InfeasibleError, match="H100"):
+            typed.options(accelerator_type="H100").remote()
+
+
+async def test_preloaded_modules_are_there_and_others_are_not() -> None:
+    async with aiogpu.init(num_cpus=1, preload=["numpy", "json"]):
+        found = await tasks.modules.remote("numpy", "json", "asyncio", "decimal")
+        assert found["numpy"] is True
+        assert found["json"] is True
+    async with aiogpu.init(num_cpus=1):
+        found = await aiogpu.remote(_modules).remote("numpy", "asyncio")
+        assert found == {"numpy": False, "asyncio": False}
+
+
+def _modules(*names: str) -> dict[str, bool]:
+    import sys
+
+    return {name: name in sys.modules for name in names}
+
+
+_modules.__module__ = "__main__"  # sent by value, so that nothing else is imported
+
+
+async def test_fresh_workers_draw_fresh_numbers() -> None:
+    """[B28]"""
+    async with aiogpu.init(num_cpus=1, num_gpus=1, preload=["numpy"]):
+        isolated = tasks.random_number.options(num_gpus=1)
+        numbers = [await isolated.remote() for _ in range(3)]
+        assert len(set(numbers)) == 3
+
+
+async def test_a_module_that_cannot_be_preloaded(tmp_path: Path) -> None:
+    with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
+        await aiogpu.init(preload=["no_such_module"])
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_a_module_that_starts_threads_is_left_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "with_thread.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    (tmp_path / "well_behaved.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with aiogpu.init(num_cpus=1, preload=["with_thread", "well_behaved"]):
+        found = await tasks.modules.remote("with_thread", "well_behaved")
+        assert found == {"with_thread": False, "well_behaved": True}
+    (record,) = caplog.records
+    assert "with_thread is not preloaded: it left 1 threads" in record.getMessage()
+
+
+async def test_a_module_that_opens_a_device_is_left_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = tmp_path / "nvidia0"
+    device.touch()
+    (tmp_path / "with_device.py").write_text(
+        "from aiogpu.worker.zygote import preload as fitness\n"
+        f"fitness.DEVICE_FILES = ({str(device)!r},)\n"
+        f"file = open({str(device)!r})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with aiogpu.init(num_cpus=1, preload=["with_device"]):
+        assert await tasks.modules.remote("with_device") == {"with_device": False}
+    (record,) = caplog.records
+    assert f"with_device is not preloaded: it opened {device}" in record.getMessage()
+
+
+async def test_a_module_whose_import_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        aiogpu.errors.PreloadError, match=r"'raising'.*ZeroDivisionError"
+    ):
+        await aiogpu.init(preload=["raising", "auto"])
+
+
+async def test_a_module_whose_import_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Resources.take()
+    monkeypatch.setattr("aiogpu.runtime.zygote.process.IMPORT_LIMIT", 0.2)
+    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        aiogpu.errors.PreloadError, match=r"names 'endless', .* did not end"
+    ):
+        await aiogpu.init(preload=["endless"])
+    assert Resources.take().since(before) == []
+
+
+async def test_what_a_preloaded_module_prints_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talkative.py").write_text("print('hello', flush=True)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with aiogpu.init(num_cpus=1, preload=["talkative"]):
+        assert await tasks.add.remote(1) == 2
+    assert "(zygote pid=" in (err := capsys.readouterr().err)
+    assert err.endswith(") hello\n")
+
+
+async def test_a_program_that_is_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(aiogpu.errors.NodeStartError, match="status 1"):
+        await aiogpu.init(num_cpus=1)
+    monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(aiogpu.errors.NodeStartError, match=r"sys\.executable"):
+        await aiogpu.init(num_cpus=1)
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(aiogpu.errors.NodeStartError, match="/no/such/python"):
+        await aiogpu.init(num_cpus=1)
+
+
+async def test_no_place_for_the_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/place")
+    monkeypatch.setenv("TMPDIR", "/no/such/place/either")
+    # The last resort is /tmp, which is there on every Linux.
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_an_unknown_address() -> None:
+    with pytest.raises(aiogpu.OptionError, match="nowhere"):
+        await aiogpu.init(address="nowhere")
+
+
+async def test_cancelling_init() -> None:
+    opening = asyncio.ensure_future(_open())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+
+
+async def _open() -> None:
+    async with aiogpu.init(num_cpus=1):
+        raise AssertionError("it was cancelled before")
+
+
+async def test_the_first_remote_opens_a_node() -> None:
+    """[B5]"""
+    handles = [tasks.add.remote(i) for i in range(3)]
+    cancelled = tasks.add.remote(1)
+    cancelled.cancel()
+    assert await asyncio.gather(*handles) == [1, 2, 3]
+    assert (await aiogpu.status()).tasks == ()
+    with pytest.raises(aiogpu.errors.NodeRunningError):
+        await aiogpu.init()
+    impossible = tasks.add.options(num_cpus=10_000)
+    with pytest.raises(aiogpu.InfeasibleError):
+        impossible.remote(1)
+    await aiogpu.shutdown()
+    early = impossible.remote(1)
+    with pytest.raises(aiogpu.InfeasibleError):
+        await early
+    await aiogpu.shutdown()
+
+
+IMPLICIT = """
+    import asyncio, sys, uvloop, aiogpu
+    from tests.contract import tasks
+    async def main():
+        print(await tasks.add.remote(1))
+    way = sys.argv[1]
+    if way == "asyncio.run":
+        asyncio.run(main())
+    elif way == "aiogpu.run":
+        aiogpu.run(main())
+    elif way == "bare loop":
+        # Never closed: the node ends with the interpreter.
+        asyncio.new_event_loop().run_until_complete(main())
+"""
+
+
+@pytest.mark.parametrize("way", ["asyncio.run", "aiogpu.run", "bare loop"])
+def test_a_node_nobody_closes_ends_with_its_loop_or_program(
+    way: str, runtime_directory: Path
+) -> None:
+    """[B5] [B6]"""
+    assert run(IMPLICIT, way, PYTHONWARNINGS="ignore::ResourceWarning") == "2\n"
+    gone_within(30, str(runtime_directory))
+
+
+FORKING = """
+    import asyncio, os, sys, aiogpu
+    from tests.contract import tasks
+    async def main():
+        async with aiogpu.init(num_cpus=1):
+            print(await tasks.add.remote(1), flush=True)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    tasks.add.remote(1)
+                except aiogpu.errors.NodeError as error:
+                    print("belongs to" in str(error), flush=True)
+                if sys.argv[1] == "os._exit":
+                    os._exit(0)
+                raise SystemExit(0)
+            os.waitpid(pid, 0)
+            print(await tasks.add.remote(2), flush=True)
+            print(await tasks.pid.remote() > 0, flush=True)
+    aiogpu.run(main()) if sys.argv[2] == "uvloop" else asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_fork_of_the_driver_is_inert(loop: str, runtime_directory: Path) -> None:
+    """[B5]"""
+    assert run(FORKING, "os._exit", loop) == "2\nTrue\n3\nTrue\n"
+
+
+CANCELLING = """
+    import asyncio, contextlib, os, sys, aiogpu
+    from tests.contract import stream_tasks, tasks
+    from tests.contract.actor_classes import Mortal
+    async def main():
+        path, way = sys.argv[1:3]
+        async with aiogpu.init(num_cpus=4):
+            actor = await Mortal.remote(path, "actor")
+            task = tasks.gated.remote(path, "task")
+            call = actor.gated.remote(path, "call")
+            stream = stream_tasks.numbers.remote(3)
+            assert await anext(stream) == 0
+            waiter = asyncio.create_task(task.coro())
+            while (await task.why()).state != "running":
+                await asyncio.sleep(0)
+            pid = os.fork()
+            if pid == 0:
+                if way == "cancel":
+                    task.cancel(), call.cancel(), stream.cancel()
+                else:
+                    waiter.cancel()
+                    with contextlib.suppress(BaseException):
+                        waiter.get_coro().throw(asyncio.CancelledError)
+                actor = task = call = stream = None
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+            print("forked", flush=True)
+            results = await asyncio.gather(waiter, call, actor.add.remote())
+            print(*results, *[item async for item in stream], flush=True)
+    aiogpu.run(main()) if sys.argv[3] == "uvloop" else asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("way", ["cancel", "end the asyncio tasks"])
+async def test_a_fork_cancels_nothing_of_its_parent(
+    way: str, loop: str, gate: Gate, runtime_directory: Path
+) -> None:
+    """[B5] Neither by `cancel()`, nor as its asyncio tasks end.
+
+    Closing the loop in a fork breaks the parent's, with or without aiogpu: both share
+    one epoll descriptor. So the fork ends its tasks as `asyncio.run` does, and goes.
+    """
+    program = start(CANCELLING, gate.path, way, loop)
+    assert program.stdout is not None
+    await gate.entered("task", "call")
+    assert await asyncio.to_thread(program.stdout.readline) == "forked\n"
+    gate.release("task", "call")
+    out, errors = await asyncio.to_thread(program.communicate, timeout=60)
+    assert "task call 1 1 2\n" in out, (out, errors)
+    assert program.returncode == 0
+    assert "Traceback" not in errors, errors
+
+
+KILLED = """
+    import asyncio, sys, aiogpu
+    from tests.contract import tasks
+    async def main():
+        async with aiogpu.init(num_cpus=4, num_gpus=1, preload=["json"]):
+            path = sys.argv[1]
+            await tasks.leave_process.remote(path, "daemon")
+            rest = [
+                tasks.gated.remote(path, "plain"),
+                tasks.gated_coroutine.remote(path, "coroutine"),
+                tasks.swallow.options(num_gpus=0.5).remote(path, "deaf"),
+            ]
+            await asyncio.wait(rest)
+    aiogpu.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_killed_driver_leaves_nothing(
+    number: signal.Signals, gate: Gate
+) -> None:
+    """[B7] Workers, what they started, and the node's directory are gone."""
+    driver = start(KILLED, gate.path)
+    try:
+        await gate.entered("daemon", "plain", "coroutine", "deaf")
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert {process.pid for process in family} >= set(gate.pids.values())
+        driver.send_signal(number)
+    except BaseException:
+        driver.kill()
+        raise
+    finally:
+        driver.communicate()
+    loop = asyncio.get_running_loop()
+    _, alive = await loop.run_in_executor(None, lambda: psutil.wait_procs(family, 10))
+    assert alive == []
+
+
+def test_remote_without_a_loop() -> None:
+    with pytest.raises(aiogpu.NoLoopError, match=r"aiogpu\.run"):
+        tasks.add.remote(1)
+    with pytest.raises(RuntimeError):
+        tasks.add.remote(1)
+
+
+def test_init_that_is_never_awaited() -> None:
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        aiogpu.init(num_cpus=1)
+
+
+async def test_remote_after_shutdown_opens_another_node() -> None:
+    async with aiogpu.init(num_cpus=1) as session:
+        pass
+    with pytest.raises(aiogpu.errors.NodeClosedError, match="init"):
+        await session.status()
+    assert await tasks.add.remote(1) == 2
+    await aiogpu.shutdown()
+
+
+async def test_the_address_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """[B1]"""
+    monkeypatch.setenv("AIOGPU_ADDRESS", "nowhere")
+    with pytest.raises(aiogpu.OptionError, match="nowhere"):
+        await aiogpu.init()
+    monkeypatch.setenv("AIOGPU_ADDRESS", "local")
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
+    """[B41]"""
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+        (directory,) = runtime_directory.iterdir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert sorted(os.listdir(directory)) == [
+            "memory.sock",
+            "node.sock",
+        ], "pipes lose their names"
+
+
+async def test_garbage_on_the_socket_closes_that_connection_alone(
+    runtime_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """[B41]"""
+    async with aiogpu.init(num_cpus=1):
+        (directory,) = runtime_directory.iterdir()
+        for garbage in (
+            b"\xff" * 100,
+            b"\x02\x00\x00\x00ab",
+            b"GET / HTTP/1.1\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_unix_connection(
+                str(directory / "node.sock")
+            )
+            writer.write(garbage)
+            (told,) = Connection(CLIENT).receive(await reader.read())
+            assert isinstance(told, Refused)
+            writer.close()
+        assert await tasks.add.remote(1) == 2
+    assert len(caplog.records) == 3

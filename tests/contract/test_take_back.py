@@ -1,0 +1,236 @@
+"""Work that was sent ahead and is taken back runs exactly once, whatever happens.
+
+Each task appends its number to a file. All are calls of one function, so that those
+that go wrong are sent ahead like those that do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiogpu
+from tests.contract.backlog_tasks import act
+from tests.support.gate import Gate
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+COUNT = 300
+
+
+class Ledger:
+    """The file in which tasks note that they run."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = str(place / "ran")
+
+    def counts(self) -> Counter[int]:
+        text = Path(self.place).read_text()
+        return Counter(map(int, text.split()))
+
+    def start(
+        self,
+        count: int,
+        troubles: dict[int, str] | None = None,
+        path: str = "",
+        first: int = 0,
+    ) -> list[aiogpu.Handle[int]]:
+        """Calls by number, from `first` on, some of which do something else."""
+        troubles = troubles or {}
+        return [
+            act.remote(self.place, n, path, troubles[n])
+            if n in troubles
+            else act.remote(self.place, n)
+            for n in range(first, first + count)
+        ]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path)
+
+
+@asynccontextmanager
+async def node(num_cpus: int) -> AsyncIterator[None]:
+    """A node whose workers have learnt that calls are short."""
+    async with aiogpu.init(num_cpus=num_cpus, cancel_grace=0.3):
+        await asyncio.gather(*(act.remote("/dev/null", n) for n in range(100)))
+        yield
+
+
+async def all_free() -> None:
+    """Until nothing of any task runs any more."""
+    async with asyncio.timeout(60):
+        while await aiogpu.available_resources() != await aiogpu.cluster_resources():
+            await asyncio.sleep(0)
+
+
+async def some_worker() -> int:
+    async with asyncio.timeout(60):
+        while True:
+            for worker in (await aiogpu.status()).workers:
+                if worker.pid:
+                    return worker.pid
+            await asyncio.sleep(0)
+
+
+async def results(handles: Sequence[aiogpu.Handle[int]]) -> list[object]:
+    async with asyncio.timeout(60):
+        return list(await asyncio.gather(*handles, return_exceptions=True))
+
+
+def each_once(numbers: Sequence[int] = range(COUNT)) -> Counter[int]:
+    return Counter(numbers)
+
+
+@pytest.mark.parametrize("how", ["spin", "C", "stop"])
+async def test_what_is_behind_an_endless_task_moves_on(
+    how: str, ledger: Ledger, gate: Gate
+) -> None:
+    async with node(2):
+        handles = ledger.start(COUNT, {100: how}, gate.path)
+        endless = handles.pop(100)
+        expected = [n for n in range(COUNT) if n != 100]
+        assert await results(handles) == expected
+        await gate.entered(f"{how}100")
+        assert not endless.done()
+        endless.cancel()
+        await all_free()
+        assert await act.remote(ledger.place, COUNT) == COUNT
+    assert ledger.counts() == each_once(range(COUNT + 1))
+
+
+@pytest.mark.parametrize("how", ["spin", "C", "stop"])
+async def test_on_one_cpu_it_moves_on_after_a_cancel(
+    how: str, ledger: Ledger, gate: Gate
+) -> None:
+    async with node(1):
+        handles = ledger.start(COUNT, {0: how, 150: how, 151: how}, gate.path)
+        for number in (0, 150, 151):
+            await gate.entered(f"{how}{number}")
+            assert not any(handle.done() for handle in handles[number:])
+            assert all(handle.done() for handle in handles[:number])
+            handles[number].cancel()
+        told = await results(handles)
+        assert [n for n in range(COUNT) if told[n] != n] == [0, 150, 151]
+    assert ledger.counts() == each_once()
+
+
+@pytest.mark.parametrize("num_cpus", [1, 2])
+async def test_cancels_in_between(num_cpus: int, ledger: Ledger, gate: Gate) -> None:
+    """What is cancelled runs once or never, all else once."""
+    async with node(num_cpus):
+        handles = ledger.start(COUNT, {200: "spin"}, gate.path)
+        cancelled = set()
+        # Before the loop turns few of them can have ended.
+        for number in range(199, 0, -11):
+            if handles[number].cancel():
+                cancelled.add(number)
+        for number in (*range(0, 200, 7), 201, 205):
+            if handles[number].cancel():
+                cancelled.add(number)
+            await asyncio.sleep(0)
+        await gate.entered("spin200")
+        for number in (200, 202, 250):
+            if handles[number].cancel():
+                cancelled.add(number)
+        told = await results(handles)
+        assert {n for n in range(COUNT) if told[n] != n} == cancelled
+        assert 200 in cancelled
+        await all_free()
+    counts = ledger.counts()
+    assert all(counts[number] <= 1 for number in cancelled)
+    kept = [n for n in range(COUNT) if n not in cancelled]
+    assert {n: counts[n] for n in kept} == each_once(kept)
+
+
+@pytest.mark.parametrize("num_cpus", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "exitcode", "number"),
+    [("exit", 5, None), ("segfault", None, signal.SIGSEGV)],
+    ids=["exit", "segfault"],
+)
+async def test_a_crash_is_blamed_on_its_own_task(
+    how: str, exitcode: int | None, number: int | None, num_cpus: int, ledger: Ledger
+) -> None:
+    """None of them is retried, yet those queued behind a crash lose nothing by it."""
+    crashing = dict.fromkeys((0, 50, 51, 52, 200, COUNT - 1), how)
+    async with node(num_cpus):
+        told = await results(ledger.start(COUNT, crashing))
+        assert [n for n in range(COUNT) if told[n] != n] == sorted(crashing)
+        for one in crashing:
+            error = told[one]
+            assert isinstance(error, aiogpu.WorkerDiedError), error
+            assert (error.exitcode, error.signal) == (exitcode, number)
+            assert "that ran act " in str(error)
+    assert ledger.counts() == each_once()
+
+
+async def test_workers_killed_from_outside(ledger: Ledger) -> None:
+    """At any moment: each kill costs at most the one task that ran."""
+    async with node(2):
+        kills = 0
+        handles: list[aiogpu.Handle[int]] = []
+        while kills <= 3:  # a loaded machine may run all calls between few kills
+            handles += ledger.start(COUNT * 4, first=len(handles))
+            while not all(handle.done() for handle in handles) and kills < 20:
+                done = sum(handle.done() for handle in handles)
+                pid = await some_worker()
+                with suppress(ProcessLookupError):  # killed before, but not heard of
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
+                async with asyncio.timeout(60):
+                    while sum(handle.done() for handle in handles) < min(
+                        done + 20, len(handles)
+                    ):
+                        await asyncio.sleep(0)
+        told = await results(handles)
+        lost = [n for n in range(len(handles)) if told[n] != n]
+        assert len(lost) <= kills
+        assert all(isinstance(told[n], aiogpu.WorkerDiedError) for n in lost)
+    counts = ledger.counts()
+    assert all(counts[n] <= 1 for n in lost)
+    kept = [n for n in range(len(handles)) if n not in lost]
+    assert {n: counts[n] for n in kept} == each_once(kept)
+
+
+async def test_workers_stopped_from_outside(ledger: Ledger) -> None:
+    """What a stopped worker had begun waits for it, all else moves on."""
+    async with node(2):
+        handles = ledger.start(COUNT * 2)
+        await handles[20]
+        stopped = await some_worker()
+        os.kill(stopped, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while sum(not handle.done() for handle in handles) > 1:
+                await asyncio.sleep(0)
+        if psutil.pid_exists(stopped):
+            os.kill(stopped, signal.SIGCONT)
+        assert await results(handles) == list(range(COUNT * 2))
+    assert ledger.counts() == each_once(range(COUNT * 2))
+
+
+async def test_children_sent_ahead_behind_a_parent_that_waits(ledger: Ledger) -> None:
+    """A worker that waits cannot run what is queued behind it."""
+    place = ledger.place
+
+    def work(first: int) -> int:
+        handles = [act.remote(place, first + n) for n in range(20)]
+        return sum(aiogpu.get(handles)) - sum(range(first, first + 20))
+
+    parent = aiogpu.remote(max_retries=0)(work)
+    async with node(1):
+        parents = [parent.remote(1000 * n) for n in range(1, 15)]
+        handles = ledger.start(COUNT)
+        assert await results(parents) == [0] * 14
+        assert await results(handles) == list(range(COUNT))
+    children = [1000 * n + child for n in range(1, 15) for child in range(20)]
+    assert ledger.counts() == each_once([*range(COUNT), *children])

@@ -1,0 +1,359 @@
+"""The event loop of a task in a worker of Ray's outlives the task's interrupts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here")
+from aiogpu.engines.ray import task_worker
+from aiogpu.engines.ray.task_worker import TaskLoop, interrupts
+from tests.contract.tripwire import Tripwire
+
+pytestmark = pytest.mark.ray
+
+
+OWN_CODE: Final = frozenset(
+    module.__file__
+    for module in (
+        task_worker,
+        threading,
+        asyncio.base_events,
+        asyncio.events,
+        asyncio.runners,
+    )
+)
+"""The files whose code runs a loop."""
+
+
+class NoCalls:
+    """Of a task that has called nobody."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, Any] = {}
+        self.on_delivered: Callable[[], object] | None = None
+
+
+@pytest.fixture
+def calls() -> NoCalls:
+    return NoCalls()
+
+
+@pytest.fixture(autouse=True)
+def own_handler() -> Iterator[None]:
+    """The handler of the tests' own interrupts comes back."""
+    handler = signal.getsignal(signal.SIGINT)
+    interrupts.install()
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture
+def task_loop(calls: NoCalls, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskLoop]:
+    """One whose waits end at once."""
+    monkeypatch.setattr(task_worker, "SLICE", 0)
+    made = TaskLoop()
+    made.wait_for(calls)  # type: ignore[arg-type]
+    yield made
+    made.loop.close()
+
+
+async def turns(number: int = 5) -> str:
+    for _ in range(number):
+        await asyncio.sleep(0)
+    return "turned"
+
+
+def waits(task_loop: TaskLoop) -> None:
+    """As `aiogpu.get` does."""
+    done: list[bool] = []
+    task_loop.loop.call_soon(done.append, True)
+    assert task_loop.run_until(lambda: bool(done), None)
+
+
+def awaits(task_loop: TaskLoop) -> None:
+    assert task_loop.run(turns()) == "turned"
+
+
+def fails(task_loop: TaskLoop) -> None:
+    async def fail() -> None:
+        raise LookupError
+
+    task_loop.run(fail())
+
+
+def exits(task_loop: TaskLoop) -> None:
+    """So that the loop is left in the midst of a turn."""
+
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def main() -> None:
+        leaving = asyncio.create_task(leave())
+        leaving.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await turns(1)
+
+    task_loop.run(main())
+
+
+def leaves_some(task_loop: TaskLoop) -> None:
+    async def leave() -> None:
+        asyncio.create_task(turns(1000))  # noqa: RUF006 - it is to be left
+
+    task_loop.run(leave())
+    task_loop.cancel_all()
+    assert not asyncio.all_tasks(task_loop.loop)
+
+
+def check_sound(task_loop: TaskLoop, calls: NoCalls) -> None:
+    """The next task finds the loop as the first one did."""
+    task_loop.cancel_all()
+    assert calls.on_delivered is None
+    assert task_loop.run(turns()) == "turned"
+    waits(task_loop)
+    assert not task_loop._turn.locked()
+    assert not task_loop._waiters
+    assert interrupts._depth == 0
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("scene", [waits, awaits, fails, exits, leaves_some])
+def test_an_interrupt_at_any_line_of_a_loops_code(
+    scene: Callable[[TaskLoop], None], task_loop: TaskLoop, calls: NoCalls
+) -> None:
+    """It is raised, and leaves nothing behind that would stop the next task."""
+    for nth in count(1):
+        raised = None
+        with interrupts.enabled(), Tripwire(nth, OWN_CODE) as wire:
+            try:
+                scene(task_loop)
+            except (KeyboardInterrupt, LookupError, SystemExit) as error:
+                raised = error
+        assert interrupts.has_come == wire.is_torn, nth
+        assert raised is not None or not wire.is_torn, nth
+        try:
+            check_sound(task_loop, calls)
+        except BaseException as error:
+            error.add_note(f"after an interrupt at line {nth}")
+            raise
+        if not wire.is_torn:
+            break
+    assert nth > 20
+
+
+class Careful(asyncio.Future[None]):
+    """Cannot be cancelled in the midst of what its owner does."""
+
+    is_busy = False
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        assert not self.is_busy
+        return super().cancel(msg)
+
+
+def test_a_coroutine_is_not_cancelled_amid_other_code(task_loop: TaskLoop) -> None:
+    """What it awaits may have to take a lock that the interrupted code holds."""
+    awaited = Careful(loop=task_loop.loop)
+
+    def work() -> None:
+        awaited.is_busy = True
+        signal.raise_signal(signal.SIGINT)
+        awaited.is_busy = False
+
+    async def main() -> None:
+        task_loop.loop.call_soon(work)
+        await awaited
+
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
+        task_loop.run(main())
+    assert awaited.cancelled()
+
+
+def test_a_wait_in_the_selector_is_woken(
+    task_loop: TaskLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the signal itself: no slice ends it, no call and no timer."""
+    monkeypatch.setattr(task_worker, "SLICE", 300)
+    reached = threading.Event()
+
+    def interrupt() -> None:
+        reached.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    async def main() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
+        task_loop.run(main())
+    thread.join()
+
+
+def test_an_interrupt_ends_a_clean_up_that_would_not_end(task_loop: TaskLoop) -> None:
+    """Of what the task has left running, whose own code has ended."""
+    ends: list[str] = []
+
+    async def rest() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            task_loop.loop.call_soon(signal.raise_signal, signal.SIGINT)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ends.append("it was cancelled twice")
+
+    async def leave() -> asyncio.Task[None]:
+        left = asyncio.create_task(rest())
+        await turns(1)
+        return left
+
+    with interrupts.enabled():
+        left = task_loop.run(leave())
+        with pytest.raises(KeyboardInterrupt):
+            task_loop.cancel_all()
+    assert ends
+    assert left.cancelled()
+
+
+def test_code_that_ends_the_loop_again_and_again(task_loop: TaskLoop) -> None:
+    """Each by an exception of its own, while the first is still under way."""
+
+    async def leave() -> None:
+        await turns(1)
+        sys.exit(3)
+
+    async def main() -> None:
+        leaving = [asyncio.create_task(leave()) for _ in range(5)]
+        for one in leaving:
+            one.add_done_callback(asyncio.Task.exception)
+        await turns(2)
+
+    with pytest.raises(SystemExit):
+        task_loop.run(main())
+    task_loop.cancel_all()
+    assert task_loop.run(turns()) == "turned"
+
+
+def test_the_outermost_block_raises_what_was_deferred() -> None:
+    steps: list[str] = []
+
+    def work() -> None:
+        with interrupts.deferred():
+            with interrupts.deferred():
+                signal.raise_signal(signal.SIGINT)
+                steps.append("in the inner block")
+                assert not interrupts.is_due()
+            steps.append("in the outer block")
+            assert interrupts.is_due()
+
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == ["in the inner block", "in the outer block"]
+
+
+def test_an_inner_block_leaves_it_to_the_outer_one_to_wake() -> None:
+    woken: list[bool] = []
+    with interrupts.enabled(), interrupts.deferred(lambda: woken.append(True)):
+        with interrupts.deferred():
+            signal.raise_signal(signal.SIGINT)
+        assert woken  # more than once if the thread that insists was quick
+        assert interrupts.take()
+        assert not interrupts.take()
+
+
+def test_threads_put_nothing_off() -> None:
+    """And none of them is told of what the main thread has to end for."""
+    seen: list[bool] = []
+
+    def look() -> None:
+        with interrupts.deferred():
+            seen.append(interrupts.is_due())
+        seen.append(interrupts.take())
+
+    with interrupts.enabled(), interrupts.deferred():
+        signal.raise_signal(signal.SIGINT)
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert interrupts.take()
+    assert seen == [False, False]
+
+
+def test_an_awaited_thing_may_end_though_it_was_cancelled(task_loop: TaskLoop) -> None:
+    """As in any program; and a cancel of its own is no interrupt."""
+
+    async def stubborn() -> str:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "stubborn"
+        return "not cancelled"
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with interrupts.enabled():
+        assert task_loop.run(stubborn()) == "stubborn"
+    with interrupts.enabled(), pytest.raises(asyncio.CancelledError):
+        task_loop.run(cancelled())
+
+
+@pytest.fixture
+def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that is interrupted half-way; not whole, it spoils its process."""
+    text = "import signal\nsignal.raise_signal(signal.SIGINT)\nWHOLE = True\n"
+    (tmp_path / "half_way.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "half_way"
+    sys.modules.pop("half_way", None)
+
+
+def test_an_import_is_not_broken_off(half: str) -> None:
+    """The interrupt, of which there may be no other, comes as soon as it has ended."""
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(import_module(half).WHOLE)
+        assert not interrupts.has_come
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            pass
+
+    with interrupts.enabled(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert seen == [True]
+    assert interrupts.has_come
+
+
+def test_what_an_import_has_put_off_a_coroutine_hears(
+    half: str, task_loop: TaskLoop
+) -> None:
+    """The import is that of its own module."""
+    with interrupts.enabled():
+        import_module(half)
+        with pytest.raises(KeyboardInterrupt):
+            task_loop.run(asyncio.Event().wait())
+
+
+def test_what_came_for_a_task_is_none_of_the_nexts(half: str) -> None:
+    with interrupts.enabled():
+        import_module(half)
+    interrupts._look(0, None)
+    with interrupts.enabled():
+        interrupts._look(0, None)
+    assert not interrupts.has_come

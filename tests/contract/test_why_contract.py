@@ -1,0 +1,234 @@
+"""[B23] What every engine says when it is asked why a task waits, or what there is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import aiogpu
+from aiogpu.observe import snapshot as module
+from aiogpu.observe.snapshot import LISTED
+from aiogpu.observe.status import TaskStatus
+from tests.contract import tasks
+from tests.support.gate import Gate
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.needs("holders"),
+]
+
+
+@pytest.mark.needs("at once")
+async def test_a_waiting_task_names_what_is_short_and_who_holds_it(
+    address: str, gate: Gate
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=8, num_gpus=2):
+        most = tasks.gated.options(num_gpus=0.7)
+        a = most.options(name="first").remote(gate.path, "a")
+        b = most.options(name="second").remote(gate.path, "b")
+        await gate.entered("a", "b")
+        half = tasks.gated.options(num_gpus=0.5, name="half")
+        c, d = half.remote(gate.path, "c"), half.remote(gate.path, "d")
+        why = await d.why()
+        assert (why.name, why.task, why.state) == ("half", d.task_id, "waiting")
+        assert (why.position, why.of) == (2, 2)
+        assert why.request == {"CPU": 1.0, "GPU": 0.5}
+        assert why.seconds is not None
+        assert why.seconds >= 0
+        (short,) = why.reasons
+        assert (short.resource, short.asked, short.free, short.total) == (
+            *("GPU", 0.5, 0.6, 2.0),
+        )
+        assert [(one.task, one.share, one.pid) for one in short.holders] == [
+            ("first", 0.7, gate.pids["a"]),
+            ("second", 0.7, gate.pids["b"]),
+        ]
+        assert f"held by first (pid {gate.pids['a']}, for " in str(why)
+        assert (await c.why()).position == 1
+        c.cancel()
+        assert ((await d.why()).position, (await d.why()).of) == (1, 1)
+        gate.release("a", "b")
+        await gate.entered("d")
+        assert (await d.why()).state == "running"
+        gate.release("d")
+        await asyncio.gather(a, b, d)
+
+
+@pytest.mark.needs("at once")
+async def test_a_task_that_waits_for_its_children_says_so(
+    address: str, gate: Gate
+) -> None:
+    async def parent(path: str) -> str:
+        return await tasks.gated.options(name="child").remote(path, "child")
+
+    async with aiogpu.init(address=address, num_cpus=1):
+        handle = aiogpu.remote(parent).remote(gate.path)
+        await gate.entered("child")
+        why = await handle.why()
+        assert (why.state, why.children) == ("blocked", ("child",))
+        assert "waits for its child child; meanwhile it holds no CPU" in str(why)
+        (status, _) = (await aiogpu.status()).tasks
+        assert (status.state, status.reason) == (
+            *("blocked", "waits for its children: child"),
+        )
+        gate.release("child")
+        assert await handle == "child"
+
+
+async def test_a_running_task_and_those_behind_it(address: str, gate: Gate) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        runs = tasks.gated_coroutine.options(name="runs").remote(gate.path, "a")
+        await gate.entered("a")
+        waiting = [tasks.add.remote(number) for number in range(3)]
+        why = await runs.why()
+        assert (why.state, why.pid) == ("running", gate.pids["a"])
+        assert str(why).startswith(f"runs (task {runs.task_id}) runs on worker ")
+        for position, handle in enumerate(waiting, start=1):
+            why = await handle.why()
+            assert (why.state, why.position, why.of) == ("waiting", position, 3)
+            assert str(why).startswith(f"add (task {handle.task_id}) has waited ")
+        gate.release("a")
+        assert await asyncio.gather(runs, *waiting) == ["a", 1, 2, 3]
+
+
+@pytest.mark.parametrize("address", ["inline"])
+async def test_inline_tasks_wait_for_their_turn(address: str, gate: Gate) -> None:
+    """Whatever they ask for: one runs after the other."""
+    async with aiogpu.init(address=address, num_cpus=9):
+        runs = tasks.gated_coroutine.remote(gate.path, "a")
+        await gate.entered("a")
+        first = tasks.add.remote(1)
+        dropped = tasks.add.remote(1)
+        last = tasks.add.options(num_cpus=2, priority=5).remote(1)
+        dropped.cancel()
+        why = await last.why()
+        assert (why.position, why.of, why.reasons) == (1, 1, ())
+        assert str(why).endswith(" for its turn: 0 before it"), "of those like it"
+        status = await aiogpu.status()
+        assert [shape.count for shape in status.shapes] == [1, 1]
+        assert [shape.first for shape in status.shapes] == ["add", "add"]
+        assert status.shapes[1].reason == "waits for its turn"
+        gate.release("a")
+        assert await asyncio.gather(runs, first, last) == ["a", 2, 2]
+
+
+async def test_what_has_ended_says_how(address: str, gate: Gate) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        done, failed = tasks.add.remote(1), tasks.fail.remote(KeyError, "no")
+        await asyncio.wait([done, failed])
+        runs = tasks.gated_coroutine.remote(gate.path, "a")
+        await gate.entered("a")
+        cancelled, waits = tasks.add.remote(1), tasks.add.remote(1)
+        cancelled.cancel()
+        outcomes = [(await h.why()).outcome for h in (done, failed, cancelled)]
+        assert outcomes == [
+            "it gave its result",
+            "it failed with KeyError",
+            "it was cancelled",
+        ]
+        assert (await cancelled.why()).state == "ended"
+    why = await waits.why()
+    assert str(why).endswith("has ended: it failed with NodeClosedError.")
+    assert runs.done()
+
+
+async def test_while_the_node_opens(address: str) -> None:
+    opening = asyncio.ensure_future(
+        aiogpu.init(address=address, num_cpus=1).__aenter__()
+    )
+    await asyncio.sleep(0)
+    handle = tasks.add.remote(1)
+    why = await handle.why()
+    assert str(why) == "add waits for its node, which is being opened."
+    await opening
+    assert await handle == 2
+    await aiogpu.shutdown()
+
+
+async def test_a_task_cannot_ask(address: str) -> None:
+    """Only the program can; so it is in a worker, and so it is in this process."""
+
+    async def ask() -> list[str]:
+        child = tasks.add.remote(1)
+        questions = [
+            *(child.why, aiogpu.status),
+            *(aiogpu.cluster_resources, aiogpu.available_resources),
+        ]
+        answers = []
+        for question in questions:
+            try:
+                await question()
+            except aiogpu.errors.NodeError as error:
+                answers.append(str(error))
+        assert await child == 2
+        return answers
+
+    async with aiogpu.init(address=address, num_cpus=1):
+        answers = await aiogpu.remote(ask).remote()
+        assert len(answers) == 4
+        for answer, asked in zip(
+            answers,
+            ["why()", "status()", "cluster_resources()", "available_resources()"],
+            strict=True,
+        ):
+            assert asked in answer
+            assert "was called inside a task; only the program" in answer
+        assert (await aiogpu.status()).total["CPU"] == 1.0
+
+
+async def test_a_plain_task_cannot_ask_either(address: str) -> None:
+    def ask() -> str:
+        child = tasks.add.remote(1)
+        try:
+            child.why()
+        except aiogpu.errors.NodeError as error:
+            return f"{error} {aiogpu.get(child)}"
+        return "it could"
+
+    async with aiogpu.init(address=address, num_cpus=1):
+        answer = await aiogpu.remote(ask).remote()
+        assert "why() of the handle of add was called inside a task" in answer
+        assert answer.endswith(" 2")
+
+
+@pytest.mark.needs("own objects")
+async def test_a_great_many_that_wait_cost_no_more_than_a_few(
+    address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is made is counted, not timed."""
+    made = []
+
+    def make(*parts: object) -> object:
+        made.append(parts)
+        return TaskStatus(*parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "TaskStatus", make)
+    async with aiogpu.init(address=address, num_cpus=1):
+        runs = tasks.gated_coroutine.remote(gate.path, "a")
+        await gate.entered("a")
+        handles = [tasks.add.remote(1) for _ in range(50_000)]
+        status = await aiogpu.status()
+        assert status.waiting_count == 50_000
+        assert len(made) == len(status.tasks) == 1 + LISTED
+        (shape,) = status.shapes
+        assert (shape.count, shape.first) == (50_000, "add")
+        why = await handles[40_000].why()
+        assert (why.position, why.of) == (40_001, 50_000)
+        gate.release("a")
+        await runs
+
+
+async def test_the_table_and_the_line(address: str, gate: Gate) -> None:
+    async with aiogpu.init(address=address, num_cpus=1, num_gpus=1):
+        runs = tasks.gated_coroutine.options(num_gpus=1, name="train")
+        handle = runs.remote(gate.path, "a")
+        await gate.entered("a")
+        waiting = tasks.add.remote(1)
+        status = await aiogpu.status()
+        assert f"  1  train  pid {gate.pids['a']}" in str(status)
+        assert "1 running, 1 waiting" in repr(status)
+        assert "  1 x {CPU: 1}: add first, the oldest for " in str(status)
+        gate.release("a")
+        assert await asyncio.gather(handle, waiting) == ["a", 2]

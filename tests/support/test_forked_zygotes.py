@@ -1,0 +1,175 @@
+"""A zygote that was forked for a test is what one is that was started."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiogpu
+from aiogpu.runtime.zygote import config
+from aiogpu.runtime.zygote.config import start_interpreter
+from tests.support.forked_zygotes import Forked, Forker, handed_down
+from tests.support.zygote_forker import SYS_CLONE
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.skipif(
+        os.uname().machine not in SYS_CLONE, reason="all zygotes are started here"
+    ),
+]
+
+NODE = re.compile("aiogpu-[0-9a-f]+-")
+OF_A_PROCESS = ("Name:", "Tgid:", "Pid:", "PPid:", "Ngid:", "NS", "Vm", "Rss", "Huge")
+OF_A_MOMENT = ("State:", "voluntary_", "nonvoluntary_", "SigQ:", "THP_", "FDSize")
+
+
+@aiogpu.remote
+def looked_at() -> tuple[list[int], dict[str, Any]]:
+    """Whom a worker comes from, beginning with itself, and what can be seen in it."""
+    import gc
+    import os
+    import signal
+    import sys
+    import warnings
+
+    line = [os.getpid()]
+    for _ in range(3):
+        with open(f"/proc/{line[-1]}/stat") as stat:
+            line.append(int(stat.read().rpartition(")")[2].split()[1]))
+    return line, {
+        "modules": sorted(sys.modules),
+        "path": sys.path,
+        "argv": sys.argv,
+        "flags": tuple(sys.flags),
+        "warnings": (sys.warnoptions, len(warnings.filters)),
+        "environ": dict(os.environ),
+        "place": os.getcwd(),
+        "handlers": [
+            str(signal.getsignal(n)).partition(" object at ")[0]
+            for n in signal.valid_signals()
+        ],
+        "collector": (gc.isenabled(), gc.get_threshold()),
+        "streams": [
+            (type(stream), getattr(stream, "encoding", ""), stream.errors)
+            for stream in (sys.__stdin__, sys.__stdout__, sys.__stderr__, sys.stdin)
+        ],
+        "builtins": sorted(vars(sys.modules["builtins"])),
+        "main": sorted(vars(sys.modules["__main__"])),
+    }
+
+
+def of_the_kernel(pid: int) -> dict[str, Any]:
+    """What the kernel tells of a process, but for what is each one's own."""
+    proc = Path(f"/proc/{pid}")
+    status = (proc / "status").read_text().splitlines()
+    fields = (proc / "stat").read_text().rpartition(")")[2].split()
+    own = OF_A_PROCESS + OF_A_MOMENT
+    return {
+        "name": (proc / "comm").read_text(),
+        "program": os.readlink(proc / "exe"),
+        "status": [line for line in status if not line.startswith(own)],
+        "limits": (proc / "limits").read_text(),
+        "cgroup": NODE.sub("aiogpu-NODE-", (proc / "cgroup").read_text()),
+        "place": os.readlink(proc / "cwd"),
+        "niceness": fields[16],
+        "leads": (int(fields[2]) == pid, int(fields[3]) == pid),
+        "open": sorted(
+            # The number of a pipe, and the node's name.
+            os.path.basename(os.readlink(link)).partition("[")[0]
+            for link in (proc / "fd").iterdir()
+        ),
+    }
+
+
+async def seen() -> tuple[int, dict[str, Any]]:
+    """The process whose child the zygote is, and all that is seen of a node."""
+    async with aiogpu.init(num_cpus=1, num_gpus=0):
+        (worker, keeper, zygote, driver), told = await looked_at.remote()
+        for who, pid in (("worker", worker), ("keeper", keeper), ("zygote", zygote)):
+            told |= {f"{who}'s {k}": v for k, v in of_the_kernel(pid).items()}
+        return driver, told
+
+
+@pytest.fixture
+def forked(zygote_forker: Forker, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each zygote whether it was forked."""
+    found = []
+
+    def note(*args: Any) -> Any:
+        child = zygote_forker.start(*args)
+        found.append(isinstance(child, Forked))
+        return child
+
+    monkeypatch.setattr(config, "start_interpreter", note)
+    return found
+
+
+async def test_nobody_can_tell_them_apart(
+    forked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOUR", "blue")
+    driver, one = await seen()
+    assert forked == [True]
+    monkeypatch.setattr(config, "start_interpreter", start_interpreter)
+    other_driver, other = await seen()
+    assert driver == other_driver == os.getpid()
+    assert one["environ"]["COLOUR"] == "blue"
+    assert {k: (v, other[k]) for k, v in one.items() if v != other[k]} == {}
+
+
+@pytest.mark.parametrize("variable", ["PYTHONUTF8", "LD_BIND_NOW", "HOME", "TZ"])
+async def test_what_is_read_at_the_start_has_an_interpreter_started(
+    variable: str, forked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    await seen()
+    assert forked == [False]
+
+
+async def test_what_is_handed_down_has_an_interpreter_started(
+    forked: list[bool],
+) -> None:
+    before = os.umask(0o123)
+    try:
+        _, told = await seen()
+    finally:
+        os.umask(before)
+    assert forked == [False]
+    assert "Umask:\t0123" in told["zygote's status"]
+
+
+async def test_its_limit_of_descriptors_is_handed_down(forked: list[bool]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = min(soft, 900)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard))
+    try:
+        _, told = await seen()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert forked == [True]
+    files = next(x for x in told["zygote's limits"].splitlines() if "open files" in x)
+    assert files.split()[3] == str(lower)
+
+
+def test_what_a_process_hands_down_is_seen() -> None:
+    ours = handed_down(os.environ)
+    assert handed_down(os.environ) == ours
+    command = (
+        "import os; os.nice(1); from tests.support.forked_zygotes import handed_down; "
+        "print(handed_down(os.environ)[-1])"
+    )
+    nicer = subprocess.check_output([sys.executable, "-c", command], text=True)
+    assert int(nicer) == ours[-1] + 1
+
+
+def test_the_forker_ends_with_who_has_it() -> None:
+    forker = Forker()
+    assert forker.close() == ""

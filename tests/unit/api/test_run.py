@@ -1,0 +1,164 @@
+"""[B2] `run` is `asyncio.run` on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import uvloop
+
+import aiogpu
+from aiogpu.api.run import _open_standard_descriptors
+from tests.support.program import environment
+
+
+async def loop_and_debug() -> tuple[type, bool]:
+    loop = asyncio.get_running_loop()
+    return type(loop), loop.get_debug()
+
+
+def test_it_runs_on_uvloop() -> None:
+    assert aiogpu.run(loop_and_debug()) == (uvloop.Loop, False)
+    assert aiogpu.run(loop_and_debug(), debug=True) == (uvloop.Loop, True)
+
+
+async def fail() -> None:
+    raise KeyError("a")
+
+
+def test_an_error_comes_out() -> None:
+    with pytest.raises(KeyError):
+        aiogpu.run(fail())
+
+
+PROGRAM = """
+import aiogpu, os, sys
+from tests.contract import tasks
+async def main():
+    async with aiogpu.init(num_cpus=1, log_to_driver=False):
+        value = await tasks.add.remote(1)
+    with open(sys.argv[1], "w") as file:
+        file.write(str(value))
+aiogpu.run(main())
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "<&-", ">&-", "2>&-"])
+def test_a_program_without_standard_descriptors(closed: str, tmp_path: object) -> None:
+    """libuv aborts a process that lets it have descriptor 0, 1 or 2."""
+    result = f"{tmp_path}/result"
+    ended = subprocess.run(
+        [
+            *("sh", "-c", f'exec "$@" {closed}', "sh"),
+            *(sys.executable, "-c", PROGRAM, result),
+        ],
+        stdin=subprocess.DEVNULL,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0
+    with open(result) as file:
+        assert file.read() == "2"
+
+
+def test_open_descriptors_are_left_alone() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    _open_standard_descriptors()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_it_runs_coroutines_alone() -> None:
+    with pytest.raises(ValueError, match="coroutine"):
+        aiogpu.run(fail)  # type: ignore[arg-type]
+
+
+async def test_it_begins_no_loop_within_another() -> None:
+    coroutine = fail()
+    with pytest.raises(RuntimeError, match="running event loop") as raised:
+        aiogpu.run(coroutine)
+    assert "write `await main()`" in str(raised.value)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
+@pytest.mark.parametrize("outcome", ["swallowed", "another error"])
+def test_a_ctrl_c_while_uvloop_is_imported(
+    outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython now and then drops what comes in an import, or makes another error."""
+
+    class Uvloop(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                if outcome == "another error":
+                    raise TypeError("expected a message argument") from None
+            return getattr(uvloop, name)
+
+    monkeypatch.setitem(sys.modules, "uvloop", Uvloop("uvloop"))
+    main = fail()
+    with pytest.raises(KeyboardInterrupt):
+        aiogpu.run(main)
+    assert inspect.getcoroutinestate(main) == inspect.CORO_CLOSED
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+async def clean_up(done: list[str]) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        await loop.create_future()
+    except asyncio.CancelledError:
+        try:
+            loop.call_soon(signal.raise_signal, signal.SIGINT)
+            await loop.create_future()
+        finally:
+            await asyncio.sleep(0)
+            done.append("cleaned up")
+
+
+def test_what_a_second_ctrl_c_interrupts_may_await_in_its_finally(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        aiogpu.run(clean_up(done))
+    assert done == ["cleaned up"]
+    assert caplog.messages == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_ctrl_c_before_the_first_step_complains_of_no_coroutine(
+    recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presses = [signal.SIGINT]
+
+    class Loop(uvloop.Loop):
+        def run_until_complete(self, future: Any) -> Any:
+            while presses:
+                signal.raise_signal(presses.pop())
+            return super().run_until_complete(future)
+
+    monkeypatch.setattr(uvloop, "new_event_loop", Loop)
+    main = fail()
+    with pytest.raises(KeyboardInterrupt):
+        aiogpu.run(main)
+    assert inspect.getcoroutinestate(main) == inspect.CORO_CLOSED
+    assert not recwarn.list
+
+
+def test_what_keeps_uvloop_from_being_imported_comes_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with pytest.raises(ImportError):
+        aiogpu.run(fail())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,323 @@
+"""Mappings: one for each segment, kept by its views alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from aiogpu.memory import mapping as module
+from aiogpu.memory.mapping import Mappings
+from aiogpu.memory.segment import Segment
+from tests.unit.memory.held import mapped
+
+
+class Reader:
+    """Mappings of this process, and what was told of them."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.still_there: list[bool] = []
+        self.mappings = Mappings(self.note)
+
+    def note(self, segment: int) -> None:
+        self.told.append(segment)
+        self.still_there.append(any("rw-p" in line for line in mapped()))
+
+    def views(
+        self, segment: Segment, *spans: tuple[int, int], number: int = 0
+    ) -> list[memoryview]:
+        fd = segment.share()
+        try:
+            return self.mappings.views(
+                number or segment.id, fd, segment.size, spans or ((0, 5),)
+            )
+        finally:
+            os.close(fd)
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(7, 100)
+    segment.write([memoryview(b"first"), memoryview(b"second")])
+    yield segment
+    segment.close()
+
+
+def test_views_are_read_only_and_of_their_spans(
+    reader: Reader, segment: Segment
+) -> None:
+    first, second, nothing = reader.views(segment, (0, 5), (64, 6), (4096, 0))
+    assert (bytes(first), bytes(second), bytes(nothing)) == (b"first", b"second", b"")
+    assert first.readonly
+    with pytest.raises(TypeError):
+        first[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        np.frombuffer(first, np.uint8)[0] = 1
+
+
+def test_a_writer_reads_his_own(reader: Reader, segment: Segment) -> None:
+    [view] = reader.views(segment)
+    segment.write([memoryview(b"again")])
+    assert bytes(view) == b"again"
+
+
+def test_all_views_share_one_mapping(reader: Reader, segment: Segment) -> None:
+    views = [reader.views(segment, (n, 5)) for n in range(10)]
+    assert len([line for line in mapped() if "rw-p" in line]) == 1
+    assert reader.mappings.is_mapped(7)
+    assert not reader.mappings.is_mapped(8)
+    del views[1:]
+    assert reader.told == []
+    views.clear()
+    assert reader.told == [7]
+
+
+def test_it_is_told_after_the_kernel_has_unmapped(
+    reader: Reader, segment: Segment
+) -> None:
+    views = reader.views(segment)
+    assert any("rw-p" in line for line in mapped())
+    views.clear()
+    assert (reader.told, reader.still_there) == ([7], [False])
+    assert not reader.mappings.is_mapped(7)
+    assert not segment.is_read
+
+
+def test_a_segment_without_spans_is_unmapped_at_once(
+    reader: Reader, segment: Segment
+) -> None:
+    fd = segment.share()
+    assert reader.mappings.views(7, fd, segment.size, ()) == []
+    os.close(fd)
+    assert (reader.told, reader.still_there) == ([7], [False])
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda view: view[1:4],
+        lambda view: view.cast("b"),
+        lambda view: memoryview(view).toreadonly(),
+        lambda view: np.frombuffer(view, np.uint8),
+        lambda view: np.frombuffer(view, np.uint8)[1:3],
+        lambda view: np.frombuffer(view, np.uint8).reshape(5, 1).T,
+        pickle.PickleBuffer,
+        lambda view: pickle.PickleBuffer(np.frombuffer(view, np.uint8)).raw(),
+        lambda view: iter(view),
+    ],
+)
+def test_whatever_is_derived_keeps_it(
+    reader: Reader, segment: Segment, derive: Callable[[memoryview], object]
+) -> None:
+    kept = derive(reader.views(segment)[0])
+    gc.collect()
+    assert reader.told == []
+    assert segment.is_read
+    assert reader.mappings.is_mapped(7)
+    del kept
+    assert (reader.told, reader.still_there) == ([7], [False])
+
+
+def test_an_array_out_of_band(reader: Reader) -> None:
+    array = np.arange(10_000.0)
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(array, protocol=5, buffer_callback=buffers.append)
+    raw = [buffer.raw() for buffer in buffers]
+    segment = Segment.create(9, Segment.room_for(map(len, raw)))
+    spans = segment.write(raw)
+    again = pickle.loads(pickled, buffers=reader.views(segment, *spans))
+    assert (again == array).all()
+    assert not again.flags.writeable
+    part = again[5:6]
+    del again
+    assert reader.told == []
+    del part
+    assert reader.told == [9]
+    segment.close()
+
+
+def test_it_comes_again_after_it_has_gone(reader: Reader, segment: Segment) -> None:
+    for count in range(1, 4):
+        views = reader.views(segment)
+        assert reader.told == [7] * (count - 1)
+        del views
+        assert reader.told == [7] * count
+
+
+def test_a_segment_stays_mapped_while_its_descriptor_is_of_no_use(
+    reader: Reader, segment: Segment
+) -> None:
+    views = reader.views(segment)
+    views += reader.mappings.views(7, -1, segment.size, [(64, 6)])
+    assert bytes(views[1]) == b"second"
+
+
+def test_a_mapping_that_fails_leaves_nothing(reader: Reader, segment: Segment) -> None:
+    with pytest.raises((OSError, ValueError)):
+        reader.mappings.views(7, -7, segment.size, [(0, 5)])
+    with pytest.raises(ValueError, match="greater"):
+        reader.mappings.views(7, segment.fd, 2 * segment.size, [(0, 5)])
+    assert not reader.mappings.is_mapped(7)
+    # Whoever counts on being told is told, though it never was there.
+    assert reader.told == [7, 7]
+
+
+@pytest.mark.parametrize("span", [(-1, 5), (0, -1), (4000, 97), (1 << 62, 1)])
+def test_a_span_outside_is_refused(
+    reader: Reader, segment: Segment, span: tuple[int, int]
+) -> None:
+    with pytest.raises(ValueError, match=r"outside of segment 7, which has 4096"):
+        reader.views(segment, (0, 5), span)
+    assert reader.told == []
+
+
+class Saver:
+    """Part of a cycle, with a finalizer that may save what it holds."""
+
+    def __init__(self, view: memoryview, saved: list[memoryview] | None) -> None:
+        self.view = view
+        self.saved = saved
+        self.itself = self
+
+    def __del__(self) -> None:
+        if self.saved is not None:
+            self.saved.append(self.view)
+
+
+def test_in_a_cycle_it_is_told_early_and_the_kernel_knows_better(
+    reader: Reader, segment: Segment
+) -> None:
+    cycle = Saver(reader.views(segment)[0], None)
+    del cycle
+    assert reader.told == []
+    gc.collect()
+    # CPython clears weak references into garbage before the garbage itself.
+    assert (reader.told, reader.still_there) == ([7], [True])
+    assert not segment.is_read
+
+
+def test_a_view_saved_by_a_finalizer_is_known_to_the_kernel(
+    reader: Reader, segment: Segment
+) -> None:
+    saved: list[memoryview] = []
+    cycle = Saver(reader.views(segment)[0], saved)
+    del cycle
+    gc.collect()
+    assert reader.told == [7]
+    assert bytes(saved[0]) == b"first"
+    assert segment.is_read
+    views = reader.views(segment)
+    saved.clear()
+    assert segment.is_read
+    views.clear()
+    assert not segment.is_read
+    assert reader.told == [7, 7]
+
+
+def test_two_mappings_of_one_segment_are_told_once_both_are_gone(
+    reader: Reader, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As when a finalizer, or another thread, maps while this one does.
+    real = module.map_readonly
+    inner: list[list[memoryview]] = []
+
+    def interrupted(fd: int, size: int) -> object:
+        if not inner:
+            inner.append([])
+            inner[0] += reader.views(segment, (64, 6))
+        return real(fd, size)
+
+    monkeypatch.setattr(module, "map_readonly", interrupted)
+    outer = reader.views(segment)
+    assert len([line for line in mapped() if "rw-p" in line]) == 2
+    outer.clear()
+    assert reader.told == []
+    assert bytes(inner[0][0]) == b"second"
+    assert reader.mappings.is_mapped(7)
+    inner.clear()
+    assert (reader.told, reader.still_there) == ([7], [False])
+
+
+def test_an_end_amid_a_count_is_counted_by_who_counts(segment: Segment) -> None:
+    other = Segment.create(8, 100)
+    held: dict[int, list[memoryview]] = {}
+    told: list[int] = []
+
+    def note(number: int) -> None:
+        told.append(number)
+        held.pop(8, None)
+        told.append(-number)
+
+    mappings = Mappings(note)
+    held[7] = mappings.views(7, segment.fd, 100, [(0, 1)])
+    held[8] = mappings.views(8, other.fd, 100, [(0, 1)])
+    held.pop(7)
+    assert told == [7, -7, 8, -8]
+    other.close()
+
+
+def test_many_threads_come_and_go(segment: Segment) -> None:
+    told: list[int] = []
+    mappings = Mappings(told.append)
+    others = [Segment.create(number, 100) for number in range(3)]
+    wrong: list[object] = []
+    begin = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        begin.wait()
+        for step in range(300):
+            each = others[(step * seed) % 3]
+            views = mappings.views(each.id, each.fd, each.size, [(0, 5), (5, 5)])
+            if not mappings.is_mapped(each.id):
+                wrong.append(each.id)
+            del views
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert not any(mappings.is_mapped(each.id) for each in others)
+    assert not any("rw-p" in line for line in mapped())
+    assert {each.id for each in others} <= set(told)
+    # Nothing is left of those that went.
+    assert (mappings._counts, mappings._latest, mappings._sights) == ({}, {}, {})
+    for each in others:
+        each.close()
+
+
+def test_the_room_is_cheap_to_import() -> None:
+    program = (
+        "import sys; before = set(sys.modules)\n"
+        "import aiogpu.memory.mapping, aiogpu.memory.segment_pool\n"
+        "import aiogpu.memory.fd_passing\n"
+        "print(*sorted({'asyncio', 'tempfile', 'ctypes', 'random', 'logging', "
+        "'threading'} & (set(sys.modules) - before)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == []

@@ -1,0 +1,332 @@
+"""Warm segments: kept when nobody reads them, and written again."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiogpu.errors import AiogpuError, ObjectMemoryError
+from aiogpu.memory import segment as segments
+from aiogpu.memory.segment import Segment, map_readonly
+from aiogpu.memory.segment_pool import MOST_WARM, SegmentPool
+from tests.support.sampling import examples
+
+PAGE = mmap.PAGESIZE
+
+
+def nowhere() -> None:
+    return None
+
+
+@pytest.fixture
+def warm() -> Iterator[SegmentPool]:
+    warm = SegmentPool(1000, 20 * PAGE, nowhere)
+    yield warm
+    warm.close()
+
+
+def sums(warm: SegmentPool) -> tuple[int, int, int]:
+    """Pages that are warm, in use and on disk."""
+    counts = (warm.bytes_warm, warm.bytes_in_use, warm.bytes_on_disk)
+    assert not any(count % PAGE for count in counts)
+    return counts[0] // PAGE, counts[1] // PAGE, counts[2] // PAGE
+
+
+def test_numbers_count_up(warm: SegmentPool) -> None:
+    assert [warm.take(PAGE).id for _ in range(3)] == [1000, 1001, 1002]
+    assert sums(warm) == (0, 3, 0)
+
+
+def test_what_is_given_back_is_taken_again_and_written_in_place(
+    warm: SegmentPool,
+) -> None:
+    segment = warm.take(3 * PAGE)
+    segment.write([memoryview(b"first")])
+    place = os.fstat(segment.fd).st_ino
+    assert warm.give_back(segment.id)
+    assert sums(warm) == (3, 0, 0)
+    again = warm.take(2 * PAGE + 1)
+    assert again is segment
+    assert sums(warm) == (0, 3, 0)
+    again.write([memoryview(b"again")])
+    assert os.fstat(again.fd).st_ino == place
+    fd = again.share()
+    with map_readonly(fd, PAGE) as mapping:
+        os.close(fd)
+        assert mapping[:5] == b"again"
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [(1, 1), (2, 2), (3, 4), (4, 4), (5, 9), (8, 9), (9, 9), (10, None)],
+)
+def test_the_smallest_that_fits(
+    warm: SegmentPool, asked: int, fits: int | None
+) -> None:
+    for taken in [warm.take(pages * PAGE) for pages in (9, 1, 2, 4)]:
+        warm.give_back(taken.id)
+    segment = warm.take(asked * PAGE)
+    assert segment.size == (fits or asked) * PAGE
+    assert sums(warm) == ((16 - fits, fits, 0) if fits else (16, asked, 0))
+
+
+def test_none_that_is_more_than_twice_as_large(warm: SegmentPool) -> None:
+    large = warm.take(5 * PAGE)
+    warm.give_back(large.id)
+    assert warm.take(2 * PAGE) is not large
+    assert warm.take(2 * PAGE + 1) is large
+
+
+def test_beyond_the_limit_it_is_closed(warm: SegmentPool) -> None:
+    segment = warm.take(21 * PAGE)
+    assert not warm.give_back(segment.id)
+    assert segment.fd == -1
+    assert sums(warm) == (0, 0, 0)
+
+
+def test_those_unused_the_longest_make_room(warm: SegmentPool) -> None:
+    taken = [warm.take(pages * PAGE) for pages in (6, 7, 5, 4)]
+    for segment in taken[:3]:
+        assert warm.give_back(segment.id)
+    assert sums(warm) == (18, 4, 0)
+    assert warm.give_back(taken[3].id)
+    assert sums(warm) == (16, 0, 0)
+    assert [segment.fd >= 0 for segment in taken] == [False, True, True, True]
+
+
+def test_only_so_many_are_kept_however_small() -> None:
+    warm = SegmentPool(1, 1 << 30, nowhere)
+    taken = [warm.take(PAGE) for _ in range(MOST_WARM + 3)]
+    assert all(warm.give_back(segment.id) for segment in taken)
+    assert sums(warm) == (MOST_WARM, 0, 0)
+    assert [segment.fd >= 0 for segment in taken] == [False] * 3 + [True] * MOST_WARM
+    warm.close()
+
+
+def test_what_is_still_read_is_closed_and_stays_as_it_is(warm: SegmentPool) -> None:
+    segment = warm.take(PAGE)
+    segment.write([memoryview(b"value")])
+    fd = segment.share()
+    with map_readonly(fd, PAGE) as mapping:
+        os.close(fd)
+        assert not warm.give_back(segment.id)
+        assert warm.take(PAGE) is not segment
+        assert mapping[:5] == b"value"
+
+
+def test_discarding(warm: SegmentPool) -> None:
+    used, idle = warm.take(PAGE), warm.take(2 * PAGE)
+    warm.give_back(idle.id)
+    for segment in (used, idle):
+        warm.discard(segment.id)
+        assert segment.fd == -1
+        warm.discard(segment.id)
+    assert sums(warm) == (0, 0, 0)
+    assert warm.take(2 * PAGE).id == 1002
+
+
+def test_giving_back_what_is_not_in_use(warm: SegmentPool) -> None:
+    segment = warm.take(PAGE)
+    warm.give_back(segment.id)
+    for number in (segment.id, 5):
+        with pytest.raises(KeyError):
+            warm.give_back(number)
+    assert sums(warm) == (1, 0, 0)
+
+
+def test_closing_closes_all(warm: SegmentPool) -> None:
+    taken = [warm.take(PAGE) for _ in range(3)]
+    warm.give_back(taken[0].id)
+    warm.close()
+    assert [segment.fd for segment in taken] == [-1] * 3
+    assert sums(warm) == (0, 0, 0)
+
+
+def test_where_memory_is_scarce_a_warm_one_that_fits_is_taken(
+    warm: SegmentPool,
+) -> None:
+    segment = warm.take(PAGE)
+    warm.give_back(segment.id)
+    assert warm.take(PAGE, is_scarce=True) is segment
+
+
+def test_where_memory_is_scarce_warm_ones_make_room(warm: SegmentPool) -> None:
+    for taken in [warm.take(2 * PAGE) for _ in range(4)]:
+        warm.give_back(taken.id)
+    segment = warm.take(5 * PAGE, is_scarce=True)
+    assert not segment.is_on_disk
+    assert sums(warm) == (2, 5, 0)
+    with pytest.raises(ObjectMemoryError):
+        warm.take(5 * PAGE, is_scarce=True)
+    assert sums(warm) == (2, 5, 0)
+
+
+def test_where_memory_is_scarce_it_is_on_disk(tmp_path: Path) -> None:
+    warm = SegmentPool(1, 20 * PAGE, lambda: str(tmp_path))
+    segment = warm.take(3 * PAGE, is_scarce=True)
+    assert segment.is_on_disk
+    assert segment.id == 1
+    assert sums(warm) == (0, 0, 3)
+    assert not warm.give_back(1)
+    assert sums(warm) == (0, 0, 0)
+    assert warm.take(PAGE, is_scarce=True).id == 2
+    warm.close()
+    assert sums(warm) == (0, 0, 0)
+
+
+def test_no_room_says_what_was_asked_what_there_is_and_what_to_do(
+    warm: SegmentPool,
+) -> None:
+    warm.take(2 * PAGE)
+    with pytest.raises(ObjectMemoryError) as caught:
+        warm.take(3 << 20, is_scarce=True)
+    assert isinstance(caught.value, MemoryError)
+    assert isinstance(caught.value, AiogpuError)
+    text = str(caught.value)
+    assert "3145728 bytes (3.0 MiB)" in text
+    assert f"{2 * PAGE} bytes by this process" in text
+    assert str(20 * PAGE) in text
+    for advice in ("object_memory=", "drop handles", "spill_directory="):
+        assert advice in text
+    assert warm.take(PAGE).id == 1001
+
+
+SMALL_DISK = """
+import sys
+from aiogpu.errors import ObjectMemoryError
+from aiogpu.memory.segment import map_readonly
+from aiogpu.memory.segment_pool import SegmentPool
+
+place = sys.argv[1]
+warm = SegmentPool(1, 0, lambda: place)
+first = warm.take(40_000, is_scarce=True)
+try:
+    warm.take(40_000, is_scarce=True)
+except ObjectMemoryError as error:
+    assert f"{place} is full (No space left on device)" in str(error), error
+    assert isinstance(error.__cause__, OSError)
+else:
+    raise AssertionError("there was room")
+first.write([memoryview(bytes(40_000))])
+assert warm.bytes_on_disk == first.size
+warm.discard(first.id)
+warm.take(40_000, is_scarce=True).write([memoryview(b"there is room again")])
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real one, of 64 KiB; seen by the program alone, and gone with it."""
+    mount = 'mount -t tmpfs -o size=64k none "$0" || exit 99; exec "$@"'
+    program = [sys.executable, "-c", SMALL_DISK, str(tmp_path)]
+    ran = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, str(tmp_path), *program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode == 99 or "unshare" in ran.stderr:
+        pytest.skip(f"only root can mount: {ran.stderr}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(segments.os, "posix_fallocate", full)
+    warm = SegmentPool(1, 0, lambda: str(tmp_path))
+    with pytest.raises(
+        ObjectMemoryError, match=rf"{tmp_path} is full \({os.strerror(number)}"
+    ):
+        warm.take(PAGE, is_scarce=True)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    warm = SegmentPool(1, 0, lambda: str(missing))
+    with pytest.raises(ObjectMemoryError, match=rf"{missing} cannot be written"):
+        warm.take(PAGE, is_scarce=True)
+
+
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_too_many_descriptors_is_what_the_system_says(
+    tmp_path: Path, is_scarce: bool
+) -> None:
+    warm = SegmentPool(1, 0, lambda: str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="open files") as caught:
+            warm.take(PAGE, is_scarce)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.errno == errno.EMFILE
+    assert sums(warm) == (0, 0, 0)
+    assert warm.take(PAGE).id == 1
+    warm.close()
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    limit=st.integers(0, 12),
+    steps=st.lists(st.tuples(st.sampled_from("tsgdr"), st.integers(1, 9)), max_size=40),
+)
+def test_the_sums_are_those_of_the_segments(
+    limit: int, steps: list[tuple[str, int]]
+) -> None:
+    warm = SegmentPool(1, limit * PAGE, nowhere)
+    used: list[Segment] = []
+    seen: dict[int, Segment] = {}
+    reading: list[int] = []
+    for act, number in steps:
+        if act in "ts":
+            try:
+                used.append(warm.take(number * PAGE, is_scarce=act == "s"))
+            except ObjectMemoryError:
+                assert warm.bytes_warm < number * PAGE
+                continue
+            assert number <= used[-1].size // PAGE <= 2 * number
+            assert not used[-1].is_read
+            seen[used[-1].id] = used[-1]
+        elif used and act == "r":
+            reading.append(used[number % len(used)].share())
+        elif used:
+            segment = used.pop(number % len(used))
+            was_read = segment.is_read
+            if act == "d":
+                warm.discard(segment.id)
+            elif warm.give_back(segment.id):
+                assert not was_read
+        there = {each.id: each.size for each in seen.values() if each.fd >= 0}
+        in_use = sum(each.size for each in used)
+        assert warm.bytes_in_use == in_use
+        assert warm.bytes_warm == sum(there.values()) - in_use
+        assert warm.bytes_warm <= warm.limit
+    warm.close()
+    assert all(each.fd == -1 for each in seen.values())
+    for fd in reading:
+        os.close(fd)
+
+
+def test_many_of_each_size() -> None:
+    many = SegmentPool(1, 1 << 40, nowhere)
+    for taken in [many.take(PAGE * (1 + n % 5)) for n in range(100)]:
+        many.give_back(taken.id)
+    assert [many.take(PAGE * 5).size for _ in range(20)] == [PAGE * 5] * 20
+    assert sums(many) == (200, 100, 0)
+    many.close()
+    assert sums(many) == (0, 0, 0)

@@ -1,0 +1,200 @@
+"""What a task asks of its children's scheduler, there and back."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from aiogpu.api.options import TaskOptions, check_options, placement_group_of
+from aiogpu.api.reservation import Placement, placement_func
+from aiogpu.client.function_spec import (
+    ActorTerms,
+    Function,
+    FunctionSpec,
+    new_func_id,
+    new_function_id,
+)
+from aiogpu.client.spec_codec import dump_spec, load_spec
+from aiogpu.core.model.request import BundleRef
+from aiogpu.errors import ProtocolError
+from aiogpu.serialization.serializer import dump_retried, load_result
+from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
+from tests.contract.raw_client import changed
+from tests.support.program import environment
+from tests.unit.runtime import funcs
+
+
+def func_of(**options: Any) -> FunctionSpec:
+    checked = TaskOptions(**check_options(options))
+    function = funcs.function()
+    spec = checked.spec("train", function.id)
+    return FunctionSpec(
+        new_func_id(),
+        function,
+        spec,
+        spec.shape.request.as_numbers(),
+        dict(checked.runtime_env),
+        options.get("name") == "coroutine",
+        retried=dump_retried(checked.retry_exceptions),
+    )
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_cpus": 0, "num_gpus": 0.25, "strategy": "spread"},
+    {"num_gpus": 2, "accelerator_type": "A100", "max_calls": 0},
+    {"resources": {"license": 0.5, "a": 2}, "priority": -3, "timeout": 2.5},
+    {"runtime_env": {"env_vars": {"B": "1", "A": "2"}}, "max_retries": -1},
+    {"name": "coroutine", "retry_exceptions": True, "lifetime": "detached"},
+    {"retry_exceptions": [OSError, KeyError], "cancel_grace": 0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
+def test_a_site_there_and_back(options: dict[str, Any]) -> None:
+    ours = func_of(**options)
+    function = Function(new_function_id(), ours.function.payload)
+    theirs = load_spec(dump_spec(ours), function)
+    assert theirs.spec.shape == ours.spec.shape
+    assert hash(theirs.spec.shape) == hash(ours.spec.shape)
+    assert theirs.spec.function == function.id != ours.spec.function
+    assert theirs.id != ours.id
+    for name in ("resources", "environ", "is_coroutine", "retried"):
+        assert getattr(theirs, name) == getattr(ours, name), name
+    names = ("name", "max_calls", "max_retries", "priority", "timeout", "is_detached")
+    for name in (*names, "cancel_grace", "lane", "is_endless"):
+        assert getattr(theirs.spec, name) == getattr(ours.spec, name), name
+
+
+GANG = placement_group_of(
+    [{"GPU": 1, "CPU": 2}, {"GPU": 0.5}], "SPREAD", "group", "key"
+)
+
+
+def test_a_placement_there_and_back() -> None:
+    ours = placement_func(GANG, 3)
+    theirs = load_spec(dump_spec(ours), funcs.function())
+    assert theirs.spec.shape == ours.spec.shape
+    assert theirs.spec.shape.request.placement_group == GANG
+    assert theirs.spec.is_lease
+    assert theirs.spec.is_grouped
+
+
+def test_a_member_there_and_back() -> None:
+    ours = func_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
+    theirs = load_spec(dump_spec(ours), funcs.function())
+    assert theirs.spec.shape == ours.spec.shape
+    assert theirs.spec.shape.request.placement_group == BundleRef("key", "group", 1)
+
+
+ELSEWHERE = """
+import sys
+from tests.unit.runtime.test_spec_codec import OPTIONS, func_of
+from aiogpu.client.spec_codec import dump_spec
+for options in OPTIONS:
+    site = func_of(**options)
+    print(hash(site.spec.shape), dump_spec(site).hex())
+"""
+
+
+def test_shapes_of_another_process_equal_ours() -> None:
+    """Its hashes of texts are not ours."""
+    told = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        env=environment(PYTHONHASHSEED="1"),
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    hashes = set()
+    for options, line in zip(OPTIONS, told, strict=True):
+        number, packed = line.split()
+        ours = func_of(**options).spec.shape
+        theirs = load_spec(bytes.fromhex(packed), funcs.function()).spec.shape
+        assert {ours: 1}[theirs] == 1
+        hashes.add(int(number) == hash(ours))
+    assert False in hashes, "else this test shows nothing"
+
+
+def test_the_names_of_classes_do_not_travel() -> None:
+    packed = dump_spec(func_of(retry_exceptions=[OSError]))
+    assert b"aiogpu" not in packed
+
+
+def test_the_same_spec_is_the_same_bytes() -> None:
+    """By these the driver knows it again."""
+    one, two = (dump_spec(func_of(name="a", timeout=1)) for _ in "12")
+    assert one == two
+
+
+def test_what_is_the_users_is_never_loaded() -> None:
+    unloadable = b"cno_such_module\nNoError\n."
+    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, interface=unloadable)
+    ours = replace(func_of(), retried=unloadable, actor=acting)
+    theirs = load_spec(dump_spec(ours), funcs.function())
+    assert theirs.retried == unloadable
+    assert theirs.actor == acting
+    assert theirs.actor is not None
+    assert theirs.actor.packed_interface() == unloadable
+
+
+def test_the_programs_own_face_is_packed_for_others() -> None:
+    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, interface=["a", "face"])
+    assert load_result(acting.packed_interface()) == ["a", "face"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scalars": (("CPU", -1),)},
+        {"devices": (("GPU", -1),)},
+        {"scalars": (("a", 1), ("a", 1))},
+        {"scalars": (("b", 1), ("a", 1))},
+        {"gpu_memory": -2},
+        {"max_calls": -1},
+        {"max_retries": -2},
+        {"timeout": float("nan")},
+        {"cancel_grace": float("inf")},
+        {"is_lease": True},
+    ],
+    ids=str,
+)
+def test_what_nobody_can_ask_for_is_refused(wrong: dict[str, Any]) -> None:
+    ours = funcs.func()
+    ours = replace(ours, spec=changed(ours.spec, wrong))
+    with pytest.raises(ProtocolError, match="nobody can ask for"):
+        load_spec(dump_spec(ours), funcs.function())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scalars": (("CPU", "many"),)},
+        {"timeout": "soon"},
+        {"max_calls": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_spec_is_refused(wrong: dict[str, Any]) -> None:
+    ours = funcs.func()
+    packed = dump_spec(replace(ours, spec=changed(ours.spec, wrong)))
+    for said in (packed, packed[:-3], pickle.dumps(packed), b""):
+        with pytest.raises(ProtocolError):
+            load_spec(said, funcs.function())
+
+
+def test_a_few_bytes_of_a_spec_cost_little() -> None:
+    """Of a pickle, these would have cost gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            load_spec(b"\x80\x05Nr\x00\x00\x00\x10.", funcs.function())
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,74 @@
+"""What the fuzzer has found is read as it must be; see `tests/unit/wire/fuzz.py`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.sampling import examples
+from tests.unit.wire.cases import DESCRIPTORS, NODE, ROLES, TARGETS, Case, kept, run
+from tests.unit.wire.fuzz import fuzz, name_of, shortened, valid
+from tests.unit.wire.spoiling import framed
+
+KEPT = kept()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_found_is_read_as_it_must_be(target: str) -> None:
+    cases = [case for case in KEPT.values() if case.target == target]
+    assert cases
+    for case in cases:
+        run(case)
+    # Nor has it spoilt anything for those that come after.
+    for one in valid():
+        if one.target == target and target not in (DESCRIPTORS, "grant"):
+            assert not [step for step in run(one) if " " in str(step.after)], one
+
+
+def test_a_file_is_called_by_what_it_holds() -> None:
+    assert list(KEPT) == [name_of(case) for case in KEPT.values()]
+    assert all(Case.unpack(case.pack()) == case for case in KEPT.values())
+    assert sum(len(case.data) for case in KEPT.values()) < 50_000
+
+
+@pytest.mark.parametrize("target", [NODE, *ROLES])
+@pytest.mark.parametrize(
+    "announced", [b"\xdd\0\1\0\0", b"\xdf\0\1\0\0", b"\xdc\xff\xff"]
+)
+def test_much_that_is_announced_and_does_not_come(
+    target: str, announced: bytes
+) -> None:
+    body = announced * 1000 + bytes(70_000)
+    run(Case(target, 0, framed(body)))
+
+
+def test_a_case_is_shortened_as_far_as_it_goes() -> None:
+    case = valid()[0]
+    spoilt = case._replace(data=case.data + framed(b"\xc1"))
+    needed = {step for step in run(spoilt) if "no msgpack" in str(step.after)}
+    short = shortened(spoilt, needed)
+    assert len(short.data) < len(case.data) / 2
+    assert needed <= run(short)
+
+
+def test_a_promise_that_is_broken_is_told_with_its_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tests.unit.wire.cases.STEPS", -(10**9))
+    with pytest.raises(AssertionError, match="steps") as told:
+        fuzz(0.1, 1)
+    assert told.value.__notes__[-1].startswith("kept as fuzz-")
+    (path,) = os.listdir(tmp_path)
+    assert name_of(Case.unpack(Path(path).read_bytes())) == path.removeprefix("fuzz-")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_new_is_found(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert fuzz(examples(20), seed).tried > 100

@@ -1,0 +1,395 @@
+"""Tensors by a torch of paper: what is asked of it, and what never is.
+
+The real one is asked the same in `test_real_tensors.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from aiogpu.errors import AiogpuWarning
+from aiogpu.serialization import pickler, tensors
+from aiogpu.serialization.pickler import dump, dump_whole, measure
+from aiogpu.serialization.references import SHARED_FROM
+from tests.unit.wire.parcels import load
+
+EDGE = SHARED_FROM // 8
+READ_ONLY = (
+    "The given buffer is not writable, and PyTorch does not support non-writable "
+    "tensors."
+)
+
+
+class Storage:
+    def __init__(self, kind="cpu", index=None):
+        self.device = SimpleNamespace(type=kind, index=index)
+
+    def cpu(self):
+        return type(self)()
+
+    def cuda(self, index):
+        return type(self)("cuda", index)
+
+
+class Typed:
+    """Only what its constructor takes, and what warns of nothing."""
+
+    def __init__(self, *, wrap_storage, dtype, _internal):
+        self._untyped_storage = wrap_storage
+        self.dtype = dtype
+
+
+class Tensor:
+    """As much of a tensor as is looked at, over an array."""
+
+    __slots__ = ("__dict__", "array", "device", "facts", "is_cuda", "requires_grad")
+    layout = "strided"
+    is_quantized = is_nested = False
+
+    def __init__(self, array, kind="cpu", index=None):
+        self.array = array
+        self.device = SimpleNamespace(type=kind, index=index)
+        self.is_cuda = kind == "cuda"
+        self.requires_grad = False
+        self.facts = {}
+
+    def __reduce_ex__(self, protocol):
+        return by_torch, (self.array.tolist(),)
+
+    dtype = property(lambda self: self.array.dtype.str)
+    shape = property(lambda self: self.array.shape)
+
+    def stride(self):
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def is_conj(self):
+        return self.facts.get("conj", False)
+
+    def is_neg(self):
+        return self.facts.get("neg", False)
+
+    def numel(self):
+        return self.array.size
+
+    def element_size(self):
+        return self.array.itemsize
+
+    def data_ptr(self):
+        return self.array.__array_interface__["data"][0]
+
+    def contiguous(self):
+        return Tensor(np.ascontiguousarray(self.array))
+
+    def cpu(self):
+        return Tensor(self.array)
+
+    def cuda(self, index):
+        return Tensor(self.array, "cuda", index)
+
+    def as_strided(self, shape, strides):
+        steps = [stride * self.array.itemsize for stride in strides]
+        return Tensor(np.lib.stride_tricks.as_strided(self.array, shape, steps))
+
+
+class Named(Tensor):
+    names = ("batch",)
+
+
+class Late(Tensor):
+    """Of a torch that another thread still imports."""
+
+
+def by_torch(values):
+    return "by torch", values
+
+
+class Torch(ModuleType):
+    Tensor = Tensor
+    strided = "strided"
+
+    def __init__(self):
+        super().__init__("torch")
+        self.storage = ModuleType("torch.storage")
+        self.storage.TypedStorage = Typed
+        self.storage.UntypedStorage = Storage
+        self.cards = 0
+        self.has_warned = self.always = False
+        self.cuda = SimpleNamespace(
+            is_available=lambda: self.cards > 0, device_count=lambda: self.cards
+        )
+
+    def is_warn_always_enabled(self):
+        return self.always
+
+    def frombuffer(self, buffer, *, dtype):
+        if memoryview(buffer).readonly and (self.always or not self.has_warned):
+            self.has_warned = True
+            warnings.warn(READ_ONLY, UserWarning, stacklevel=2)
+        return Tensor(np.frombuffer(buffer, dtype))
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    torch = Torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.storage", torch.storage)
+    monkeypatch.setattr(tensors, "_done", set())
+    monkeypatch.setattr(pickler._Pickler, "dispatch_table", pickler._Reducers())
+    return torch
+
+
+def test_torch_is_not_loaded_by_a_look(monkeypatch):
+    """`importlib.util.LazyLoader` loads a module when it is asked for anything."""
+
+    class Lazy(ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(name)
+
+    monkeypatch.setitem(sys.modules, "torch", Lazy("torch"))
+    monkeypatch.delitem(sys.modules, "torch.storage", raising=False)
+    assert twice([1]) == [1]
+
+
+def twice(value):
+    stream, buffers = dump(value)
+    return load(stream, buffers)
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize("size", [1, 3, EDGE])
+def test_a_tensor_arrives_over_its_buffer(size):
+    stream, buffers = dump([Tensor(np.arange(size))])
+    assert len(buffers) == (size >= EDGE)
+    (again,) = load(stream, buffers)
+    assert type(again) is Tensor
+    assert again.array.tolist() == list(range(size))
+
+
+@pytest.mark.usefixtures("torch")
+def test_a_tensor_is_not_copied_on_either_side():
+    values = np.arange(EDGE)
+    stream, (buffer,) = dump(Tensor(values))
+    assert np.shares_memory(np.frombuffer(buffer, "i8"), values)
+    assert np.shares_memory(load(stream, [buffer]).array, values)
+
+
+@pytest.mark.usefixtures("torch")
+def test_a_buffer_keeps_its_tensor_alive():
+    _, (buffer,) = dump(Tensor(np.full(EDGE, 7)))
+    assert bytes(buffer[-8:-7]) == b"\7"
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(
+    ("values", "strides", "size"),
+    [
+        (np.arange(EDGE * 2).reshape(2, EDGE), (EDGE, 1), EDGE * 16),
+        (np.arange(EDGE * 2).reshape(EDGE, 2).T, (1, 2), EDGE * 16),
+        (np.broadcast_to(np.arange(EDGE), (5, EDGE)), (0, 1), EDGE * 8),
+        (np.arange(EDGE * 2)[::2], (1,), EDGE * 8),
+        (np.arange(EDGE * 4).reshape(2, 2 * EDGE)[:, EDGE:], (EDGE, 1), EDGE * 16),
+    ],
+    ids=["contiguous", "transposed", "expanded", "with gaps", "a part"],
+)
+def test_strides_are_kept_where_they_skip_nothing(values, strides, size):
+    stream, (buffer,) = dump(Tensor(values))
+    assert buffer.nbytes == size
+    again = load(stream, [buffer])
+    assert again.stride() == strides
+    assert again.array.tolist() == values.tolist()
+
+
+@pytest.mark.usefixtures("torch")
+def test_a_tensor_without_dimensions_arrives():
+    again = twice(Tensor(np.array(2.5)))
+    assert (again.shape, float(again.array)) == ((), 2.5)
+
+
+@pytest.mark.usefixtures("torch")
+def test_what_is_one_tensor_stays_one():
+    tensor = Tensor(np.arange(EDGE))
+    first, second = twice([tensor, tensor])
+    assert first is second
+
+
+@pytest.mark.usefixtures("torch")
+def test_tensors_travel_in_the_stream_too():
+    again = load(dump_whole(Tensor(np.arange(EDGE))))
+    assert again.array.tolist() == list(range(EDGE))
+    assert 0 <= measure(Tensor(np.arange(EDGE))) - SHARED_FROM < 1000
+
+
+def with_gradient(tensor):
+    tensor.requires_grad = True
+
+
+def conjugate(tensor):
+    tensor.facts["conj"] = True
+
+
+def negative(tensor):
+    tensor.facts["neg"] = True
+
+
+def with_attribute(tensor):
+    tensor.note = "mine"
+
+
+def on_no_device(tensor):
+    tensor.device.type = "meta"
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(
+    "change", [with_gradient, conjugate, negative, with_attribute, on_no_device]
+)
+def test_what_is_more_than_its_memory_goes_torchs_own_way(change):
+    tensor = Tensor(np.arange(3))
+    change(tensor)
+    assert twice(tensor) == ("by torch", [0, 1, 2])
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layout", "sparse"),
+        ("is_quantized", True),
+        ("is_nested", True),
+        ("names", ("batch",)),
+    ],
+)
+def test_other_kinds_of_tensors_go_torchs_own_way(name, value, monkeypatch):
+    monkeypatch.setattr(Tensor, name, value, raising=False)
+    assert twice(Tensor(np.arange(3))) == ("by torch", [0, 1, 2])
+
+
+@pytest.mark.usefixtures("torch")
+def test_an_empty_tensor_and_a_subclass_go_torchs_own_way():
+    assert twice(Tensor(np.zeros((0, 3)))) == ("by torch", [])
+    assert twice(Named(np.arange(2))) == ("by torch", [0, 1])
+
+
+# The warning of torch
+
+
+def test_only_torchs_warning_is_silenced_and_only_the_first_time(torch, monkeypatch):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twice(Tensor(np.arange(EDGE)))
+    assert torch.has_warned
+    assert caught == []
+    # Each change of the filters would show again what was shown once.
+    monkeypatch.delattr(warnings, "catch_warnings")
+    twice(Tensor(np.arange(EDGE)))
+
+
+def test_a_small_tensor_is_not_the_first_time(torch):
+    twice(Tensor(np.arange(3)))
+    assert not torch.has_warned
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twice(Tensor(np.arange(EDGE)))
+    assert torch.has_warned
+
+
+def test_it_stays_silenced_where_torch_repeats_itself(torch):
+    torch.always = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            twice(Tensor(np.arange(EDGE)))
+
+
+def test_another_warning_is_heard(torch, monkeypatch):
+    def complain(buffer, *, dtype):
+        warnings.warn("something else", UserWarning, stacklevel=2)
+        return Tensor(np.frombuffer(buffer, dtype))
+
+    monkeypatch.setattr(torch, "frombuffer", complain)
+    with pytest.warns(UserWarning, match="something else"):
+        twice(Tensor(np.arange(EDGE)))
+
+
+# CUDA
+
+
+@pytest.mark.parametrize(
+    ("cards", "index", "place"),
+    [
+        (0, 0, ("cpu", None)),
+        (1, 0, ("cuda", 0)),
+        (1, 1, ("cpu", None)),
+        (2, 1, ("cuda", 1)),
+    ],
+)
+def test_a_cuda_tensor_goes_to_the_same_index_or_to_the_cpu(torch, cards, index, place):
+    with pytest.warns(AiogpuWarning, match="through the host's memory"):
+        stream, buffers = dump(Tensor(np.arange(EDGE), "cuda", index))
+    assert len(buffers) == 1
+    torch.cards = cards
+    again = load(stream, buffers)
+    assert (again.device.type, again.device.index) == place
+    assert again.array.tolist() == list(range(EDGE))
+
+
+@pytest.mark.usefixtures("torch")
+def test_copies_are_told_once():
+    on_cuda = [Tensor(np.arange(3), "cuda", 0), Tensor(np.arange(3), "cuda", 1)]
+    with pytest.warns(AiogpuWarning) as caught:
+        dump([*on_cuda, Storage("cuda", 0)])
+    dump(on_cuda)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.filterwarnings("ignore::aiogpu.errors.AiogpuWarning")
+def test_storage_on_a_device_never_goes_torchs_own_way():
+    """It is what tensors with a gradient consist of; torch's reads it on CUDA only."""
+    again = twice(Storage("cuda", 0))
+    assert again.device.type == "cpu"
+    typed = Typed(wrap_storage=Storage("cuda", 0), dtype="<f4", _internal=True)
+    again = twice(typed)
+    assert type(again) is Typed
+    assert (again._untyped_storage.device.type, again.dtype) == ("cpu", "<f4")
+
+
+@pytest.mark.usefixtures("torch")
+def test_storage_of_the_cpu_goes_torchs_own_way(monkeypatch):
+    for kind in (Storage, Typed):
+        monkeypatch.setattr(
+            kind, "__reduce_ex__", lambda self, protocol: (by_torch, ([],))
+        )
+    typed = Typed(wrap_storage=Storage(), dtype="<f4", _internal=True)
+    assert twice([Storage(), typed]) == [("by torch", [])] * 2
+
+
+# Processes without torch
+
+
+@pytest.mark.parametrize("lacking", ["Tensor", "storage"])
+def test_a_torch_that_is_half_imported_is_left_alone(torch, lacking):
+    torch.Tensor = Late
+    there = getattr(torch, lacking)
+    setattr(torch, lacking, None)
+    assert twice(Late(np.arange(3))) == ("by torch", [0, 1, 2])
+    setattr(torch, lacking, there)
+    assert twice(Late(np.arange(3))).array.tolist() == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("torch")
+def test_torch_is_learnt_once(monkeypatch):
+    dump(None)
+    monkeypatch.delattr(tensors, "reducers")
+    assert twice(Tensor(np.arange(3))).array.tolist() == [0, 1, 2]
+
+
+def test_nothing_is_known_of_a_module_that_is_no_torch():
+    assert tensors.reducers(None) == {}
+    assert tensors.reducers(ModuleType("torch")) == {}

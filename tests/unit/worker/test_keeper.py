@@ -1,0 +1,202 @@
+"""A keeper with a paper driver: its worker's life, and all that it left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiogpu.wire.messages import (
+    VERSION,
+    Close,
+    End,
+    Ended,
+    Fork,
+    Forked,
+    Hello,
+    Signal,
+)
+from tests.support.program import run, start
+from tests.unit.worker.driver_end import DriverEnd
+
+KEEPER = """
+    import os, signal, sys
+    from aiogpu.wire.messages import Setup
+    from aiogpu.linux import syscalls as kernel
+    from aiogpu.worker.zygote.keeper import Keeper
+
+    def daemonise():
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.setsid()
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                os.write(writing, b".")
+                signal.pause()
+            os._exit(0)
+        os.read(reading, 1)
+
+    def worker_main(worker, slot, keeper):
+        assert (slot, keeper) == (4, os.getppid())
+        kernel.die_with_parent(keeper)
+        signal.signal(signal.SIGINT, lambda *_: os._exit(55))
+        daemonise()
+        os.write(2, f"worker {worker} runs\\n".encode())
+        if worker == 1:
+            os._exit(11)
+        if worker == 9:
+            raise RuntimeError("a broken worker")
+        while True:
+            signal.pause()
+
+    directory, driver = sys.argv[1], int(sys.argv[2])
+    setup = Setup([], "node", directory, driver, 0, [])
+    Keeper(4, setup, os.pidfd_open(driver), worker_main).run()
+    assert kernel.children() == []
+"""
+
+
+class Slot:
+    """A keeper's surroundings: its pipes, its driver, the process that it watches."""
+
+    def __init__(self, driver: DriverEnd) -> None:
+        self.driver = driver
+        self._paths = [f"{driver.directory}/4.{stream}" for stream in (1, 2)]
+        self.pipes = []
+        for path in self._paths:
+            os.mkfifo(path)
+            self.pipes.append(os.open(path, os.O_RDWR))
+        self.watched = subprocess.Popen(["sleep", "60"])
+        pid = str(self.watched.pid)
+        self.keeper = start(KEEPER, driver.directory, pid)
+        self.greeting = driver.accept()
+
+    def run(self, worker: int) -> int:
+        """Have it forked and wait until it runs; gives its process id."""
+        self.driver.send(Fork(worker))
+        forked = self.driver.next()
+        assert isinstance(forked, Forked)
+        assert forked.worker == worker
+        text = b""
+        while not text.endswith(b"runs\n"):
+            text += os.read(self.pipes[1], 1000)
+        return forked.pid
+
+    def family(self) -> set[int]:
+        """All processes that have the keeper's pipes open."""
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                links = {
+                    os.readlink(f"/proc/{name}/fd/{number}")
+                    for number in os.listdir(f"/proc/{name}/fd")
+                }
+            except OSError:
+                continue
+            if links & set(self._paths):
+                found.add(int(name))
+        return found - {os.getpid()}
+
+    def ends_well(self) -> None:
+        out, err = self.keeper.communicate(timeout=60)
+        assert (self.keeper.returncode, out, err) == (0, "", "")
+        assert self.family() == set()
+
+    def close(self) -> None:
+        for process in (self.keeper, self.watched):
+            process.kill()
+            process.communicate()
+        for descriptor in self.pipes:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def slot(runtime_directory: Path) -> Iterator[Slot]:
+    place = runtime_directory / "node"
+    place.mkdir()
+    end = DriverEnd(str(place))
+    slot = Slot(end)
+    yield slot
+    slot.close()
+    end.close()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def test_a_workers_end_is_told_when_all_it_left_has_ended(slot: Slot) -> None:
+    assert slot.greeting == Hello(VERSION, "keeper", 4, slot.keeper.pid)
+    for worker, code in ((1, 11), (9, 1), (1, 11)):
+        slot.run(worker)
+        assert slot.driver.next() == Ended(worker, code << 8)
+        assert slot.family() == {slot.keeper.pid}
+    slot.driver.send(Close())
+    slot.ends_well()
+
+
+def test_ending_and_interrupting_the_worker(slot: Slot) -> None:
+    slot.run(2)
+    slot.driver.send(End(3), Signal(3), Fork(5), Signal(2))
+    assert slot.driver.next() == Ended(2, 55 << 8), "words about others mean nothing"
+    slot.run(6)
+    slot.driver.send(End(6))
+    assert slot.driver.next() == Ended(6, int(signal.SIGKILL))
+    slot.driver.send(End(6), Signal(6))
+    slot.run(7)
+    slot.driver.send(Close())
+    slot.ends_well()
+
+
+@pytest.mark.parametrize("way", ["driver's death", "end of file", "garbage"])
+def test_whatever_ends_it_leaves_nothing(way: str, slot: Slot) -> None:
+    slot.run(2)
+    if way == "driver's death":
+        slot.watched.kill()
+    elif way == "end of file":
+        slot.driver.hang_up()
+    else:
+        assert slot.driver.socket is not None
+        slot.driver.socket.sendall(b"\xff" * 8)
+    slot.ends_well()
+    # Of a driver that lives it is the driver's.
+    assert os.path.isdir(slot.driver.directory) == (way != "driver's death")
+
+
+def test_pipes_that_have_gone_end_it_before_it_begins(
+    driver: DriverEnd, runtime_directory: Path
+) -> None:
+    program = start(KEEPER, str(runtime_directory), str(os.getpid()))
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 1
+    assert "FileNotFoundError" in err
+
+
+def test_all_that_a_process_adopted_is_ended() -> None:
+    source = """
+    import os, signal
+    from aiogpu.linux import syscalls as kernel
+    from aiogpu.worker.zygote.keeper import end_children
+    kernel.adopt_orphans()
+    reading, writing = os.pipe()
+    # A tree three deep: each death gives the next to us.
+    for _ in range(3):
+        if os.fork() == 0:
+            for depth in range(3):
+                if os.fork():
+                    break
+                os.setsid()
+            os.write(writing, b".")
+            signal.pause()
+    for _ in range(12):
+        os.read(reading, 1)
+    end_children()
+    assert kernel.children() == []
+    os.close(writing)
+    assert os.read(reading, 1) == b"", "somebody lives"
+    end_children()
+    """
+    run(source)
