@@ -85,6 +85,7 @@ class NodeConnection:
         self._size = 0
         self._rest: memoryview | None = None
         self._is_flushing = False
+        self._is_reset = False
         self._late: list[Message] = []
 
     def __repr__(self) -> str:
@@ -153,7 +154,7 @@ class NodeConnection:
         connected = self._socket
         if connected is None:
             return
-        sent = _send(connected, data)
+        sent = self._send_now(connected, data)
         if sent < len(data):
             # Never copied again, however many times it takes.
             self._rest = memoryview(data)[sent:]
@@ -164,7 +165,7 @@ class NodeConnection:
         connected, rest = self._socket, self._rest
         assert connected is not None, self
         assert rest is not None, self
-        sent = _send(connected, rest)
+        sent = self._send_now(connected, rest)
         if sent < len(rest):
             self._rest = rest[sent:]
             return
@@ -181,8 +182,29 @@ class NodeConnection:
         self._tell_late()
         if messages is None:
             self._lose(None)
-        elif messages:
+            return
+        if messages:
             self._on_messages(messages)
+        self._end_if_reset()
+
+    def _end_if_reset(self) -> None:
+        """Read to the end if the node has died without reading all that it was sent.
+
+        The kernel reports that as an error of the socket, also while what the node
+        said last is still to be read. uvloop calls a reader once for such an error and
+        never again.
+        """
+        connected = self._socket
+        if connected is None:
+            return
+        if connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._is_reset = True
+        if self._is_reset:
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if self._socket is not None:
+            self._read()
 
     def _receive(self) -> list[Message] | None:
         """Return what has come; None where the node has gone."""
@@ -257,12 +279,14 @@ class NodeConnection:
         if connected is not None:
             connected.close()
 
-
-def _send(connected: socket.socket, data: bytes | memoryview) -> int:
-    """Send what there is room for now; gives how much."""
-    try:
-        return connected.send(data)
-    except BlockingIOError:
-        return 0
-    except OSError:
-        return len(data)  # what the node said last may still be read, and then its end
+    def _send_now(self, connected: socket.socket, data: bytes | memoryview) -> int:
+        """Send what there is room for now; gives how much."""
+        try:
+            return connected.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            # What the node said last may still be read, and then its end. The error
+            # that `_end_if_reset` looks for is gone from the socket by now.
+            self._is_reset = True
+            return len(data)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.engines import node_connection as module
 from aiogpu.engines.node_connection import AT_ONCE, CHUNK, NodeConnection
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
@@ -109,13 +108,15 @@ async def test_who_reads_slowly_hears_all_in_order(tmp_path: Path) -> None:
 def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes | memoryview]]:
     """All that was given to the socket, sent or not."""
     offered: list[bytes | memoryview] = []
-    send = module._send
+    send = NodeConnection._send_now
 
-    def note(connected: socket.socket, data: bytes | memoryview) -> int:
+    def note(
+        line: NodeConnection, connected: socket.socket, data: bytes | memoryview
+    ) -> int:
         offered.append(data)
-        return send(connected, data)
+        return send(line, connected, data)
 
-    monkeypatch.setattr(module, "_send", note)
+    monkeypatch.setattr(NodeConnection, "_send_now", note)
     yield offered
     offered.clear()
 
@@ -195,3 +196,23 @@ async def test_a_node_that_is_gone_or_mad_amid_a_turn(
         line.press()
         await settled()
         assert [type(one) for one in lost] == [ProtocolError if said else type(None)]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+async def test_a_node_that_dies_with_what_it_has_not_read(
+    sends: bool, tmp_path: Path
+) -> None:
+    """Its last words are read, and then its end, which uvloop reports only once."""
+    told: list[Message] = []
+    lost: list[Exception | None] = []
+    async with joined(tmp_path, told, lost) as (line, far):
+        line.send(submit(1))
+        far.socket.send(encode(ChildDone(1, b"")))
+        far.socket.close()
+        if sends:
+            line.send(submit(2))
+        async with asyncio.timeout(60):
+            while not lost:
+                await asyncio.sleep(0)
+        assert [type(one) for one in told] == [ChildDone]
+        assert lost == [None]
