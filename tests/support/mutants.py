@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from tests.house.code_metrics import code_lines
+from tests.repo.code_metrics import code_lines
 
 KEY: Final = ("file", "text", "nth", "column", "change")
 PAIRS: Final = (

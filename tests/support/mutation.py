@@ -42,22 +42,26 @@ from tests.support.mutants import KEY, Mutant, draw, mutants_of, package_of
 ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = {
     "cli": ("cli", "terminal"),
-    "client": ("api", "worker", "engines"),
+    "accelerators": ("unit/accelerators", "contract"),
+    "api": ("unit/api", "contract"),
+    "client": ("unit/api", "unit/worker", "contract"),
     "core": ("core",),
     "daemon": ("daemon", "cli"),
-    "linux": ("worker", "runtime", "daemon", "engines"),
-    "observe": ("observe", "cli"),
-    "runtime": ("runtime", "engines", "deaths"),
-    "serialization": ("wire", "memory", "api", "engines"),
-    "testing": ("testing", "core"),
-    "wire": ("wire", "worker"),
-    "worker": ("worker", "engines", "deaths"),
+    "engines": ("contract",),
+    "linux": ("unit/worker", "unit/runtime", "daemon", "contract"),
+    "memory": ("unit/memory", "contract"),
+    "observe": ("unit/observe", "cli"),
+    "runtime": ("unit/runtime", "contract", "faults"),
+    "serialization": ("unit/wire", "unit/memory", "unit/api", "contract"),
+    "testing": ("unit/testing", "core"),
+    "wire": ("unit/wire", "unit/worker"),
+    "worker": ("unit/worker", "contract", "faults"),
     "(top level)": (".",),
-}  # folders of tests by package; of all others, their own and the engines
+}  # folders of tests by package
 PUBLIC: Final = re.compile(r"aiogpu(\.(testing|errors|types)(\..*)?)?$")
-PROCESS_FOLDERS: Final = ("cli", "daemon", "deaths", "engines", "examples", "terminal")
+PROCESS_FOLDERS: Final = ("cli", "daemon", "faults", "contract", "docs", "terminal")
 PROCESS: Final = re.compile(
-    r"\b(no_leaks|subprocess|pexpect|tests\.(program|daemon))\b"
+    r"\b(no_leaks|subprocess|pexpect|tests\.(support\.program|daemon))\b"
 )
 SILENCE: Final = 120.0  # seconds in which no test ends, after which a run hangs
 MEMORY: Final = 6 << 30  # bytes that each process of a run may have
@@ -189,7 +193,7 @@ def files_of(root: Path, mutant: Mutant, outside: bool) -> tuple[list[str], list
     stem, package = Path(mutant.file).stem, package_of(mutant.file)
     imported = re.compile(rf"^\s*(from|import) .*\b{stem}\b", re.MULTILINE)
     ranked: list[tuple[int, int, int, str]] = []
-    for place, folder in enumerate(FOLDERS.get(package, (package, "engines"))):
+    for place, folder in enumerate(FOLDERS[package]):
         for path in (root / "tests" / folder).rglob("test_*.py"):
             file, source = str(path.relative_to(root)), path.read_text()
             if not outside or is_outside(root, file):
