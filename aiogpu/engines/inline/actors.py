@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from aiogpu.client.current import method_called
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import TaskState
-from aiogpu.engines.inline.environment import TaskEnvironment
 from aiogpu.engines.inline.jobs import (
     FrameRestorer,
     Job,
@@ -49,11 +48,11 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.worker.actors import Methods
 from aiogpu.worker.async_actor import cancel_all, close_method
-from aiogpu.worker.chunk import plain_name
 from aiogpu.worker.invoke import Callables, Constructor
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.client.interface import Host
     from aiogpu.engines.inline.execution import LoopRunner
     from aiogpu.engines.inline.node import InlineNode
 
@@ -141,6 +140,7 @@ class CallJob(Job):
         self.method = message.method
         self.runner = creation.runner
         self.worker = instance.worker
+        self.environment = creation.environment
         self.actor_id = creation.id
         self.has_devices = creation.has_devices
         self.payload = message.payload
@@ -167,10 +167,11 @@ class CallJob(Job):
         # To the scheduler it is not: it holds no CPU that others could have meanwhile.
         return self.calls_awaited > 0 or any(job.waiters for job in self.children())
 
-    @property
-    def task_name(self) -> str:
-        """What its code is told that it is called."""
-        return f"{self.func.spec.name}.{plain_name(self.method)}"
+    def fresh_context(self, host: Host) -> Context:
+        """An empty context, but for whose it is and which method runs."""
+        context = super().fresh_context(host)
+        context.run(method_called.set, self.method)
+        return context
 
     def target(self) -> tuple[Callables, Any]:
         """Return the object's methods, and the name of this one."""
@@ -232,11 +233,6 @@ class ActorInstance:
         """True if code of it waits for the code that runs now to return."""
         running = self._running
         return running is not None and running.main is None
-
-    def environment(self) -> TaskEnvironment:
-        """Return a copy of the environment in which its code runs."""
-        assert self.creation.environment is not None, self
-        return self.creation.environment.copy()
 
     def keep(self, made: object) -> None:
         """Keep the object that the constructor has made."""
@@ -303,7 +299,6 @@ class ActorInstance:
             return None
         message = self._queue.popleft()
         self._running = call = CallJob(self, message)
-        call.environment = self.environment().named(call.task_name)
         self.worker.begun = message.call
         return call
 
@@ -356,7 +351,7 @@ class ActorInstance:
         """Nothing of it goes on."""
         self.is_over, self.worker.peer = True, None
         if self.creation.environment is not None:
-            with self.environment().applied():
+            with self.creation.environment.applied():
                 # Its `__del__` may want to know where it is.
                 was = _weak(self.object)
                 self.object, self.methods = None, Methods(None)
@@ -400,7 +395,7 @@ class AsyncActorInstance(ActorInstance):
     def on_made(self) -> None:
         """Note that the constructor has returned."""
         self._is_made = True
-        self.creation.step_environment = self.environment()
+        self.creation.step_environment = self.creation.environment
         self._context.run(actor_job.set, self.creation)
         self._runner.task_tracker.begin()
         super().on_made()

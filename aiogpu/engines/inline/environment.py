@@ -22,7 +22,7 @@ class TaskEnvironment:
     """One task's variables and facts, set while it runs.
 
     A task that another one waits for runs inside the other, so what was there before
-    must be restored in reverse order.
+    must be restored in reverse order. The same may be applied several times.
 
     Args:
         environ: variables to set.
@@ -32,23 +32,13 @@ class TaskEnvironment:
     def __init__(self, environ: Mapping[str, str], facts: Mapping[str, object]) -> None:
         self._environ: Final = dict(environ)
         self._facts: Final = dict(facts)
-        self._environ_before: dict[str, str | None] = {}
-        self._facts_before: dict[str, object] = {}
-
-    def copy(self) -> TaskEnvironment:
-        """Return the same, to be applied another time."""
-        return TaskEnvironment(self._environ, self._facts)
-
-    def named(self, name: str) -> TaskEnvironment:
-        """Return the same for an actor's call."""
-        return TaskEnvironment(self._environ, {**self._facts, "name": name})
+        self._before: list[tuple[dict[str, str | None], dict[str, object]]] = []
 
     def apply(self) -> None:
         """Remember what there is, and set this task's."""
-        self._environ_before = {name: os.environ.get(name) for name in self._environ}
-        self._facts_before = {
-            name: getattr(current, name) for name in Context.__slots__
-        }
+        environ = {name: os.environ.get(name) for name in self._environ}
+        facts = {name: getattr(current, name) for name in Context.__slots__}
+        self._before.append((environ, facts))
         os.environ.update(self._environ)
         _set_facts(self._facts)
 
@@ -63,12 +53,13 @@ class TaskEnvironment:
 
     def restore(self) -> None:
         """Set what there was before. Nothing else is touched."""
-        for name, value in self._environ_before.items():
+        environ, facts = self._before.pop()
+        for name, value in environ.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _set_facts(self._facts_before)
+        _set_facts(facts)
 
 
 def _set_facts(facts: Mapping[str, object]) -> None:
@@ -76,19 +67,15 @@ def _set_facts(facts: Mapping[str, object]) -> None:
         setattr(current, name, value)
 
 
-class Nowhere(io.RawIOBase):
+class Nowhere(io.BytesIO):
     """Takes all that is written and keeps nothing."""
 
-    def writable(self) -> bool:
-        """Always true."""
-        return True
-
-    def write(self, data: object, /) -> int:
+    def write(self, data: Any, /) -> int:
         """Drop it; gives its size, as if it were written."""
-        return len(data)  # type: ignore[arg-type]
+        return len(data)
 
 
-_nowhere: Final = io.TextIOWrapper(io.BufferedWriter(Nowhere()))  # never closed
+_nowhere: Final = io.TextIOWrapper(Nowhere())  # never closed
 
 
 @contextmanager

@@ -654,7 +654,6 @@ class LoopRunner(JobLoop):
             self.node.feed(Scheduler.finish, job.id, worker)
             self.node.lose(worker)
             return
-        self.node.urgent.discard(job.id)
         job.runner = self
         job.begin()
         self.node.stack.running.append(job)

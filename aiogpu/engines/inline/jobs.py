@@ -293,12 +293,7 @@ class Job:
         """Note that no frame of the job is on the stack: release its lease."""
         worker, self.worker = self.worker, None
         assert worker is not None, self
-        if self.is_urgent and self.id in self.node.jobs:
-            self.node.urgent.add(self.id)  # it is tried again
         self.node.lose(worker.id)
-
-    def on_forgotten(self) -> None:
-        """Note that the scheduler has ended the task."""
 
     def fresh_context(self, host: Host) -> Context:
         """An empty context, as a worker's is, but for whose it is."""
@@ -381,7 +376,7 @@ class Streams:
         assert job.environment is not None, job
         self._stack.running.remove(job)
         job.environment.restore()
-        job.step_environment = job.environment.copy()
+        job.step_environment = job.environment
         self.jobs[job.id] = job
 
     def leave(self, job: Job) -> bool:
@@ -404,7 +399,6 @@ class JobDriver(Driver):
         streams: the generators that have begun.
         loops: all loops on which jobs run.
         functions: the functions that this process knows as a worker would.
-        urgent: waiting tasks that are an actor, or that an actor needs.
         lost: workers that ended during an event; the scheduler is told next.
         pack: makes payloads of large values.
     """
@@ -424,7 +418,6 @@ class JobDriver(Driver):
         self.streams = Streams(self.stack)
         self.loops: WeakSet[JobLoop] = WeakSet()
         self.functions = Functions()
-        self.urgent: set[TaskId] = set()
         self.lost: deque[int] = deque()
         super().__init__(loop, scheduler, assignment, check, make_pool)
 

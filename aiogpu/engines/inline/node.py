@@ -110,12 +110,12 @@ class InlineScheduler(Scheduler):
 
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for."""
-        with self._node.cpus_of_waiting_jobs():
+        with self._node.cpus_of_waiting_jobs(record.id):
             return super().take(record)
 
     def fits(self, record: TaskRecord) -> bool:
         """Return whether a task could take what it asks for now."""
-        with self._node.cpus_of_waiting_jobs():
+        with self._node.cpus_of_waiting_jobs(record.id):
             return super().fits(record)
 
 
@@ -275,13 +275,14 @@ class InlineNode(JobDriver):
     # What the scheduler is told, and wants done.
 
     @contextmanager
-    def cpus_of_waiting_jobs(self) -> Iterator[None]:
-        """Context manager: urgent tasks may take the CPUs of waiting jobs below them.
+    def cpus_of_waiting_jobs(self, task: TaskId) -> Iterator[None]:
+        """Context manager: an urgent task may take the CPUs of the jobs below it.
 
         The jobs beneath wait meanwhile.
         """
         beneath: list[tuple[dict[str, int], int]] = []
-        if self.urgent:
+        urgent = self.jobs.get(task)
+        if urgent is not None and urgent.is_urgent:
             for job in self.stack.running:
                 record = None if job.id != job.task else job.record
                 lease = record and record.worker and record.worker.lease
@@ -317,18 +318,11 @@ class InlineNode(JobDriver):
 
     def _settle(self, effect: effects.Settle) -> None:
         self.results.settle(effect)
-        self.forget(effect.task)
+        self.jobs.pop(effect.task, None)
 
     def _forget(self, effect: effects.Forget) -> None:
         self.results.forget(effect)
-        self.forget(effect.task)
-
-    def forget(self, task: TaskId) -> None:
-        """A task has ended."""
-        self.urgent.discard(task)
-        job = self.jobs.pop(task, None)
-        if job is not None:
-            job.on_forgotten()
+        self.jobs.pop(effect.task, None)
 
     # Whose turn it is.
 
@@ -391,8 +385,6 @@ class InlineNode(JobDriver):
         elif not func.spec.is_lease:
             is_urgent = actor is not None
             self.jobs[task] = Job(self, task, func, parent, is_urgent=is_urgent)
-        if actor is not None or func.actor is not None:
-            self.urgent.add(task)
         parent_task = None if parent is None else parent.task
         func = self._with_own_worker(func)
         return super().submit(func, payload, receiver, parent_task, client)
