@@ -33,7 +33,7 @@ from aiogpu.engines.inline.jobs import (
 from aiogpu.errors import ActorDiedError, DeadlockError, NodeClosedError, NodeError
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState
 from aiogpu.runtime.actors.registry import LEAVE_LIMIT, Actors
-from aiogpu.serialization.exceptions import LEFT, STOPPED
+from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
     ASYNC,
@@ -83,7 +83,10 @@ class ConstructorJob(Job):
         """Begin, or go on, with the turn of this job."""
         super().begin()
         self.started = set()
-        self.instance = self._actors.begin_life(self)
+        terms = self.func.actor
+        is_async = terms is not None and terms.mode == ASYNC
+        kind = AsyncActorInstance if is_async else ActorInstance
+        self.instance = kind(self, self._actors)
 
     def target(self) -> tuple[Callables, Any]:
         """Return what makes the object, and keeps it."""
@@ -109,7 +112,7 @@ class ConstructorJob(Job):
         if instance is None or instance.worker.peer is None:
             super().interrupt()
         elif scheduler.is_closing:
-            instance.close_down(scheduler.config.cancel_grace)
+            instance.end_within(scheduler.config.cancel_grace)
         else:
             instance.kill()
 
@@ -117,6 +120,12 @@ class ConstructorJob(Job):
         """Tell who waits for calls; the program may still place the actor."""
         self.waiters = 0
         self._actors.fail_waits(self.actor, reason)
+
+    def abandon(self) -> None:
+        """End now, and leave behind what takes its time."""
+        if self.instance is not None:
+            self.instance.force_close()
+        super().abandon()
 
     def end(self) -> None:
         """Its constructor has failed, or nobody wants what it has made."""
@@ -178,9 +187,12 @@ class CallJob(Job):
         return self.instance.methods, self.method
 
     def stop(self) -> None:
-        """Stop it, if it awaits something, and leave it behind after a while."""
-        self.interrupt()
+        """Stop it, if it awaits something, and leave it behind after a while.
+
+        Once: a second time would cut its clearing up short.
+        """
         if self.main is not None and self.timer is None:
+            self.interrupt()
             grace = self.node.scheduler.config.cancel_grace
             give_up = partial(self.runner.give_up, self)
             self.timer = self.runner.loop.call_later(grace, give_up, context=Context())
@@ -189,12 +201,10 @@ class CallJob(Job):
         """Note that the code has stopped: the next call may run."""
         if self.timer is not None:
             self.timer.cancel()
-        if self.outcome is not None:
-            self.instance.answer(self.outcome)
+        self.instance.on_call_ended(self)
 
     def leave(self) -> None:
-        """Note that no frame of it is on the stack."""
-        self.instance.on_call_ended(self)
+        """Note that no frame of it is on the stack; nothing waits for that."""
 
 
 class ActorInstance:
@@ -256,8 +266,7 @@ class ActorInstance:
     def send(self, message: Message) -> None:
         """End in an orderly way."""
         if type(message) is Leave:
-            self._queue.clear()
-            self.end()
+            self.end_within(LEAVE_LIMIT)
 
     def drop(self, number: int) -> None:
         """Cancel a call: do not run it, or stop it."""
@@ -277,15 +286,16 @@ class ActorInstance:
         self.kill()
 
     def kill(self) -> None:
+        """End at once, or within the time that a cancelled task has."""
+        grace = self.creation.node.scheduler.config.cancel_grace
+        self.end_within(grace, is_orderly=False)
+
+    def end_within(self, _seconds: float, is_orderly: bool = True) -> None:
         """End at once, or as soon as its code has returned."""
         self._queue.clear()
         if self._running is not None:
             self._running.stop()
         self.end()
-
-    def close_down(self, _grace: float) -> None:
-        """End with the node."""
-        self.kill()
 
     def force_close(self) -> None:
         """End now, and leave behind what takes its time."""
@@ -302,34 +312,40 @@ class ActorInstance:
         self.worker.begun = message.call
         return call
 
-    def answer(self, outcome: Outcome) -> None:
-        """Tell the caller what has come of a call; it finds the frames of an error."""
-        if self._is_restarting:
-            return  # the call is lost, or waits for the next life
-        answer, error = outcome.answer, outcome.error
-        call = self.actor.calls.get(answer.task)
-        is_raised = type(answer) is Failed and answer.kind != LEFT
-        if is_raised and call is not None and call.receiver is not None:
-            assert error is not None, outcome
-            name = f"{self.actor.name}.{call.method}"
-            call.receiver = FrameRestorer(call.receiver, name, error)
-        self._actors.on_message(self.worker.id, answer)
-
-    def _answer_dropped(self, number: int) -> None:
-        if self._is_restarting:
-            return
-        stopped = Failed(number, STOPPED, "", "", "", None)
-        self._actors.on_message(self.worker.id, stopped)
-
     def on_call_ended(self, call: CallJob) -> None:
-        """A call's code has stopped."""
+        """Tell the caller what has come of a call, whose code has stopped."""
         self._running = None
-        # If it was stopped, nobody has answered yet.
-        self._answer_dropped(call.id)
+        if not self._is_restarting:
+            self._answer(call)  # else it is lost, or waits for the next life
         if self._is_ending:
             self.end()
         elif self._queue:
             self._actors.note_calls(self)
+
+    def _answer(self, call: CallJob) -> None:
+        asked, outcome = self.actor.calls.get(call.id), call.outcome
+        receiver = None if asked is None else asked.receiver
+        if outcome is None:
+            self._answer_dropped(call.id)  # it was cancelled before it had begun
+            return
+        answer, error = outcome.answer, outcome.error
+        if call.is_cancelled and isinstance(error, asyncio.CancelledError):
+            if self.actor.state is ActorState.LEAVING:
+                self._answer_dropped(call.id)  # another call has ended the actor
+                return
+            if receiver is not None:
+                # Somebody wants it: the loop has cancelled all that runs, as it ends.
+                receiver.settle(
+                    NodeClosedError(f"the event loop of {self.actor.name} has ended.")
+                )
+                self.actor.cancel(call.id)  # its loop takes no more of it
+        elif asked is not None and receiver is not None and error is not None:
+            asked.receiver = FrameRestorer(receiver, call.name, error)
+        self._actors.on_message(self.worker.id, answer)
+
+    def _answer_dropped(self, number: int) -> None:
+        stopped = Failed(number, STOPPED, "", "", "", None)
+        self._actors.on_message(self.worker.id, stopped)
 
     # Its end.
 
@@ -358,7 +374,8 @@ class ActorInstance:
             if was is not None and was() is not None:
                 # It refers to itself, or code that is about to return does.
                 self._actors.collect_soon()
-        self._actors.end_life(self)
+        self._actors.end_calls(self)
+        self.creation.node.end_orphans(*self.creation.children())
 
 
 def _weak(thing: object) -> weakref.ref[object] | None:
@@ -381,11 +398,9 @@ class AsyncActorInstance(ActorInstance):
         super().__init__(creation, actors)
         self._runner = actors.runner
         self._context = Context()
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._outcomes: dict[int, Outcome] = {}
+        self._calls: dict[int, CallJob] = {}
         self._ending: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self._is_made = False
 
     @property
     def waits_for_running_code(self) -> bool:
@@ -394,8 +409,7 @@ class AsyncActorInstance(ActorInstance):
 
     def on_made(self) -> None:
         """Note that the constructor has returned."""
-        self._is_made = True
-        self.creation.step_environment = self.creation.environment
+        self.creation.is_interleaved = True
         self._context.run(actor_job.set, self.creation)
         self._runner.task_tracker.begin()
         super().on_made()
@@ -412,76 +426,35 @@ class AsyncActorInstance(ActorInstance):
         if type(message) is not Invoke:
             super().post(message)
             return
-        call = CallJob(self, message)
-        call.step_environment = self.creation.step_environment
+        self._calls[message.call] = call = CallJob(self, message)
+        call.is_interleaved = True
         self.worker.begun = message.call
-        task = self._start(self._run(call))
-        self._calls[message.call] = task
-        ended = partial(self._on_ended, message.call)
-        task.add_done_callback(ended, context=Context())
+        context = self._context.copy()
+        context.run(method_called.set, call.method)
+        self._runner.interleave(call, context)
 
-    async def _run(self, call: CallJob) -> None:
-        # Neither the task's result nor a name here: a loop that ends keeps its tasks
-        # for a while, and an error the frames that awaited it, so it would hold itself
-        # and the actor's object until the garbage is collected.
-        method_called.set(call.method)
-        self._outcomes[call.id] = await self._runner.executor.interleave(call)
-
-    def _on_ended(self, number: int, task: asyncio.Task[None]) -> None:
-        del self._calls[number]
-        outcome = self._outcomes.pop(number, None)
-        if outcome is None:
-            self._answer_dropped(number)  # it was cancelled before it had begun
-            return
-        if task.cancelling() and isinstance(outcome.error, asyncio.CancelledError):
-            self._tell_cancelled(number)
-        self.answer(outcome)
-        if outcome.is_ctrl_c and outcome.error is not None:
-            raise outcome.error
-
-    def _tell_cancelled(self, number: int) -> None:
-        """If somebody wants it, the loop has cancelled all that runs, since it ends."""
-        if self.actor.state is ActorState.LEAVING:
-            self._answer_dropped(number)  # another call has ended the actor
-            return
-        call = None if self._is_restarting else self.actor.calls.get(number)
-        if call is not None and call.receiver is not None:
-            call.receiver.settle(
-                NodeClosedError(f"the event loop of {self.actor.name} has ended.")
-            )
-            self.actor.cancel(number)  # its loop takes no more of it
+    def on_call_ended(self, call: CallJob) -> None:
+        """Tell the caller what has come of a call, whose code has stopped."""
+        del self._calls[call.id]
+        super().on_call_ended(call)
 
     def drop(self, number: int) -> None:
         """Cancel a call."""
-        task = self._calls.get(number)
-        if task is not None:
-            task.cancel()
-
-    def send(self, message: Message) -> None:
-        """End in an orderly way."""
-        if type(message) is Leave:
-            self._end_within(LEAVE_LIMIT, is_orderly=True)
-
-    def kill(self) -> None:
-        """Cancel all that runs, and end."""
-        grace = self.creation.node.scheduler.config.cancel_grace
-        self._end_within(grace, is_orderly=False)
-
-    def close_down(self, grace: float) -> None:
-        """End with the node, which waits for nobody beyond its grace."""
-        self._end_within(grace, is_orderly=True)
+        call = self._calls.get(number)
+        if call is not None:
+            call.interrupt()
 
     def force_close(self) -> None:
         """End now, and leave behind what takes its time."""
-        rest = [*self._calls.values(), *self.creation.started]
-        for task in (self._ending, *rest):
+        for task in (self._ending, *self._tasks(), *self.creation.started):
             if task is not None:
                 task.cancel()
         self.end()
 
     # Its end.
 
-    def _end_within(self, seconds: float, is_orderly: bool) -> None:
+    def end_within(self, seconds: float, is_orderly: bool = True) -> None:
+        """Cancel all that runs, let it close if that is orderly, and end."""
         if self.is_over:
             return
         if self._ending is None:
@@ -491,8 +464,11 @@ class AsyncActorInstance(ActorInstance):
         loop = self._runner.loop
         self._alarm = loop.call_later(seconds, self._give_up, context=Context())
 
+    def _tasks(self) -> list[asyncio.Task[None] | None]:
+        return [call.main for call in self._calls.values()]
+
     async def _end(self, is_orderly: bool) -> None:
-        await cancel_all(self._calls.values())
+        await cancel_all(self._tasks())
         if is_orderly:
             await self._close()
         await cancel_all(self.creation.started)
@@ -523,7 +499,7 @@ class AsyncActorInstance(ActorInstance):
         """Nothing of it goes on."""
         if self._alarm is not None:
             self._alarm.cancel()
-        if self._is_made:
+        if self.worker.peer is not None:
             self._runner.task_tracker.end()
         super().let_go()
 
@@ -554,17 +530,12 @@ class InlineActors(Actors):
         self.runner = runner
         self._waiting: dict[int, Job] = {}
         self._node = node
-        self._living: dict[int, ActorInstance] = {}
         self._with_calls: dict[ActorInstance, None] = {}
 
     @property
     def are_there(self) -> bool:
         """True if there is any that has not ended."""
         return any(isinstance(job, ConstructorJob) for job in self._node.jobs.values())
-
-    def life(self, actor: int) -> ActorInstance | None:
-        """Return the process of an actor that has not ended."""
-        return self._living.get(actor)
 
     def check_class(self, func: FunctionSpec, payload: bytes) -> None:
         """Refuse an actor that this node can never have.
@@ -587,20 +558,6 @@ class InlineActors(Actors):
         assert isinstance(actor, Actor), actor
         return ConstructorJob(self._node, task, func, actor, self)
 
-    def begin_life(self, creation: ConstructorJob) -> ActorInstance:
-        """An actor's constructor begins."""
-        terms = creation.func.actor
-        is_async = terms is not None and terms.mode == ASYNC
-        kind = AsyncActorInstance if is_async else ActorInstance
-        instance = self._living[creation.id] = kind(creation, self)
-        return instance
-
-    def end_life(self, instance: ActorInstance) -> None:
-        """Nothing of an actor's object goes on; another life may follow."""
-        del self._living[instance.creation.id]
-        self._with_calls.pop(instance, None)
-        self._node.end_orphans(*instance.creation.children())
-
     def known(self, actor: int) -> Actor:
         """Return an actor that lives or has handles.
 
@@ -613,6 +570,10 @@ class InlineActors(Actors):
         return found
 
     # Calls.
+
+    def end_calls(self, instance: ActorInstance) -> None:
+        """None of its calls run any more."""
+        self._with_calls.pop(instance, None)
 
     def note_calls(self, instance: ActorInstance) -> None:
         """One has calls that may run now."""
@@ -663,7 +624,7 @@ class InlineActors(Actors):
         actor, job = self.called_by(number), running_job.get()
         if actor is None:
             return
-        instance = self.life(actor.id)
+        instance: Any = None if actor.worker is None else actor.worker.peer
         if job is not None:
             self._waiting[number] = job
             job.calls_awaited += 1
@@ -718,8 +679,3 @@ class InlineActors(Actors):
     def collect_soon(self) -> None:
         """Have what refers to itself let go, so that its `__del__` is called."""
         self.runner.loop.call_soon(gc.collect, context=Context())
-
-    def force_close(self) -> None:
-        """Leave those behind that would take their time."""
-        for instance in list(self._living.values()):
-            instance.force_close()

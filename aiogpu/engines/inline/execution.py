@@ -20,6 +20,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import Context
 from functools import partial
 from types import CoroutineType, TracebackType, coroutine
 from typing import Any, Final, NoReturn
@@ -484,38 +485,41 @@ class InlineExecutor:
         self.ctrl_c = CtrlC()
         self._retry_rules = RetryRules()
 
-    def begin(self, job: Job, host: TaskHost) -> Outcome | BegunCall:
+    def begin(self, job: Job, host: TaskHost) -> BegunCall | None:
         """Call the function, outside of any event loop, as in a worker.
 
-        Gives the call if it is to go on in an asyncio task; `finish` it there.
+        Gives the call if it is to go on in an asyncio task; `finish` it there. Else the
+        job has its outcome.
         """
         loop = asyncio._get_running_loop()
         set_running_loop(None)
         try:
             try:
-                call = self._call(job, host)
+                call = self.call(job, host)
                 with self._step(job):
                     call.send(None)
                 return call
             except StopIteration as ended:
-                return self._outcome(job, ended.value)
+                job.outcome = self._outcome(job, ended.value)
+                return None
             finally:
                 host.close()
         finally:
             set_running_loop(loop)
 
-    async def interleave(self, job: Job) -> Outcome:
-        """Call an actor's method on the loop that runs."""
-        return await self.finish(job, self._call(job, None))
+    async def finish(self, job: Job, call: BegunCall) -> None:
+        """Drive a call to its end, and end what it has started.
 
-    async def finish(self, job: Job, call: BegunCall) -> Outcome:
-        """Drive a call to its end, and end what it has started."""
+        The outcome is the job's, and not the asyncio task's result: a loop that ends
+        keeps its tasks for a while, and an error keeps the frames that it has passed.
+        """
         try:
-            return self._outcome(job, await self.drive(job, call))
+            job.outcome = self._outcome(job, await self.drive(job, call))
         finally:
             await end_started(job)
 
-    def _call(self, job: Job, host: TaskHost | None) -> BegunCall:
+    def call(self, job: Job, host: TaskHost | None) -> BegunCall:
+        """Make the call of a job; one without a host begins on an event loop."""
         functions, name = job.target()
         stream = None
         if job.limit:
@@ -571,8 +575,8 @@ class InlineExecutor:
     def _step(self, job: Job) -> Iterator[None]:
         """The block runs the user's code, from here to its next pause."""
         with ExitStack() as stack:
-            if job.step_environment is not None:
-                stack.enter_context(job.step_environment.applied())
+            if job.is_interleaved and job.environment is not None:
+                stack.enter_context(job.environment.applied())
             if self._is_silent:
                 stack.enter_context(silence())
             stack.enter_context(self.ctrl_c.watched())
@@ -674,40 +678,49 @@ class LoopRunner(JobLoop):
         host = TaskHost(job, self)
         context = job.fresh_context(host)
         call = context.run(self.executor.begin, job, host)
-        if isinstance(call, Outcome):
-            self._finish(job, call)
+        if call is None:
+            self._finish(job)
             return
         if job.id in self.node.streams.senders:
             self.node.streams.enter(job)
             self.node.wake()  # the next one has its turn
+        self._go_on(job, call, context)
+        record = job.record
+        if record is not None and record.state is TaskState.STOPPING:
+            job.interrupt()  # its plain part was cancelled
+
+    def interleave(self, job: Job, context: Context) -> None:
+        """Run a call on this loop, beside other code."""
+        job.runner = self
+        self._go_on(job, self.executor.call(job, None), context)
+
+    def _go_on(self, job: Job, call: BegunCall, context: Context) -> None:
         self.task_tracker.begin()
-        job.main = self.loop.create_task(
-            self.executor.finish(job, call), name=job.name, context=context
+        # Not by the loop's factory, which would take it for one that the caller starts.
+        job.main = asyncio.Task(
+            self.executor.finish(job, call),
+            loop=self.loop,
+            name=job.name,
+            context=context,
         )
         ended = partial(self._on_ended, job, call)
         job.main.add_done_callback(ended, context=self._context)
-        record = job.record
-        if record is not None and record.state is TaskState.STOPPING:
-            job.main.cancel()  # its plain part was cancelled
 
-    def _on_ended(
-        self,
-        job: Job,
-        call: BegunCall,
-        main: asyncio.Task[Outcome],
-    ) -> None:
+    def _on_ended(self, job: Job, call: BegunCall, main: asyncio.Task[None]) -> None:
         self.task_tracker.end()
         if job.main is not main:
             return  # it was left behind, and is maybe tried again
-        job.main = None
+        job.main, job.is_cancelled = None, main.cancelling() > 0
         if main.cancelled():
             call.close()  # its task has not begun
             self._end(job)
         else:
-            self._finish(job, main.result())
+            main.result()  # none, but this package's own code may have failed
+            self._finish(job)
 
-    def _finish(self, job: Job, outcome: Outcome) -> None:
-        job.outcome = outcome
+    def _finish(self, job: Job) -> None:
+        outcome = job.outcome
+        assert outcome is not None, job
         if not job.goes_on(outcome):
             self._end(job)
         else:

@@ -76,7 +76,7 @@ class FrameRestorer:
     def settle(self, outcome: bytes | Failed | Exception) -> None:
         """Pass on the outcome; in place of a failure its exception, with its frames."""
         receiver = self._receiver
-        if not isinstance(outcome, Failed):
+        if not isinstance(outcome, Failed):  # by `exit_actor`, an error of its own
             receiver.settle(outcome)
             return
         error = unpack_failure(outcome, self._name)
@@ -152,9 +152,10 @@ class Job:
             they run on top of this job.
         is_urgent: whether it may run on top of any job, because an actor needs it.
         is_over: whether its code has stopped; other jobs may still lie on top of it.
+        is_cancelled: whether its coroutine was cancelled, whatever it did about it.
         outcome: the result or error that is not reported yet.
-        step_environment: applied for each step of its code, if other code runs between
-            two steps.
+        is_interleaved: whether other code runs between two steps of its code, for each
+            of which its environment is applied.
     """
 
     actor_id: int | None = None
@@ -182,14 +183,14 @@ class Job:
         self.worker: InlineWorker | None = None
         self.environment: TaskEnvironment | None = None
         self.has_devices = False
-        self.main: asyncio.Task[Outcome] | None = None
+        self.main: asyncio.Task[None] | None = None
         self.started: set[asyncio.Task[object]] = set()
         self.timer: asyncio.Handle | None = None
         self.paused: list[Job] = []
         self.needed: list[Job] = []
-        self.is_over = False
+        self.is_over = self.is_cancelled = False
         self.outcome: Outcome | None = None
-        self.step_environment: TaskEnvironment | None = None
+        self.is_interleaved = False
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name}>"
@@ -248,7 +249,7 @@ class Job:
         """Begin, or go on, with the turn of this job."""
         self.worker = self.assigned_to
         self.is_over, self.outcome = False, None
-        self.main = self.step_environment = None
+        self.main, self.is_interleaved = None, False
 
     def goes_on(self, _outcome: Outcome) -> bool:
         """Return whether the job keeps its lease after its code has returned."""
@@ -262,6 +263,11 @@ class Job:
     def stop(self) -> None:
         """Stop the job in any state; its result is not wanted."""
         self.node.feed(Scheduler.cancel, self.id)
+
+    def abandon(self) -> None:
+        """Leave behind what runs and would take its time."""
+        if self.worker is not None:
+            self.runner.leave_behind(self)
 
     def fail_wait(self, reason: str) -> None:
         """Tell who waits that the wait can never end."""
@@ -376,7 +382,7 @@ class Streams:
         assert job.environment is not None, job
         self._stack.running.remove(job)
         job.environment.restore()
-        job.step_environment = job.environment
+        job.is_interleaved = True
         self.jobs[job.id] = job
 
     def leave(self, job: Job) -> bool:
@@ -461,6 +467,14 @@ class JobDriver(Driver):
         begun = self.pool.commands.begun(worker)
         if self.workers.pop(worker, None) is not None:
             self.on_gone(worker, Death(os.getpid(), begun=begun))
+
+    def end_orphans(self, *jobs: Job) -> None:
+        """Stop jobs since who has started them has ended."""
+        for job in jobs:
+            call = self.call_of(job.id)
+            if call is not None:
+                call.tell_disowned()
+            job.stop()
 
     def _rearm(self, deadline: float | None) -> None:
         self._timer_at = deadline
@@ -557,7 +571,10 @@ class JobLoop:
         """End the turn of a job: let the next one begin."""
         job.is_over = True
         job.end()
-        self._leave_stack(job)
+        # An error keeps the frames that it has passed, and they keep the job.
+        job.outcome = None
+        if not job.is_interleaved or job.id in self.node.streams.jobs:
+            self._leave_stack(job)  # a coroutine of an actor's was never there
 
     def _leave_stack(self, job: Job) -> None:
         node = self.node

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from aiogpu.runtime.pending_tasks import Call
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.wire.messages import Bind, Create
+
+T = TypeVar("T")
 
 
 class ActorsPort(Protocol):
@@ -85,9 +87,6 @@ class ActorsPort(Protocol):
     def demand_call(self, number: int, limit: int, /) -> None:
         """Let a call that is a stream yield so many items in all."""
 
-    def force_close(self) -> None:
-        """End now, and leave behind what takes its time."""
-
 
 class InlineScheduler(Scheduler):
     """A scheduler of which one task at a time gets a worker.
@@ -110,13 +109,19 @@ class InlineScheduler(Scheduler):
 
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for."""
-        with self._node.cpus_of_waiting_jobs(record.id):
-            return super().take(record)
+        return self._ask(record, super().take)
 
     def fits(self, record: TaskRecord) -> bool:
         """Return whether a task could take what it asks for now."""
-        with self._node.cpus_of_waiting_jobs(record.id):
-            return super().fits(record)
+        return self._ask(record, super().fits)
+
+    def _ask(self, record: TaskRecord, ask: Callable[[TaskRecord], T]) -> T:
+        """Ask as if an urgent task could have the CPUs of the jobs below it."""
+        job = self._node.jobs.get(record.id)
+        if job is None or not job.is_urgent:
+            return ask(record)
+        with self._node.cpus_of_waiting_jobs():
+            return ask(record)
 
 
 class InlinePool:
@@ -275,20 +280,18 @@ class InlineNode(JobDriver):
     # What the scheduler is told, and wants done.
 
     @contextmanager
-    def cpus_of_waiting_jobs(self, task: TaskId) -> Iterator[None]:
-        """Context manager: an urgent task may take the CPUs of the jobs below it.
+    def cpus_of_waiting_jobs(self) -> Iterator[None]:
+        """Context manager: the CPUs of the jobs that have begun are free.
 
-        The jobs beneath wait meanwhile.
+        They wait while an urgent task runs on top of them.
         """
         beneath: list[tuple[dict[str, int], int]] = []
-        urgent = self.jobs.get(task)
-        if urgent is not None and urgent.is_urgent:
-            for job in self.stack.running:
-                record = None if job.id != job.task else job.record
-                lease = record and record.worker and record.worker.lease
-                if lease and not lease.is_lent:
-                    free = lease.home.free
-                    beneath.append((free, dict(lease.request.scalars).get(CPU, 0)))
+        for job in self.stack.running:
+            record = None if job.id != job.task else job.record
+            lease = record and record.worker and record.worker.lease
+            if lease and not lease.is_lent:
+                free = lease.home.free
+                beneath.append((free, dict(lease.request.scalars).get(CPU, 0)))
         for free, cpus in beneath:
             free[CPU] += cpus
         try:
@@ -521,18 +524,8 @@ class InlineNode(JobDriver):
         else:
             super().demand(task, limit)
 
-    def end_orphans(self, *jobs: Job) -> None:
-        """Stop jobs since who has started them has ended."""
-        for job in jobs:
-            call = self.call_of(job.id)
-            if call is not None:
-                call.tell_disowned()
-            job.stop()
-
     def force_close(self) -> None:
         """Stop all jobs, and leave those behind that would take their time."""
         self.feed(Scheduler.close)
-        self.actors.force_close()
         for job in list(self.jobs.values()):
-            if job.worker is not None:
-                job.runner.leave_behind(job)
+            job.abandon()
