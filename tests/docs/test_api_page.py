@@ -1,6 +1,6 @@
 """docs/api.md lists every public name once, by the first line of its description.
 
-`python -m tests.docs.test_api_doc` writes the tables anew.
+`python -m tests.docs.test_api_page` writes the tables anew.
 """
 
 import re
@@ -76,7 +76,7 @@ def test_every_name_of_the_top_is_in_one_group() -> None:
 def test_the_page_lists_each_by_its_description() -> None:
     page = PAGE.read_text()
     assert len(TABLE.findall(page)) == len(tables())
-    assert page == written(page), "python -m tests.docs.test_api_doc writes it anew"
+    assert page == written(page), "python -m tests.docs.test_api_page writes it anew"
 
 
 @pytest.mark.parametrize("group", GROUPS)

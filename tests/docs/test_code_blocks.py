@@ -1,0 +1,133 @@
+"""Programs on every page run and print what it says; links and cited tests exist.
+
+A block that begins with `python run` is a whole program, and the `text` block below it
+is what it prints. So is a `python` block of the README with a `text` block below it.
+All other Python blocks compile, with `await` outside of functions; those with
+`file=NAME` belong to `test_testing_page.py`.
+"""
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.docs.programs import printed_by
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    path.name: path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+FENCE = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CITATION = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+
+class Block(NamedTuple):
+    """A fenced block of a page; `after` is the block below it."""
+
+    page: str
+    kind: str
+    text: str
+    after: tuple[str, str]
+
+    @property
+    def is_program(self) -> bool:
+        readme = self.page == "README.md" and self.kind == "python"
+        return self.kind == "python run" or (readme and self.after[0] == "text")
+
+
+BLOCKS = [
+    Block(page, *found, after)
+    for page, text in PAGES.items()
+    for found, after in pairwise([*FENCE.findall(text), ("", "")])
+]
+PROGRAMS = [block for block in BLOCKS if block.is_program]
+PYTHON = [block for block in BLOCKS if block.kind.startswith("python")]
+CITED = sorted({cited for text in PAGES.values() for cited in CITATION.findall(text)})
+
+
+def named(blocks: list[Block]) -> list[str]:
+    """Ids: the page, and the first function or class of the block."""
+    found = [re.search(r"(?:def|class) (\w+)|$", block.text) for block in blocks]
+    return [f"{b.page}-{f and f[1]}" for b, f in zip(blocks, found, strict=True)]
+
+
+def comparable(text: str) -> str:
+    """Text without process ids and times, and without the columns that they shift."""
+    text = re.sub(r"\bpid([= ])\w+", r"pid\1N", text)
+    text = re.sub(r"\b\d+(\.\d+)? s\b", "N s", text)
+    return re.sub(r"(?<=\S) +", " ", text)
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=named(PROGRAMS))
+def test_a_program_prints_what_stands_below_it(block, tmp_path):
+    kind, output = block.after
+    assert kind == "text", "a text block with its output must follow"
+    assert comparable(printed_by(block.text, tmp_path)) == comparable(output)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=named(PYTHON))
+def test_python_compiles(block):
+    compile(block.text, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_pages_have_programs():
+    assert len(PROGRAMS) > 30
+    readme = [block for block in PYTHON if block.page == "README.md"]
+    assert [b for b in readme if "print(" in b.text and not b.is_program] == []
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in CITED}))
+def test_cited_tests_exist_and_run_with_every_change(path):
+    functions = {
+        node.name: [ast.unparse(mark) for mark in node.decorator_list]
+        for node in ast.parse((ROOT / path).read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for function in [function for file, function in CITED if file == path]:
+        assert function.startswith("test_")
+        assert "pytest.mark.slow" not in functions[function]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    at = ROOT if page == "README.md" else ROOT / "docs"
+    missing = [to for to in LINK.findall(PAGES[page]) if not (at / to).exists()]
+    assert missing == []
+
+
+def test_each_guarantee_names_its_test():
+    row = re.compile(r"^\| (?!fault \|)([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+    page = PAGES["guarantees.md"]
+    rows = row.findall(page)
+    assert len(rows) == page.count("\n| ") - page.count("\n| fault |") > 30
+    assert [
+        fault for fault, _, proof in rows if len(CITATION.findall(proof)) != 1
+    ] == []
+
+
+def test_each_statement_of_ray_has_a_proof():
+    page = PAGES["from-ray.md"]
+    assert page.count("tests/") == len(CITATION.findall(page)) > 20
+    statements = re.split(
+        r"^### \d+\. ", page.partition("## API by API")[0], flags=re.MULTILINE
+    )[1:]
+    assert len(statements) == 18
+    assert [each[:40] for each in statements if not CITATION.search(each)] == []
+
+
+def test_the_commands_of_the_readme_stand_where_they_are_found_first():
+    first, *_ = [block.text for block in BLOCKS if block.kind == "bash"]
+    assert first == (
+        "python3 -m venv .venv && .venv/bin/pip install -q '.[demo]' "
+        "&& .venv/bin/aiogpu demo\n"
+    )
+    tests = PAGES["README.md"].split("\n## Tests\n")[1]
+    assert FENCE.search(tests)[2] == (
+        "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo,test]' "
+        "&& .venv/bin/python -m pytest -n 4\n"
+    )

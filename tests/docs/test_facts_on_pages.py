@@ -1,0 +1,185 @@
+"""Figures and names on the pages are those of the code."""
+
+import inspect
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import aiogpu
+from aiogpu import accelerators
+from aiogpu.accelerators import listed_devices, types
+from aiogpu.accelerators.nvml import health
+from aiogpu.accelerators.registry import KNOWN, vendor_of
+from aiogpu.accelerators.visible import Inventory, resolve
+from aiogpu.api import map as maps
+from aiogpu.api.node import FOREIGN
+from aiogpu.api.options import CHECKS, MAX_BUFFERED
+from aiogpu.cli import run, start
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.request import DEEPEST, HORIZON, STRATEGIES, Device
+from aiogpu.core.records import TaskState
+from aiogpu.daemon import journal, process
+from aiogpu.daemon.place import MAX_SOCKET_PATH, Place
+from aiogpu.daemon.start import CARRIED, NAME
+from aiogpu.engines import devices
+from aiogpu.observe.snapshot import LISTED
+from aiogpu.runtime import output
+from aiogpu.runtime.devices import binding, memory_guard, monitor, release
+from aiogpu.runtime.objects.segments import PART
+from aiogpu.runtime.objects.store import WARM
+from aiogpu.serialization.references import SHARED_FROM
+from aiogpu.wire.messages import LEASE_MARK, WARM_BYTES
+
+DOCS = Path(__file__).parents[2] / "docs"
+CONFIG = SchedulerConfig()
+
+FACTS = {
+    "accelerators.md": [
+        f"waits {devices.LIMIT:g} seconds for each",
+        *(
+            f"`{getattr(accelerators, name)}`"
+            for name in sorted(set(accelerators.__all__) & set(vars(types)))
+        ),
+        *(
+            f"| `{vendor_of(one.kind).option if one.kind == 'GPU' else one.kind}` "
+            f"| `{one.variable}` |"
+            for one in KNOWN
+        ),
+    ],
+    "gpu-memory.md": [
+        *(f"| `{name}` |" for name in vars(aiogpu.GpuOutOfMemoryError(""))),
+        *(binding.JAX_FRACTION, binding.JAX_FRACTION_TOO, binding.JAX_PREALLOCATES),
+        *(binding.CUPY_LIMIT, binding.TENSORFLOW_GROWS, binding.THREADS),
+        *(binding.MEMORY, binding.PIPES, binding.DEFAULT),
+    ],
+    "gpus.md": [
+        f"has not answered at all for {monitor.SILENT:g} seconds",
+        f"It is back when for {monitor.CALM:g} seconds it has answered",
+        f"by more than {memory_guard.OVERHEAD >> 30} GiB for each of them",
+        f"({', '.join(map(str, sorted(health.APPLICATION)))})",
+        f"is `{memory_guard.THIS_PROGRAM}`",
+        f"or `{listed_devices.NONE[1]}`",
+    ],
+    "leases.md": [
+        f"then exit code {run.NOT_IN_TIME}",
+        f"{run.NOT_FOUND} is a command that is not there, {run.NOT_EXECUTABLE} one",
+        f"{run.FAILED} that no node could be asked",
+        ", ".join(each.name for each in run.SENT_ON[:-1])
+        + f" and {run.SENT_ON[-1].name}",
+        f"the variable `{LEASE_MARK}`",
+        {2: "(or two seconds)"}[run.KILLED_AFTER],
+        {10: "in ten seconds is set aside"}[release.LIMIT],
+        {1: "looked every second"}[monitor.EACH],
+        *(f'| `"{value}"`' for value in FOREIGN),
+        *(f"`{option}`" for option in CHECKS["lease"]),
+    ],
+    "map.md": [
+        f"`limit` items further ({maps.DEFAULT_LIMIT} unless named)",
+        f"Without `limit`, {maps.CALLS} tasks are ahead",
+        f"aims at tasks of about {maps.TARGET * 1e3:g} ms",
+        f"takes longer than {maps.LONGEST * 1e3:g} ms gives back",
+        f"fills a chunk for {maps.FILL_TIME * 1e3:g} ms at most",
+        f"room for {maps.SHARE} tasks at least, so `limit={10 * maps.SHARE}` bounds "
+        "them to 10",
+    ],
+    "placement.md": [
+        *(f"| `{name}` |" for name in inspect.signature(aiogpu.placement).parameters),
+        *(f'`"{strategy}"`' for strategy in STRATEGIES),
+    ],
+    "service.md": [
+        f"in {process.DRAIN:.0f} seconds unless `--drain`",
+        f"{journal.SIZE >> 20} MiB, then `node.log.1` to `node.log.{journal.KEPT}`",
+        f"Linux allows {MAX_SOCKET_PATH}",
+        f"`logs/{process.CRASH_LOG}`",
+        f"{output.SIZE >> 20} MiB, then `tasks.log.1` to `tasks.log."
+        f"{output.LOGS_KEPT}`",
+        f"`logs/{journal.FILE}`",
+        f"/systemd/user/{NAME}",
+        *(f"`{name}`" for name in ("CUDA_VISIBLE_DEVICES", *CARRIED[1:4])),
+        f"| `{os.path.basename(Place.at().socket)}` |",
+        f"| `{os.path.basename(Place.at().pidfile)}` |",
+    ],
+    "streams.md": [f"`max_buffered={MAX_BUFFERED}`"],
+    "values.md": [
+        f"From {SHARED_FROM // 1024} KiB of buffers on",
+        f"below {SHARED_FROM // 1024} KiB lie in your program's memory",
+        f"{PART:.0%} of the memory that is there".replace("%", " %"),
+        f"up to {WARM >> 30} GiB by your program",
+        f"and {WARM_BYTES >> 20} MiB by each worker",
+    ],
+    "waiting.md": [
+        f"first of its line for {CONFIG.reserve_after:g} s and still does not fit",
+        f"as take about {HORIZON * 1e3:g} ms together, at most {DEEPEST}",
+        f"is not done after {CONFIG.long * 1e3:g} ms",
+        f"of those that wait the first {LISTED};",
+    ],
+}
+
+
+def words_of(page: str) -> str:
+    """A page without line ends."""
+    return " ".join((DOCS / page).read_text().split())
+
+
+@pytest.mark.parametrize("page", FACTS)
+def test_a_page_states_what_the_code_has(page: str) -> None:
+    words = words_of(page)
+    assert [fact for fact in FACTS[page] if not fact or fact not in words] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "variable", "of"),
+    [
+        ("leases.md", "gpu", aiogpu.types.Lease),
+        ("placement.md", "group", aiogpu.types.Placement),
+    ],
+)
+def test_a_page_names_every_public_attribute(
+    page: str, variable: str, of: type
+) -> None:
+    public = {name for name in vars(of) if not name.startswith("_")}
+    public -= {"placement_group_of"}
+    words = words_of(page)
+    assert [n for n in public if not re.search(rf"{variable}\.{n}\b", words)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "commands", "others"),
+    [
+        ("leases.md", (run.run,), {"--head", "--epochs"}),
+        ("service.md", (start.start, start.stop), {"--user", "--now"}),
+    ],
+)
+def test_options_that_a_page_names_are_those_of_the_command(
+    page: str, commands: tuple[object, ...], others: set[str]
+) -> None:
+    known = {
+        name
+        for command in commands
+        for option in command.params  # type: ignore[attr-defined]
+        for name in (*option.opts, *option.secondary_opts)
+        if name.startswith("--")
+    }
+    named = set(re.findall(r"(?<=[ `])--[a-z-]+", words_of(page))) - others
+    assert named <= known
+    assert named == known or page != "leases.md"
+
+
+def test_leases_take_the_options_that_are_checked() -> None:
+    assert set(inspect.signature(aiogpu.lease).parameters) == set(CHECKS["lease"])
+
+
+def test_the_page_of_waiting_names_every_state() -> None:
+    named = re.findall(r"^- `(\w+)`", (DOCS / "waiting.md").read_text(), re.MULTILINE)
+    assert set(named) == {state.value for state in TaskState} | {"opening"}
+
+
+def test_forms_of_a_device_variable_are_read_as_the_page_says() -> None:
+    there = Inventory(tuple(Device(i, uuid=f"GPU-{i}f") for i in range(3)), 3)
+    read = {text: [d.id for d in resolve(text, there)] for text in ("2,0", "1,-1,0")}
+    assert read == {"2,0": [2, 0], "1,-1,0": [1]}
+    assert [device.id for device in resolve("GPU-1", there)] == ["GPU-1f"]
+    assert all(f"`{text}`" in words_of("gpus.md") for text in read)
+    assert (monitor.EACH, round(1 / monitor.SOONEST)) == (1.0, 10)

@@ -1,0 +1,149 @@
+"""What pages show of commands, status and warnings is what these print."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from aiogpu.accelerators.nvml.health import xid_in_words
+from aiogpu.cli.main import COMMANDS, cli
+from aiogpu.cli.start import ready_lines
+from aiogpu.cli.status import VERSION, status_data
+from aiogpu.cli.tables import plain
+from aiogpu.cli.top import ORDERS, View, render_screen
+from aiogpu.daemon import process
+from aiogpu.daemon.place import Place
+from aiogpu.daemon.readiness import Ready
+from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
+from aiogpu.runtime.devices.memory_guard import LEFT, Use, outgrowth_told
+from tests.cli.pictures import BUSY, stand_in
+from tests.cli.test_gpus import on_stub
+from tests.unit.accelerators.stub_fixtures import nvml, stub_library
+from tests.unit.accelerators.stub_nvml import GIB, StubNvml, gpus
+
+__all__ = ["nvml", "stub_library"]
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "cli.md").read_text()
+
+
+def blocks(page: str, kind: str = r"[^\n`]+") -> list[str]:
+    """The fenced blocks of a page."""
+    text = (DOCS / page).read_text()
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+CONSOLE = blocks("cli.md", "console")
+(TOP,) = blocks("cli.md", "text")
+(GPUS, STATUS, SICK, OUTGROWN) = blocks("gpus.md")
+(STARTED, STOPPED) = blocks("service.md", "console")
+PROMPT = re.compile(r"^\$ aiogpu (.*)\n", re.MULTILINE)
+
+
+@pytest.mark.parametrize("shown", CONSOLE, ids=lambda text: text.splitlines()[0])
+def test_commands_print_what_the_page_shows(
+    shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, BUSY)
+    printed = [
+        f"$ aiogpu {line}\n{CliRunner().invoke(cli, line.split()).stdout}"
+        for line in PROMPT.findall(shown)
+    ]
+    assert printed
+    assert "".join(printed) == shown
+
+
+def test_top_draws_what_the_page_shows() -> None:
+    lines = TOP.splitlines()
+    assert list(plain(render_screen(BUSY, View(), 96, len(lines)), 96)) == lines
+    assert f"({', '.join(ORDERS[:-1])} or {ORDERS[-1]})" in PAGE.replace("by ", "")
+
+
+def test_every_view_is_named_on_the_page() -> None:
+    for name in ("status", "list", "why", "top", "completion"):
+        assert name in COMMANDS
+        assert f"| `aiogpu {name}` |" in PAGE
+
+
+def keys(told: object) -> set[str]:
+    """The names in a JSON value that are not data."""
+    if isinstance(told, list):
+        return set().union(*map(keys, told))
+    if not isinstance(told, dict):
+        return set()
+    found = set()
+    for name, value in told.items():
+        found.add(name)
+        if name not in ("request", "amounts", "holds", "max_share"):
+            inner = list(value.values()) if name == "resources" else value
+            found |= keys(inner)
+    return found
+
+
+def test_the_schema_names_every_key() -> None:
+    schema = (DOCS / "service-json.md").read_text()
+    told = json.loads(json.dumps(status_data(BUSY)))
+    told["reservation"]["devices"] = {}
+    assert f"`version` is {VERSION}." in schema
+    for name in keys(told):
+        assert f"`{name}`" in schema, name
+
+
+def test_gpus_are_listed_as_the_page_shows(nvml: StubNvml) -> None:
+    first, second = gpus(2)
+    here = ((os.getpid(), GIB),)
+    first = replace(first, used=3 * GIB, utilisation=37, processes=here)
+    nvml.write([first, replace(second, action=1)], links=[(0, 1)])
+    told = re.sub(r"\S+ pid \d+", "python pid N", on_stub(nvml).stdout)
+    assert f"$ aiogpu gpus\n{told}" == GPUS
+
+
+def test_status_of_gpus_is_printed_as_the_page_shows() -> None:
+    holders = (
+        Holder(0.5, 1, 11, "train", 1.2, used=7 * GIB, memory=6 * GIB),
+        Holder(0.25, 2, 12, "serve", 1.2, used=GIB, memory=10 * GIB),
+    )
+    device = DeviceStatus(
+        "GPU", 0, "A100", "u", "NVIDIA A100-SXM4-40GB", 40 * GIB, 1.0, (), used=0
+    )
+    devices = (
+        replace(
+            device,
+            free=0.25,
+            holders=holders,
+            memory_reserved=16 * GIB,
+            used=10 * GIB,
+            utilisation=87,
+            others=(OtherProcess(13, "Xorg", 2 * GIB),),
+        ),
+        replace(device, id=1, utilisation=0),
+    )
+    node = NodeStatus({}, {}, devices, (), (), 0, (), 0, None)
+    rows = re.sub(r"pid \d+", "pid N", report(node)).splitlines()[2:]
+    assert rows == STATUS.splitlines()
+
+
+def test_warnings_of_gpus_stand_on_the_page() -> None:
+    told = outgrowth_told("train", "GPU 0", Use(9 * GIB, 1), 6 * GIB, ["serve"])
+    assert f"! {told} {LEFT}\n" == OUTGROWN
+    reason = f"{xid_in_words(79)}; the driver asks for this: GPU reset"
+    assert f"! GPU 0 gets no new tasks until it is well: {reason}\n" in SICK
+
+
+def test_the_start_prints_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    place = Place.at()
+    resources = {"CPU": 16.0, "memory": float(60 << 30), "GPU": 2.0}
+    lines = ready_lines(Ready(4711, resources, place.socket, place.logs))
+    assert "\n".join(["$ aiogpu start --head --num-gpus=2", *lines, ""]) == STARTED
+
+
+def test_the_stop_prints_what_the_page_shows() -> None:
+    at = "the node at /run/user/1000/aiogpu/node.sock (pid 4711)"
+    first, second = STOPPED.splitlines()[1:]
+    assert first == f"Stopping {at}; what runs has {process.DRAIN:.0f} s to end."
+    assert re.fullmatch(rf"Stopped {re.escape(at)} in [\d.]+ s\.", second)
