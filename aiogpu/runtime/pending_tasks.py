@@ -25,6 +25,7 @@ from aiogpu.errors import (
 from aiogpu.wire.messages import Run
 
 if TYPE_CHECKING:
+    from aiogpu.core.model.request import TaskSpec
     from aiogpu.wire.messages import Done, Failed
 
 
@@ -78,6 +79,14 @@ def tell_fault(receiver: Receiver, fault: Exception) -> None:
         _log.exception("! nobody was told")
 
 
+def too_late(spec: TaskSpec) -> TaskTimeoutError:
+    """Return the error of a task that has not ended within its timeout."""
+    return TaskTimeoutError(
+        f"{spec.name} did not end within its timeout of {spec.timeout:g} s after "
+        f".remote(); it is being stopped."
+    )
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One task: its arguments going out, its answer coming back.
@@ -123,15 +132,9 @@ class Call:
         if receiver is not None:
             settle(receiver, error)
 
-    def tell_timeout(self) -> TaskTimeoutError:
-        """Fail the receiver with a timeout, and return that error."""
-        spec = self.func.spec
-        error = TaskTimeoutError(
-            f"{spec.name} did not end within its timeout of {spec.timeout:g} s "
-            f"after .remote(); it is being stopped."
-        )
-        self.tell(error)
-        return error
+    def tell_timeout(self) -> None:
+        """Fail the receiver with a timeout."""
+        self.tell(too_late(self.func.spec))
 
     def tell_deadlock(self, reason: str) -> None:
         """Tell who waits that the wait could never end."""

@@ -33,7 +33,7 @@ from aiogpu.errors import (
     NodeError,
 )
 from aiogpu.runtime.callers.leases import removed
-from aiogpu.runtime.pending_tasks import Call
+from aiogpu.runtime.pending_tasks import too_late
 from aiogpu.serialization.exceptions import pack_own_error
 
 if TYPE_CHECKING:
@@ -182,8 +182,7 @@ class RayEngine:
         if call.actor:
             self.actors.known(call.actor).evict(error)
             return
-        self.calls.cancel(number, error)
-        self.calls.revoke(call, error)
+        self.calls.revoke(number, error)
 
     def _lose(self) -> None:
         """Fail all calls: nothing of them will ever end."""
@@ -238,8 +237,8 @@ class RayEngine:
             calls.end(number, error)
             return number
         if spec.timeout is not None:
-            on_late = partial(self._on_late, number, Call(func, payload, receiver))
-            calls.call_later(number, spec.timeout, on_late)
+            late = partial(calls.revoke, number, too_late(spec))
+            calls.call_later(number, spec.timeout, late)
         calls.when_ready(number, payload, partial(self._send, number, func))
         return number
 
@@ -283,11 +282,6 @@ class RayEngine:
         else:
             self.calls.watch(number, (function.remote(*given),))
 
-    def _on_late(self, number: int, late: Call) -> None:
-        call = self.calls.live[number]
-        self.cancel(number)
-        self.calls.revoke(call, late.tell_timeout())
-
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; return the call's number."""
         return self.actors.known(actor).call(method, payload, receiver)
@@ -298,13 +292,13 @@ class RayEngine:
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
-        if not self.calls.cancel(task):
-            self._groups.remove(task)
+        self.calls.cancel(task)
+        self._groups.remove(task)
 
     def end_children(self) -> None:
         """Stop the tasks that an ended task has left; calls of actors go on."""
         for number, call in list(self.calls.live.items()):
-            (self.calls.forget if call.actor and call.refs else self.cancel)(number)
+            (self.calls.end if call.actor and call.refs else self.cancel)(number)
 
     # Placement groups
 

@@ -7,7 +7,6 @@ Ray ends at once what runs in a group that is removed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.core.model.request import (
@@ -79,9 +78,9 @@ class PlacementGroups:
         bundles = [bundle_of(bundle) for bundle in spec.bundles]
         group = cluster.create_placement_group(bundles, spec.strategy, spec.key)
         self._groups[spec.key] = group
-        call = PendingCall(spec.name, receiver, self._calls.loop.time(), result=b"")
+        now = self._calls.loop.time()
+        call = PendingCall(spec.name, receiver, now, goes_on=True, result=b"")
         number = self._calls.begin(call)
-        call.stop = partial(self.remove, number)
         self._own[number] = _OwnGroup(spec, group, receiver)
         self._calls.watch(number, (group.ready(),))
         return number

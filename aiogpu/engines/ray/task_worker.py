@@ -24,7 +24,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import chain, islice
 from selectors import EpollSelector, SelectorKey
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -264,11 +264,7 @@ class _RaySelector(EpollSelector):
             return ()
         # A copy: other threads of an actor may make calls meanwhile.
         calls = [*islice(self.calls.live.values(), AWAITED)]
-        refs = (
-            ref
-            for call in calls
-            for ref in call.refs or ((call.generator,) if call.generator else ())
-        )
+        refs = chain.from_iterable(call.awaited for call in calls)
         return list(islice(refs, AWAITED))
 
 

@@ -29,7 +29,7 @@ from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
-    from aiogpu.client.interface import ItemReceiver, Receiver, Shareable
+    from aiogpu.client.interface import ItemReceiver, Outcome, Receiver, Shareable
     from aiogpu.core.model.request import BundleRef, PlacementGroupSpec, Request
 
 _log: Final = logging.getLogger(__name__)
@@ -139,13 +139,11 @@ class PendingCall:
         goes_on: whether it cannot be stopped, though nobody wants its answer.
         result: delivered in place of what comes; None for the objects themselves.
         explain: returns what is known of an error of Ray's beyond its words.
-        stop: ends it, if cancelling its first object is not the way.
-        refs: the objects that it makes; empty until it is sent.
-        generator: Ray's generator while a stream waits for its next item.
+        refs: the objects that it makes; empty until it is sent, and for a stream.
+        stream: brings its items, from when it is sent; None if it is no stream.
         found: what has come, by the index of its object.
         timer: ends its timeout or its grace.
-        on_sent: called when it was sent, or has ended unsent.
-        shares: its results, as known to those who were given its handles.
+        results: what others know its results by, to whom its handles were given.
         dependents: numbers of sent calls that need its results, and which part.
     """
 
@@ -159,25 +157,30 @@ class PendingCall:
     goes_on: bool = False
     result: bytes | None = None
     explain: Callable[[BaseException], Failed | None] | None = None
-    stop: Callable[[], object] | None = None
     refs: Sequence[Ref] = ()
-    generator: Any = None
+    stream: Stream | None = None
     found: dict[int, Any] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
-    on_sent: list[Callable[[], object]] = field(default_factory=list)
-    shares: list[values.SharedValue] = field(default_factory=list)
+    results: list[values.SharedValue] = field(default_factory=list)
     dependents: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_sent(self) -> bool:
         """True once Ray has it."""
-        return bool(self.refs) or self.stop is not None
+        return bool(self.refs) or self.stream is not None
 
-    def note_sent(self) -> None:
-        """Tell those who wait that it was sent, or never will be."""
-        callbacks, self.on_sent = self.on_sent, []
-        for callback in callbacks:
-            callback()
+    @property
+    def awaited(self) -> Sequence[Ref]:
+        """What Ray still has to make for it."""
+        if self.stream is None:
+            return self.refs
+        return () if self.stream.is_held else (self.stream.generator,)
+
+    def add_result(self, value: values.SharedValue) -> None:
+        """Have a value follow one of its results, or all of them."""
+        self.results.append(value)
+        if self.refs:
+            value.set_ref(self.refs[max(value.part, 0)])
 
     def outcome_of(self, error: BaseException) -> Failed | Exception:
         """Return what an exception that came from Ray means."""
@@ -277,32 +280,19 @@ class Calls:
         """Note that a call was sent and makes these objects; wait for all of them."""
         call = self.live[number]
         call.refs = refs
-        call.note_sent()
+        for value in call.results:
+            value.set_ref(refs[max(value.part, 0)])
         for index, ref in enumerate(refs):
             cluster.add_done_callback(ref, partial(self._arrive, number, index))
-
-    def when_sent(self, number: int, callback: Callable[[], object]) -> None:
-        """Call back when a call was sent, or has ended unsent; now, if it has."""
-        call = self.live.get(number)
-        if call is None or call.refs:
-            callback()
-        else:
-            call.on_sent.append(callback)
 
     def sent_to(self, actor: int) -> list[Ref]:
         """Return an object of each call of an actor that was sent and has not ended."""
         sent: list[Ref] = []
         for call in list(self.live.values()):
-            if call.actor == actor and call.refs:
-                sent.append(call.refs[0])
-            elif call.actor == actor and call.generator is not None:
-                sent.append(call.generator.completed())
+            if call.actor == actor and (awaited := call.awaited):
+                is_stream = call.stream is not None
+                sent.append(awaited[0].completed() if is_stream else awaited[0])
         return sent
-
-    def ref_of(self, number: int, part: int) -> Ref | None:
-        """Return the object of a running call, or of one of its results."""
-        call = self.live.get(number)
-        return call.refs[max(part, 0)] if call is not None and call.refs else None
 
     # Delivering
 
@@ -362,20 +352,29 @@ class Calls:
     def demand(self, number: int, limit: int) -> None:
         """Let a stream yield so many items in all."""
         call = self.live.get(number)
-        if call is not None and isinstance(call.stop, Stream):
-            call.stop.raise_limit(limit)
+        if call is not None and call.stream is not None:
+            call.stream.raise_limit(limit)
 
     # Ending
 
-    def end(self, number: int, outcome: bytes | Failed | Exception) -> None:
-        """End a call by telling its receiver."""
+    def end(self, number: int, outcome: Outcome | None = None) -> PendingCall | None:
+        """Note that a call has ended, or goes on and nobody wants to know.
+
+        Its receiver is told the outcome if there is one, and nothing else any more.
+        """
         call = self.live.pop(number, None)
-        if call is not None:
-            call.stop_timer()
-            if call.receiver is not None:
-                settle(call.receiver, outcome)
-            call.note_sent()
-            self.note_delivered()
+        if call is None:
+            return None
+        call.stop_timer()
+        receiver, call.receiver, call.explain = call.receiver, None, None
+        if outcome is None:
+            outcome = TaskCancelledError(f"{call.name} was cancelled.")
+        elif receiver is not None:
+            settle(receiver, outcome)
+        for value in call.results:
+            value.settle(outcome)
+        self.note_delivered()
+        return call
 
     def call_later(
         self, number: int, seconds: float, callback: Callable[[], object]
@@ -396,37 +395,20 @@ class Calls:
         else:
             self.call_soon(set_timer)
 
-    def cancel(self, number: int, outcome: Failed | Exception | None = None) -> bool:
-        """Stop a call; return False if it has ended.
+    def cancel(self, number: int, outcome: Outcome | None = None) -> None:
+        """Stop a call, if it has not ended; see `end`.
 
-        A task whose grace has passed is killed. The receiver is told `outcome` if there
-        is one, and nothing else any more.
+        A task whose grace has passed is killed.
         """
-        call = self.live.get(number)
-        if call is None:
-            return False
-        receiver = call.receiver
-        self.forget(number)
-        if not call.goes_on:
-            if call.is_sent:
-                self.ending[number] = call
-            if call.stop is not None:
-                stop, call.stop = call.stop, None
-                stop()
-            elif call.refs:
-                self.canceller.cancel(call.refs[0])
-                self.call_later(number, call.grace, partial(self.kill, number))
-        if outcome is not None and receiver is not None:
-            settle(receiver, outcome)
-        return True
-
-    def forget(self, number: int) -> None:
-        """Forget a call that goes on."""
-        call = self.live.pop(number, None)
-        if call is not None:
-            call.stop_timer()
-            call.receiver = call.explain = None
-            call.note_sent()
+        call = self.end(number, outcome)
+        if call is None or call.goes_on or not call.is_sent:
+            return
+        if call.stream is not None:
+            call.stream.stop()
+        else:
+            self.ending[number] = call
+            self.canceller.cancel(call.refs[0])
+            self.call_later(number, call.grace, partial(self.kill, number))
 
     def kill(self, number: int) -> None:
         """Kill the process of a task that was cancelled and has not stopped."""
@@ -434,25 +416,26 @@ class Calls:
         if call is not None and call.refs and not call.actor:
             self.canceller.cancel(call.refs[0], force=True)
 
-    def revoke(self, call: PendingCall, error: Exception, part: int = -1) -> None:
-        """Give up the results of a call, or one of them.
+    def revoke(self, number: int, error: Exception, part: int = -1) -> None:
+        """Stop a call, or give up one of its results.
 
         Calls that were sent to Ray and need them are stopped, and their receivers told
         at once: Ray would tell them in other words, or not at all.
         """
-        failed = pack_own_error(error)
-        revoked = [(call, part)]
+        failed, first = pack_own_error(error), number
+        revoked = [(number, part)]
         while revoked:
-            one, part = revoked.pop()
-            for value in one.shares:
+            number, part = revoked.pop()
+            call = self.live.get(number)
+            if call is None:
+                continue
+            for value in call.results:
                 if part in (-1, value.part):
-                    value.revoke(error)
-            for number, needed in one.dependents:
-                dependent = self.live.get(number)
-                if dependent is None or part not in (-1, needed):
-                    continue
-                revoked.append((dependent, -1))
-                self.cancel(number, failed)
+                    value.revoke(failed)
+            needed = [one for one, of in call.dependents if part in (-1, of)]
+            revoked += [(dependent, -1) for dependent in needed]
+            if part == -1:
+                self.cancel(number, error if number == first else failed)
 
     def why(self, number: int) -> Why | None:
         """Return the state of a call, as far as Ray reports it."""
@@ -462,7 +445,7 @@ class Calls:
         request = {} if call.request is None else call.request.as_numbers()
         seconds = self.loop.time() - call.since
         if call.is_sent:
-            is_held = isinstance(call.stop, Stream) and call.stop.is_held
+            is_held = call.stream is not None and call.stream.is_held
             notes = (HELD,) if is_held else ()
             return Why(call.name, number, "sent", seconds, request, notes=notes)
         unsent = ("calls that are still to be sent",)
@@ -481,7 +464,10 @@ class Stream:
     """The items of a generator that runs on the cluster, on their way to the consumer.
 
     Ray holds the generator as soon as `window` items wait. So items are taken out of
-    Ray only as the consumer takes them here. Calling the stream stops the generator.
+    Ray only as the consumer takes them here.
+
+    Attributes:
+        generator: Ray's.
     """
 
     def __init__(
@@ -506,14 +492,13 @@ class Stream:
         self._calls = calls
         self._number = number
         self._call = calls.live[number]
-        self._generator = generator
+        self.generator = generator
         self._window = self._limit = window
         self._taken = 0
         self._may_wait = may_wait
         self._is_stopped = False
         self._limit_changed = asyncio.Event()
-        self._call.stop, self._call.generator = self, generator
-        self._call.note_sent()
+        self._call.stream = self
         self._task: asyncio.Task[None] = calls.loop.create_task(self._take_items())
 
     @property
@@ -526,25 +511,23 @@ class Stream:
         self._limit = max(self._limit, limit)
         self._limit_changed.set()
 
-    def __call__(self) -> None:
+    def stop(self) -> None:
         """Cancel a generator whose items are not wanted."""
         self._is_stopped = True
-        self._calls.ending.pop(self._number, None)
-        self._call.generator = None
         if not self._may_wait:
             self._cancel()
             self._task.cancel()
 
     def _cancel(self) -> None:
         cancel = self._calls.canceller.cancel
-        cancel(self._generator)
+        cancel(self.generator)
         # Ray kills no actor for that.
-        again = partial(cancel, self._generator, force=not self._call.actor)
+        again = partial(cancel, self.generator, force=not self._call.actor)
         self._calls.loop.call_later(self._call.grace, again)
 
     async def _take_items(self) -> None:
         try:
-            async for ref in self._generator:
+            async for ref in self.generator:
                 self._may_wait = False
                 if self._is_stopped:
                     self._cancel()
@@ -553,10 +536,8 @@ class Stream:
                 self._deliver(found, ref)
                 del ref, found
                 while self.is_held:
-                    self._call.generator = None
                     self._limit_changed.clear()
                     await self._limit_changed.wait()
-                self._call.generator = self._generator
         except asyncio.CancelledError:
             if self._call.receiver is None:
                 return
@@ -595,15 +576,8 @@ class RayValues:
 
     def share(self, handle: Shareable) -> values.SharedValue:
         """Return what others refer to who are given a handle."""
-        calls = self._calls
-        value = values.share_handle(handle, calls.ref_of)
-        self._note(handle, value)
-        if value.is_pending:
-
-            def settle() -> None:
-                value.copy_from(values.share_handle(handle, calls.ref_of))
-
-            calls.when_sent(handle.task_id, settle)
+        value = self.promise()
+        self.keep(value, handle)
         return value
 
     def promise(self) -> values.SharedValue:
@@ -611,20 +585,20 @@ class RayValues:
         return values.SharedValue()
 
     def keep(self, promised: values.SharedValue, handle: Shareable) -> None:
-        """Note that the task of a promised value was submitted."""
-        value = self.share(handle)
-        self._note(handle, promised)
-        value.add_callback(lambda: promised.copy_from(value))
-
-    def _note(self, handle: Shareable, value: values.SharedValue) -> None:
-        """Have a value revoked with its call."""
-        call = self._calls.live.get(handle.task_id)
-        if call is not None:
-            call.shares.append(value)
+        """Have a promised value follow the result of a handle's task."""
+        promised.task, promised.part = handle.task_id, handle.part
+        if handle.raw is not None:
+            promised.settle(handle.raw)
+        elif handle.cancelled():
+            promised.settle(TaskCancelledError(f"{handle.task_name} was cancelled."))
+        elif handle.error is not None:
+            promised.settle(handle.error)
+        elif handle.task_id in self._calls.live:
+            self._calls.live[handle.task_id].add_result(promised)
 
     def fail(self, promised: values.SharedValue, error: BaseException) -> None:
         """Note that the task of a promised value is never submitted."""
-        promised.fail(error)
+        promised.settle(error)
 
     def drop(self, child: int, value: values.SharedValue) -> None:
         """Cancel one of several results; the others may still come.
@@ -632,15 +606,13 @@ class RayValues:
         Calls of other processes that were sent it already get it.
         """
         error = TaskCancelledError("one of several results was cancelled.")
-        value.revoke(error)
-        call = self._calls.live.get(child)
-        if call is not None:
-            self._calls.revoke(call, error, value.part)
+        value.revoke(pack_own_error(error))
+        self._calls.revoke(child, error, value.part)
 
     def put(self, payload: bytes) -> values.SharedValue:
         """Keep a value."""
         value = values.SharedValue()
-        value.set_payload(payload)
+        value.settle(payload)
         return value
 
     def fetch(self, identity: int, receiver: Any) -> int:
@@ -650,7 +622,7 @@ class RayValues:
         number = calls.begin(call)
 
         def fetch() -> None:
-            outcome = value.payload if value.failed is None else value.failed
+            outcome = value.failed or value.payload
             if outcome is not None:
                 calls.end(number, outcome)
             elif number in calls.live:

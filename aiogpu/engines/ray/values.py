@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Handle, Ref
 from aiogpu.engines.ray.errors import TaskFailure
-from aiogpu.errors import ProtocolError, TaskCancelledError
+from aiogpu.errors import ProtocolError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import MARK, Contents, Payload
 from aiogpu.serialization.references import PickledValue
@@ -27,7 +27,6 @@ from aiogpu.worker.invoke import OWN_FRAMES
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Shareable
 
 Terms = tuple[str, Mapping[str, int], Mapping[str, str]]
 """How the calls of an actor are run: `mode`, `limits`, `groups` of `ActorTerms`."""
@@ -146,34 +145,29 @@ class SharedValue:
     def set_ref(self, ref: Ref) -> None:
         """Note its object, which may still be made."""
         self.ref = ref
-        self._settle()
+        self._run_callbacks()
 
-    def set_payload(self, payload: bytes) -> None:
-        """Note its payload."""
-        self.payload = payload
-        source = source_of(payload)
-        if source is not None:
-            self.ref = source.ref
-        self._settle()
+    def settle(self, outcome: bytes | Failed | BaseException) -> None:
+        """Note how its task has ended, unless it was sent: then Ray has the result."""
+        if not self.is_pending:
+            return
+        if isinstance(outcome, bytes):
+            self.payload = outcome
+            source = source_of(outcome)
+            self.ref = None if source is None else source.ref
+        elif isinstance(outcome, Failed):
+            self.failed = outcome
+        else:
+            self.failed = pack_failure(0, RAISED, outcome, OWN_FRAMES)
+        self._run_callbacks()
 
-    def copy_from(self, other: SharedValue) -> None:
-        """Become what the other one is."""
-        self.ref, self.payload, self.failed = other.ref, other.payload, other.failed
-        self.task, self.part = other.task, other.part
-        self._settle()
-
-    def fail(self, error: BaseException) -> None:
-        """Note that it will never be there."""
-        self.failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-        self._settle()
-
-    def revoke(self, error: BaseException) -> None:
+    def revoke(self, failed: Failed) -> None:
         """Fail later requests for a value with an error, unless the value has come."""
         if self.payload is None:
-            self.ref = None
-            self.fail(error)
+            self.ref, self.failed = None, failed
+            self._run_callbacks()
 
-    def _settle(self) -> None:
+    def _run_callbacks(self) -> None:
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -203,30 +197,6 @@ def find_value(identity: int) -> SharedValue:
     value = _values.get(identity)
     if value is None:
         raise ProtocolError(f"nobody in this process has the value {identity}")
-    return value
-
-
-def share_handle(
-    handle: Shareable, ref_of: Callable[[int, int], Ref | None]
-) -> SharedValue:
-    """Return what others refer to who are given a handle.
-
-    Args:
-        handle: of a task that was submitted.
-        ref_of: returns the object of a task, by its number and the part of its result.
-    """
-    value = SharedValue()
-    value.task, value.part = handle.task_id, handle.part
-    if handle.raw is not None:
-        value.set_payload(handle.raw)
-    elif handle.cancelled():
-        value.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
-    elif handle.error is not None:
-        value.fail(handle.error)
-    else:
-        ref = ref_of(handle.task_id, handle.part)
-        if ref is not None:
-            value.set_ref(ref)
     return value
 
 
