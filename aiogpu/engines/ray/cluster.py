@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -541,47 +540,26 @@ JOIN_OPTIONS: Final = ("log_to_driver", "cancel_grace")
 """Options of `init` for a program that joins a cluster."""
 
 
-@dataclass(slots=True)
-class _Process:
-    """The process's one connection to Ray, shared by its event loops.
+class RayConnection:
+    """The process's one connection to Ray, shared by the engines of its event loops.
 
-    Attributes:
-        users: how many engines use it.
-        is_ours: whether aiogpu has made it, and so ends it.
-        options: those of the cluster that it has started; empty if it has joined one.
-        session: the directory of the files of that cluster.
-        thread: where it was made. Ray's servers end with the thread that has started
-            them, so it is kept.
-        pid: of this process; a fork has another one.
-        leaving: done when the last cluster was left.
+    A cluster that aiogpu has joined or started is left with the last of its users.
     """
 
-    users: int = 0
-    is_ours: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    session: str = ""
-    thread: SerialThread | None = None
-    pid: int = 0
-    leaving: Future[None] | None = None
-
-
-_process: Final = _Process()
-
-
-class RayConnection:
-    """One engine's use of the process's connection to Ray."""
-
-    def __init__(self, options: NodeOptions) -> None:
-        self._options = options
-        self._is_open = False
-        self._start_options = _start_options(options)
-        named = os.environ.get("RAY_ADDRESS", "")
-        self._address = named if ":" in named and not self._start_options else None
+    def __init__(self) -> None:
+        self._users: set[object] = set()
+        self._is_ours = False
+        self._options: dict[str, Any] = {}  # of the cluster that it has started
+        self._session = ""  # the directory of the files of that cluster
+        # Ray's servers end with the thread that has started them, so it is kept.
+        self._thread: SerialThread | None = None
+        self._pid = 0  # a fork has another one
+        self._leaving: Future[None] | None = None  # the last cluster
 
     def __repr__(self) -> str:
-        return f"<RayConnection to {self._address or 'a local cluster'}>"
+        return f"<RayConnection with {len(self._users)} users>"
 
-    async def open(self) -> None:
+    async def open(self, user: object, options: NodeOptions) -> None:
         """Join the cluster, or start one.
 
         Raises:
@@ -589,97 +567,92 @@ class RayConnection:
             OptionError: Ray has no such option, or the cluster is one of Ray Client.
         """
         _check_release()
-        self._check_options()
-        if self._address is not None and self._address.startswith(CLIENT):
-            raise OptionError(no_client(f"RAY_ADDRESS={self._address!r}"))
-        await _left_before()
+        _check_options(options)
+        own = _start_options(options)
+        named = os.environ.get("RAY_ADDRESS", "")
+        address = named if ":" in named and not own else None
+        if address is not None and address.startswith(CLIENT):
+            raise OptionError(no_client(f"RAY_ADDRESS={address!r}"))
+        await self._left_before()
         if is_connected():
-            self._check_existing()
+            self._check_existing(own)
         else:
-            await self._connect()
-        _process.users += 1
-        _process.pid = os.getpid()
-        self._is_open = True
+            await self._connect(address, own, shows_output=options.log_to_driver)
+            self._options = own
+        self._users.add(user)
+        self._pid = os.getpid()
 
-    def _check_options(self) -> None:
-        options, defaults = self._options._asdict(), NodeOptions()._asdict()
-        for name, value in options.items():
-            if value != defaults[name] and name not in START_OPTIONS + JOIN_OPTIONS:
-                raise OptionError(
-                    f"init(address='ray', {name}=...): a Ray cluster knows nothing of "
-                    f"it; leave it out (docs/engines.md says what each engine can do)."
-                )
-
-    def _check_existing(self) -> None:
+    def _check_existing(self, own: Mapping[str, Any]) -> None:
         """Check that the connection which this process has will do."""
         if is_client():
             raise OptionError(no_client("ray.init('ray://...') in this program"))
-        if _process.users and _process.pid != os.getpid():
+        if self._users and self._pid != os.getpid():
             raise NodeError(
                 "init(address='ray'): this process is a fork of one that is in a Ray "
                 "cluster, and Ray works in that one only. Start a new interpreter for "
                 "it, as multiprocessing's 'spawn' does."
             )
-        if self._start_options and self._start_options != _process.options:
+        if own and own != self._options:
             raise NodeError(
-                f"init(address='ray', {next(iter(self._start_options))}=...): this "
-                f"process is in a Ray cluster already, which has what it has. Leave it "
-                f"out, or shut the other one down first."
+                f"init(address='ray', {next(iter(own))}=...): this process is in a Ray "
+                f"cluster already, which has what it has. Leave it out, or shut the "
+                f"other one down first."
             )
-        if not _process.users:
-            _process.is_ours, _process.options = False, {}
 
-    async def _connect(self) -> None:
-        if self._address is not None:
-            await check_reachable(self._address, REACH_LIMIT)
-        _process.thread = SerialThread("aiogpu-ray")
-        joining = _process.thread.submit(self._connect_in_thread)
+    async def _connect(
+        self, address: str | None, own: Mapping[str, Any], *, shows_output: bool
+    ) -> None:
+        if address is not None:
+            await check_reachable(address, REACH_LIMIT)
+        self._thread = SerialThread("aiogpu-ray")
+        connect = partial(self._join_or_start, address, own, shows_output=shows_output)
+        joining = self._thread.submit(connect)
         try:
-            async with asyncio.timeout(None if self._address is None else JOIN_LIMIT):
+            async with asyncio.timeout(None if address is None else JOIN_LIMIT):
                 await asyncio.wrap_future(joining)
         except BaseException as error:
-            leaving = _start_leaving()
-            if self._address is None:
+            leaving = self._start_leaving()
+            if address is None:
                 # Half a start would be left behind, so Ray starts it to the end.
                 await asyncio.wait([asyncio.wrap_future(leaving)])
             if not isinstance(error, TimeoutError):
                 raise
             raise NodeError(
-                f"init(address='ray'): what answers at {self._address} was not joined "
-                f"within {JOIN_LIMIT:g} s.{PORT_HINT} A head's logs may say why; by "
-                f"default they are in /tmp/ray/session_latest/logs."
+                f"init(address='ray'): what answers at {address} was not joined within "
+                f"{JOIN_LIMIT:g} s.{PORT_HINT} A head's logs may say why; by default "
+                f"they are in /tmp/ray/session_latest/logs."
             ) from error
-        _process.is_ours = True
+        self._is_ours = True
 
-    def _connect_in_thread(self) -> None:
-        shows_output, options = self._options.log_to_driver, self._start_options
+    def _join_or_start(
+        self, address: str | None, own: Mapping[str, Any], *, shows_output: bool
+    ) -> None:
         try:
-            if self._address is not None:
-                join(self._address, shows_output=shows_output)
-            elif options or not join(None, shows_output=shows_output):
-                _process.session = start({**options, "log_to_driver": shows_output})
+            if address is not None:
+                join(address, shows_output=shows_output)
+            elif own or not join(None, shows_output=shows_output):
+                self._session = start({**own, "log_to_driver": shows_output})
         except DeviceError:
             raise
         except (OSError, RuntimeError, ValueError, exceptions.RayError) as error:
-            where = f"at {self._address}" if self._address else "on this machine"
-            hint = PORT_HINT if self._address else ""
-            if self._address and "AuthenticationError" in str(error.__cause__):
+            where = f"at {address}" if address else "on this machine"
+            hint = PORT_HINT if address else ""
+            if address and "AuthenticationError" in str(error.__cause__):
                 hint = TOKEN_HINT
             raise NodeStartError(
                 f"init(address='ray'): no cluster could be joined or started {where}: "
                 f"{type(error).__name__}: {error}.{hint}"
             ) from error
-        _process.options = options
 
-    def lose(self) -> None:
+    def lose(self, user: object) -> None:
         """Leave a cluster that has gone, without waiting."""
-        if self._release():
-            _start_leaving()
+        if self._release(user):
+            self._start_leaving()
 
-    async def close(self) -> None:
+    async def close(self, user: object) -> None:
         """Leave the cluster if this is its last user and aiogpu has connected it."""
-        if self._release():
-            leaving = asyncio.wrap_future(_start_leaving())
+        if self._release(user):
+            leaving = asyncio.wrap_future(self._start_leaving())
             try:
                 await asyncio.shield(leaving)
             except asyncio.CancelledError:
@@ -687,26 +660,67 @@ class RayConnection:
                 await asyncio.wait([leaving])
                 raise
 
-    def _release(self) -> bool:
-        """Use the connection no more; return whether it is to be ended."""
-        if not self._is_open:
+    def close_now(self, user: object) -> None:
+        """Leave the cluster at the exit of the interpreter, whoever else uses it."""
+        if user in self._users and self._is_ours and self._pid == os.getpid():
+            self._is_ours = False
+            self._start_leaving().result()
+
+    def _release(self, user: object) -> bool:
+        """Count a user no more; return whether the connection is to be ended."""
+        if user not in self._users or self._pid != os.getpid():
             return False
-        self._is_open = False
-        _process.users -= 1
-        if _process.users or not _process.is_ours:
+        self._users.remove(user)
+        if self._users or not self._is_ours:
             return False
-        _process.is_ours = False
+        self._is_ours = False
         return True
 
-    def close_now(self) -> None:
-        """Leave the cluster at the exit of the interpreter."""
-        if self._is_open and _process.is_ours and _process.pid == os.getpid():
-            self._is_open = _process.is_ours = False
-            _start_leaving().result()
+    def _start_leaving(self) -> Future[None]:
+        """Leave the cluster in the thread that has joined or started it."""
+        thread, self._thread = self._thread, None
+        assert thread is not None, self
+        self._leaving = thread.submit(self._leave)
+        thread.end()
+        return self._leaving
 
-    def after_fork(self) -> None:
-        """Forget the connection in a fork, which does not have it."""
-        self._is_open = False
+    def _leave(self) -> None:
+        if is_connected():
+            leave()
+        session, self._session, self._options = self._session, "", {}
+        # Ray leaves its sockets and port files behind. Logs are kept on purpose.
+        for entry in Path(session).iterdir() if session else ():
+            if not entry.is_dir() or entry.is_symlink():
+                entry.unlink(missing_ok=True)
+            elif entry.name != "logs":
+                rmtree(entry, ignore_errors=True)
+
+    async def _left_before(self) -> None:
+        """Wait until the last cluster was left: a process can be in one only."""
+        if self._leaving is None:
+            return
+        leaving = asyncio.wrap_future(self._leaving)
+        await asyncio.wait([leaving], timeout=LEAVE_LIMIT)
+        if not leaving.done():
+            raise NodeError(
+                f"init(address='ray'): Ray has not left the cluster that was lost "
+                f"before, in {LEAVE_LIMIT:g} s; start the program anew."
+            )
+        self._leaving = None
+
+
+connection: Final = RayConnection()
+"""The connection of this process."""
+
+
+def _check_options(options: NodeOptions) -> None:
+    given, defaults = options._asdict(), NodeOptions()._asdict()
+    for name, value in given.items():
+        if value != defaults[name] and name not in START_OPTIONS + JOIN_OPTIONS:
+            raise OptionError(
+                f"init(address='ray', {name}=...): a Ray cluster knows nothing of it; "
+                f"leave it out (docs/engines.md says what each engine can do)."
+            )
 
 
 def _check_release() -> None:
@@ -743,38 +757,3 @@ def _whole(option: str, value: float) -> int:
             f"quantities only; tasks may ask for parts of them."
         )
     return int(value)
-
-
-def _start_leaving() -> Future[None]:
-    """Leave the cluster in the thread that has joined or started it, and end that."""
-    thread, _process.thread = _process.thread, None
-    assert thread is not None
-    _process.leaving = thread.submit(_leave)
-    thread.end()
-    return _process.leaving
-
-
-def _leave() -> None:
-    if is_connected():
-        leave()
-    session, _process.session = _process.session, ""
-    # Ray leaves its sockets and port files behind. Logs are kept on purpose.
-    for entry in Path(session).iterdir() if session else ():
-        if not entry.is_dir() or entry.is_symlink():
-            entry.unlink(missing_ok=True)
-        elif entry.name != "logs":
-            rmtree(entry, ignore_errors=True)
-
-
-async def _left_before() -> None:
-    """Wait until the last cluster was left: a process can be in one only."""
-    if _process.leaving is None:
-        return
-    leaving = asyncio.wrap_future(_process.leaving)
-    await asyncio.wait([leaving], timeout=LEAVE_LIMIT)
-    if not leaving.done():
-        raise NodeError(
-            f"init(address='ray'): Ray has not left the cluster that was lost before, "
-            f"in {LEAVE_LIMIT:g} s; start the program anew."
-        )
-    _process.leaving = None

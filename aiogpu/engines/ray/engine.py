@@ -17,7 +17,7 @@ from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray import cluster, status
 from aiogpu.engines.ray.actors import RayActors
-from aiogpu.engines.ray.cluster import RayConnection
+from aiogpu.engines.ray.cluster import connection
 from aiogpu.engines.ray.errors import actor_death
 from aiogpu.engines.ray.options import check_possible, task_options
 from aiogpu.engines.ray.placement_groups import PlacementGroups
@@ -77,7 +77,7 @@ class RayEngine:
         self.overview = Overview()
         self.lost: str | None = None
         self._loop = loop
-        self._connection = RayConnection(options)
+        self._options = options
         self._grace = options.cancel_grace
         self._groups = PlacementGroups(self.calls, self.overview, self._evict)
         self.actors = RayActors(
@@ -102,7 +102,7 @@ class RayEngine:
         return engine
 
     def __repr__(self) -> str:
-        return f"<RayEngine {self._connection!r} {self.calls!r}>"
+        return f"<RayEngine {self.calls!r}>"
 
     @property
     def has_gone(self) -> bool:
@@ -113,11 +113,11 @@ class RayEngine:
 
     async def open(self) -> None:
         """Join the cluster, or start one."""
-        await self._connection.open()
+        await connection.open(self, self._options)
         try:
             await self.overview.look()
         except BaseException:
-            await self._connection.close()
+            await connection.close(self)
             raise
         self._watch_task = self._loop.create_task(self._watch(cluster.head_address()))
         self._is_open = True
@@ -198,7 +198,7 @@ class RayEngine:
             self.calls.end(number, NodeDiedError(message))
         self.calls.ending.clear()
         self._groups.fail(error)
-        self._connection.lose()
+        connection.lose(self)
 
     def _check_open(self) -> None:
         """Raise the error of a cluster that has gone.
@@ -381,7 +381,7 @@ class RayEngine:
                 self.calls.cancel(number, NodeClosedError(message))
             await self._stopped()
             self._groups.close()
-        await self._connection.close()
+        await connection.close(self)
 
     async def _stopped(self) -> None:
         """Wait until what was stopped has ended, or its grace has passed."""
@@ -410,10 +410,9 @@ class RayEngine:
 
     def close_now(self) -> None:
         """Leave the cluster without an event loop; see `Engine.close_now`."""
-        self._connection.close_now()
+        connection.close_now(self)
 
     def after_fork(self) -> None:
         """Forget the cluster in a fork, which has none of Ray's threads."""
         self._is_open = False
         forget_after_fork()
-        self._connection.after_fork()
