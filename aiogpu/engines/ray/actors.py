@@ -77,8 +77,7 @@ class RayActor:
     """One actor; see `ActorPort`.
 
     Attributes:
-        reference: Ray's handle, and how its calls are run.
-        func: its class.
+        reference: Ray's handle, its class, and how its calls are run.
         actors: all actors that this event loop reaches.
         is_made_here: whether it ends with this program at the latest.
         end: why it takes no calls, as far as this process knows.
@@ -90,7 +89,6 @@ class RayActor:
     """
 
     reference: values.ActorReference
-    func: FunctionSpec
     actors: RayActors
     is_made_here: bool = False
     end: Failed | None = None
@@ -114,6 +112,12 @@ class RayActor:
     def id(self) -> int:
         """The actor's number, the same in all processes."""
         return self.reference.id
+
+    @property
+    def func(self) -> FunctionSpec:
+        """Its class, as far as this process knows it."""
+        assert self.reference.func is not None, self
+        return self.reference.func
 
     @property
     def name(self) -> str:
@@ -462,10 +466,12 @@ class RayActors:
         return actor
 
     def _note(self, reference: values.ActorReference, func: FunctionSpec) -> RayActor:
-        reference.func = reference.func or func
+        known = None if reference.func is None else reference.func.actor
+        if known is None or known.interface is None:
+            reference.func = func  # more than what a handle brings
         actor = self._actors.get(reference.id)
         if actor is None:
-            actor = self._actors[reference.id] = RayActor(reference, func, self)
+            actor = self._actors[reference.id] = RayActor(reference, self)
         return actor
 
     def find(self, key: tuple[str, str]) -> RayActor | None:
@@ -482,27 +488,21 @@ class RayActors:
         return self._note(values.refer_to(handle, terms), func)
 
     def held(self, actor: int, name: str = "actor") -> RayActor:
-        """Return an actor of which a handle has come; see `ActorsPort.held`."""
-        known = self._actors.get(actor)
-        if known is not None:
-            return known
-        reference = values.known_actors.get(actor)
-        if reference is None:
-            raise ActorDiedError(f"{name} is dead: nobody holds it any more.", name)
-        return self._note(reference, placeholder_func(name))
+        """Return an actor that this process holds; see `ActorsPort.held`.
 
-    def known(self, actor: int) -> RayActor:
-        """Return an actor that this process holds, maybe another thread of it."""
+        Another thread's loop may have made it, or its handle has just come.
+        """
         found = self._actors.get(actor)
         if found is None:
-            reference = values.known_actors[actor]
-            assert reference.func is not None, reference
-            found = self._note(reference, reference.func)
+            reference = values.known_actors.get(actor)
+            if reference is None:
+                raise ActorDiedError(f"{name} is dead: nobody holds it any more.", name)
+            found = self._note(reference, placeholder_func(name))
         return found
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
-        request = self.known(actor).func.spec.shape.request
+        request = self.held(actor).func.spec.shape.request
         receiver.settle(dump_whole((self._overview.room_for(request), str(request))))
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
@@ -517,13 +517,13 @@ class RayActors:
         """End its process at once, and the actor unless it may restart."""
         with suppress(NodeError):
             self.check_open()
-            self.known(actor).kill(may_restart=not no_restart)
+            self.held(actor).kill(may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
         with suppress(NodeError):
             self.check_open()
-            self.known(actor).leave()
+            self.held(actor).leave()
 
     def evict(self, group: PlacementGroupSpec) -> None:
         """End the actors that live in a placement group, which was removed."""

@@ -180,7 +180,7 @@ class RayEngine:
             f"Ask for less, or add a node."
         )
         if call.actor:
-            self.actors.known(call.actor).evict(error)
+            self.actors.held(call.actor).evict(error)
             return
         self.calls.revoke(number, error)
 
@@ -284,7 +284,7 @@ class RayEngine:
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; return the call's number."""
-        return self.actors.known(actor).call(method, payload, receiver)
+        return self.actors.held(actor).call(method, payload, receiver)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""

@@ -40,7 +40,7 @@ from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Ref, SerialThread
 from aiogpu.engines.ray.errors import RetriedFailure, TaskFailure, cancelled
 from aiogpu.engines.ray.tasks import Calls, RayValues
-from aiogpu.engines.ray.values import from_arguments, pack, source_of, to_stored
+from aiogpu.engines.ray.values import from_arguments, pack, to_stored
 from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, pack_failure
 from aiogpu.serialization.payload import has_handles
@@ -553,11 +553,7 @@ class TaskClient(Invoker):
     def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
         """Unpickle the arguments; handles for a coroutine belong to its loop."""
         # In an actor with coroutines that loop runs already.
-        if (
-            is_loop_running()
-            or not _has_references(payload)
-            or not is_coroutine(function)
-        ):
+        if is_loop_running() or not (has_handles(payload) and is_coroutine(function)):
             return open_arguments(payload)
         loop = self.program
         try:
@@ -646,15 +642,6 @@ class Suspended:
 
     def __await__(self) -> Generator[Any, Any, None]:
         yield self._value
-
-
-def _has_references(payload: bytes) -> bool:
-    """Return whether unpickling it makes handles."""
-    source = source_of(payload)
-    if source is None:
-        return has_handles(payload)
-    parts: tuple[bytes, ...] = payload.parts  # type: ignore[attr-defined]
-    return bool(source.references) or any(map(_has_references, parts))
 
 
 # Code

@@ -237,7 +237,7 @@ class Calls:
         self.is_posted = False
         self.loop = loop
         self.canceller = Canceller()
-        self._arrived: deque[tuple[int, int, Any]] = deque()
+        self._arrived: deque[Callable[[], object]] = deque()
 
     def __repr__(self) -> str:
         return f"<Calls {len(self.live)} live, {len(self.ending)} ending>"
@@ -300,37 +300,29 @@ class Calls:
         """Take what has come of an object, in one of Ray's threads."""
         if number not in self.live:
             found = None  # the loop of a worker may not run for long
-        self._arrived.append((number, index, found))
-        self._post()
+        self.call_soon(partial(self._take, number, index, found))
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run something on the loop, from any thread."""
-        self._arrived.append((0, 0, callback))
-        self._post()
-
-    def _post(self) -> None:
-        if not self.is_posted:
-            self.is_posted = True
-            try:
-                self.loop.call_soon_threadsafe(self._deliver)
-                if self.on_posted is not None:
-                    self.on_posted()
-            except RuntimeError:
-                # The loop is closed: nobody is left who would want to know.
-                self._arrived.clear()
-            except BaseException:
-                self.is_posted = False  # plain code was interrupted here
-                raise
+        self._arrived.append(callback)
+        if self.is_posted:
+            return
+        self.is_posted = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+            if self.on_posted is not None:
+                self.on_posted()
+        except RuntimeError:
+            # The loop is closed: nobody is left who would want to know.
+            self._arrived.clear()
+        except BaseException:
+            self.is_posted = False  # plain code was interrupted here
+            raise
 
     def _deliver(self) -> None:
         self.is_posted = False
-        arrived = self._arrived
-        while arrived:
-            number, index, found = arrived.popleft()
-            if number:
-                self._take(number, index, found)
-            else:
-                found()
+        while self._arrived:
+            self._arrived.popleft()()
         self.note_delivered()
 
     def _take(self, number: int, index: int, found: Any) -> None:

@@ -320,7 +320,11 @@ def from_stored(found: Any, ref: Ref | None = None) -> bytes:
             value.set_ref(ref_of_value)
         references.append(value)
     references += [refer_to(*actor) for actor in found.actors]
-    contents = Contents(found.stream, buffers=tuple(found.buffers))
+    contents = Contents(
+        found.stream,
+        buffers=tuple(found.buffers),
+        values=tuple(identity for identity, _ in found.references),
+    )
     return _payload_of(contents, references, ref=ref)
 
 
