@@ -306,7 +306,7 @@ class RayActor:
         if not may_restart:
             killed = ActorDiedError(f"{self.name} was killed.", self.name)
             self.end, self.is_leaving = pack_own_error(killed), False
-        cluster.kill(self.reference.handle, may_restart=may_restart)
+        cluster.kill(self.reference.handle, no_restart=not may_restart)
 
     def leave(self) -> None:
         """Have it end after what it was sent."""
@@ -338,7 +338,7 @@ class RayActor:
     def evict(self, error: Exception) -> None:
         """End the actor at once because its placement is gone; fail its calls."""
         self.lose(pack_own_error(actor_death(self.name, error)))
-        cluster.kill(self.reference.handle, may_restart=False)
+        cluster.kill(self.reference.handle)
 
     def lose(self, failed: Failed) -> None:
         """Note that the actor is gone, and why; Ray gets no further message."""
@@ -354,7 +354,7 @@ class RayActor:
         needs, self.needs = self.needs, ()
         for given in [] if self.is_gone else [one.ref for one in needs if one.ref]:
             try:
-                cluster.get(given, 0)
+                cluster.get(given, timeout=0)
             except exceptions.GetTimeoutError:
                 continue  # it is there, but elsewhere
             except Exception as failure:  # noqa: BLE001 - whatever it failed with
@@ -542,5 +542,5 @@ class RayActors:
         """End the actors that this program has made."""
         for actor in list(self._actors.values()):
             if actor.is_made_here and not actor.is_gone:
-                cluster.kill(actor.reference.handle, may_restart=False)
+                cluster.kill(actor.reference.handle)
         self._actors.clear()

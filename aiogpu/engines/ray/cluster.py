@@ -132,13 +132,8 @@ put: Final = ray.put
 """Put a value into the object store; return its `Ref`."""
 
 
-def get(ref: Ref, seconds: float | None = None) -> Any:
-    """Return an object; wait in this thread until it is on this machine.
-
-    Raises:
-        exceptions.GetTimeoutError: it took longer than `seconds`.
-    """
-    return ray.get(ref, timeout=seconds)
+get: Final = ray.get
+"""Return an object; wait in this thread until it is on this machine."""
 
 
 def add_done_callback(ref: Ref, callback: Callable[[Any], object]) -> None:
@@ -166,17 +161,13 @@ def wait_for_all(refs: Sequence[Ref]) -> None:
         ray.wait(list(refs), num_returns=len(refs), fetch_local=False)
 
 
-def cancel(ref: Ref, *, force: bool = False) -> None:
-    """Stop the task that makes an object, and all tasks that it has started.
+cancel: Final = ray.cancel
+"""Stop the task that makes an object, and all tasks that it has started.
 
-    `force` kills its process. Calls of actors cannot be stopped by force.
-    """
-    ray.cancel(ref, force=force, recursive=True)
-
-
-def kill(handle: Handle, *, may_restart: bool) -> None:
-    """End an actor's process at once."""
-    ray.kill(handle, no_restart=not may_restart)
+`force` kills its process. Calls of actors cannot be stopped by force.
+"""
+kill: Final = ray.kill
+"""End an actor's process at once; `no_restart=False` lets the actor begin anew."""
 
 
 def is_cancelled() -> bool:
@@ -201,11 +192,8 @@ def find_actor(name: str, namespace: str) -> Handle | None:
         return None
 
 
-def create_placement_group(
-    bundles: list[dict[str, float]], strategy: str, name: str
-) -> Any:
-    """Ask for a placement group; `.ready()` is an object that comes with it."""
-    return placement_group(bundles, strategy=strategy, name=name)
+create_placement_group: Final = placement_group
+"""Ask for a placement group; `.ready()` is an object that comes with it."""
 
 
 def find_placement_group(name: str) -> Any | None:
@@ -342,9 +330,8 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 logging.getLogger("ray._private.worker").addFilter(_is_worth_logging)
 
 
-def is_connected() -> bool:
-    """Return whether this process is connected to a cluster, by any code."""
-    return bool(ray.is_initialized())
+is_connected: Final = ray.is_initialized
+"""Return whether this process is connected to a cluster, by any code."""
 
 
 def is_client() -> bool:

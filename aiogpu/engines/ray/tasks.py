@@ -364,7 +364,7 @@ class Calls:
         elif receiver is not None:
             settle(receiver, outcome)
         for value in call.results:
-            value.settle(outcome)
+            value.set_outcome(outcome)
         self.note_delivered()
         return call
 
@@ -580,17 +580,19 @@ class RayValues:
         """Have a promised value follow the result of a handle's task."""
         promised.task, promised.part = handle.task_id, handle.part
         if handle.raw is not None:
-            promised.settle(handle.raw)
+            promised.set_outcome(handle.raw)
         elif handle.cancelled():
-            promised.settle(TaskCancelledError(f"{handle.task_name} was cancelled."))
+            promised.set_outcome(
+                TaskCancelledError(f"{handle.task_name} was cancelled.")
+            )
         elif handle.error is not None:
-            promised.settle(handle.error)
+            promised.set_outcome(handle.error)
         elif handle.task_id in self._calls.live:
             self._calls.live[handle.task_id].add_result(promised)
 
     def fail(self, promised: values.SharedValue, error: BaseException) -> None:
         """Note that the task of a promised value is never submitted."""
-        promised.settle(error)
+        promised.set_outcome(error)
 
     def drop(self, child: int, value: values.SharedValue) -> None:
         """Cancel one of several results; the others may still come.
@@ -604,7 +606,7 @@ class RayValues:
     def put(self, payload: bytes) -> values.SharedValue:
         """Keep a value."""
         value = values.SharedValue()
-        value.settle(payload)
+        value.set_outcome(payload)
         return value
 
     def fetch(self, identity: int, receiver: Any) -> int:

@@ -147,7 +147,7 @@ class SharedValue:
         self.ref = ref
         self._run_callbacks()
 
-    def settle(self, outcome: bytes | Failed | BaseException) -> None:
+    def set_outcome(self, outcome: bytes | Failed | BaseException) -> None:
         """Note how its task has ended, unless it was sent: then Ray has the result."""
         if not self.is_pending:
             return
