@@ -97,6 +97,12 @@ def call_narrow(actor: aiogpu.ActorHandle[ThreadGroups], path: str, name: str) -
 
 
 @aiogpu.remote
+def numbers_by_name(_given: aiogpu.ActorHandle[ThreadGroups], name: str) -> list[int]:
+    """Have a stream of an actor by its name, in a process that has a handle already."""
+    return list(aiogpu.get_actor(name).numbers.remote())
+
+
+@aiogpu.remote
 class Keeper:
     """Notes in which thread it is called, and what it was told."""
 

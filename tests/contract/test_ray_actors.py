@@ -16,6 +16,7 @@ from tests.contract.ray_actor_classes import (
     Keeper,
     ThreadGroups,
     call_narrow,
+    numbers_by_name,
     pid_of,
 )
 from tests.support.gate import Gate
@@ -159,3 +160,10 @@ async def test_a_threaded_actor_has_streams() -> None:
     async with node():
         actor = await ThreadGroups.remote()
         assert [number async for number in actor.numbers.remote()] == [1]
+
+
+async def test_a_name_tells_the_class_where_a_handle_has_come_before() -> None:
+    """A handle brings nothing of the class to the engine."""
+    async with node():
+        actor = await ThreadGroups.options(name="counting").remote()
+        assert await numbers_by_name.remote(actor, "counting") == [1]

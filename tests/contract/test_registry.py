@@ -58,11 +58,10 @@ async def test_the_variable_is_named_where_it_gave_the_address(
 @pytest.mark.ray
 async def test_a_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    for named, place in (("", "a local cluster"), ("head:6379", "head:6379")):
+    for named in ("", "head:6379"):
         monkeypatch.setenv("RAY_ADDRESS", named)
         engine = create_engine("ray", NodeOptions(), asyncio.get_running_loop())
-        connection = f"<RayConnection to {place}>"
-        assert repr(engine) == f"<RayEngine {connection} <Calls 0 live, 0 ending>>"
+        assert repr(engine) == "<RayEngine <Calls 0 live, 0 ending>>"
         await engine.close()
 
 

@@ -385,18 +385,13 @@ class RayEngine:
 
     async def _stopped(self) -> None:
         """Wait until what was stopped has ended, or its grace has passed."""
-        until = self._loop.time() + (0 if self._is_hasty else self._grace + 1)
-        gone = self._loop.create_future()
-
-        def look() -> None:
-            if not gone.done() and not self.calls.ending:
-                gone.set_result(None)
-
-        self.calls.on_delivered = look
-        look()
+        changed = asyncio.Event()
+        self.calls.on_delivered = changed.set
         try:
-            async with asyncio.timeout_at(until):
-                await gone
+            async with asyncio.timeout(0 if self._is_hasty else self._grace + 1):
+                while self.calls.ending:
+                    changed.clear()
+                    await changed.wait()
         except TimeoutError:
             self.force_close()
         finally:
