@@ -45,7 +45,7 @@ FOLDERS: Final = {
     "accelerators": ("unit/accelerators", "contract"),
     "api": ("unit/api", "contract"),
     "client": ("unit/api", "unit/worker", "contract"),
-    "core": ("core",),
+    "core": ("core", "contract"),
     "daemon": ("daemon", "cli"),
     "engines": ("contract",),
     "linux": ("unit/worker", "unit/runtime", "daemon", "contract"),
@@ -54,7 +54,7 @@ FOLDERS: Final = {
     "runtime": ("unit/runtime", "contract", "faults"),
     "serialization": ("unit/wire", "unit/memory", "unit/api", "contract"),
     "testing": ("unit/testing", "core"),
-    "wire": ("unit/wire", "unit/worker"),
+    "wire": ("unit/wire", "unit/worker", "contract"),
     "worker": ("unit/worker", "contract", "faults"),
     "(top level)": (".",),
 }  # folders of tests by package
@@ -63,7 +63,8 @@ PROCESS_FOLDERS: Final = ("cli", "daemon", "faults", "contract", "docs", "termin
 PROCESS: Final = re.compile(
     r"\b(no_leaks|subprocess|pexpect|tests\.(support\.program|daemon))\b"
 )
-SILENCE: Final = 120.0  # seconds in which no test ends, after which a run hangs
+SILENCE: Final = 120.0  # seconds in which no test ends, after which a run may hang
+IDLE: Final = 10  # hundredths of a second that a run that hangs uses in ten seconds
 MEMORY: Final = 6 << 30  # bytes that each process of a run may have
 
 
@@ -148,7 +149,7 @@ class Copy:
                 ended = str(run.wait(timeout=1))
             if not ended and time.monotonic() > began + limit:
                 ended = "limit"
-            elif not ended and time.time() > log.stat().st_mtime + SILENCE:
+            elif not ended and self._hangs(run, time.time() - log.stat().st_mtime):
                 ended = "hang"
         while left := list(self._processes()):
             for pid in left:
@@ -156,6 +157,27 @@ class Copy:
                     os.kill(pid, signal.SIGKILL)
             run.poll()
         return ended
+
+    def _hangs(self, run: subprocess.Popen[bytes], silence: float) -> bool:
+        """Tell idle processes from slow ones, as the machine may be busy."""
+        if silence < SILENCE:
+            return False
+        before = self._ticks()
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(timeout=10)
+            return False
+        return self._ticks() - before < IDLE or silence > 10 * SILENCE
+
+    def _ticks(self) -> int:
+        """Return the processor time of all processes of the copy."""
+        total = 0
+        for pid in self._processes():
+            with suppress(OSError):
+                fields = (
+                    Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                )
+                total += sum(map(int, fields[11:15]))
+        return total
 
     def _processes(self) -> Iterator[int]:
         """Yield all processes whose environment or command names the copy."""
