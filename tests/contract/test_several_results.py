@@ -114,6 +114,18 @@ async def test_one_is_cancelled_and_the_other_comes(
         await needs_a
 
 
+async def test_one_is_cancelled_before_its_actor_is_there(
+    node: aiogpu.types.Node,
+) -> None:
+    actor = keepers.Serial.remote()
+    a, b = actor.both.remote([1, 2])
+    needs_a = v.give.remote(a)
+    assert a.cancel()
+    assert await b == 2
+    with pytest.raises(aiogpu.TaskCancelledError):
+        await needs_a
+
+
 @pytest.mark.needs("at once")
 @pytest.mark.parametrize("task", [v.cancel_a_part, v.cancel_a_part_plainly])
 async def test_a_task_cancels_one_and_the_other_comes(

@@ -615,9 +615,7 @@ class RayConnection:
         self, address: str | None, own: Mapping[str, Any], *, shows_output: bool
     ) -> None:
         try:
-            if address is not None:
-                join(address, shows_output=shows_output)
-            elif own or not join(None, shows_output=shows_output):
+            if own or not join(address, shows_output=shows_output):
                 self._session = start({**own, "log_to_driver": shows_output})
         except DeviceError:
             raise

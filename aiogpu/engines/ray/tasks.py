@@ -261,9 +261,8 @@ class Calls:
             send: is given the arguments for Ray, in one tuple.
         """
         source = values.source_of(payload)
-        needs: tuple[Any, ...] = () if source is None else payload.needs  # type: ignore[attr-defined]
-        awaited = needs if source is None else (*needs, *source.references)
-        for value in awaited:
+        needs = () if source is None else payload.needs  # type: ignore[attr-defined]
+        for value in () if source is None else (*needs, *source.references):
             if value.is_pending:
                 value.add_callback(partial(self.when_ready, number, payload, send))
                 return

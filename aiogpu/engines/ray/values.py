@@ -143,9 +143,10 @@ class SharedValue:
             callback()
 
     def set_ref(self, ref: Ref) -> None:
-        """Note its object, which may still be made."""
-        self.ref = ref
-        self._run_callbacks()
+        """Note its object, which may still be made, unless the value was revoked."""
+        if self.is_pending:
+            self.ref = ref
+            self._run_callbacks()
 
     def set_outcome(self, outcome: bytes | Failed | BaseException) -> None:
         """Note how its task has ended, unless it was sent: then Ray has the result."""
