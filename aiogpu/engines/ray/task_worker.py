@@ -41,12 +41,10 @@ from aiogpu.engines.ray.cluster import Ref, SerialThread
 from aiogpu.engines.ray.errors import RetriedFailure, TaskFailure, cancelled
 from aiogpu.engines.ray.tasks import Calls, RayValues
 from aiogpu.engines.ray.values import from_arguments, pack, to_stored
-from aiogpu.errors import SerializationError
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, pack_failure
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import dump_result
-from aiogpu.wire.messages import Done
+from aiogpu.wire.messages import Done, Items
 from aiogpu.worker.interrupts import imports
 from aiogpu.worker.invoke import (
     OWN_FRAMES,
@@ -56,7 +54,7 @@ from aiogpu.worker.invoke import (
     Invoker,
     Raised,
     RetryRules,
-    UnsendableError,
+    StreamSender,
     invoke,
     is_coroutine,
     let_go,
@@ -575,32 +573,25 @@ class TaskClient(Invoker):
         Ray takes items out of a generator. So whoever runs `invoke` yields what it
         suspends with, and Ray has that wait for the consumer.
         """
-        place = 0
+        sent: list[Items] = []
+        flow = StreamSender(sent.append, 0, 0, 0, self.pack)
+        is_async = hasattr(items, "__anext__")
         try:
-            if hasattr(items, "__anext__"):
-                while (item := await self.wait(anext(items, _END))) is not _END:
-                    place += 1
-                    await Suspended(self._pack_item(place, item))
-                    del item
-            else:
-                for item in items:
-                    place += 1
-                    await Suspended(self._pack_item(place, item))
-                    del item
+            left = items if is_async else iter(items)
+            while True:
+                item = (
+                    await self.wait(anext(left, _END)) if is_async else next(left, _END)
+                )
+                if item is _END:
+                    break
+                flow.send(item)
+                del item  # it may be large, and the next is as well
+                await Suspended(sent.pop().payloads[0])
         finally:
             if hasattr(items, "aclose"):
                 await self.wait(items.aclose())
             elif hasattr(items, "close"):
                 items.close()
-
-    def _pack_item(self, place: int, item: object) -> Any:
-        try:
-            packed = dump_result(item)
-        except SerializationError as error:
-            raise UnsendableError(
-                f"item {place} of its stream is lost: {error}"
-            ) from error
-        return self.pack(packed) if type(packed) is PickledValue else packed
 
     def pack(self, outgoing: PickledValue) -> Any:
         """Return what Ray keeps of a result, a tuple if there are several."""
