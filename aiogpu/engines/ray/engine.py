@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.client.current import error_inside_task
@@ -55,7 +55,7 @@ back by then. Ray ends the program after 60 s, and leaving takes up to 20 s."""
 GIVE_UP_AFTER: Final = 300.0
 """Seconds without a node that fits, after which what waits for one fails."""
 FUNCTIONS: Final = 1024
-"""Remote functions that are kept; beyond, Ray is told of the oldest anew."""
+"""Remote functions that are kept; Ray is told anew of those not used for longest."""
 
 
 class RayEngine:
@@ -88,7 +88,7 @@ class RayEngine:
             self._admit,
             RayEngine.inside,
         )
-        self._functions: dict[int, Any] = {}
+        self._function = lru_cache(FUNCTIONS)(self._new_function)
         self._is_open = self._is_inside = self._is_hasty = False
         self._is_head_missed = False
         self._watch_task: asyncio.Task[None] | None = None
@@ -257,18 +257,14 @@ class RayEngine:
         self.overview.check_request(func.spec.name, func.spec.shape.request)
         func.checked_by = self._mark
 
-    def _function(self, func: FunctionSpec) -> Any:
-        """Return what Ray knows a function by."""
-        found = self._functions.get(func.id)
-        if found is None:
-            code = RemoteCode(func, RayEngine.inside)
-            run = make_runner(code, is_stream=bool(func.window))
-            if len(self._functions) >= FUNCTIONS:
-                del self._functions[next(iter(self._functions))]
-            request = func.spec.shape.request
-            options = self._groups.add_strategy(task_options(func), request)
-            found = self._functions[func.id] = cluster.remote(run, options)
-        return found
+    def _new_function(self, func: FunctionSpec) -> Any:
+        """Make what Ray knows a function by."""
+        run = make_runner(
+            RemoteCode(func, RayEngine.inside), is_stream=bool(func.window)
+        )
+        request = func.spec.shape.request
+        options = self._groups.add_strategy(task_options(func), request)
+        return cluster.remote(run, options)
 
     def _send(self, number: int, func: FunctionSpec, given: tuple[Any, ...]) -> None:
         if number not in self.calls.live:
@@ -281,10 +277,6 @@ class RayEngine:
             self.calls.watch(number, refs)
         else:
             self.calls.watch(number, (function.remote(*given),))
-
-    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method of an actor; return the call's number."""
-        return self.actors.held(actor).call(method, payload, receiver)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""

@@ -516,7 +516,8 @@ class TaskClient(Invoker):
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; return the call's number."""
         with interrupts.deferred():
-            number: int = self._engine.call(actor, method, payload, receiver)
+            called = self._engine.actors.held(actor)
+            number: int = called.call(method, payload, receiver)
         return number
 
     def demand(self, child: int, limit: int) -> None:
