@@ -19,7 +19,13 @@ from aiogpu.api.results.blocking import (
     HandleBase,
     ItemBuffer,
 )
-from aiogpu.client.current import client_of_task, current, host_of_task, is_loop_running
+from aiogpu.client.current import (
+    client_of_task,
+    current,
+    error_inside_task,
+    host_of_task,
+    is_loop_running,
+)
 from aiogpu.errors import InternalError, MisuseError
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import HANDLE_MARK, PickledValue
@@ -233,9 +239,13 @@ class TaskCaller(NamedTuple):
         """Stop a child."""
         self.client.withdraw(task)
 
-    async def why(self, name: str, task: int) -> Why:
-        """Return why a child waits."""
-        return await self.client.why(name, task)
+    async def why(self, name: str, task: int) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {name}")
 
 
 class ResultGroup:

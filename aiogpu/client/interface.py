@@ -6,7 +6,7 @@ tasks, waits, and values that another process keeps. Light to import.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiogpu.wire.messages import Failed
 
@@ -208,14 +208,6 @@ class Client(Protocol):
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
         """Wait until something is done; False if time is up before."""
-        ...
-
-    def cancel(self, task: int) -> None:
-        """Stop a child or a call."""
-        ...
-
-    async def why(self, name: str, task: int) -> NoReturn:
-        """Refuse: only the program asks why a task waits."""
         ...
 
 

@@ -14,9 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.client.current import current, error_inside_task
+from aiogpu.client.current import current
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
 from aiogpu.errors import MisuseError, NodeClosedError, NodeError, TaskCancelledError
@@ -129,17 +129,9 @@ class TaskClient(NodeClient):
         self.tell_amid()
         super().demand(number, limit)
 
-    def cancel(self, task: int) -> None:
-        """Stop a child or a call."""
-        self.withdraw(task)
-
-    async def why(self, name: str, task: int) -> NoReturn:
-        """Refuse: only the program asks why a task waits.
-
-        Raises:
-            NodeError: always.
-        """
-        raise error_inside_task(f"why() of the handle of {name}")
+    def cancel(self, question: int) -> None:
+        """Withdraw a question for a value; see `interface.ValueStore`."""
+        self.withdraw(question)
 
     def withdraw_soon(self, child: int) -> None:
         """Withdraw from a finalizer, which may run during a send."""

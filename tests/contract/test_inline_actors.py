@@ -339,6 +339,29 @@ async def test_cpus(node: aiogpu.types.Node) -> None:
     assert (await node.available_resources())["CPU"] == 0.0
 
 
+@aiogpu.remote
+async def await_twice(visited: Any) -> None:
+    async def wait(call: Any) -> None:
+        await call
+
+    call = visited.wait.remote("call")
+    await asyncio.gather(wait(call), wait(call))
+    seen.append("waited")
+    await asyncio.Event().wait()
+
+
+async def test_a_call_may_be_awaited_twice(node: aiogpu.types.Node) -> None:
+    """[B12] A task gives its CPU back only while it waits."""
+    visited = await Visited.remote()
+    task = await_twice.remote(visited)
+    await until(lambda: seen == ["call"])
+    assert (await node.available_resources())["CPU"] == 1.0
+    await visited.let_pass.remote()
+    await until(lambda: seen == ["call", "waited"])
+    assert (await node.available_resources())["CPU"] == 0.0
+    task.cancel()
+
+
 async def test_cancelled_calls_never_run_or_stop(node: aiogpu.types.Node) -> None:
     """[B15]"""
     plain = await Plain.remote()

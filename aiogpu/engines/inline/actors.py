@@ -174,7 +174,8 @@ class CallJob(Job):
     def is_blocked(self) -> bool:
         """True if its code waits for a task that it has started, or for a call."""
         # To the scheduler it is not: it holds no CPU that others could have meanwhile.
-        return self.calls_awaited > 0 or any(job.waiters for job in self.children())
+        waits = bool(self.calls_awaited)
+        return waits or any(job.waiters for job in self.children())
 
     def fresh_context(self, host: Host) -> Context:
         """An empty context, but for whose it is and which method runs."""
@@ -592,7 +593,7 @@ class InlineActors(Actors):
 
     def cancel(self, actor: int, number: int) -> None:
         """Cancel a call."""
-        self.end_wait(number)
+        self.end_wait(number, is_over=True)
         super().cancel(actor, number)
 
     def demand_call(self, number: int, limit: int) -> None:
@@ -627,7 +628,7 @@ class InlineActors(Actors):
         instance: Any = None if actor.worker is None else actor.worker.peer
         if job is not None:
             self._waiting[number] = job
-            job.calls_awaited += 1
+            job.calls_awaited[number] = job.calls_awaited.get(number, 0) + 1
             if instance is None:
                 # What does not fit may now be what can never begin.
                 self._node.jobs[TaskId(actor.id)].waiters = 1
@@ -643,12 +644,14 @@ class InlineActors(Actors):
                 f"by self, or let the first one return before.",
             )
 
-    def end_wait(self, number: int) -> None:
-        """Note that a wait for a call has ended."""
-        job = self._waiting.pop(number, None)
+    def end_wait(self, number: int, is_over: bool = False) -> None:
+        """Note that a wait for a call has ended, or all of them with the call."""
+        job = self._waiting.get(number)
         if job is not None:
-            job.calls_awaited -= 1
-            self._node.tell_waits(job)
+            job.calls_awaited[number] -= 1
+            if is_over or not job.calls_awaited[number]:
+                del job.calls_awaited[number], self._waiting[number]
+                self._node.tell_waits(job)
 
     def fail_waits(self, actor: Actor, reason: str) -> None:
         """Tell the code that waits for calls of an actor that it waits in vain."""

@@ -23,9 +23,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context
 from functools import partial
 from types import CoroutineType, TracebackType, coroutine
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from aiogpu.client.current import ActorExit, current, error_inside_task, has_exited
+from aiogpu.client.current import ActorExit, current, has_exited
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.model.ids import TaskId
@@ -154,18 +154,6 @@ class TaskHost:
         with suppress(RuntimeError):  # the loop is closed, and the child has ended
             loop = (self._own or self._job.runner).loop
             loop.call_soon_threadsafe(self._node.cancel, child)
-
-    def cancel(self, task: int) -> None:
-        """Stop a child that is awaited on an event loop."""
-        self._node.cancel(task)
-
-    async def why(self, name: str, task: int) -> NoReturn:
-        """Refuse: only the program asks why a task waits.
-
-        Raises:
-            NodeError: always.
-        """
-        raise error_inside_task(f"why() of the handle of {name}")
 
     def note_wait(
         self, waiter: object, children: tuple[int, ...], is_bound: bool = False

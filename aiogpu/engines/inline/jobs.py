@@ -139,7 +139,8 @@ class Job:
         parent: the job that started this one, on top of which it may run; None if the
             program started it.
         waiters: how many pieces of code wait for the job.
-        calls_awaited: how many calls of actors the job's own code waits for.
+        calls_awaited: the calls of actors that the job's own code waits for, and how
+            many pieces of its code wait for each.
         assigned_to: the stand-in for the process that is to run the job, or runs it.
         worker: the same, while the job runs; None while the job waits for its turn.
         environment: the environment, output and context facts while the job runs.
@@ -178,7 +179,8 @@ class Job:
         self.runner: JobLoop
         self.parent = parent
         self.is_urgent = is_urgent
-        self.waiters = self.calls_awaited = 0
+        self.waiters = 0
+        self.calls_awaited: dict[int, int] = {}
         self.assigned_to: InlineWorker | None = None
         self.worker: InlineWorker | None = None
         self.environment: TaskEnvironment | None = None
@@ -225,7 +227,7 @@ class Job:
         """True if its code waits for a task that it has started, or for a call."""
         record = self.record
         is_blocked = record is not None and record.state is TaskState.BLOCKED
-        return is_blocked or self.calls_awaited > 0
+        return is_blocked or bool(self.calls_awaited)
 
     def children(self) -> list[Job]:
         """The children that end with this job."""

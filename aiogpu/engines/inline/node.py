@@ -75,8 +75,8 @@ class ActorsPort(Protocol):
     def begin_wait(self, number: int, /) -> None:
         """The code that runs now waits for a call, which fails if it is in vain."""
 
-    def end_wait(self, number: int, /) -> None:
-        """Note that a wait for a call has ended."""
+    def end_wait(self, number: int, /, is_over: bool = False) -> None:
+        """Note that a wait for a call has ended, or all of them with the call."""
 
     def next_call(self) -> Job | None:
         """The call whose turn it is, None without one."""
@@ -463,7 +463,7 @@ class InlineNode(JobDriver):
     def settle(self, task: int) -> None:
         """Note that a task has ended."""
         if task >= FIRST_CALL:
-            self.actors.end_wait(task)
+            self.actors.end_wait(task, is_over=True)
         elif (job := self.jobs.get(TaskId(task))) is not None:
             job.waiters = 0
 

@@ -27,12 +27,11 @@ from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from selectors import EpollSelector, SelectorKey
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.accelerators.listed_devices import is_left_alone
 from aiogpu.client.current import (
     current,
-    error_inside_task,
     host_of_task,
     is_loop_running,
 )
@@ -525,29 +524,17 @@ class TaskClient(Invoker):
         with interrupts.deferred():
             self._engine.demand(child, limit)
 
-    def cancel(self, task: int) -> None:
-        """Stop a child or a call."""
-        with interrupts.deferred():
-            self._engine.cancel(task)
-
     def withdraw(self, child: int) -> None:
         """Cancel a child whose result is not wanted."""
         self.upsets += 1
-        self.cancel(child)
+        with interrupts.deferred():
+            self._engine.cancel(child)
 
     def withdraw_soon(self, child: int) -> None:
         """Stop such a child where the garbage collector runs."""
         engine = self._engine
         with suppress(RuntimeError):  # the loop is closed
             engine.calls.loop.call_soon_threadsafe(engine.cancel, child)
-
-    async def why(self, name: str, task: int) -> NoReturn:
-        """Refuse: only the program asks why a task waits.
-
-        Raises:
-            NodeError: always.
-        """
-        raise error_inside_task(f"why() of the handle of {name}")
 
     def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
         """Unpickle the arguments; handles for a coroutine belong to its loop."""
