@@ -69,7 +69,8 @@ class Options(_Common, total=False):
             With 1, the generator starts an item when the one before was taken.
         name: name in logs, errors and `status()`; default the function's name.
         priority: higher goes first; default 0.
-        timeout: seconds from `.remote()` after which the task is stopped.
+        timeout: seconds from `.remote()` after which the task is stopped; its wait in
+            the queue counts. Default None, no limit.
         cancel_grace: seconds from a cancel or `timeout` until the process is killed if
             the code has not stopped; 0 kills at once; default that of `init`.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables of the worker.
@@ -125,7 +126,8 @@ class ActorKeywords(_Common, total=False):
             at once; see `@aiogpu.method(concurrency_group=...)`.
         priority: higher goes first; default 0.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables of the process.
-        placement, bundle: the placement group and bundle for the actor, as for tasks.
+        placement: a group from `aiogpu.placement(...)`, in which the actor runs.
+        bundle: number of the bundle, from 0; default -1 or None, any that fits.
     """
 
     namespace: str | None

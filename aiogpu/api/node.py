@@ -6,7 +6,7 @@ import asyncio
 import os
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 from weakref import WeakValueDictionary
 
 from aiogpu.api.options import (
@@ -151,16 +151,8 @@ class Node(EnteredOnLoop):
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    @classmethod
-    def of(cls, session: Session) -> Node:
-        """Return the node of a session, always the same object."""
-        node = _nodes.get(session)
-        if node is None:
-            node = _nodes[session] = cls(session)
-        return node
-
     def __repr__(self) -> str:
-        return repr(self._session).replace("Session", "Node", 1)
+        return f"<Node {'open' if self.is_open else 'closed'}>"
 
     def _as_called(self) -> str:
         return "aiogpu.init(...)"
@@ -205,6 +197,14 @@ class Node(EnteredOnLoop):
 _nodes: Final[WeakValueDictionary[Session, Node]] = WeakValueDictionary()
 
 
+def node_of(session: Session) -> Node:
+    """Return the node of a session, always the same object."""
+    node = _nodes.get(session)
+    if node is None:
+        node = _nodes[session] = Node(session)
+    return node
+
+
 async def why(task_id: int) -> Why:
     """Return why a task waits, or its state if it does not; `print` shows it in words.
 
@@ -226,7 +226,8 @@ async def _why(session: Session | None, task_id: int) -> Why:
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
         raise OptionError(
             f"aiogpu.why({task_id!r}) asks for a task's number, such as 12; "
-            f"aiogpu.status() shows the numbers of those that run and wait."
+            f"aiogpu.status() shows the numbers of those that run and wait. Of a "
+            f"handle ask `await handle.why()`."
         )
     engine = await asked("aiogpu.why()") if session is None else session.engine
     told = await engine.why_task(task_id)
@@ -253,6 +254,12 @@ class Opening(EnteredOnLoop):
     def _as_called(self) -> str:
         return "aiogpu.init(...)"
 
+    if not TYPE_CHECKING:
+
+        def __enter__(self) -> NoReturn:
+            self._is_used = True  # the error needs no warning beside it
+            super().__enter__()
+
     def __await__(self) -> Generator[Any, None, Node]:
         return self._open().__await__()
 
@@ -274,7 +281,7 @@ class Opening(EnteredOnLoop):
         if session is not None:
             if self._ignore_reinit_error:
                 await session.opened()
-                return Node.of(session)
+                return node_of(session)
             raise NodeRunningError(
                 "this event loop has a node already. Call aiogpu.shutdown() before "
                 "another init(), or say init(ignore_reinit_error=True) to share it."
@@ -288,7 +295,7 @@ class Opening(EnteredOnLoop):
         except asyncio.CancelledError:
             await session.shutdown()
             raise
-        return Node.of(session)
+        return node_of(session)
 
     def __del__(self) -> None:
         if not self._is_used:
@@ -301,7 +308,7 @@ class Opening(EnteredOnLoop):
 
 
 @options_of("a node")
-def init(  # noqa: D417 - all by keyword, each an option of its own
+def init(
     *,
     address: str | None = None,
     num_cpus: float | None = None,
@@ -331,10 +338,13 @@ def init(  # noqa: D417 - all by keyword, each an option of its own
         num_cpus: CPUs to share out; None: those that this process may use.
         num_gpus: GPUs to share out, may exceed the real ones; None: those detected.
         resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.
-        accelerator_type, gpu_memory: of GPUs not detected, such as "A100", "80GiB".
+        accelerator_type: type of GPUs that were not detected, such as "A100".
+        gpu_memory: memory of each GPU that was not detected, such as "80GiB".
         gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for.
-        foreign: "avoid" devices with other processes, or "wait" until they are gone.
-        mps, cpu_affinity: "auto" or "off": limit shares by MPS, pin to near CPUs.
+        foreign: "avoid" devices with other processes, "wait" until they are gone, or
+            "ignore" them.
+        mps: "auto" limits shares by an MPS server where one runs; "off" does not.
+        cpu_affinity: "auto" keeps workers on CPUs near their GPUs; "off" does not.
         preload: modules imported before workers fork; "auto": those slow to import.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.

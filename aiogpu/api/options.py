@@ -640,15 +640,15 @@ def not_buffered(name: str) -> OptionError:
 def not_counted(name: str, value: int) -> OptionError:
     """Return the error for `num_returns` on a generator."""
     return OptionError(
-        f"num_returns={value!r} is no option of a generator, whose items come one by "
-        f"one; leave it out of {name}."
+        f"num_returns={value!r} is not an option of a generator, whose items come one "
+        f"by one; leave it out of {name}."
     )
 
 
 def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
     """Return the error for an unknown option, with the most similar known one."""
     return OptionError(
-        f"{name} is no option of {of_what}.{did_you_mean(name, known)} There are: "
+        f"{name} is not an option of {of_what}.{did_you_mean(name, known)} There are: "
         f"{', '.join(known)}."
     )
 

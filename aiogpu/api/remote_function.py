@@ -101,7 +101,7 @@ class Parameters:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise MisuseError(
-                f"{self._name}{self._signature} was called with other arguments: "
+                f"{self._name}{self._signature} was called with wrong arguments: "
                 f"{error}."
             ) from None
         self._accepted = shape

@@ -65,8 +65,8 @@ def size(text: str) -> str | int:
         count = parse_size("", int(text) if is_bytes else text)
     except OptionError:
         raise click.BadParameter(
-            f"{text!r} is no amount of memory; write it with a unit, such as 64GiB or "
-            f"500MB, or in bytes."
+            f"{text!r} is not an amount of memory; write it with a unit, such as 64GiB "
+            f"or 500MB, or in bytes."
         ) from None
     if count and (meant := too_small(count)):
         advice = f"write it with its unit, such as {meant}"
@@ -181,7 +181,7 @@ def check_there(address: str) -> None:
 def no_node_error(why: str) -> click.ClickException:
     """The error if there is no node to ask."""
     return click.ClickException(
-        f"no node runs that could be asked: {why}. {ADVICE}, or give its --address."
+        f"no node runs: {why}. {ADVICE}, or name another node by --address."
     )
 
 

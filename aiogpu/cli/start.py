@@ -29,8 +29,8 @@ SWITCH: Final = click.Choice(["auto", "off"])
 PATH: Final = click.Path(readable=False)
 """Not checked here: later errors say what to do."""
 NO_HEAD: Final = (
-    "say --head: it starts the node of this box. There are no others to join by "
-    "--address. Programs join this one by aiogpu.init(address='auto')."
+    "write `aiogpu start --head`: it starts the node of this machine. Programs join "
+    "that node by aiogpu.init(address='auto')."
 )
 
 

@@ -298,7 +298,7 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
     """
     # Late: a program that joins no node yet needs none of it.
     from aiogpu.core.model.text import terms
-    from aiogpu.core.model.units import GPU_MEMORY, MEMORY
+    from aiogpu.core.model.units import GPU, GPU_MEMORY, MEMORY
     from aiogpu.core.resources.placement_group import why_infeasible
 
     spec = func.spec
@@ -311,9 +311,15 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
             for name, had in ledger.totals().items()
             if name not in (MEMORY, GPU_MEMORY) or name in asked
         )
+        advice = "Ask for less, or start the node with more."
+        if GPU in asked and not ledger.totals().get(GPU):
+            advice = (
+                "Ask for none, or start the node with num_gpus=, which may be more "
+                "GPUs than the machine has."
+            )
         raise InfeasibleError(
             f"{spec.name} asks for {spec.shape.request}, which this node can never "
-            f"give: {reason}. It has {has}. Ask for less, or start the node with more."
+            f"give: {reason}. It has {has}. {advice}"
         )
     _check_size(f"the function {spec.name}", func.function.payload)
 

@@ -83,7 +83,8 @@ def too_late(spec: TaskSpec) -> TaskTimeoutError:
     """Return the error of a task that has not ended within its timeout."""
     return TaskTimeoutError(
         f"{spec.name} did not end within its timeout of {spec.timeout:g} s after "
-        f".remote(); it is being stopped."
+        f".remote(), in which its wait in the queue counts; it is being stopped. Give "
+        f"it more time, or start fewer tasks at once."
     )
 
 

@@ -99,21 +99,24 @@ def test_no_modules_at_all(plans: list[Plan]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "say --head: it starts the node of this box"),
+        ([], "write `aiogpu start --head`"),
         (["--head", "--resources=x"], "'x' is no JSON object"),
         (["--head", "--resources=[1]"], "'[1]' is no JSON object"),
         (["--head", "--drain=-1"], "--drain"),
         (["--head", "--drain=5m"], "'5m' is not a valid number of seconds"),
         (["--head", "--num-gpus=2.5"], "'2.5' is not a valid whole number"),
         (["--head", "--num-gpus=-1"], "-1 is not in the range x>=0"),
-        (["--head", "--memory=64G"], "'64G' is no amount of memory; write it with"),
+        (["--head", "--memory=64G"], "'64G' is not an amount of memory; write it with"),
         (
             ["--head", "--gpu-memory=2"],
             "'2' is read as 2 bytes; write it with its unit",
         ),
         (["--head", "--memory=64B"], "is read as 64 bytes; give 1MiB at least."),
         (["--head", "--object-store-memory=1"], "'1' is read as 1 byte; write it with"),
-        (["--head", "--gpu-memory=-1"], "--gpu-memory': '-1' is no amount of memory"),
+        (
+            ["--head", "--gpu-memory=-1"],
+            "--gpu-memory': '-1' is not an amount of memory",
+        ),
         (["--head", "--socket="], "--socket: it is empty"),
         (["--head", "--log-dir="], "--log-dir: it is empty"),
         (["--head", "--mps=on"], "--mps"),

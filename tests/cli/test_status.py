@@ -275,9 +275,9 @@ def test_a_view_starts_no_node(
     result = ran(*view)
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: no node runs that could be asked: there is no socket {tmp_path}/"
-        f"aiogpu/node.sock. Start one by `aiogpu start --head`, or give its "
-        f"--address.\n"
+        f"Error: no node runs: there is no socket {tmp_path}/"
+        f"aiogpu/node.sock. Start one by `aiogpu start --head`, or name "
+        f"another node by --address.\n"
     )
 
 

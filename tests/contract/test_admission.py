@@ -57,5 +57,10 @@ def test_what_is_asked_and_what_there_is_are_told(request_, said):
     assert said in str(caught.value)
 
 
+def test_without_any_gpu_it_says_that_more_than_there_are_may_be_declared():
+    with pytest.raises(InfeasibleError, match="num_gpus=, which may be more GPUs than"):
+        check_func(func(Request.of({}, {"GPU": UNIT})), Ledger({"CPU": UNIT}, {}))
+
+
 def test_what_a_node_can_give_is_admitted():
     check_func(func(Request.of({"CPU": UNIT}, {"GPU": 2 * UNIT}, "A100")), NODE)

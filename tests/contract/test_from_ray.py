@@ -327,7 +327,7 @@ async def test_a_type_is_a_thousandth_of_its_own_resource(gate: Gate) -> None:
         ({"num_gpus": float("nan")}, "num_gpus=nan is not a quantity"),
         ({"num_gpus": 0.00001}, "finer than 1/10000"),
         ({"resources": {"GPU": 1}}, "say num_gpus=1 instead"),
-        ({"gpu_memory": "6 gigs"}, "gpu_memory='6 gigs' is no amount of memory"),
+        ({"gpu_memory": "6 gigs"}, "gpu_memory='6 gigs' is not an amount of memory"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_decoration(

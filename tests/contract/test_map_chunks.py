@@ -249,7 +249,7 @@ async def test_a_method_that_takes_no_item(address: str) -> None:
         aiogpu.remote(Deaf).remote() as actor,
     ):
         with pytest.raises(
-            aiogpu.errors.MisuseError, match="called with other arguments"
+            aiogpu.errors.MisuseError, match="called with wrong arguments"
         ):
             await anext(actor.hear.map([1], chunk=2))
 

@@ -150,8 +150,9 @@ async def test_an_actor_ends_with_its_program_though_another_holds_it(
         await all_is_free()
     told, _ = await asyncio.to_thread(user.communicate, "\n")
     died, unnamed = told.splitlines()
-    why = f"the program that had started it (python, pid {maker.pid}) ended."
-    assert died == f"Counter 'shared' is dead: {why}"
+    why = f"the program that had started it (python, pid {maker.pid}) ended. "
+    advice = "An actor with lifetime='detached' outlives its program."
+    assert died == f"Counter 'shared' is dead: {why}{advice}"
     assert unnamed.startswith("no actor named 'shared' lives on this node.")
 
 

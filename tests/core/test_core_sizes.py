@@ -100,5 +100,5 @@ def test_so_little_that_its_unit_is_the_wrong_one(given, read):
 
 
 def test_what_is_no_size_is_no_size_of_a_program():
-    with pytest.raises(OptionError, match="is no amount of memory"):
+    with pytest.raises(OptionError, match="is not an amount of memory"):
         memory_size("memory", -1)

@@ -1,8 +1,11 @@
 """docs/api.md lists every public name once, by the first line of its description.
 
+Options have tables too, from the docstrings of `aiogpu.api.keywords` and of `init`.
+
 `python -m tests.docs.test_api_page` writes the tables anew.
 """
 
+import inspect
 import re
 from collections.abc import Iterable
 from types import ModuleType
@@ -12,6 +15,7 @@ import pytest
 
 import aiogpu
 from aiogpu import errors, types
+from aiogpu.api import keywords
 from tests.repo.rooms import ROOT
 
 PAGE = ROOT / "docs/api.md"
@@ -27,6 +31,15 @@ GROUPS = {
     ),
     "Inside a task": ("get_gpu_ids", "get_runtime_context"),
 }
+OPTIONS = {
+    "Options of a task": keywords.Options,
+    "Options of an actor": keywords.ActorKeywords,
+    "Options of a method": keywords.MethodKeywords,
+    "Options of the node": aiogpu.init,
+}
+ENTRY = re.compile(
+    r"^(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {4}.*)*)", re.MULTILINE
+)
 TABLE = re.compile(r"(?<=\| name \| what it is \|\n\|---\|---\|\n)(?:\|.*\n)*")
 
 
@@ -49,12 +62,31 @@ def rows(module: ModuleType, names: Iterable[str], prefix: str) -> str:
     )
 
 
+def described(source: object) -> dict[str, str]:
+    """The options that a docstring describes, with their texts."""
+    doc = inspect.getdoc(source) or ""
+    section = re.split(r"\n(?:Attributes|Args):\n", doc)[1].partition("\n\n")[0]
+    return {
+        name: " ".join(entry["text"].split())
+        for entry in ENTRY.finditer(inspect.cleandoc(section))
+        for name in entry["names"].split(", ")
+    }
+
+
+def option_rows(source: object) -> str:
+    """The lines of a table of options."""
+    return "".join(
+        f"| `{name}` | {text} |\n" for name, text in described(source).items()
+    )
+
+
 def tables() -> list[str]:
     """All of the page, in its order."""
     caught = [name for name in errors_of_ours() if name in aiogpu.__all__]
     others = [name for name in errors_of_ours() if name not in aiogpu.__all__]
     return [
         *(rows(aiogpu, names, "aiogpu") for names in GROUPS.values()),
+        *map(option_rows, OPTIONS.values()),
         rows(aiogpu, caught, "aiogpu"),
         rows(errors, others, "aiogpu.errors"),
         rows(types, types.__all__, "aiogpu.types"),
@@ -79,7 +111,17 @@ def test_the_page_lists_each_by_its_description() -> None:
     assert page == written(page), "python -m tests.docs.test_api_page writes it anew"
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("source", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_is_described(source: object) -> None:
+    names = (
+        source.__annotations__
+        if isinstance(source, type)
+        else inspect.signature(source).parameters  # type: ignore[arg-type]
+    )
+    assert sorted(described(source)) == sorted(names)
+
+
+@pytest.mark.parametrize("group", [*GROUPS, *OPTIONS])
 def test_the_page_has_a_heading_for_each_group(group: str) -> None:
     assert f"\n## {group}\n" in PAGE.read_text()
 

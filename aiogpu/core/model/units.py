@@ -69,8 +69,8 @@ def parse_size(option: str, value: object) -> int:
         count = None
     if count is None or not 0 <= count <= LARGEST:
         raise OptionError(
-            f"{option}={value!r} is no amount of memory; give bytes as an int, or a "
-            f'text with a unit such as {option}="6GiB" or {option}="500MB".'
+            f"{option}={value!r} is not an amount of memory; give bytes as an int, or "
+            f'a text with a unit such as {option}="6GiB" or {option}="500MB".'
         )
     return count
 

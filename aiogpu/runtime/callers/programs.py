@@ -434,7 +434,8 @@ class Clients:
             if actor is not None and not actor.holders:
                 client.departing.add(TaskId(actor.id))
         why = (
-            f"the program that had started it ({client.name}, pid {client.pid}) ended."
+            f"the program that had started it ({client.name}, pid {client.pid}) ended. "
+            f"An actor with lifetime='detached' outlives its program."
         )
         client.departing.update(actors.end_of_client(client.client, why))
 

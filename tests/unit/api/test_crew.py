@@ -126,7 +126,7 @@ async def test_those_that_are_not_ready_are_called_where_none_is(paper: Paper) -
 
 async def test_a_call_that_is_refused_counts_for_nothing(paper: Paper) -> None:
     pool = await ready_pool(paper, 2)
-    with pytest.raises(MisuseError, match=r"Model\.embed\(text.* other arguments"):
+    with pytest.raises(MisuseError, match=r"Model\.embed\(text.* wrong arguments"):
         pool.embed.remote()
     call(pool, 2)
     assert paper.loads == [1, 1]

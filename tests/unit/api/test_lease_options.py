@@ -31,7 +31,7 @@ def test_none_is_as_if_it_was_not_said() -> None:
         ({}, "a lease of nothing"),
         ({"num_gpus": 1.5}, "num_gpus=1.5"),
         ({"num_gpus": 1, "timeout": 0}, "timeout=0"),
-        ({"num_gpus": 1, "max_calls": 1}, "max_calls is no option of a lease"),
+        ({"num_gpus": 1, "max_calls": 1}, "max_calls is not an option of a lease"),
         ({"accelerator_type": ""}, "accelerator_type=''"),
         ({"num_gpus": 1, "resources": {"neuron_cores": 1}}, "two vendors|one vendor"),
     ],

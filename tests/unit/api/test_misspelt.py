@@ -57,7 +57,7 @@ def test_a_misspelt_option_is_named_with_the_nearest_and_all_others(
         call()
     said, _, known = str(caught.value).partition(" There are: ")
     hint = f" Did you mean {nearest}?" if nearest else ""
-    assert said == f"{misspelt} is no option of {of_what}.{hint}"
+    assert said == f"{misspelt} is not an option of {of_what}.{hint}"
     assert known.endswith(".")
     assert nearest is None or nearest in known.rstrip(".").split(", ")
 

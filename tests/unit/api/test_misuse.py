@@ -217,7 +217,7 @@ async def test_the_methods_of_a_pool_take_no_options(node: aiogpu.types.Node) ->
         said = await told(lambda one: one.options(num_returns=2), pool.add)
         assert said.startswith(pool.add.__name__)
         assert "`@aiogpu.method(num_returns=2)` above it" in said
-        with pytest.raises(aiogpu.OptionError, match="name is no option"):
+        with pytest.raises(aiogpu.OptionError, match="name is not an option"):
             pool.add.options(name="a call")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api import session as module
-from aiogpu.api.node import Node
+from aiogpu.api.node import node_of
 from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import Session
 from aiogpu.engines.base import NodeOptions
@@ -64,7 +64,7 @@ async def step() -> None:
 async def test_it_is_awaited(makers: Makers) -> None:
     session = await aiogpu.init(num_cpus=2, num_gpus=1)
     assert session.is_open
-    assert session is Node.of(session_of(asyncio.get_running_loop()))
+    assert session is node_of(session_of(asyncio.get_running_loop()))
     assert makers.asked == [(None, NodeOptions(num_cpus=2.0, num_gpus=1))]
     await aiogpu.shutdown()
     await aiogpu.shutdown()
@@ -238,6 +238,8 @@ def test_forgetting_to_await_it_is_told_where_it_was_called() -> None:
 async def test_one_that_was_used_is_dropped_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        with pytest.raises(aiogpu.errors.MisuseError), aiogpu.init():  # type: ignore[attr-defined]
+            pass
         async with aiogpu.init():
             pass
         gc.collect()

@@ -112,10 +112,10 @@ def test_what_is_allowed(option: str, value: object, held: object) -> None:
             for value in (-1, 1.5, True, None, "2", 1025)
         ),
         *(
-            ("memory", value, "no amount of memory")
+            ("memory", value, "not an amount of memory")
             for value in (-1, 1.5, True, "6", "GiB", "-1GB", "nanGB", "1e99GB", [1])
         ),
-        ("object_memory", "lots", "no amount of memory"),
+        ("object_memory", "lots", "not an amount of memory"),
         ("spill_directory", 5, "must be the path of a directory"),
         ("spill_directory", b"/tmp", "must be the path of a directory"),
         ("spill_directory", "/no/such", "there is no such directory"),

@@ -267,7 +267,7 @@ def test_the_devices_are_otherwise_aiogpus_to_set(more: dict[str, str]) -> None:
 )
 def test_an_unknown_option_brings_the_nearest_to_mind(name: str, nearest: str) -> None:
     with pytest.raises(
-        OptionError, match=rf"^{name} is no .* Did you mean {nearest}\?"
+        OptionError, match=rf"^{name} is not an .* Did you mean {nearest}\?"
     ):
         check_options({name: 1})
 

@@ -56,7 +56,7 @@ def test_its_verdict_is_pythons(
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
-        with pytest.raises(MisuseError, match=r"f\(.*was called with other arguments"):
+        with pytest.raises(MisuseError, match=r"f\(.*was called with wrong arguments"):
             parameters.check(args, dict(kwargs))
     else:
         parameters.check(args, dict(kwargs))

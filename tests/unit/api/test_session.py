@@ -15,7 +15,7 @@ import uvloop
 import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api import session as sessions
-from aiogpu.api.node import Node
+from aiogpu.api.node import node_of
 from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
     Session,
@@ -74,7 +74,7 @@ def opening(engine: PaperEngine) -> Session:
 async def block(engine: PaperEngine) -> AsyncIterator[Session]:
     """The block of `async with aiogpu.init()`."""
     session = opening(engine)
-    async with Node.of(session):
+    async with node_of(session):
         yield session
 
 
@@ -107,7 +107,7 @@ async def test_its_life(engine: PaperEngine) -> None:
 
 async def test_it_passes_questions_on(engine: PaperEngine) -> None:
     session = opening(engine)
-    node = Node.of(session)
+    node = node_of(session)
     with pytest.raises(NodeClosedError):
         await node.status()
     await session.opened()
@@ -379,7 +379,7 @@ async def test_a_fork_is_inert(
     with pytest.raises(NodeError, match=f"belongs to process {parent}"):
         session.submit(func(), b"")
     with pytest.raises(NodeError, match="fork"):
-        await Node.of(session).status()
+        await node_of(session).status()
     await session.shutdown()
     session.close_now()
     assert engine.story == story

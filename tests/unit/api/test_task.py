@@ -15,7 +15,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.actors.actor import RemoteClass
-from aiogpu.api.node import Node
+from aiogpu.api.node import node_of
 from aiogpu.api.remote_function import Definition, FunctionName, RemoteFunction
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, OptionError
@@ -223,7 +223,7 @@ async def engine() -> AsyncIterator[PaperEngine]:
     engine = PaperEngine()
     session = Session(engine, asyncio.get_running_loop())  # type: ignore[arg-type]
     session.start_opening()
-    async with Node.of(session):
+    async with node_of(session):
         yield engine
 
 
@@ -298,7 +298,7 @@ def test_without_a_loop_it_stays_usable() -> None:
         engine = PaperEngine()
         session = Session(engine, asyncio.get_running_loop())  # type: ignore[arg-type]
         session.start_opening()
-        async with Node.of(session):
+        async with node_of(session):
             nested.remote().cancel()
         assert "submit nested" in engine.story
 
