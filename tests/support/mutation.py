@@ -48,7 +48,7 @@ FOLDERS: Final = {
     "core": ("core", "contract"),
     "daemon": ("daemon", "cli"),
     "engines": ("contract",),
-    "linux": ("unit/worker", "unit/runtime", "daemon", "contract"),
+    "linux": ("unit/linux", "daemon", "contract"),
     "memory": ("unit/memory", "contract"),
     "observe": ("unit/observe", "cli"),
     "runtime": ("unit/runtime", "contract", "faults"),

@@ -1,68 +1,17 @@
-"""Where a node's cgroup can be, how a slot's is ended, and that it goes."""
+"""The node's cgroup: the processes of a slot are ended in it, and it is removed."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
-from aiogpu.linux.cgroup import Cgroup, Place, find_cgroup
+from aiogpu.linux.cgroup import Cgroup, Place
 from aiogpu.runtime import node_cgroup
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from tests.support.cgroups import PLACE, groups_of, needs_cgroup
-
-
-class Machine:
-    """A made-up machine with a cgroup2 at one place."""
-
-    def __init__(self, root: Path) -> None:
-        self.proc, self.top = root / "proc", root / "cgroup"
-        (self.proc / "self").mkdir(parents=True)
-        self.own = self.top / "user/me"
-        self.own.mkdir(parents=True)
-        (self.own / "cgroup.procs").touch()
-        self.say()
-
-    def say(self, path: str = "/user/me", options: str = "rw") -> None:
-        mount = f"41 31 0:38 / {self.top} {options} - cgroup2 cgroup2 rw\n"
-        (self.proc / "self/mountinfo").write_text(mount)
-        (self.proc / "self/cgroup").write_text(f"0::{path}\n")
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
-
-
-def test_a_place_is_found(machine: Machine) -> None:
-    assert find_cgroup(machine.proc) == Place(str(machine.own))
-    (machine.own / "cgroup.type").write_text("domain\n")
-    assert find_cgroup(machine.proc) == Place(str(machine.own))
-
-
-def test_why_there_is_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reason() -> str:
-        place = find_cgroup(machine.proc)
-        assert place.directory is None
-        return place.reason
-
-    machine.say(options="ro,nosuid")
-    assert "read-only" in reason()
-    machine.say(path="/../other")
-    assert "outside of what is mounted" in reason()
-    machine.say()
-    (machine.own / "cgroup.type").write_text("threaded\n")
-    assert "is of type 'threaded'; start the program by" in reason()
-    for shut in (str(machine.own), f"{machine.own}/cgroup.procs"):
-        monkeypatch.setattr(
-            os, "access", lambda path, _mode, shut=shut: path != str(shut)
-        )
-        assert reason().startswith(f"{shut} may not be written to; start")
-    (machine.proc / "self/mountinfo").write_text("")
-    assert reason().startswith("no cgroup2 is mounted")
 
 
 def fork_in(path: str) -> int:

@@ -1,4 +1,4 @@
-"""The Linux facilities, each in a program of its own: they change a process."""
+"""Linux facilities that change a process, each in a program of its own."""
 
 from __future__ import annotations
 
@@ -61,27 +61,6 @@ def test_children_are_found_in_both_ways() -> None:
     run(source)
 
 
-def test_without_the_kernels_list_all_processes_are_searched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing(path: str, *_: object) -> object:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(kernel, "open", missing, raising=False)
-    monkeypatch.setattr(kernel, "_children_by_search", lambda: [1, 2])
-    assert kernel.children() == [1, 2]
-
-
-def test_a_process_that_ends_during_the_search_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def gone(path: str, **_: object) -> object:
-        raise ProcessLookupError(path)
-
-    monkeypatch.setattr(kernel, "open", gone, raising=False)
-    assert kernel._children_by_search() == []
-
-
 def test_orphans_are_adopted() -> None:
     source = """
     import os
@@ -138,3 +117,41 @@ def test_a_child_whose_parent_has_gone_ends_at_once() -> None:
         kernel.die_with_parent(1 << 30)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def test_forks_inherit_what_is_raised_meanwhile() -> None:
+    source = """
+    import os
+    from aiogpu.linux.syscalls import OomScore
+    def own():
+        return open("/proc/self/oom_score_adj").read().strip()
+    before = own()
+    score = OomScore()
+    score.expose()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(own() == "1000")
+    score.restore()
+    assert own() == before
+    assert os.waitpid(pid, 0)[1] == 1 << 8
+    score.close()
+    score.expose()
+    assert own() == before
+    """
+    run(source)
+
+
+def test_where_it_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> int:
+        raise PermissionError
+
+    score = kernel.OomScore()
+    monkeypatch.setattr(kernel.os, "pwrite", forbidden)
+    score.expose()
+    score.restore()
+    score.close()
+    monkeypatch.setattr(kernel.os, "open", forbidden)
+    absent = kernel.OomScore()
+    absent.expose()
+    absent.close()
+    assert os.path.exists("/proc/self/oom_score_adj")
