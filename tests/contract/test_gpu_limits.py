@@ -14,7 +14,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.runtime.devices import binding as affinity
 from aiogpu.runtime.devices import binding as mps
 from tests.contract import gpu_limit_tasks as tasks
-from tests.unit.worker.test_gpu_memory import TORCH
+from tests.unit.worker.test_gpu_memory import TORCH_SOURCE as TORCH
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

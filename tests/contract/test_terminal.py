@@ -10,7 +10,7 @@ import pytest
 from aiogpu.engines.remote import Terminal
 from aiogpu.wire.messages import ChildDone, Message, Printed
 from tests.support.until import until
-from tests.unit.runtime.test_console import PaperSource, SlowTerminal
+from tests.unit.runtime.fakes import FakeSource, SlowTerminal
 
 DONE = ChildDone(1, b"")
 pytestmark = pytest.mark.either_loop
@@ -20,7 +20,7 @@ async def test_answers_wait_for_the_lines_before_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen, taken = SlowTerminal(), list[Message]()
-    terminal = Terminal(asyncio.get_running_loop(), PaperSource(), taken.append)
+    terminal = Terminal(asyncio.get_running_loop(), FakeSource(), taken.append)
     assert not terminal.keeps(DONE), "nothing was printed before it"
     monkeypatch.setattr(sys, "stdout", screen)
     assert terminal.keeps(Printed(1, "(embed pid=4) hello"))
@@ -37,7 +37,7 @@ async def test_when_the_node_has_gone_nothing_is_held_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen, taken = SlowTerminal(), list[Message]()
-    terminal = Terminal(asyncio.get_running_loop(), PaperSource(), taken.append)
+    terminal = Terminal(asyncio.get_running_loop(), FakeSource(), taken.append)
     monkeypatch.setattr(sys, "stdout", screen)
     terminal.keeps(Printed(1, "a"))
     terminal.keeps(DONE)

@@ -1,16 +1,513 @@
-"""Batches of a queue: all that is there at a time, and an end."""
+"""Tasks that are submitted or end together: ids, order and cost."""
 
-from queue import SimpleQueue
+from __future__ import annotations
 
-from aiogpu.runtime.output import batches
+import asyncio
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiogpu.client.function_spec import FunctionSpec
+from aiogpu.client.spec_codec import dump_spec
+from aiogpu.core.effects import Effect, Revoke
+from aiogpu.core.model.ids import ClientId, TaskId, WorkerId
+from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.queue.timers import AlarmKind
+from aiogpu.core.records import TaskRecord
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.errors import InternalError, ProtocolError, TaskTimeoutError
+from aiogpu.runtime.callers.caller import Child, Client
+from aiogpu.runtime.callers.requests import Requests
+from aiogpu.runtime.driver import Driver, SubmitBatch
+from aiogpu.runtime.pending_tasks import Call
+from aiogpu.serialization.payload import Contents, Payload
+from aiogpu.wire.codec import LARGE
+from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
+from tests.unit.runtime import fakes
+from tests.unit.runtime.fakes import FakePeer
+
+SITE = fakes.func()
 
 
-def test_all_that_is_there_comes_at_once_and_none_ends_it():
-    queue: SimpleQueue[int | None] = SimpleQueue()
-    taken = batches(queue)
-    for number in (1, 2, 3):
-        queue.put(number)
-    assert next(taken) == [1, 2, 3]
-    queue.put(4)
-    queue.put(None)
-    assert list(taken) == [[4]]
+class BatchStory:
+    """A row on a loop of paper, and a queue that is a number."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], object]] = []
+        self.told: list[tuple[FunctionSpec, list[Call]]] = []
+        self.bucket: Any = SimpleNamespace(size=1)
+        loop: Any = SimpleNamespace(call_soon=self.due.append)
+        self.row = SubmitBatch(
+            loop, lambda func, calls: self.told.append((func, calls))
+        )
+
+    def begin(self, func: FunctionSpec = SITE) -> None:
+        self.row.begin(func, self.bucket, 40)
+
+    def add(self, name: bytes) -> int:
+        receiver: Any = name
+        return self.row.add(name, receiver)
+
+
+@pytest.fixture
+def story() -> BatchStory:
+    return BatchStory()
+
+
+def test_a_batch_is_passed_on_once_and_in_order(story: BatchStory) -> None:
+    story.begin()
+    assert [story.add(name) for name in (b"a", b"b", b"c")] == [41, 42, 43]
+    assert repr(story.row) == "<SubmitBatch of 3>"
+    assert not story.told
+    (at_the_end,) = story.due
+    story.row.end()
+    ((func, calls),) = story.told
+    assert func is SITE
+    assert [(call.payload, call.receiver) for call in calls] == [
+        (b"a", b"a"),
+        (b"b", b"b"),
+        (b"c", b"c"),
+    ]
+    at_the_end()
+    story.row.end()
+    assert len(story.told) == 1
+
+
+def test_the_turn_ends_it(story: BatchStory) -> None:
+    story.begin()
+    story.add(b"a")
+    story.due.pop()()
+    assert len(story.told) == 1
+    assert not story.add(b"b"), "the next one may start"
+    story.begin()
+    assert story.add(b"b") == 41
+    assert len(story.due) == 1
+
+
+def test_without_others_that_wait_there_is_none(story: BatchStory) -> None:
+    assert not story.add(b"a")
+    story.begin()
+    assert story.add(b"a")
+    story.bucket.size = 0
+    assert not story.add(b"b")
+    story.bucket = None
+    story.row.end()
+    story.begin()
+    assert not story.add(b"c")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": replace(SITE.spec, timeout=1.0)},
+        {"spec": replace(SITE.spec, is_lease=True)},
+        {"actor": SimpleNamespace()},
+    ],
+    ids=["timeout", "lease", "actor"],
+)
+def test_what_is_more_than_a_plain_task_joins_no_batch(
+    change: dict[str, Any], story: BatchStory
+) -> None:
+    story.begin(replace(SITE, **change))
+    assert story.row.func is None
+
+
+MINE = ClientId(1 << 26)
+
+
+class FakeCommands:
+    """Notes which tasks went to the worker."""
+
+    def __init__(self) -> None:
+        self.sent: deque[int] = deque()
+
+    def assign(self, _worker: int, task: int, *_: object) -> None:
+        self.sent.append(task)
+
+    def send_ahead(
+        self, worker: int, tasks: list[int], calls: list[Call], number: int
+    ) -> None:
+        self.sent.extend(tasks)
+        for call in calls:
+            call.send_to(worker, number := number + 1)
+
+    def begun(self, _worker: int) -> int:
+        return 0
+
+
+class OneWorkerNode:
+    """A node of one worker, which ends what the test says, and a program."""
+
+    def __init__(self) -> None:
+        self.commands, self.peer = FakeCommands(), FakePeer()
+        pool = SimpleNamespace(
+            commands=self.commands,
+            spawn=lambda *_: None,
+            pids={},
+        )
+        self.scheduler = Scheduler(Ledger({CPU: UNIT}))
+        self.driver = Driver(
+            asyncio.get_running_loop(),
+            self.scheduler,
+            SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
+            lambda *_: None,
+            lambda _: pool,  # type: ignore[arg-type, return-value]
+        )
+        self.pool: Any = pool
+        self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
+        self.nested = Requests(self.driver, SimpleNamespace())  # type: ignore[arg-type]
+        self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
+        spec = dump_spec(fakes.func())
+        for func in (1, 2):
+            told = Declare(func, "train", spec, b"f")
+            self.nested.on_message(self.client, told)
+
+    def submit(self, *numbers: int, func: int = 1) -> None:
+        row = [Submit(0, number, func, b"%d" % number) for number in numbers]
+        self.nested.submit_all(self.client, row)
+
+    def end(self, count: int, **payloads: bytes) -> list[int]:
+        """The worker ends so many; gives the tasks."""
+        tasks = [self.commands.sent.popleft() for _ in range(count)]
+        done = [
+            Done(task, payloads.get(f"_{task}", b"r%d" % task), 5) for task in tasks
+        ]
+        self.driver.on_done(1, done)
+        return tasks
+
+    @property
+    def told(self) -> list[int]:
+        """The program's numbers of what it was told of, in order."""
+        return [it.child for it in self.peer.sent if isinstance(it, ChildDone)]
+
+
+@pytest.fixture
+async def node() -> OneWorkerNode:
+    node = OneWorkerNode()
+    node.submit(1)
+    node.driver.on_started(1)
+    node.end(1)
+    assert node.told == [1]
+    return node
+
+
+async def test_answers_that_come_together_keep_their_order(node: OneWorkerNode) -> None:
+    rows: list[int] = []
+
+    def note(_worker: int, records: list[TaskRecord], took: list[float]) -> None:
+        assert len(records) == len(took)
+        rows.append(len(records))
+
+    node.driver.observe(SimpleNamespace(on_assign=bool, on_end=bool, on_row=note))  # type: ignore[arg-type]
+    node.submit(*range(2, 102))
+    assert len(node.client.children) == 100
+    while node.commands.sent:
+        node.end(min(7, len(node.commands.sent)))
+    assert node.told == [*range(1, 102)]
+    assert node.client.children == {}
+    assert not node.scheduler.tasks
+    assert sum(rows) > 50
+    assert {it.payload for it in node.peer.sent} == {  # type: ignore[union-attr]
+        b"r%d" % task for task in range(1, 102)
+    }
+
+
+async def test_functions_in_turn_keep_their_order(node: OneWorkerNode) -> None:
+    row = [Submit(0, number, 1 + number // 3 % 2, b"") for number in range(2, 50)]
+    node.nested.submit_all(node.client, row)
+    while node.commands.sent:
+        node.end(min(5, len(node.commands.sent)))
+    assert node.told == [*range(1, 50)]
+
+
+async def test_a_number_that_comes_twice_cuts_off(node: OneWorkerNode) -> None:
+    with pytest.raises(ProtocolError, match="number 3 after 3"):
+        node.submit(2, 3, 3)
+
+
+async def test_a_result_with_references_goes_alone(node: OneWorkerNode) -> None:
+    node.submit(*range(2, 60))
+    sent = list(node.commands.sent)
+    assert len(sent) == 1
+    node.end(1)
+    third = list(node.commands.sent)[2]
+    payload = Payload.of(Contents(b"x"))
+    node.end(5, **{f"_{third}": payload})
+    assert node.told == [1, 2, 3, 4, 5, 6, 7]
+
+
+class RaisingReceiver:
+    """Wants no answer, and is told an error."""
+
+    def __init__(self) -> None:
+        self.told: list[Exception] = []
+
+    def settle(self, outcome: bytes | Exception) -> None:
+        if isinstance(outcome, bytes):
+            raise ValueError("not this one")
+        self.told.append(outcome)
+
+
+class NotingReceiver:
+    """Notes what it is told."""
+
+    def __init__(self, into: list[bytes], then: Any = int) -> None:
+        self._into = into
+        self._then = then
+
+    def settle(self, payload: bytes) -> None:
+        self._into.append(payload)
+        self._then()
+
+
+async def test_a_receiver_that_raises_harms_no_other(
+    node: OneWorkerNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[bytes] = []
+    func, submit = node.client.declared[1], node.driver.submit
+    later: list[int] = []
+
+    def stop() -> None:
+        node.driver.cancel(later[0])
+
+    angry = RaisingReceiver()
+    for receiver in (
+        NotingReceiver(heard),
+        NotingReceiver(heard),
+        angry,
+        NotingReceiver(heard, stop),
+    ):
+        submit(func, b"", receiver, None, MINE)  # type: ignore[arg-type]
+    later.append(submit(func, b"", NotingReceiver(heard), None, MINE))  # type: ignore[arg-type]
+    for _ in range(20):
+        submit(func, b"", NotingReceiver(heard), None, MINE)  # type: ignore[arg-type]
+    node.end(1)
+    node.end(6)
+    assert heard == [b"r2", b"r3", b"r5", b"r7", b"r8"], (
+        "and not 6, which was cancelled"
+    )
+    assert [type(error) for error in angry.told] == [InternalError]
+    assert "not this one" in str(angry.told[0])
+    assert "failed to tell" in caplog.text
+    assert not node.driver.knows(6)
+
+
+async def test_answers_of_others_are_dropped(node: OneWorkerNode) -> None:
+    node.submit(*range(2, 20))
+    node.end(1)
+    first, second, *_ = node.commands.sent
+    node.driver.on_done(1, [Done(99, b"", 1), Done(98, b"", 1)])
+    node.driver.on_done(2, [Done(first, b"", 1), Done(second, b"", 1)])
+    assert node.told == [1, 2]
+    node.end(2)
+    assert node.told == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("odd", ["values", "large", "other", "fetched"])
+async def test_an_answer_that_needs_more_than_a_result_goes_alone(
+    node: OneWorkerNode, odd: str
+) -> None:
+    node.submit(*range(2, 40))
+    node.end(1)
+    _, second, *_ = node.commands.sent
+    call = node.driver.call_of(second)  # type: ignore[arg-type]
+    assert call is not None
+    child = call.receiver
+    assert isinstance(child, Child)
+    heard: list[bytes] = []
+    payloads = {}
+    if odd == "values":
+        child.values = [(NotingReceiver(heard), -1)]  # type: ignore[list-item]
+    elif odd == "large":
+        payloads[f"_{second}"] = bytes(LARGE)
+    elif odd == "other":
+        call.receiver = NotingReceiver(heard)  # type: ignore[assignment]
+    else:
+        node.client.fetched[5] = SimpleNamespace()  # type: ignore[assignment]
+    node.end(4, **payloads)
+    mine = [3, 4, 5, 6] if odd != "other" else [3, 5, 6]
+    assert node.told == [1, 2, *mine]
+    assert heard == ([b"r4"] if odd in ("values", "other") else [])
+
+
+async def test_a_program_that_has_left_gets_no_answer(node: OneWorkerNode) -> None:
+    node.submit(*range(2, 20))
+    node.end(1)
+    node.client.peer = None
+    node.end(4)
+    assert node.told == [1, 2]
+    assert len(node.client.children) == 13
+
+
+async def test_a_task_in_a_row_costs_few_calls(node: OneWorkerNode) -> None:
+    """Calls of Python functions are counted, which no other load changes."""
+    node.submit(*range(2, 80))
+    names: Counter[str] = Counter()
+
+    def note(frame: FrameType, what: str, _argument: object) -> None:
+        if what == "call":
+            names[frame.f_code.co_name] += 1
+
+    many, before = 2000, sys.getprofile()
+    node.peer.sent.clear()
+    sys.setprofile(note)
+    try:
+        for first in range(80, 80 + many, 250):
+            node.submit(*range(first, first + 250))
+        while node.commands.sent:
+            node.end(min(30, len(node.commands.sent)))
+    finally:
+        sys.setprofile(before)
+    assert len(node.told) == many + 78
+    assert names.total() / many < 12, names.most_common(20)
+
+
+class RevokingCommands:
+    """Tells nobody, and notes what it was to tell."""
+
+    def __init__(self) -> None:
+        self.revoked: list[int] = []
+        self.reaches = True
+
+    def assign(self, *_: object) -> None: ...
+
+    def is_reached(self, _worker: int) -> bool:
+        return self.reaches
+
+    def revoke(self, worker: int, _below: int) -> None:
+        self.revoked.append(worker)
+
+    def begun(self, _worker: int) -> int:
+        return 0
+
+
+class StalledNode:
+    """A driver whose one worker has been sent a task and begins nothing."""
+
+    def __init__(self, payload: bytes, scheduler: Scheduler | None = None) -> None:
+        self.commands = RevokingCommands()
+        pool = SimpleNamespace(
+            commands=self.commands,
+            spawn=lambda _worker: None,
+        )
+        self.scheduler = scheduler or Scheduler(Ledger({CPU: UNIT}))
+        self.driver = Driver(
+            asyncio.get_running_loop(),
+            self.scheduler,
+            SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
+            lambda *_: None,
+            lambda _: pool,  # type: ignore[arg-type, return-value]
+        )
+        if isinstance(scheduler, OneAtATime):
+            scheduler.driver = self.driver
+        receiver = SimpleNamespace()
+        self.driver.submit(fakes.call().func, payload, receiver)  # type: ignore[arg-type]
+        self.driver.on_started(1)
+
+    async def look(self) -> None:
+        """The worker is looked at when it has had its time."""
+        record = self.scheduler.workers.get(WorkerId(1))
+        assert record is not None
+        assert record.task is not None
+        record.is_revoking, record.revocations = True, 1
+        self.driver.revoke(Revoke(WorkerId(1), 1))
+        async with asyncio.timeout(60):
+            while record.is_revoking:
+                await asyncio.sleep(0)
+
+
+async def test_what_was_not_begun_is_taken_back() -> None:
+    stalled = StalledNode(b"x")
+    await stalled.look()
+    assert stalled.commands.revoked == [1]
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> None:
+    """A large task, or a program that holds its loop, gives no healthy worker up."""
+    stalled = StalledNode(bytes(LARGE) if is_large else b"x")
+    stalled.commands.reaches = is_large
+    await stalled.look()
+    assert stalled.commands.revoked == []
+    record = stalled.scheduler.workers.get(WorkerId(1))
+    assert record is not None
+    assert record.task is not None, "it still has its task"
+
+
+class OneAtATime(Scheduler):
+    """Is told of nothing while the effects of what it was told are carried out."""
+
+    driver: Driver
+
+    def __init__(self) -> None:
+        super().__init__(Ledger({CPU: UNIT}))
+        self.is_deciding = False
+        self.told: list[str] = []
+
+
+def _heard(name: str) -> Callable[..., Sequence[Effect]]:
+    step = getattr(Scheduler, name)
+
+    def method(self: OneAtATime, *args: object) -> Sequence[Effect]:
+        assert self.driver.is_busy, "the driver has said that it is at work"
+        assert not self.is_deciding, "it is not asked amid a decision"
+        self.is_deciding = True
+        self.told.append(name)
+        wanted: Sequence[Effect] = step(self, *args)
+        self.is_deciding = False
+        return wanted
+
+    return method
+
+
+class BusyReceiver:
+    """Submits, cancels and submits again as it is told of its task."""
+
+    def __init__(self, stalled: StalledNode) -> None:
+        self.stalled = stalled
+        self.told: list[object] = []
+        self.during: list[str] = []
+
+    def settle(self, error: Exception) -> None:
+        driver, scheduler = self.stalled.driver, self.stalled.scheduler
+        assert isinstance(scheduler, OneAtATime)
+        self.told.append(type(error))
+        before = len(scheduler.told)
+        receiver = SimpleNamespace(settle=self.told.append)
+        func = fakes.call().func
+        first = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
+        second = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
+        assert second == first + 1
+        driver.cancel(first)
+        self.during = scheduler.told[before:]
+
+
+async def test_an_event_amid_another_is_handled_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the order in which it happened; nothing is decided amid a decision."""
+    # The driver calls what `Scheduler` has by these names.
+    for name, method in {n: _heard(n) for n in ("wake", "submit", "cancel")}.items():
+        monkeypatch.setattr(Scheduler, name, method)
+    scheduler = OneAtATime()
+    stalled = StalledNode(b"x", scheduler)
+    driver = stalled.driver
+    meddler = BusyReceiver(stalled)
+    func = replace(fakes.call().func, spec=replace(fakes.call().func.spec, timeout=9))
+    task = driver.submit(func, b"x", meddler)  # type: ignore[arg-type]
+    scheduler.told.clear()
+    record = scheduler.tasks[TaskId(task)]
+    scheduler.timers.set(0.0, AlarmKind.EXPIRE, record.id)
+    driver.feed(Scheduler.wake)
+    assert meddler.told == [TaskTimeoutError]
+    assert meddler.during == [], "it is told nothing while it is at work"
+    assert scheduler.told == ["wake", "submit", "submit", "cancel"]
+    assert not driver.is_busy
+    assert sorted(scheduler.tasks) == [1, task + 2], "the last one waits"

@@ -1,42 +1,17 @@
-"""The driver's terminal: order, pauses, and terminals of all kinds."""
+"""The terminal of a program: order, back-pressure, failures and progress bars."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import sys
-import threading
 from collections.abc import Callable
 from typing import TextIO, cast
 
 import pytest
 
 from aiogpu.runtime.output import FULL, Console
-
-
-class PaperSource:
-    """Says whether it is paused."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def pause(self) -> None:
-        self.calls.append("pause")
-
-    def resume(self) -> None:
-        self.calls.append("resume")
-
-
-class SlowTerminal(io.StringIO):
-    """Blocks every write until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_free = threading.Event()
-
-    def write(self, text: str) -> int:
-        self.is_free.wait(20)
-        return super().write(text)
+from tests.unit.runtime.fakes import FakeSource, SlowTerminal
 
 
 def slow_terminal(monkeypatch: pytest.MonkeyPatch) -> SlowTerminal:
@@ -59,7 +34,7 @@ async def end(console: Console) -> None:
 
 
 async def test_lines_go_to_their_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    console, source = console_of_this_loop(), PaperSource()
+    console, source = console_of_this_loop(), FakeSource()
     numbers = [console.write(stream, f"line {stream}", source) for stream in (1, 2, 1)]
     assert numbers == [1, 2, 3]
     await end(console)
@@ -70,7 +45,7 @@ async def test_lines_go_to_their_streams(capsys: pytest.CaptureFixture[str]) -> 
 async def test_hidden_output_is_out_at_once() -> None:
     console = console_of_this_loop(is_shown=False)
     acted: list[int] = []
-    number = console.write(1, "x", PaperSource())
+    number = console.write(1, "x", FakeSource())
     console.after(number, lambda: acted.append(1))
     assert acted == [1]
     await end(console)
@@ -81,7 +56,7 @@ async def test_actions_wait_for_their_line_and_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = slow_terminal(monkeypatch)
-    console, source = console_of_this_loop(), PaperSource()
+    console, source = console_of_this_loop(), FakeSource()
     acted: list[str] = []
 
     def note(word: str) -> Callable[[], None]:
@@ -99,12 +74,12 @@ async def test_actions_wait_for_their_line_and_keep_their_order(
     assert acted == ["at once", "first", "second", "second again"]
 
 
-async def test_holding_nothing_lets_all_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hold_nothing_runs_all_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = slow_terminal(monkeypatch)
     console = console_of_this_loop()
     acted: list[int] = []
     for value in (1, 2):
-        number = console.write(1, "x", PaperSource())
+        number = console.write(1, "x", FakeSource())
         console.after(number, lambda value=value: acted.append(value))  # type: ignore[misc]
     assert acted == []
     console.hold_nothing()
@@ -115,11 +90,11 @@ async def test_holding_nothing_lets_all_go(monkeypatch: pytest.MonkeyPatch) -> N
     await end(console)
 
 
-async def test_whoever_prints_too_fast_is_paused(
+async def test_a_source_that_prints_too_fast_is_paused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = slow_terminal(monkeypatch)
-    console, fast, slow = console_of_this_loop(), PaperSource(), PaperSource()
+    console, fast, slow = console_of_this_loop(), FakeSource(), FakeSource()
     console.write(1, "x", slow)
     console.write(1, "y" * FULL, fast)
     console.write(1, "y", fast)
@@ -137,7 +112,7 @@ async def test_whoever_prints_too_fast_is_paused(
 async def test_draining_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = slow_terminal(monkeypatch)
     console = console_of_this_loop()
-    console.write(1, "x", PaperSource())
+    console.write(1, "x", FakeSource())
     await console.drain(0.01)
     assert console.written == 0
     terminal.is_free.set()
@@ -159,7 +134,7 @@ class RaisingTerminal(io.StringIO):
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(), ValueError("closed"), RuntimeError("a notebook's own")]
 )
-async def test_a_terminal_that_fails_holds_nobody_up(
+async def test_a_terminal_that_fails_delays_no_answer(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", RaisingTerminal(error))
@@ -167,18 +142,10 @@ async def test_a_terminal_that_fails_holds_nobody_up(
     acted = asyncio.Event()
     for _ in range(2):
         acted.clear()
-        console.after(console.write(1, "x", PaperSource()), acted.set)
+        console.after(console.write(1, "x", FakeSource()), acted.set)
         async with asyncio.timeout(60):
             await acted.wait()
     await end(console)
-
-
-async def test_no_terminal_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    console = console_of_this_loop()
-    console.write(1, "x", PaperSource())
-    await end(console)
-    assert console.written == 1
 
 
 async def test_what_the_terminal_cannot_show_is_escaped(
@@ -187,8 +154,8 @@ async def test_what_the_terminal_cannot_show_is_escaped(
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii"))
     console = console_of_this_loop()
-    console.write(1, "plain", PaperSource())
-    console.write(1, "ünï", PaperSource())
+    console.write(1, "plain", FakeSource())
+    console.write(1, "ünï", FakeSource())
     await end(console)
     assert raw.getvalue() == b"plain\n\\xfcn\\xef\n"
 
@@ -197,7 +164,7 @@ def test_the_loop_may_close_first(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = slow_terminal(monkeypatch)
     loop = asyncio.new_event_loop()
     console = Console(loop, True)
-    console.write(1, "late", PaperSource())
+    console.write(1, "late", FakeSource())
     loop.close()
     terminal.is_free.set()
     console.close()
@@ -223,7 +190,7 @@ async def shown(
     """Write lines one after the other: to which stream, of which worker."""
     patch.setattr(sys, "stdout", out)
     patch.setattr(sys, "stderr", err)
-    console, source = console_of_this_loop(), PaperSource()
+    console, source = console_of_this_loop(), FakeSource()
     for stream, worker, line in lines:
         console.write(stream, line, source, worker)
         await console.drain(20)

@@ -1,11 +1,12 @@
-"""What follows from what is seen on devices: told to the core, and to people."""
+"""What is seen on devices while tasks run: when, and what follows."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -20,19 +21,271 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Origin
 from aiogpu.observe.status import OtherProcess
 from aiogpu.runtime.devices import monitor as module
-from aiogpu.runtime.devices.monitor import CALM, DeviceMonitor
-from aiogpu.runtime.devices.probe_thread import Key, Look
+from aiogpu.runtime.devices import probe_thread as device_thread
+from aiogpu.runtime.devices.memory_guard import (
+    FOREIGN_IDS,
+    THIS_PROGRAM,
+    UNLISTED,
+    ProcessAttribution,
+    Sorted,
+    Use,
+)
+from aiogpu.runtime.devices.monitor import (
+    CALM,
+    DEAREST,
+    EACH,
+    SOONEST,
+    DeviceHealth,
+    DeviceMonitor,
+    DeviceSampler,
+)
+from aiogpu.runtime.devices.probe_thread import DeviceThread, Key, Look
 from tests.support.until import until
-
-ZERO, ONE = ("GPU", 0), ("GPU", 1)
-GIB = 1 << 30
-IDLE = Sample({}, reads_pids=True, used=0)
-XORG = 7
+from tests.unit.runtime.fakes import FakeVendor, FakeWatch, HandLoop, PromptThread
 
 pytestmark = pytest.mark.either_loop
 
+FINE = Sample({}, used=0)
+LOST = Sample(problem="GPU is lost", is_lost=True)
+MUTE = Sample(problem="Unknown Error")
+CONTENT, SILENT = Health(action=""), Health()
+XID = Health(("XID 79",), action="")
+RESET = Health(action="GPU reset")
+OLD_XID = Health(("XID 79",))
 
-class PaperThread:
+
+class HealthStory:
+    """One device's health, told in order; a look each second."""
+
+    def __init__(self) -> None:
+        self.health = DeviceHealth()
+        self.now = 100.0
+
+    def look(self, health: Health, sample: Sample = FINE) -> str | None:
+        """One look; gives the reason, having asserted that changes are told."""
+        before = self.health.reason
+        is_told = self.health.note(sample, health, self.now)
+        assert is_told == (self.health.reason != before)
+        self.now += 1.0
+        return self.health.reason
+
+    def seconds_until_well(self, health: Health, sample: Sample = FINE) -> int | None:
+        """How often it must be said until the device is well, None for never."""
+        for count in range(1, 10 * int(CALM)):
+            if self.look(health, sample) is None:
+                return count
+        return None
+
+
+def test_a_well_device_stays_well() -> None:
+    story = HealthStory()
+    assert story.look(CONTENT) is None
+    assert story.look(SILENT) is None
+    health = SILENT
+    assert story.look(health, MUTE) is None, "a driver that fails tells nothing bad"
+
+
+@pytest.mark.parametrize(
+    ("health", "sample", "reason"),
+    [
+        (XID, FINE, "XID 79"),
+        (RESET, FINE, "the driver asks for this: GPU reset"),
+        (SILENT, LOST, "the driver calls it lost"),
+        (Health(is_lost=True), FINE, "the driver calls it lost"),
+        (
+            Health(("XID 79", "XID 48"), "node reboot"),
+            FINE,
+            "XID 79; XID 48; the driver asks for this: node reboot",
+        ),
+    ],
+)
+def test_each_bad_report_makes_a_device_sick(
+    health: Health, sample: Sample, reason: str
+) -> None:
+    story = HealthStory()
+    assert story.look(health, sample) == reason
+    assert story.look(health, sample) == reason, "and is told once"
+
+
+@pytest.mark.parametrize("bad", [XID, RESET])
+def test_it_is_well_when_the_driver_has_been_content_for_a_while(bad: Health) -> None:
+    story = HealthStory()
+    story.look(bad)
+    assert story.seconds_until_well(CONTENT) == CALM
+
+
+def test_a_further_error_begins_the_wait_anew() -> None:
+    story = HealthStory()
+    story.look(XID)
+    for _ in range(5):
+        story.look(CONTENT)
+    assert story.look(Health(("XID 79", "XID 63"), "")) == "XID 79; XID 63"
+    assert story.seconds_until_well(CONTENT) == CALM
+
+
+def test_a_device_that_does_not_answer_is_not_well() -> None:
+    story = HealthStory()
+    story.look(XID)
+    assert story.seconds_until_well(CONTENT, MUTE) is None
+    assert story.seconds_until_well(CONTENT) == CALM
+
+
+def test_a_driver_without_reports_does_not_make_a_device_well() -> None:
+    story = HealthStory()
+    story.look(OLD_XID)
+    assert story.seconds_until_well(SILENT) is None
+    story.look(SILENT, LOST)
+    assert story.health.reason == "the driver calls it lost; XID 79"
+    assert story.seconds_until_well(SILENT) == CALM, "it was reset"
+
+
+def test_what_has_to_be_done_is_not_forgotten_when_the_driver_falls_silent() -> None:
+    story = HealthStory()
+    story.look(RESET)
+    assert story.seconds_until_well(SILENT) is None
+    story.look(SILENT, LOST)
+    assert story.seconds_until_well(SILENT) == CALM
+
+
+def test_a_device_that_was_only_lost_is_well_once_it_answers() -> None:
+    story = HealthStory()
+    story.look(SILENT, LOST)
+    assert story.seconds_until_well(SILENT) == CALM
+
+
+def test_a_well_device_forgets_what_it_was_sick_of() -> None:
+    story = HealthStory()
+    story.look(XID)
+    story.seconds_until_well(CONTENT)
+    assert story.look(Health(("XID 48",), "")) == "XID 48"
+
+
+def test_of_many_errors_the_first_are_named() -> None:
+    story = HealthStory()
+    errors = tuple(f"XID {number}" for number in range(9))
+    told = "XID 0; XID 1; XID 2; XID 3; other errors"
+    assert story.look(Health(errors, "")) == told
+    assert repr(story.health) == f"<DeviceHealth {told}>"
+
+
+ZERO, ONE = ("GPU", 0), ("GPU", 1)
+PID = 100
+
+
+class CostlyThread(PromptThread):
+    """Looks cost what a test says; they are made when it says so."""
+
+    cost = 0.0
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*parts)  # type: ignore[arg-type]
+        self.orders: list[tuple[Sequence[Key], Callable[[Look], None], bool]] = []
+
+    def look(
+        self,
+        keys: Sequence[Key],
+        then: Callable[[Look], None],
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        self.orders.append((keys, then, is_checked))
+
+    def work(self) -> None:
+        """Look at what was asked for first."""
+        keys, then, is_checked = self.orders.pop(0)
+        seen = self._look(keys, is_checked)
+        then(Look(time.monotonic(), seen.samples, seen.health, {}, self.cost))
+
+
+class SamplerStory:
+    """The rounds to two devices, told in order."""
+
+    def __init__(self) -> None:
+        self.watch = FakeWatch(Sample({PID: 5}), Sample())
+        self.loop = HandLoop()
+        sets = [DeviceSet("GPU", [Device(index, uuid=f"u{index}") for index in (0, 1)])]
+        self.thread = CostlyThread(self.loop, sets, [FakeVendor(self.watch)])
+        self.seen: list[Look] = []
+        self.rounds = DeviceSampler(self.loop, self.thread, self.seen.append)  # type: ignore[arg-type]
+        self.rounds.begin()
+        self.thread.work()
+        self.first = self.seen.pop()
+
+    def step(self) -> tuple[float, Look]:
+        """Go to when the next round is due, and make it; gives how long that was."""
+        pause = self.loop.step()
+        while not self.seen:
+            self.thread.work()
+        return pause, self.seen.pop()
+
+
+def test_a_timer_that_rings_a_little_early_begins_the_round_all_the_same() -> None:
+    """uvloop's timers count whole milliseconds."""
+    story = SamplerStory()
+    begin = story.loop.call_at
+    story.loop.call_at = lambda when, *call: begin(when - 1e-3, *call)  # type: ignore[method-assign]
+    story.step()
+    for _ in range(2):
+        _, seen = story.step()
+        assert seen.samples.keys() == seen.health.keys() == {ZERO, ONE}
+
+
+def test_where_memory_is_reserved_looks_are_more_frequent() -> None:
+    story = SamplerStory()
+    story.rounds.watch([ONE])
+    pauses, seen = zip(*(story.step() for _ in range(22)), strict=True)
+    assert pauses[0] == 0.0
+    hot = [one for one in seen if set(one.samples) == {ONE}]
+    full = [one for one in seen if set(one.samples) == {ZERO, ONE}]
+    assert (len(hot), len(full)) == (20, 2)
+    assert all(not one.health for one in hot)
+    assert all(pause <= SOONEST + 1e-6 for pause in pauses)
+    story.rounds.watch([])
+    story.step()
+    assert round(story.step()[0], 6) == EACH
+
+
+def test_costly_looks_are_rare() -> None:
+    story = SamplerStory()
+    story.thread.cost = 0.5
+    story.rounds.watch([ONE])
+    _, seen = story.step()
+    assert set(seen.samples) == {ONE}
+    pause, seen = story.step()
+    assert (set(seen.samples), pause < DEAREST * 0.5) == ({ZERO, ONE}, True)
+    pause, _ = story.step()
+    assert round(pause, 6) == DEAREST * 1.0
+
+
+def test_a_round_is_made_device_by_device() -> None:
+    story = SamplerStory()
+    story.loop.step()
+    story.thread.work()
+    assert story.watch.looks == {0: 2, 1: 1}
+    assert story.seen == []
+    story.thread.work()
+    assert story.watch.looks == {0: 2, 1: 2}
+    assert set(story.seen[0].samples) == {ZERO, ONE}
+
+
+@pytest.mark.parametrize("is_amid", [False, True])
+def test_after_the_end_nothing_is_looked_at(is_amid: bool) -> None:
+    story = SamplerStory()
+    if is_amid:
+        story.loop.step()
+    story.rounds.close()
+    story.rounds.watch([ONE])
+    if is_amid:
+        story.thread.work()
+    assert (story.loop.due, story.thread.orders, story.seen) == (None, [], [])
+
+
+GIB = 1 << 30
+UNUSED = Sample({}, reads_pids=True, used=0)
+XORG = 7
+
+
+class FakeThread:
     """A thread that looks at nothing: rounds come from the test."""
 
     def __init__(self, devices: Mapping[Key, Device]) -> None:
@@ -59,14 +312,14 @@ class PaperThread:
         return self.waits
 
 
-class Story:
+class MonitorStory:
     """A node with two GPUs, of which the first one has tasks, and what is told."""
 
     def __init__(self, enforces: bool = False) -> None:
         devices = [Device(index, uuid=f"u{index}", memory=40 * GIB) for index in (0, 1)]
         ledger = Ledger({"CPU": 9 * UNIT}, [DeviceSet(GPU, devices)])
         self.scheduler = Scheduler(ledger)
-        self.thread = PaperThread({(GPU, index): devices[index] for index in (0, 1)})
+        self.thread = FakeThread({(GPU, index): devices[index] for index in (0, 1)})
         self.told: list[tuple[object, ...]] = []
         self.monitor = DeviceMonitor(
             asyncio.get_running_loop(),
@@ -94,7 +347,7 @@ class Story:
         assert worker.lease is not None
         self.guard.begin(worker.lease)
 
-    def sees(
+    def see(
         self,
         used: Mapping[int, int] | None = None,
         health: Health | None = None,
@@ -106,14 +359,16 @@ class Story:
         told = {ZERO: health or Health(action=""), ONE: Health(action="")}
         origins = {pid: Origin("python", ()) for pid in used} | {XORG: Origin("X", ())}
         self.when += 1.0
-        self.monitor.on_round(Look(self.when, {ZERO: found, ONE: IDLE}, told, origins))
+        self.monitor.on_round(
+            Look(self.when, {ZERO: found, ONE: UNUSED}, told, origins)
+        )
 
 
 async def test_each_device_is_known_as_it_was_seen_last() -> None:
-    story = Story()
+    story = MonitorStory()
     story.start("a")
     assert story.monitor.observed == {}
-    story.sees({101: 3 * GIB, XORG: GIB})
+    story.see({101: 3 * GIB, XORG: GIB})
     first, second = story.monitor.observed[ZERO], story.monitor.observed[ONE]
     assert (first.used, first.utilisation, first.unknown) == (4 * GIB, 87, None)
     assert first.workers == {1: 3 * GIB}
@@ -124,25 +379,15 @@ async def test_each_device_is_known_as_it_was_seen_last() -> None:
     story.monitor.quit()
 
 
-async def test_what_is_seen_is_told_until_its_end() -> None:
-    story = Story()
-    story.sees(health=Health(("XID 79",), ""))
-    story.sees()
-    assert story.told == [(Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79")]
-    story.monitor.quit()
-    story.sees(health=Health(("XID 80",), ""))
-    assert len(story.told) == 1, "after the end nothing is told"
-
-
-async def test_a_sick_device_is_told_once_and_when_it_is_well(
+async def test_a_sick_device_is_reported_once_and_again_when_it_is_well(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    story = Story()
+    story = MonitorStory()
     for _ in range(3):
-        story.sees(health=Health(("XID 79",), ""))
+        story.see(health=Health(("XID 79",), ""))
     assert story.told == [(Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79")]
     for _ in range(int(CALM)):
-        story.sees()
+        story.see()
     assert story.told[1:] == [(Scheduler.device_changed, GPU, 0, Cause.SICK, None)]
     assert [record.message for record in caplog.records] == [
         "! GPU 0 gets no new tasks until it is well: XID 79",
@@ -155,14 +400,14 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SILENT", 0.03)
-    story = Story()
+    story = MonitorStory()
     story.start("a")
     worker = story.scheduler.workers.get(WorkerId(1))
     assert worker is not None
     assert worker.lease is not None
     assert story.monitor.release.end(worker.id, worker.lease, [101])
     story.thread.waits = GPU, 0.01
-    story.sees()
+    story.see()
     story.thread.waits = GPU, 0.05
     await until(lambda: story.told)
     reason = "the driver has not answered for 0.03 s"
@@ -172,7 +417,7 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
         (Scheduler.device_changed, GPU, 1, Cause.SICK, reason),
     ]
     story.thread.waits = None
-    story.sees(health=Health(("XID 79",), ""))
+    story.see(health=Health(("XID 79",), ""))
     assert story.told[2:] == [
         (Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79"),
         (Scheduler.device_changed, GPU, 1, Cause.SICK, None),
@@ -180,23 +425,16 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
     story.monitor.quit()
 
 
-async def test_a_thread_that_has_failed_has_seen_nothing() -> None:
-    story = Story()
-    story.sees()
-    story.monitor.on_failed()
-    assert story.monitor.observed == {}
-
-
 async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    story = Story()
+    story = MonitorStory()
     story.start("big", memory=6 * GIB)
     story.start("small")
-    story.sees({101: 7 * GIB, 102: 30 * GIB})
+    story.see({101: 7 * GIB, 102: 30 * GIB})
     assert story.monitor.observed[ZERO].outgrown == frozenset()
     for _ in range(2):
-        story.sees({101: 7 * GIB + 1, 102: 30 * GIB})
+        story.see({101: 7 * GIB + 1, 102: 30 * GIB})
         assert story.monitor.observed[ZERO].outgrown == {1}
     assert [record.message for record in caplog.records] == [
         "! big uses 7.1GiB of GPU 0, and had asked for 6GiB (gpu_memory=); beside it "
@@ -209,32 +447,32 @@ async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
 
 
 async def test_each_of_its_processes_may_have_a_context() -> None:
-    story = Story()
+    story = MonitorStory()
     story.start("big", memory=6 * GIB)
-    story.sees({101: 6 * GIB, 201: 3 * GIB // 2})
+    story.see({101: 6 * GIB, 201: 3 * GIB // 2})
     assert story.monitor.observed[ZERO].workers == {1: 6 * GIB}
     assert story.monitor.observed[ZERO].outgrown == frozenset()
     story.monitor.quit()
 
 
 async def test_the_part_that_a_share_is_may_be_outgrown_too() -> None:
-    story = Story()
+    story = MonitorStory()
     story.start("quarter", memory=BY_SHARE)
     story.start("whole", share=1.0, memory=BY_SHARE)
-    story.sees({101: 11 * GIB + 1})
+    story.see({101: 11 * GIB + 1})
     assert story.monitor.observed[ZERO].outgrown == {1}
     assert story.watched == [{ZERO}]
     story.monitor.quit()
 
 
-async def test_with_enforcement_it_is_ended_and_its_owner_told(
+async def test_with_enforcement_a_task_that_outgrows_its_limit_is_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    story = Story(enforces=True)
+    story = MonitorStory(enforces=True)
     story.start("big", memory=6 * GIB)
     story.start("small")
     for _ in range(2):
-        story.sees({101: 9 * GIB})
+        story.see({101: 9 * GIB})
     assert story.told == [(Scheduler.kill_for_memory, WorkerId(1), Memory.DEVICE)]
     assert caplog.records[0].message.endswith("beside it there: small. It is ended.")
     error = story.guard.explain(1, 1)
@@ -249,64 +487,216 @@ async def test_with_enforcement_it_is_ended_and_its_owner_told(
 
 
 async def test_a_worker_that_runs_on_leaves_nothing_behind() -> None:
-    story = Story(enforces=True)
+    story = MonitorStory(enforces=True)
     story.start("big", memory=6 * GIB)
     worker = story.scheduler.workers.get(WorkerId(1))
     assert worker is not None
     assert worker.task is not None
     for number in range(1, 6):
         worker.task.id = TaskId(number)
-        story.sees({101: 9 * GIB})
+        story.see({101: 9 * GIB})
     assert len(story.told) == 5, "each is another"
     assert len(story.guard._told) == 1
     worker.task = None
-    story.sees({101: 9 * GIB})
+    story.see({101: 9 * GIB})
     assert story.guard._told == set()
     assert story.guard.explain(1, 5) is not None, "its end may still be told"
     story.scheduler.workers._records.clear()
-    story.sees()
+    story.see()
     assert (story.guard._errors, story.guard._peaks) == ({}, {})
     story.monitor.quit()
 
 
 async def test_devices_with_reserved_memory_are_looked_at_more_often() -> None:
-    story = Story()
+    story = MonitorStory()
     story.start("plain")
     assert story.watched == []
     story.start("big", memory=6 * GIB)
     assert story.watched == [{ZERO}]
-    story.sees()
+    story.see()
     assert len(story.watched) == 1, "nothing is new"
     worker = story.scheduler.workers.get(WorkerId(2))
     assert worker is not None
     worker.lease = None
-    story.sees({102: GIB})
+    story.see({102: GIB})
     assert story.watched[1:] == [set()]
     assert "of 0 devices" in repr(story.guard)
     story.monitor.quit()
 
 
 @pytest.mark.parametrize("foreign", ["avoid", "wait"])
-async def test_others_processes_are_told_of_when_they_change(foreign: str) -> None:
-    story = Story()
-    story.sees({XORG: GIB})
+async def test_processes_of_others_are_reported_when_they_change(foreign: str) -> None:
+    story = MonitorStory()
+    story.see({XORG: GIB})
     story.monitor.foreign = foreign
-    story.sees({XORG: GIB})
-    story.sees({XORG: 2 * GIB})
+    story.see({XORG: GIB})
+    story.see({XORG: 2 * GIB})
     told = "others' processes are on it: X (pid 7)"
     assert story.told == [
         (Scheduler.device_changed, *ZERO, Cause.FOREIGN, told, foreign == "avoid")
     ]
-    story.sees({os.getpid(): GIB})
+    story.see({os.getpid(): GIB})
     assert story.told[1:] == [
         (Scheduler.device_changed, *ZERO, Cause.FOREIGN, None, foreign == "avoid")
     ]
     story.monitor.quit()
 
 
-async def test_others_processes_are_nobodys_business_unless_asked_for() -> None:
-    story = Story()
-    story.sees({XORG: GIB})
-    await story.monitor.mind_foreign("ignore")
-    assert story.told == []
-    story.monitor.quit()
+KEEPER_PID, WORKER_PID, CHILD, ORPHAN, OTHER, ENDED = 50, 100, 101, 102, 200, 300
+ROOTS = {KEEPER_PID: 1, WORKER_PID: 1}
+ORIGINS = {
+    WORKER_PID: Origin("python", (KEEPER_PID, 10)),
+    CHILD: Origin("sh", (WORKER_PID, KEEPER_PID, 10)),
+    ORPHAN: Origin("sh", (KEEPER_PID, 10)),
+    OTHER: Origin("Xorg", (2,)),
+    os.getpid(): Origin("python", (2,)),
+}
+
+
+def listed(*pids: int, reads_pids: bool = True) -> Sample:
+    return Sample(dict.fromkeys(pids, GIB), frozenset(), reads_pids, 9 * GIB)
+
+
+def attribute(owners: ProcessAttribution, sample: Sample) -> Sorted:
+    return owners.sort("GPU", sample, ORIGINS, ROOTS)
+
+
+def test_what_descends_from_a_worker_or_its_keeper_is_the_workers() -> None:
+    found = attribute(ProcessAttribution(), listed(WORKER_PID, CHILD, ORPHAN))
+    assert found == Sorted({1: Use(3 * GIB, 3)}, (), None)
+
+
+def test_all_other_living_processes_are_foreign() -> None:
+    found = attribute(ProcessAttribution(), listed(WORKER_PID, OTHER, os.getpid()))
+    xorg = OtherProcess(OTHER, "Xorg", GIB)
+    driver = OtherProcess(os.getpid(), THIS_PROGRAM, GIB)
+    assert found == Sorted({1: Use(GIB, 1)}, (xorg, driver))
+
+
+def test_what_has_ended_is_nobodys_where_ids_are_those_seen_here() -> None:
+    owners = ProcessAttribution()
+    for _ in range(3):
+        assert attribute(owners, listed(ENDED)) == Sorted()
+        owners.end_round({ENDED})
+
+
+def test_what_has_ended_stays_whose_it_was() -> None:
+    owners = ProcessAttribution()
+    attribute(owners, listed(WORKER_PID))
+    owners.end_round({WORKER_PID})
+    assert owners.sort("GPU", listed(WORKER_PID), {}, {}).workers == {1: Use(GIB, 1)}
+    owners.end_round(())
+    assert owners.sort("GPU", listed(WORKER_PID), {}, {}).workers == {}, "forgotten"
+
+
+def test_an_id_that_is_used_again_is_looked_at_anew() -> None:
+    owners = ProcessAttribution()
+    attribute(owners, listed(WORKER_PID))
+    found = owners.sort("GPU", listed(WORKER_PID), {WORKER_PID: Origin("x", ())}, {})
+    assert found.others == (OtherProcess(WORKER_PID, "x", GIB),)
+    assert owners.sort("GPU", listed(WORKER_PID), {}, {}) == Sorted()
+
+
+def test_foreign_ids_are_called_that_until_one_of_ours_is_listed() -> None:
+    owners = ProcessAttribution()
+    theirs, ours = (listed(pid, reads_pids=False) for pid in (OTHER, WORKER_PID))
+    assert attribute(owners, theirs) == Sorted({}, None, FOREIGN_IDS)
+    assert attribute(owners, ours) == Sorted({1: Use(GIB, 1)}, ())
+    assert attribute(owners, theirs).others == (OtherProcess(OTHER, "Xorg", GIB),)
+    assert owners.sort("TPU", theirs, ORIGINS, ROOTS).unknown == FOREIGN_IDS
+
+
+def test_in_a_container_one_that_is_not_seen_may_live_elsewhere() -> None:
+    owners = ProcessAttribution()
+    sample = listed(WORKER_PID, ENDED, reads_pids=False)
+    assert attribute(owners, sample).others == (), "or has ended just now"
+    owners.end_round({WORKER_PID, ENDED})
+    assert attribute(owners, sample).others == (OtherProcess(ENDED, "", GIB),)
+
+
+@pytest.mark.parametrize(
+    ("sample", "unknown"),
+    [
+        (Sample(problem="Unknown Error"), "what is on it (Unknown Error)"),
+        (Sample(used=5), UNLISTED),
+    ],
+)
+def test_what_a_driver_does_not_list_is_unknown(sample: Sample, unknown: str) -> None:
+    assert attribute(ProcessAttribution(), sample) == Sorted({}, None, unknown)
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_a_worker_of_which_no_memory_is_told_is_left_out(memory: int | None) -> None:
+    sample = Sample({WORKER_PID: memory}, frozenset(), True, GIB)
+    assert attribute(ProcessAttribution(), sample) == Sorted()
+
+
+def make_thread(watch: FakeWatch, *ids: str | None) -> tuple[DeviceThread, list[Look]]:
+    devices = [Device(index, uuid=uuid) for index, uuid in enumerate(ids)]
+    loop = asyncio.get_running_loop()
+    thread = DeviceThread(loop, [DeviceSet("GPU", devices)], [FakeVendor(watch)])
+    return thread, []
+
+
+def start(thread: DeviceThread, seen: list[Look]) -> None:
+    thread.start(lambda: None)
+    if thread.devices:
+        thread.look(list(thread.devices), seen.append, is_checked=True)
+
+
+async def test_looks_are_told_in_order() -> None:
+    watch = FakeWatch(UNUSED, UNUSED)
+    watch.health[1] = Health(("XID 79",))
+    thread, seen = make_thread(watch, "a", "b")
+    start(thread, seen)
+    thread.look([ONE], seen.append)
+    await until(lambda: len(seen) == 2)
+    first, second = seen
+    assert first.samples == {ZERO: UNUSED, ONE: UNUSED}
+    assert first.health[ONE].errors == ("XID 79",)
+    assert (second.samples, second.health) == ({ONE: UNUSED}, {})
+    assert first.when <= second.when
+    await thread.close()
+    assert watch.calls == ["open", "close"]
+
+
+async def test_a_driver_that_cannot_be_let_go_holds_nobody_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 20.0)
+
+    class Failing(FakeWatch):
+        def close(self) -> None:
+            raise RuntimeError("it has gone")
+
+    thread, seen = make_thread(Failing(UNUSED), "a")
+    start(thread, seen)
+    started = asyncio.get_running_loop().time()
+    await thread.close()
+    assert asyncio.get_running_loop().time() - started < 20.0
+    assert "driver of GPU could not be let go" in caplog.text
+
+
+class Hanging(FakeWatch):
+    """A driver that hangs in a check, until the test lets it go."""
+
+    is_free = threading.Event()
+
+    def check(self, device: Device) -> Health:
+        assert self.is_free.wait(20)
+        return super().check(device)
+
+
+async def test_it_says_which_driver_it_waits_for() -> None:
+    watch = Hanging(UNUSED)
+    thread, seen = make_thread(watch, "a")
+    start(thread, seen)
+    await until(lambda: (thread.mute_for() or ("", 0.0))[1] > 0.01)
+    waits = thread.mute_for()
+    assert waits is not None
+    assert waits[0] == "GPU"
+    assert seen == []
+    watch.is_free.set()
+    await until(lambda: seen)
+    await until(lambda: thread.mute_for() is None)
+    await thread.close()

@@ -28,7 +28,7 @@ from aiogpu.wire.codec import encode
 from aiogpu.wire.codec import pack as pack_fields
 from aiogpu.wire.connection import FROM_PEER, TO_PEER, greeting
 from aiogpu.wire.messages import TAGS, Bind
-from tests.unit.runtime import funcs
+from tests.unit.runtime import fakes
 from tests.unit.wire.cases import (
     CORPUS,
     DESCRIPTORS,
@@ -71,7 +71,7 @@ def valid() -> list[Case]:
         *((b"part", pack(Contents(b"within"))), (3, -4), 2),
     )
     found += [Case("parcel", 0, pack(one)) for one in (Contents(b"p"), whole)]
-    found.append(Case("terms", 0, dump_spec(funcs.func())))
+    found.append(Case("terms", 0, dump_spec(fakes.func())))
     grant = Bind({"A": "1"}, {"gpu": (0, "MIG-1")}, (5,), (0, 1))
     found.append(Case("grant", 0, pack_fields(grant)))
     found.append(Case("grant", 0, pack_fields((1, {}, (), {}))))

@@ -1,20 +1,22 @@
-"""Coroutines in a worker: cancels by message, and nothing left running."""
+"""Coroutines in a worker: cancelled by message or signal, and nothing left running."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import signal
+import warnings
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.wire.messages import Cancel, Exit
+from aiogpu.wire.messages import Cancel
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.coroutines import Coroutines
 from aiogpu.worker.interrupts import Interrupts
-from tests.unit.worker.driver_end import DriverEnd
+from tests.unit.worker.conftest import DriverEnd
 
 
 @pytest.fixture
@@ -50,14 +52,6 @@ async def leave() -> None:
     raise SystemExit
 
 
-def test_one_loop_serves_them_all(coroutines: Coroutines) -> None:
-    async def loop() -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
-
-    assert coroutines.run(loop(), 1) is coroutines.run(loop(), 2)
-    assert asyncio.get_event_loop_policy().get_event_loop() is coroutines._loop
-
-
 def test_a_cancel_arrives_at_the_await(
     coroutines: Coroutines, driver: DriverEnd, page: ControlPage
 ) -> None:
@@ -86,16 +80,6 @@ def test_a_cancel_that_came_before(
     assert channel.read()
     with pytest.raises(asyncio.CancelledError):
         coroutines.run(forever(), 7)
-
-
-def test_a_cancel_of_another_task_is_dropped(
-    coroutines: Coroutines, driver: DriverEnd, channel: Channel, page: ControlPage
-) -> None:
-    driver.send(Cancel(6), Exit())
-    assert channel.read()
-    assert coroutines.run(answer(1), 7) == 1
-    assert page.heard(3) == 0
-    assert channel.next() == Exit(), "what else has come is kept"
 
 
 def test_without_a_driver_it_is_cancelled(
@@ -263,3 +247,23 @@ def test_an_interrupt_before_its_first_step(
     gc.collect()
     assert not caplog.records
     assert coroutines.run(answer(3), 8) == 3
+
+
+class Interrupted(Coroutines):
+    """Where the signal lands before the first step."""
+
+    def __init__(self) -> None: ...
+
+    def run(self, coroutine: Any, task_id: int) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_stream_interrupted_before_its_first_step_leaves_no_coroutine() -> None:
+    flow: Any = type("Flow", (), {"task": 1})()
+    items: Any = None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyboardInterrupt):
+            Interrupted().send_items(items, flow)
+        gc.collect()
+    assert not told

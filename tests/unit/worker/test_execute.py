@@ -1,4 +1,4 @@
-"""One task at a time: what becomes of each way to end."""
+"""One task at a time: how it may end, what is answered, and what is kept."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from aiogpu.client.current import Context, current
-from aiogpu.errors import GpuOutOfMemoryError
+from aiogpu.errors import GpuOutOfMemoryError, SerializationError, TaskError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.payload import Contents, Payload
@@ -25,15 +26,18 @@ from aiogpu.serialization.serializer import (
     dump_retried,
     load_result,
 )
-from aiogpu.wire.messages import Define, Done, Failed, Run
+from aiogpu.wire.messages import Define, Done, Failed, Message, Run
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.execute import Executor
-from tests.unit.worker.driver_end import DriverEnd
+from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.invoke import RetryRules, let_go
+from aiogpu.worker.zygote.preload import Imports
+from tests.unit.worker.conftest import DriverEnd, Unmoved
 
 pytestmark = pytest.mark.usefixtures("context")
 
 
-class Desk:
+class Runner:
     """An executor with one function."""
 
     def __init__(self, executor: Executor) -> None:
@@ -71,8 +75,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(executor: Executor) -> Desk:
-    return Desk(executor)
+def runner(executor: Executor) -> Runner:
+    return Runner(executor)
 
 
 def value(answer: Done | Failed) -> Any:
@@ -80,36 +84,15 @@ def value(answer: Done | Failed) -> Any:
     return load_result(answer.payload)
 
 
-def test_a_result(desk: Desk) -> None:
-    desk.knows(lambda a, b: a + b)
-    assert value(desk.run(1, 2)) == 3
-    answer = desk.executor.run(
-        Run(7, 1, dump_arguments("train", (1,), {"b": 5}), False)
-    )
-    assert value(answer) == 6
-
-
-def test_what_the_task_may_ask_about_itself(desk: Desk, context: Context) -> None:
-    seen = []
-
-    def look() -> None:
-        seen.append((current.task, current.name, current.resources))
-
-    desk.define(b"")
-    desk.executor._functions[1] = look
-    desk.run()
-    assert seen == [(7, "train", {"GPU": 0.5, "CPU": 1.0})]
-
-
-def test_a_function_is_loaded_once_and_shared_by_its_sites(desk: Desk) -> None:
-    desk.define(dump_reference("os", "getpid"), 1, 9)
-    desk.define(b"", 2, 9)
-    first = desk.executor._functions
+def test_a_function_is_loaded_once_and_shared_by_its_sites(runner: Runner) -> None:
+    runner.define(dump_reference("os", "getpid"), 1, 9)
+    runner.define(b"", 2, 9)
+    first = runner.executor._functions
     assert first == {}, "not before it is needed"
-    value(desk.run())
-    (loaded,) = desk.executor._functions.values()
-    assert value(desk.run(func=2)) == os.getpid()
-    assert desk.executor._functions == {9: loaded}
+    value(runner.run())
+    (loaded,) = runner.executor._functions.values()
+    assert value(runner.run(func=2)) == os.getpid()
+    assert runner.executor._functions == {9: loaded}
 
 
 def seen_while_loading() -> Callable[[], list[bool]]:
@@ -133,9 +116,9 @@ class Unloaded:
         return seen_while_loading, ()
 
 
-def test_only_the_thread_that_loads_a_function_is_loading(desk: Desk) -> None:
-    desk.knows(Unloaded())
-    assert value(desk.run()) == [False, True, False, True, False]
+def test_only_the_thread_that_loads_a_function_is_loading(runner: Runner) -> None:
+    runner.knows(Unloaded())
+    assert value(runner.run()) == [False, True, False, True, False]
 
 
 def is_loading() -> bool:
@@ -156,13 +139,13 @@ class Broken:
         return int, ("none",)
 
 
-def test_who_unpickles_arguments_is_loading_until_the_call(desk: Desk) -> None:
-    desk.knows(lambda *given: [*given, current.is_loading])
-    assert value(desk.run(Seen())) == [True, False]
-    assert type(desk.run(Broken())) is Failed
-    assert value(desk.run()) == [False]
+def test_who_unpickles_arguments_is_loading_until_the_call(runner: Runner) -> None:
+    runner.knows(lambda *given: [*given, current.is_loading])
+    assert value(runner.run(Seen())) == [True, False]
+    assert type(runner.run(Broken())) is Failed
+    assert value(runner.run()) == [False]
     parcel = Payload.of(Contents(dump_arguments("train", (Seen(),), {})))  # type: ignore[arg-type]
-    answer = desk.executor.run(Run(7, 1, parcel, False))
+    answer = runner.executor.run(Run(7, 1, parcel, False))
     assert value(answer) == [True, False]
 
 
@@ -170,19 +153,9 @@ def fresh_object() -> str:
     return "fresh"
 
 
-def test_forgetting_all(desk: Desk) -> None:
-    desk.knows(fresh_object)
-    assert value(desk.run()) == "fresh"
-    desk.executor.forget()
-    with pytest.raises(KeyError):
-        desk.run()
-    desk.define(dump_function("train", lambda: "another"))
-    assert value(desk.run()) == "another"
-
-
-def test_arguments_that_cannot_be_read(desk: Desk) -> None:
-    desk.knows(fresh_object)
-    answer = desk.executor.run(Run(7, 1, b"garbage", False))
+def test_arguments_that_cannot_be_read(runner: Runner) -> None:
+    runner.knows(fresh_object)
+    answer = runner.executor.run(Run(7, 1, b"garbage", False))
     assert isinstance(answer, Failed)
     assert (answer.kind, answer.payload) == (UNREADABLE, None)
 
@@ -191,65 +164,44 @@ def test_arguments_that_cannot_be_read(desk: Desk) -> None:
     ("payload", "error"),
     [
         (b"garbage", "UnpicklingError"),
-        (dump_reference("no_such_module", "f"), "ModuleNotFoundError"),
         (dump_reference("json", "no_such_function"), "AttributeError"),
     ],
 )
-def test_a_function_that_cannot_be_read(payload: bytes, error: str, desk: Desk) -> None:
-    desk.define(payload)
+def test_a_function_that_cannot_be_read(
+    payload: bytes, error: str, runner: Runner
+) -> None:
+    runner.define(payload)
     for _ in range(2):
-        failed = desk.fail()
+        failed = runner.fail()
         assert failed.kind == UNREADABLE
         assert error in failed.type_name
 
 
-def test_an_exception_of_the_tasks(desk: Desk) -> None:
-    def broken(x: int) -> None:
-        raise KeyError(x)
-
-    desk.knows(broken)
-    failed = desk.fail(4)
-    assert (failed.kind, failed.type_name, failed.message) == (RAISED, "KeyError", "4")
-    assert failed.payload is not None
-    assert "raise KeyError(x)" in failed.traceback
-    assert "invoke" not in failed.traceback
-
-
-@pytest.mark.parametrize(
-    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration]
-)
+@pytest.mark.parametrize("kind", [SystemExit, StopIteration])
 def test_what_must_not_travel_goes_as_text(
-    kind: type[BaseException], desk: Desk
+    kind: type[BaseException], runner: Runner
 ) -> None:
     def broken() -> None:
         raise kind("why")
 
-    desk.knows(broken)
-    failed = desk.fail()
+    runner.knows(broken)
+    failed = runner.fail()
     assert (failed.kind, failed.type_name) == (RAISED, kind.__name__)
     assert failed.payload is None
 
 
-def test_a_result_that_cannot_be_sent(desk: Desk) -> None:
-    desk.define(b"")
-    desk.executor._functions[1] = threading.Lock
-    failed = desk.fail()
-    assert failed.kind == UNSENDABLE
-    assert "result (a lock)" in failed.message
-
-
 def test_a_task_that_was_cancelled_before_it_began(
-    desk: Desk, page: ControlPage
+    runner: Runner, page: ControlPage
 ) -> None:
     page.ask(3, 7)
-    desk.knows(fresh_object)
-    assert desk.fail().kind == STOPPED
+    runner.knows(fresh_object)
+    assert runner.fail().kind == STOPPED
     assert page.heard(3) == 7
     page.ask(3, 8)
-    assert value(desk.run()) == "fresh"
+    assert value(runner.run()) == "fresh"
 
 
-def test_a_task_that_is_interrupted(desk: Desk, page: ControlPage) -> None:
+def test_a_task_that_is_interrupted(runner: Runner, page: ControlPage) -> None:
     steps = []
 
     def task() -> None:
@@ -257,14 +209,14 @@ def test_a_task_that_is_interrupted(desk: Desk, page: ControlPage) -> None:
         signal.raise_signal(signal.SIGINT)
         steps.append("never")
 
-    desk.define(b"")
-    desk.executor._functions[1] = task
-    assert desk.fail().kind == STOPPED
+    runner.define(b"")
+    runner.executor._functions[1] = task
+    assert runner.fail().kind == STOPPED
     assert (steps, page.heard(3)) == ([], 7)
 
 
 def test_a_coroutine_that_is_interrupted_while_its_loop_is_made(
-    desk: Desk, page: ControlPage, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, page: ControlPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No half of a loop is left, and no coroutine that complains."""
 
@@ -281,14 +233,14 @@ def test_a_coroutine_that_is_interrupted_while_its_loop_is_made(
     begun: list[asyncio.AbstractEventLoop] = []
     new_event_loop = asyncio.new_event_loop
     monkeypatch.setattr(asyncio, "new_event_loop", make)
-    desk.knows(never)
-    assert desk.fail().kind == STOPPED
+    runner.knows(never)
+    assert runner.fail().kind == STOPPED
     gc.collect()
     (made,) = begun
     made.close()
 
 
-def test_a_task_that_hides_its_interrupt(desk: Desk, page: ControlPage) -> None:
+def test_a_task_that_hides_its_interrupt(runner: Runner, page: ControlPage) -> None:
     def task() -> None:
         page.ask(3, 7)
         try:
@@ -296,68 +248,37 @@ def test_a_task_that_hides_its_interrupt(desk: Desk, page: ControlPage) -> None:
         except KeyboardInterrupt:
             raise ValueError("instead") from None
 
-    desk.define(b"")
-    desk.executor._functions[1] = task
-    failed = desk.fail()
+    runner.define(b"")
+    runner.executor._functions[1] = task
+    failed = runner.fail()
     assert (failed.kind, failed.type_name) == (STOPPED, "ValueError")
     page.ask(3, 0)
-    desk.executor._functions[1] = fresh_object
-    assert value(desk.run()) == "fresh"
-
-
-def test_a_coroutine_is_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PaperCoroutines:
-        """Steps by hand; the real one has tests of its own."""
-
-        made = 0
-
-        def __init__(self, *_: object) -> None:
-            PaperCoroutines.made += 1
-
-        def run(self, coroutine: Any, task: int) -> Any:
-            with pytest.raises(StopIteration) as stopped:
-                coroutine.send(None)
-            return task, stopped.value.value
-
-    monkeypatch.setattr("aiogpu.worker.coroutines.Coroutines", PaperCoroutines)
-
-    async def double(x: int) -> int:
-        return 2 * x
-
-    desk.define(b"")
-    desk.executor._functions[1] = double
-    assert value(desk.run(4)) == (7, 8)
-    assert value(desk.run(5)) == (7, 10)
-    assert PaperCoroutines.made == 1
-
-
-def test_threads_are_looked_at_only_where_the_site_changes(desk: Desk) -> None:
-    desk.knows(abs)
-    desk.define(b"", func=2)
-    for func in (1, 1, 2, 2, 1):
-        assert isinstance(desk.run(-1, func=func), Done)
-    threads: Any = desk.executor._threads
-    assert threads.adapted == [1.0, 2.0, 1.0]
+    runner.executor._functions[1] = fresh_object
+    assert value(runner.run()) == "fresh"
 
 
 def test_running_out_of_device_memory_is_told_with_the_answer(
-    desk: Desk, context: Context
+    runner: Runner, context: Context
 ) -> None:
     def fail(text: str) -> None:
         raise RuntimeError(text)
 
-    desk.knows(fail)
+    runner.knows(fail)
     assert (
-        desk.fail("CUDA out of memory").peak == -1
+        runner.fail("CUDA out of memory").peak == -1
     )  # without a device that means nothing
     context.accelerators = {"GPU": (0,)}
-    assert desk.fail("CUDA error: invalid argument").peak == -1
-    failed = desk.fail("CUDA out of memory")
+    assert runner.fail("CUDA error: invalid argument").peak == -1
+    failed = runner.fail("CUDA out of memory")
     assert (failed.type_name, failed.peak) == ("RuntimeError", 0)
 
 
 def test_who_was_to_stop_has_not_run_out(
-    desk: Desk, page: ControlPage, channel: Channel, driver: DriverEnd, context: Context
+    runner: Runner,
+    page: ControlPage,
+    channel: Channel,
+    driver: DriverEnd,
+    context: Context,
 ) -> None:
     def task() -> None:
         page.ask(3, 7)
@@ -366,40 +287,250 @@ def test_who_was_to_stop_has_not_run_out(
         except KeyboardInterrupt:
             raise RuntimeError("CUDA out of memory") from None
 
-    desk.define(b"")
-    desk.executor._functions[1] = task
+    runner.define(b"")
+    runner.executor._functions[1] = task
     context.accelerators = {"GPU": (0,)}
-    failed = desk.fail()
+    failed = runner.fail()
     assert (failed.kind, failed.message) == (STOPPED, "CUDA out of memory")
     channel.close()
     assert driver.rest() == []
 
 
-def test_whether_it_is_tried_again_is_said(desk: Desk) -> None:
+def test_whether_it_is_tried_again_is_said(runner: Runner) -> None:
     def fail(kind: type[BaseException]) -> None:
         raise kind
 
-    desk.knows(fail)
-    assert not desk.fail(OSError).is_retried
-    desk.define(b"", retried=(OSError,))
-    assert desk.fail(ConnectionError).is_retried
-    assert not desk.fail(KeyError).is_retried
-    desk.define(b"", retried=True)
-    assert desk.fail(SystemExit).is_retried
-    unreadable = desk.executor.run(Run(7, 1, b"garbage", False))
+    runner.knows(fail)
+    assert not runner.fail(OSError).is_retried
+    runner.define(b"", retried=(OSError,))
+    assert runner.fail(ConnectionError).is_retried
+    assert not runner.fail(KeyError).is_retried
+    runner.define(b"", retried=True)
+    assert runner.fail(SystemExit).is_retried
+    unreadable = runner.executor.run(Run(7, 1, b"garbage", False))
     assert isinstance(unreadable, Failed)
     assert not unreadable.is_retried, "it would be no better the next time"
 
 
 @pytest.mark.parametrize("kind", [GpuOutOfMemoryError, MemoryError, RuntimeError])
 def test_what_is_told_of_device_memory_counts_for_retries(
-    desk: Desk, context: Context, kind: type[Exception]
+    runner: Runner, context: Context, kind: type[Exception]
 ) -> None:
     def fail(text: str) -> None:
         raise RuntimeError(text)
 
-    desk.knows(fail)
-    desk.define(b"", retried=(kind,))
+    runner.knows(fail)
+    runner.define(b"", retried=(kind,))
     context.accelerators = {"GPU": (0,)}
-    assert desk.fail("CUDA out of memory").is_retried
-    assert desk.fail("another").is_retried is (kind is RuntimeError)
+    assert runner.fail("CUDA out of memory").is_retried
+    assert runner.fail("another").is_retried is (kind is RuntimeError)
+
+
+TOO_LONG = bytes(9)
+
+
+class FakeChannel:
+    """Carries no payload that is `TOO_LONG`."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.is_closed = False
+
+    def send(self, message: Message) -> None:
+        self.send_all([message])
+
+    def send_all(self, messages: list[Message]) -> None:
+        if any(getattr(one, "payload", None) == TOO_LONG for one in messages):
+            raise SerializationError("too long")
+        self.sent += messages
+
+
+class Silent:
+    """Has printed nothing."""
+
+    def end_lines(self) -> None: ...
+
+
+class ForkEnded(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def executor_on(
+    interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[FakeChannel], Executor]:
+    def end_fork(_code: int) -> Any:
+        raise ForkEnded
+
+    def make(channel: FakeChannel) -> Executor:
+        quiet: Any = Silent()
+        paper: Any = channel
+        return Executor(paper, interrupts, Unmoved(), Imports(), quiet, quiet)
+
+    monkeypatch.setattr(os, "_exit", end_fork)
+    return make
+
+
+def test_a_result_that_is_too_long_is_the_calls_failure(
+    executor_on: Callable[[FakeChannel], Executor],
+) -> None:
+    channel = FakeChannel()
+    executor_on(channel).answer(Done(1, TOO_LONG))
+    (failed,) = channel.sent
+    assert isinstance(failed, Failed)
+    assert (failed.task, failed.kind) == (1, UNSENDABLE)
+    assert "too long" in failed.message
+
+
+def test_it_spoils_none_of_those_that_go_with_it(
+    executor_on: Callable[[FakeChannel], Executor],
+) -> None:
+    channel = FakeChannel()
+    executor_on(channel).answer_all([Done(1, b"a"), Done(2, TOO_LONG), Done(3, b"c")])
+    kinds = [(type(one), one.task) for one in channel.sent]  # type: ignore[union-attr]
+    assert kinds == [(Done, 1), (Failed, 2), (Done, 3)]
+
+
+def test_a_fork_answers_nothing(
+    executor_on: Callable[[FakeChannel], Executor],
+) -> None:
+    channel = FakeChannel()
+    channel.is_closed = True
+    with pytest.raises(ForkEnded):
+        executor_on(channel).answer(Done(1, b"a"))
+    assert channel.sent == []
+
+
+def test_a_failure_too_long_to_send_still_says_what_it_said_of_the_process(
+    executor_on: Callable[[FakeChannel], Executor],
+) -> None:
+    channel = FakeChannel()
+    failed = Failed(1, RAISED, "E", "m", "", TOO_LONG, peak=7, is_spoilt=True)
+    executor_on(channel).answer(failed)
+    (sent,) = channel.sent
+    assert isinstance(sent, Failed)
+    assert (sent.kind, sent.peak, sent.is_spoilt) == (UNSENDABLE, 7, True)
+
+
+UNLOADABLE = b"cno_such_module\nNoError\n."
+
+
+def wants(
+    retried: Retried, error: BaseException, *reported: type[BaseException]
+) -> bool:
+    return RetryRules().wants("train", dump_retried(retried), error, *reported)
+
+
+def test_a_retry_follows_from_the_error_or_its_public_type() -> None:
+    assert wants((OSError,), ConnectionError())
+    assert not wants((OSError,), KeyError())
+    assert wants(True, KeyboardInterrupt())
+    assert wants((TaskError,), StopIteration(), TaskError)
+    assert wants((Exception,), SystemExit(), TaskError)
+    assert not wants((OSError,), SystemExit(), TaskError)
+
+
+class Deceiver(type):
+    """A class of exceptions that cannot be asked for its instances."""
+
+    def __instancecheck__(cls, _instance: object) -> bool:
+        raise SystemExit("do not ask")
+
+
+class Unaskable(Exception, metaclass=Deceiver):
+    """One of them."""
+
+
+@pytest.mark.parametrize(
+    ("retried", "why"),
+    [
+        (UNLOADABLE, "ModuleNotFoundError: No module named"),
+        (dump_retried((Unaskable,)), "SystemExit: do not ask"),
+    ],
+)
+def test_a_class_that_cannot_be_asked_is_reported_once(
+    retried: bytes, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    retrying = RetryRules()
+    for _ in range(3):
+        assert not retrying.wants("train", retried, KeyError())
+    reported = capsys.readouterr().err
+    assert reported.count("train is not tried again") == 1
+    assert why in reported
+    retrying.forget()
+    assert not retrying.wants("train", retried, KeyError())
+    assert "train is not tried again" in capsys.readouterr().err
+
+
+class Thing:
+    """What an actor's handle is."""
+
+    error: BaseException | None = None
+
+
+@pytest.fixture
+def without_the_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def failing(thing: Thing) -> None:
+    thing.error = ValueError("told")
+    raise thing.error
+
+
+def caught(thing: Thing) -> BaseException:
+    try:
+        failing(thing)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.usefixtures("without_the_collector")
+def test_what_the_frames_held_is_freed() -> None:
+    thing = Thing()
+    error, watched = caught(thing), weakref.ref(thing)
+    del thing
+    assert watched() is not None
+    let_go(error)
+    assert watched() is None
+    assert error.__traceback__ is not None, "who keeps the error still sees where"
+
+
+@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.parametrize("is_cause", [True, False])
+def test_so_is_what_led_to_it(is_cause: bool) -> None:
+    def fail_again(thing: Thing) -> None:
+        try:
+            failing(thing)
+        except ValueError as error:
+            raise KeyError from (error if is_cause else None)
+
+    thing = Thing()
+    watched = weakref.ref(thing)
+    with pytest.raises(KeyError) as raised:
+        fail_again(thing)
+    del thing
+    error = raised.value
+    error.__context__.__context__ = error  # a circle is no reason to hang
+    let_go(error)
+    assert watched() is None
+
+
+@pytest.mark.usefixtures("without_the_collector")
+def test_who_has_caught_it_and_goes_on_is_left_alone() -> None:
+    def patient() -> Iterator[object]:
+        try:
+            failing(Thing())
+        except ValueError as error:
+            yield error
+            yield "goes on"
+
+    going_on = patient()
+    error = next(going_on)
+    assert isinstance(error, ValueError)
+    let_go(error)
+    assert next(going_on) == "goes on"
+    error.__traceback__ = None

@@ -27,7 +27,7 @@ from aiogpu.wire import codec as frames
 from aiogpu.wire.messages import Done, Items, Returned
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from tests.unit.worker.driver_end import DriverEnd
+from tests.unit.worker.conftest import DriverEnd
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from aiogpu.worker.stdio import BURST, LONGEST, LineSender, Stdio
 from tests.support.program import run
 
 
-class PaperChannel(Channel):
+class FakeChannel(Channel):
     """Keeps what is sent."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class PaperChannel(Channel):
 
 
 def test_lines_are_sent_when_they_are_whole(context: Context) -> None:
-    channel = PaperChannel()
+    channel = FakeChannel()
     sender = LineSender(channel, 2)
     context.task = 7
     assert sender.write(b"one\ntwo\nthr") == 11
@@ -42,7 +42,7 @@ def test_lines_are_sent_when_they_are_whole(context: Context) -> None:
 
 
 def test_the_end_of_a_task_ends_its_line() -> None:
-    channel = PaperChannel()
+    channel = FakeChannel()
     sender = LineSender(channel, 1)
     sender.end_line()
     sender.write(b"unfinished")
@@ -53,7 +53,7 @@ def test_the_end_of_a_task_ends_its_line() -> None:
 
 
 def test_a_line_without_end_is_sent_in_pieces() -> None:
-    channel = PaperChannel()
+    channel = FakeChannel()
     sender = LineSender(channel, 1)
     sender.write(b"x" * (2 * LONGEST + 5))
     assert [len(line) for line in channel.lines] == [LONGEST, LONGEST]
@@ -67,7 +67,7 @@ def test_a_long_line_is_cut_once() -> None:
     """Not what is left of it anew for each piece, which takes minutes for 64 MB."""
     left: list[int] = []
 
-    class Watching(PaperChannel):
+    class Watching(FakeChannel):
         def send(self, message: Message) -> None:
             left.append(len(sender.partial))
             super().send(message)
@@ -93,7 +93,7 @@ def test_a_long_line_is_cut_once() -> None:
 def test_states_are_sent_before_their_line_has_ended(
     written: list[bytes], sent: list[bytes]
 ) -> None:
-    channel = PaperChannel()
+    channel = FakeChannel()
     sender = LineSender(channel, 2)
     for data in written:
         sender.write(data)
@@ -101,7 +101,7 @@ def test_states_are_sent_before_their_line_has_ended(
 
 
 def test_many_states_are_few_lines_and_the_last_one_ends_it() -> None:
-    channel = PaperChannel()
+    channel = FakeChannel()
     sender = LineSender(channel, 2)
     for number in range(10_000):
         sender.write(b"\r%d" % number)
@@ -115,7 +115,7 @@ def test_many_states_are_few_lines_and_the_last_one_ends_it() -> None:
 
 def test_progress_that_goes_away_does_so_at_once() -> None:
     """It would be shown until the next line otherwise, however many states came."""
-    channel = PaperChannel()
+    channel = FakeChannel()
     sender = LineSender(channel, 2)
     for number in range(10 * BURST):
         sender.write(b"\r%d" % number)
@@ -124,7 +124,7 @@ def test_progress_that_goes_away_does_so_at_once() -> None:
 
 
 def test_threads_do_not_tear_each_others_lines() -> None:
-    channel = PaperChannel()
+    channel = FakeChannel()
     sender = LineSender(channel, 1)
     barrier = threading.Barrier(4)
 
@@ -143,18 +143,10 @@ def test_threads_do_not_tear_each_others_lines() -> None:
     assert {(len(line), len(set(line))) for line in channel.lines} == {(20, 1)}
 
 
-def test_a_sender_is_a_stream_like_others() -> None:
-    sender = LineSender(PaperChannel(), 2)
-    assert sender.writable()
-    assert not sender.readable()
-    assert not sender.isatty()
-    assert sender.fileno() == 2
-
-
 def test_the_streams_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    channel = PaperChannel()
+    channel = FakeChannel()
     stdio = Stdio(channel)
     stdio.begin()
     print("ünï \udc80")
@@ -174,9 +166,9 @@ def test_the_streams_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fork_of_a_worker_writes_to_the_descriptors() -> None:
     source = """
     import sys
-    from tests.unit.worker.test_stdio import PaperChannel
+    from tests.unit.worker.test_stdio import FakeChannel
     from aiogpu.worker.stdio import Stdio
-    channel = PaperChannel()
+    channel = FakeChannel()
     stdio = Stdio(channel)
     stdio.begin()
     print("by message")

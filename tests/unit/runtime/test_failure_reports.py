@@ -1,0 +1,340 @@
+"""What is reported of a worker that died and of a task that failed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from aiogpu.core.model.ids import LeaseId, TaskId, WorkerId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback, WorkerDiedError
+from aiogpu.linux.procfs import Findings
+from aiogpu.observe.status import FailureStatus
+from aiogpu.runtime.devices.memory_guard import Shortages, gpu_out_of_memory
+from aiogpu.runtime.results import KEPT, LONGEST, Failures
+from aiogpu.runtime.workers import death as cause
+from aiogpu.runtime.workers.death import (
+    IN_WORDS,
+    Death,
+    describe_death,
+    describe_out_of_memory,
+    find_cause,
+    may_be_kernels,
+)
+from aiogpu.serialization.exceptions import RAISED, unpack_failure
+from aiogpu.wire.messages import Failed
+
+NOTHING = Findings()
+IN_GROUP = Findings(1, 1)
+ON_MACHINE = Findings(0, 1)
+LOGGED = Findings(0, 0, "Out of memory: Killed process 12 (python) total-vm:1kB")
+SEGFAULT = Findings(0, 0, "python[12]: segfault at 0")
+
+
+@pytest.mark.parametrize(
+    ("status", "known", "findings", "expected"),
+    [
+        (None, "", NOTHING, cause.NOT_STARTED),
+        (0, "", NOTHING, cause.EXIT),
+        (3 << 8, "", IN_GROUP, cause.EXIT),
+        (0, cause.ENDED, NOTHING, cause.EXIT),
+        (0, cause.DISCONNECTED, NOTHING, cause.EXIT),
+        (0, cause.KEEPER_DIED, NOTHING, cause.KEEPER_DIED),
+        (9, "", NOTHING, cause.KILLED),
+        (9, "", SEGFAULT, cause.KILLED),
+        (9, "", IN_GROUP, cause.OUT_OF_MEMORY),
+        (9, "", ON_MACHINE, cause.OUT_OF_MEMORY),
+        (9, "", LOGGED, cause.OUT_OF_MEMORY),
+        (9, cause.DISCONNECTED, NOTHING, cause.DISCONNECTED),
+        (9, cause.DISCONNECTED, IN_GROUP, cause.DISCONNECTED),
+        (9, cause.DISCONNECTED, LOGGED, cause.OUT_OF_MEMORY),
+        (9, cause.ENDED, NOTHING, cause.ENDED),
+        (9, cause.KEEPER_DIED, ON_MACHINE, cause.KEEPER_DIED),
+        (9, cause.NOT_STARTED, NOTHING, cause.NOT_STARTED),
+        (15, "", IN_GROUP, cause.SIGNAL),
+        (15, cause.ENDED, NOTHING, cause.SIGNAL),
+        (signal.SIGRTMIN, "", NOTHING, cause.SIGNAL),
+        (11, "", NOTHING, "segfault"),
+        (11 | 0x80, "", SEGFAULT, "segfault"),
+        (7, "", NOTHING, "bus error"),
+        (6, "", IN_GROUP, "abort"),
+    ],
+)
+def test_the_cause_follows_from_the_evidence(
+    status: int | None, known: str, findings: Findings, expected: str
+) -> None:
+    assert find_cause(status, known, findings) == expected
+    assert IN_WORDS[expected].what
+    assert IN_WORDS[expected].advice.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("status", "known", "expected"),
+    [
+        (None, "", False),
+        (0, "", False),
+        (9, "", True),
+        (9, cause.DISCONNECTED, True),
+        (9, cause.ENDED, False),
+        (11, "", True),
+        (15, "", False),
+    ],
+)
+def test_the_kernel_is_asked_about_its_own_signals(
+    status: int | None, known: str, expected: bool
+) -> None:
+    assert may_be_kernels(status, known) is expected
+
+
+def test_the_documentation_names_every_cause() -> None:
+    assert WorkerDiedError.__doc__ is not None
+    text = " ".join(WorkerDiedError.__doc__.split())
+    documented = set(re.findall(r'"([a-z ]+)"', text))
+    assert documented == {
+        *cause.IN_WORDS,
+    }
+
+
+def status_of(end: Callable[[], object]) -> int:
+    """A real wait status."""
+    pid = os.fork()
+    if pid == 0:
+        end()
+        os._exit(99)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_an_exit_code() -> None:
+    error = describe_death("train", Death(12, status_of(lambda: os._exit(3))))
+    assert str(error) == (
+        "the worker that ran train (pid 12) exited with code 3 without answering: "
+        "probably os._exit(), or exit() in native code. Return, or raise an "
+        "exception, where the task is to end."
+    )
+    assert (error.pid, error.exitcode, error.signal) == (12, 3, None)
+    assert (error.last_output, error.cause) == ((), "exit")
+
+
+def test_a_signal() -> None:
+    status = status_of(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    error = describe_death("train", Death(12, status))
+    assert str(error).startswith(
+        "the worker that ran train (pid 12) was ended by signal 9 (SIGKILL): somebody "
+        "else sent that signal"
+    )
+    assert (error.exitcode, error.signal, error.cause) == (None, 9, "killed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGRTMIN + 3])
+def test_a_signal_without_a_name(number: int) -> None:
+    error = describe_death("train", Death(12, int(number)))
+    assert f"signal {int(number)} (a real-time signal)" in str(error)
+    assert error.cause == "signal"
+
+
+def test_only_the_beginning_of_a_long_line_is_quoted() -> None:
+    lines = ("x" * 65536, "y" * 500)
+    error = describe_death("train", Death(12, 9, lines))
+    quoted = str(error).partition("Its last output:")[2]
+    assert quoted == f"\n  {'x' * 500}... (65536 characters)\n  {'y' * 500}"
+    assert error.last_output == lines
+
+
+def test_a_death_with_a_kernel_log_a_reason_and_output() -> None:
+    log = "python[12]: segfault at 0 ip 0 sp 0 error 4 in libx.so"
+    death = Death(12, 11, ("one", "two"), "it was new", findings=Findings(log=log))
+    error = describe_death("train", death)
+    assert str(error) == (
+        "the worker that ran train (pid 12) was ended by signal 11 (SIGSEGV): native "
+        f"code used memory that is not its own (kernel: {log}); it was new. Run the "
+        "function in this process, or call faulthandler.enable() in it, to see where. "
+        "Its last output:\n  one\n  two"
+    )
+    assert (error.last_output, error.cause) == (("one", "two"), "segfault")
+
+
+def test_a_worker_that_could_not_be_started() -> None:
+    error = describe_death("train", Death(reason="too many open files"))
+    assert str(error) == "no worker could be started for train: too many open files"
+    assert (error.pid, error.exitcode, error.signal) == (0, None, None)
+    assert error.cause == "not started"
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [(0, "it asked for none (memory=)"), (512 << 20, "it asked for 512MiB")],
+)
+def test_a_task_that_used_too_much_memory(asked: int, words: str) -> None:
+    death = Death(12, 9, ("one",))
+    used, limit = int(3.14 * GIB), 4 * GIB
+    error = describe_out_of_memory("train", death, asked, used, limit)
+    assert str(error) == (
+        f"train (pid 12) was ended while it used 3.2GiB of memory; {words}, and all "
+        "together may use 4GiB before the kernel ends processes of its own choice. "
+        'Give the task memory="3.2GiB", so that fewer run at once, or let it use '
+        "less. Its last output:\n  one"
+    )
+    assert isinstance(error, MemoryError)
+    assert (error.pid, error.signal, error.cause) == (12, 9, "out of memory")
+    assert (error.asked, error.used, error.limit) == (asked, used, limit)
+
+
+GPUS = DeviceSet(
+    "GPU",
+    [Device(0, memory=80 * GIB), Device("GPU-1", memory=40 * GIB), Device(2)],
+)
+
+
+def lease_of(
+    *indices: int, share: int = UNIT, gpu_memory: int = 0, also: bool = False
+) -> Lease:
+    amounts = {"GPU": share * len(indices)} if share else {}
+    if also:
+        amounts["AAA"] = UNIT
+    request = Request.of({}, amounts, gpu_memory=gpu_memory)
+    shares = tuple((index, share) for index in indices)
+    others = (((0, UNIT),),) if also else ()
+    return Lease(
+        LeaseId(1), request, (*others, shares) if request.devices else (), Ledger({})
+    )
+
+
+def worker_of(node: Scheduler, name: str | None, lease: Lease | None) -> WorkerRecord:
+    worker = node.workers.create(())
+    worker.lease = lease
+    if name is not None:
+        spec = TaskSpec(name, Shape(Request()), 1)
+        worker.task = TaskRecord(TaskId(int(worker.id)), spec)
+    return worker
+
+
+@pytest.fixture
+def node() -> Scheduler:
+    return Scheduler(Ledger({}, [GPUS]))
+
+
+def test_the_error_says_what_was_asked_and_who_was_beside(node: Scheduler) -> None:
+    share = lease_of(0, share=2500, gpu_memory=6 * GIB)
+    worker = worker_of(node, "train", share)
+    worker_of(node, "serve", lease_of(0, share=5000))
+    worker_of(node, "elsewhere", lease_of(1))
+    worker_of(node, None, lease_of(0, share=1000))
+    worker_of(node, "on CPUs", None)
+    error = gpu_out_of_memory(
+        "train", worker, node, peak=5 * GIB, told="ran out of GPU memory: CUDA out."
+    )
+    assert str(error) == (
+        "train ran out of GPU memory: CUDA out. It had asked for num_gpus=0.25, "
+        "gpu_memory='6GiB' of GPU 0 (80GiB), could use 6GiB of it, and used 5GiB at "
+        "its peak; serve had a share there as well. Ask for more with gpu_memory=, for "
+        "fewer neighbours with num_gpus=, or have it tried once more with a GPU of its "
+        "own by retry_oom='exclusive'."
+    )
+    assert (error.asked, error.limit, error.peak) == (6 * GIB, 6 * GIB, 5 * GIB)
+    assert error.devices == (0,)
+    assert error.neighbours == ("serve",)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is GpuOutOfMemoryError
+    assert vars(again) == vars(error)
+
+
+def test_a_task_with_whole_gpus_is_advised_to_use_less(node: Scheduler) -> None:
+    worker = worker_of(node, "train", lease_of(0, 1))
+    error = gpu_out_of_memory("train", worker, node, peak=0, told="ran out")
+    assert str(error) == (
+        "train ran out. It had GPUs 0, GPU-1 (40GiB each) to itself, had no limit of "
+        "its own; no other task had a share there. Let it use less, such as smaller "
+        "batches, or choose larger GPUs by gpu_where={'memory': ...}."
+    )
+    assert (error.asked, error.limit, error.peak) == (0, 0, 0)
+    assert error.devices == (0, "GPU-1")
+
+
+@pytest.mark.parametrize("which", ["is_endless", "retries_oom"])
+def test_an_actor_is_not_advised_to_use_retry_oom(node: Scheduler, which: str) -> None:
+    worker = worker_of(node, None, lease_of(0, share=5000))
+    spec = TaskSpec("Model", Shape(Request()), 1, **{which: True})
+    worker.task = TaskRecord(TaskId(1), spec)
+    error = gpu_out_of_memory("Model.score", worker, node, peak=0, told="ran out")
+    assert str(error).endswith(
+        "Ask for more with gpu_memory=, or let it use less, such as smaller batches."
+    )
+
+
+def test_many_neighbours_are_counted_in_the_text_and_listed_in_full(
+    node: Scheduler,
+) -> None:
+    worker = worker_of(node, "train", lease_of(2, share=100))
+    names = [f"n{i}" for i in range(10)]
+    for name in names:
+        worker_of(node, name, lease_of(2, share=100))
+    error = gpu_out_of_memory("train", worker, node, peak=0, told="ran out")
+    assert error.neighbours == tuple(names)
+    assert "n7 and 2 more had a share there as well" in str(error)
+
+
+def test_a_worker_without_a_lease_is_reported_too(node: Scheduler) -> None:
+    worker = WorkerRecord(WorkerId(9))
+    error = gpu_out_of_memory("train", worker, node, peak=3, told="ran out")
+    assert (error.asked, error.limit, error.peak, error.devices) == (0, 0, 3, ())
+    assert error.neighbours == ()
+
+
+FAILED = Failed(
+    7, RAISED, "torch.OutOfMemoryError", "CUDA out\nof it", "trace", b"x", peak=5
+)
+
+
+def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
+    worker = worker_of(node, "train", lease_of(0, share=2500))
+    shortages = Shortages(node)
+    told = shortages.told(worker.id, "train", FAILED)
+    assert (told.task, told.kind, told.traceback) == (7, RAISED, "trace")
+    error = unpack_failure(told, "train")
+    assert isinstance(error, GpuOutOfMemoryError)
+    start = "train ran out of GPU memory: torch.OutOfMemoryError: CUDA out. It had"
+    assert str(error).startswith(start)
+    assert error.peak == 5
+    assert isinstance(error.__cause__, RemoteTraceback)
+    shortages = Shortages(node, {worker.id: 9}.__getitem__)
+    seen = unpack_failure(shortages.told(worker.id, "train", FAILED), "train")
+    assert isinstance(seen, GpuOutOfMemoryError)
+    assert seen.peak == 9, "the framework knows only of its own"
+
+
+def test_the_answer_of_a_worker_that_has_ended_stays_as_it_is(node: Scheduler) -> None:
+    assert Shortages(node).told(1, "train", FAILED) is FAILED
+
+
+def test_the_latest_failure_comes_first_with_its_age():
+    failures = Failures()
+    failures.note(1.0, 7, "train", "ValueError", "no such key\nat all", 0)
+    failures.note(3.0, 8, "load", "OSError", "", 5)
+    assert failures.at(4.0) == (
+        FailureStatus(8, "load", "OSError", "", 1.0, 5),
+        FailureStatus(7, "train", "ValueError", "no such key", 3.0, 0),
+    )
+    assert repr(failures) == "<Failures 2>"
+
+
+def test_the_oldest_are_forgotten_and_long_ones_cut():
+    failures = Failures()
+    for number in range(KEPT + 3):
+        failures.note(float(number), number, "train", "ValueError", "x" * 999, 0)
+    told = failures.at(0.0)
+    assert [one.task for one in told] == list(range(KEPT + 2, 2, -1))
+    assert {len(one.message) for one in told} == {LONGEST}
+    assert {one.seconds for one in told} == {0.0}

@@ -1,0 +1,295 @@
+"""Host memory: when it is looked at, and whose task is ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.units import MEMORY, UNIT
+from aiogpu.core.records import Memory, WorkerState
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.linux.procfs import Usage
+from aiogpu.runtime.memory_monitor import (
+    DEAREST,
+    LATEST,
+    PATIENCE,
+    RATE,
+    SLICE,
+    SOONEST,
+    MemoryGuard,
+    Running,
+    Weighed,
+    choose_victim,
+    pause_for,
+)
+
+MIB = 1 << 20
+LIMIT = 1000 * MIB
+
+
+def weighed(worker: int, used: int, asked: int = 0) -> Weighed:
+    return Weighed(Running(WorkerId(worker), worker + 100, asked * MIB), used * MIB)
+
+
+@pytest.mark.parametrize(
+    ("workers", "victim"),
+    [
+        ([], None),
+        ([weighed(1, 10)], None),
+        ([weighed(1, 100)], 1),
+        ([weighed(1, 100), weighed(2, 200)], 2),
+        ([weighed(1, 100), weighed(2, 200, asked=150)], 1),
+        ([weighed(1, 300, asked=400), weighed(2, 20)], 2),
+        ([weighed(1, 300, asked=400), weighed(2, 200, asked=210)], 2),
+        ([weighed(1, 300, asked=200), weighed(2, 100)], 1),
+        ([weighed(1, 100), weighed(3, 100), weighed(2, 100)], 3),
+        ([weighed(1, 10), weighed(2, 900, asked=900)], 2),
+    ],
+)
+def test_the_worker_whose_end_helps_most_is_chosen(
+    workers: list[Weighed], victim: int | None
+) -> None:
+    chosen = choose_victim(workers, LIMIT)
+    assert (chosen.running.worker if chosen else None) == victim
+
+
+@pytest.mark.parametrize(
+    ("room", "pause"),
+    [
+        (-5, SOONEST),
+        (0, SOONEST),
+        (RATE // 10, 0.05),
+        (RATE, 0.5),
+        (100 * RATE, LATEST),
+    ],
+)
+def test_the_next_look_comes_before_the_room_is_filled(room: int, pause: float) -> None:
+    assert pause_for(room) == pytest.approx(pause)
+
+
+class FakeLoop:
+    """A loop's clock, and what is to be called when."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+        self.due: list[tuple[float, FakeTimer]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(
+        self, delay: float, action: Callable[..., object], *arguments: object
+    ) -> FakeTimer:
+        timer = FakeTimer(self, partial(action, *arguments))
+        self.due.append((self.now + delay, timer))
+        return timer
+
+    def run(self) -> float:
+        """Call what is due next; gives the seconds that were waited for it."""
+        when, timer = min(self.due, key=lambda each: each[0])
+        self.due.remove((when, timer))
+        waited, self.now = when - self.now, when
+        timer.action()  # type: ignore[operator]
+        return waited
+
+
+class FakeTimer:
+    def __init__(self, loop: FakeLoop, action: object) -> None:
+        self.loop, self.action = loop, action
+
+    def cancel(self) -> None:
+        self.loop.due = [each for each in self.loop.due if each[1] is not self]
+
+
+class FakeBounds:
+    """Memory whose use is set by the test."""
+
+    def __init__(self) -> None:
+        self.used = 100
+        self.of_worker: dict[int, int] = {}
+        self.weighings = 0
+
+    def tightest(self) -> Usage:
+        return Usage("machine", self.used * MIB, LIMIT)
+
+    def used_by(self, pids: tuple[int, ...]) -> int:
+        self.weighings += 1
+        return sum(self.of_worker.get(pid, 0) for pid in pids) * MIB
+
+    def has(self, pid: int) -> bool:
+        return pid in self.of_worker
+
+
+@dataclass
+class FakeWorker:
+    """A worker with a task that has asked for so much memory."""
+
+    id: int
+    asked: int
+    state: WorkerState = WorkerState.BUSY
+
+    @property
+    def lease(self) -> SimpleNamespace:
+        scalars = ((MEMORY, self.asked * UNIT),)
+        return SimpleNamespace(request=SimpleNamespace(scalars=scalars))
+
+
+class FakeMachine:
+    def __init__(self) -> None:
+        self.loop, self.bounds = FakeLoop(), FakeBounds()
+        self.workers: list[FakeWorker] = []
+        self.live: dict[int, SimpleNamespace] = {}
+        self.ended: list[tuple[int, int, int]] = []
+        self.watch = MemoryGuard(
+            self.loop,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            self.live,  # type: ignore[arg-type]
+            self.feed,
+            self.bounds,  # type: ignore[arg-type]
+        )
+
+    def feed(self, step: object, *args: object) -> None:
+        worker, memory = args
+        assert (step, memory) == (Scheduler.kill_for_memory, Memory.HOST)
+        assert isinstance(worker, int)
+        _, used, limit = self.watch._ended[worker]
+        self.ended.append((worker, used, limit))
+
+    def start(self, worker: int, used: int, asked: int = 0) -> None:
+        self.workers.append(FakeWorker(worker, asked * MIB))
+        self.live[worker] = SimpleNamespace(pid=worker + 100)
+        self.bounds.of_worker[worker + 100] = used
+        self.watch.wake()
+
+
+@pytest.fixture
+def machine() -> FakeMachine:
+    return FakeMachine()
+
+
+def test_it_looks_only_while_something_runs(machine: FakeMachine) -> None:
+    assert machine.loop.due == []
+    machine.start(1, 10)
+    machine.start(2, 10)
+    assert len(machine.loop.due) == 1
+    assert machine.loop.run() == pytest.approx(SOONEST)
+    assert machine.watch.usage is not None
+    assert machine.watch.cost > 0
+    assert machine.loop.run() == pytest.approx(pause_for(850 * MIB))
+    machine.workers.clear()
+    machine.loop.run()
+    assert machine.loop.due == []
+    machine.start(3, 10)
+    machine.watch.close()
+    assert machine.loop.due == []
+    machine.watch.close()
+
+
+def test_single_workers_are_weighed_only_beyond_the_limit(machine: FakeMachine) -> None:
+    machine.start(1, 100)
+    machine.bounds.used = 950
+    machine.loop.run()
+    assert (machine.bounds.weighings, machine.ended) == (0, [])
+    machine.bounds.used = 951
+    assert machine.loop.run() == pytest.approx(SOONEST)
+    assert machine.ended == [(1, 100 * MIB, 950 * MIB)]
+
+
+def test_a_victim_is_named_once_until_it_is_gone(machine: FakeMachine) -> None:
+    machine.start(1, 300)
+    machine.start(2, 500)
+    machine.bounds.used = 990
+    for _ in range(5):
+        machine.loop.run()
+    assert [worker for worker, _, _ in machine.ended] == [2]
+    machine.workers.pop()
+    machine.loop.run()
+    assert len(machine.ended) == 1, "its process is there and has its memory"
+    del machine.bounds.of_worker[102]
+    machine.loop.run()
+    assert [worker for worker, _, _ in machine.ended] == [2, 1]
+
+
+def test_a_spared_worker_protects_the_others_only_for_a_while(
+    machine: FakeMachine,
+) -> None:
+    machine.start(1, 300)
+    machine.bounds.used = 990
+    machine.loop.run()
+    began = machine.loop.now
+    while len(machine.ended) == 1:
+        machine.loop.run()
+    assert machine.loop.now - began == pytest.approx(PATIENCE, abs=2 * SOONEST)
+    assert [worker for worker, _, _ in machine.ended] == [1, 1]
+
+
+COST = 50e-6
+"""Seconds that a worker takes to be weighed."""
+
+
+@pytest.fixture
+def crowded(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """A thousand workers, each of which takes a while to be weighed."""
+    now = [0.0]
+
+    def used_by(pids: tuple[int, ...]) -> int:
+        now[0] += COST
+        return FakeBounds.used_by(machine.bounds, pids)
+
+    monkeypatch.setattr(
+        "aiogpu.runtime.memory_monitor.time.perf_counter", lambda: now[0]
+    )
+    monkeypatch.setattr(machine.bounds, "used_by", used_by)
+    for worker in range(1000):
+        machine.start(worker, 20 + worker)
+    machine.bounds.used = 2000
+    return machine
+
+
+def turns_of(machine: FakeMachine) -> list[int]:
+    """Run until the look is over; gives how many were weighed in each turn."""
+    turns = []
+    while not turns or machine.watch._unweighed:
+        before = machine.bounds.weighings
+        machine.loop.run()
+        turns.append(machine.bounds.weighings - before)
+    return turns
+
+
+def test_many_are_weighed_in_many_turns(crowded: FakeMachine) -> None:
+    """They once held the loop for 50 ms, all at once."""
+    turns = turns_of(crowded)
+    assert sum(turns) == 1000 + 1, "who is to go is weighed again"
+    assert max(turns) <= SLICE / COST + 1
+    assert [worker for worker, _, _ in crowded.ended] == [999]
+    assert crowded.watch.cost == pytest.approx(1001 * COST)
+    assert crowded.loop.run() == pytest.approx(1001 * COST * DEAREST)
+
+
+@pytest.mark.parametrize("what", ["task", "memory", "weight"])
+def test_what_has_become_needless_meanwhile(crowded: FakeMachine, what: str) -> None:
+    crowded.loop.run()
+    if what == "task":
+        crowded.workers[999].asked = 1
+    elif what == "memory":
+        crowded.bounds.used = 100
+    else:
+        for pid in crowded.bounds.of_worker:
+            crowded.bounds.of_worker[pid] = 1
+        crowded.bounds.of_worker[100] = 900
+    turns_of(crowded)
+    assert crowded.ended == []
+
+
+def test_it_can_be_closed_amid_a_look(crowded: FakeMachine) -> None:
+    crowded.loop.run()
+    crowded.watch.close()
+    assert crowded.loop.due == []
+    crowded.watch.wake()
+    turns_of(crowded)
+    assert len(crowded.ended) == 1

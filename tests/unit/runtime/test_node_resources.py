@@ -1,0 +1,272 @@
+"""What a node takes and gives back: descriptors, a directory, a cgroup."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiogpu.errors import NodeStartError
+from aiogpu.linux.cgroup import Cgroup, Place
+from aiogpu.memory.control_page import SLOTS
+from aiogpu.runtime import node_cgroup
+from aiogpu.runtime.descriptors import (
+    NOFILE,
+    PER_SLOT,
+    RESERVE,
+    DescriptorLimit,
+    raised,
+    slots_within,
+    soft_limit,
+    used_descriptors,
+)
+from aiogpu.runtime.directories import LONGEST, create_directory, remove_directory
+from aiogpu.runtime.node_cgroup import NodeCgroup
+from tests.support.cgroups import PLACE, groups_of, needs_cgroup
+
+ALL = RESERVE + PER_SLOT * SLOTS
+ENDLESS = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "becomes"),
+    [
+        (1024, 1 << 20, 100 + ALL),
+        (1024, 4096, 4096),
+        (1024, ENDLESS, 100 + ALL),
+        (100 + ALL, 1 << 20, 100 + ALL),
+        (1 << 19, 1 << 20, 1 << 19),
+        (ENDLESS, ENDLESS, ENDLESS),
+    ],
+)
+def test_what_a_limit_is_raised_to(soft: int, hard: int, becomes: int) -> None:
+    assert raised(soft, hard, used=100) == becomes
+
+
+@pytest.mark.parametrize(
+    ("soft", "slots"),
+    [(1024, 178), (100 + ALL, SLOTS), (1 << 20, SLOTS), (ENDLESS, SLOTS), (90, 0)],
+)
+def test_the_number_of_slots_follows_from_the_limit(soft: int, slots: int) -> None:
+    assert slots_within(soft, used=100) == slots
+
+
+@pytest.fixture
+def low() -> Iterator[int]:
+    """A soft limit that is too low for anything, in this process."""
+    soft, hard = resource.getrlimit(NOFILE)
+    low = used_descriptors() + RESERVE
+    resource.setrlimit(NOFILE, (low, hard))
+    yield low
+    resource.setrlimit(NOFILE, (soft, hard))
+
+
+def child_limit(limit: DescriptorLimit) -> int:
+    """The soft limit of a child that was handed down what the program had."""
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    limit.hand_down(child.pid)
+    soft, _ = resource.prlimit(child.pid, NOFILE)
+    child.communicate()
+    limit.hand_down(child.pid)  # it has ended: nothing to be done
+    return soft
+
+
+def test_it_is_raised_for_the_first_node_and_put_back_after_the_last(low: int) -> None:
+    _, hard = resource.getrlimit(NOFILE)
+    limit = DescriptorLimit()
+    assert child_limit(limit) == low
+    slots = limit.acquire()
+    ours = raised(low, hard, used_descriptors())
+    assert (soft_limit(), slots) == (ours, slots_within(ours, used_descriptors()))
+    limit.acquire()
+    assert child_limit(limit) == low
+    assert repr(limit) == f"<DescriptorLimit {low} -> {ours}, 2 nodes>"
+    limit.release()
+    assert soft_limit() == ours
+    limit.release()
+    assert soft_limit() == low
+    assert child_limit(limit) == low
+
+
+def test_what_the_program_sets_meanwhile_stands(low: int) -> None:
+    _, hard = resource.getrlimit(NOFILE)
+    limit = DescriptorLimit()
+    limit.acquire()
+    resource.setrlimit(NOFILE, (low + 100, hard))
+    limit.release()
+    assert soft_limit() == low + 100
+    limit.acquire()
+    limit.release()
+    assert soft_limit() == low + 100
+
+
+def test_a_limit_that_cannot_be_raised_is_used_as_it_is(
+    low: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not in this sandbox")
+
+    _, hard = resource.getrlimit(NOFILE)
+    resource.setrlimit(NOFILE, (low + PER_SLOT, hard))
+    limit = DescriptorLimit()
+    with monkeypatch.context() as patch:
+        patch.setattr("aiogpu.runtime.descriptors.resource.setrlimit", refuse)
+        assert limit.acquire() == 1
+        limit.release()
+    assert "not in this sandbox" in caplog.text
+    assert soft_limit() == low + PER_SLOT
+
+
+def test_no_room_for_a_single_worker_is_an_error(
+    low: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.descriptors.raised", lambda soft, *_: soft)
+    with pytest.raises(NodeStartError) as caught:
+        DescriptorLimit().acquire()
+    told = str(caught.value)
+    assert f"may have {low} descriptors open" in told
+    assert "`ulimit -Hn`" in told
+
+
+def test_the_runtime_directory_is_preferred(runtime_directory: Path) -> None:
+    path = Path(create_directory())
+    assert path.parent == runtime_directory
+    assert path.name.startswith("aiogpu-")
+    assert path.stat().st_mode & 0o777 == 0o700
+    (path / "node.sock").touch()
+    remove_directory(str(path))
+    assert not path.exists()
+    remove_directory(str(path))
+
+
+def test_one_that_is_too_long_for_a_socket_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime_directory: Path
+) -> None:
+    # Bytes count, not characters.
+    long = tmp_path / ("ä" * (LONGEST // 2))
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setenv("TMPDIR", str(runtime_directory))
+    path = create_directory()
+    assert os.path.dirname(path) == str(runtime_directory)
+    remove_directory(path)
+
+
+@pytest.mark.parametrize("unset", [None, ""])
+def test_without_a_runtime_directory_the_temporary_one_serves(
+    unset: str | None, monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
+) -> None:
+    if unset is None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+    else:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", unset)
+    monkeypatch.setenv("TMPDIR", str(runtime_directory))
+    path = create_directory()
+    assert os.path.dirname(path) == str(runtime_directory)
+    remove_directory(path)
+
+
+def test_no_place_at_all_is_told_with_all_that_was_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(path: str, _mode: int) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    monkeypatch.setattr("os.mkdir", refuse)
+    with pytest.raises(NodeStartError, match="XDG_RUNTIME_DIR or TMPDIR") as caught:
+        create_directory()
+    assert "/run/user/1, /var/tmp, /tmp: [Errno 13]" in str(caught.value)
+
+
+def fork_in(path: str) -> int:
+    """A process that is in a group of its own."""
+    group = Cgroup(path)
+    group.make()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            group.enter()
+            os.write(writing, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.read(reading, 1)
+    os.close(reading)
+    os.close(writing)
+    return pid
+
+
+@needs_cgroup
+async def test_a_slots_processes_are_ended_before_it_is_told() -> None:
+    loop = asyncio.get_running_loop()
+    node = NodeCgroup(loop)
+    node.choose("aiogpu-test")
+    assert node.path == f"{PLACE.directory}/aiogpu-test-{os.getpid()}"
+    assert groups_of(os.getpid()) == [], "it is made with a slot's"
+    first, other = (fork_in(f"{node.path}/{slot}") for slot in (3, 4))
+    told = asyncio.Event()
+    node.end_slot(3, told.set)
+    async with asyncio.timeout(60):
+        await told.wait()
+    assert not Cgroup(f"{node.path}/3").is_populated
+    assert Cgroup(f"{node.path}/4").is_populated
+    told.clear()
+    node.end_slot(5, told.set)
+    assert told.is_set(), "nobody is there"
+    await node.remove()
+    assert groups_of(os.getpid()) == []
+    for pid in (first, other):
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    await node.remove()
+
+
+@needs_cgroup
+async def test_processes_that_do_not_die_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_cgroup, "LIMIT", 0.01)
+    node = NodeCgroup(asyncio.get_running_loop())
+    node.choose("aiogpu-test")
+    pid = fork_in(f"{node.path}/3")
+    with monkeypatch.context() as patch:
+        patch.setattr(Cgroup, "kill", lambda _group: None)
+        told = asyncio.Event()
+        node.end_slot(3, told.set)
+        async with asyncio.timeout(60):
+            await told.wait()
+        assert f"processes [{pid}] of an ended worker do not die" in caplog.text
+        path = node.path
+        await node.remove()
+        assert f"{path} cannot be removed: [{pid}]" in caplog.text
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    node.path = path
+    await node.remove()
+    assert groups_of(os.getpid()) == []
+
+
+async def test_without_a_cgroup_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "why not"))
+    node = NodeCgroup(asyncio.get_running_loop())
+    assert repr(node) == "<NodeCgroup the node has not started>"
+    node.choose("aiogpu-test")
+    assert (node.path, node.reason, repr(node)) == (
+        "",
+        "why not",
+        "<NodeCgroup why not>",
+    )
+    told: list[int] = []
+    node.end_slot(3, lambda: told.append(3))
+    assert told == [3]
+    await node.remove()

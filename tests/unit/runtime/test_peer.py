@@ -1,0 +1,302 @@
+"""The connection of a peer: who is refused, who is cut off, and what is still read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient, peer_uid
+from aiogpu.wire.codec import LARGE, encode
+from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
+from aiogpu.wire.messages import (
+    ChildDone,
+    Done,
+    Ended,
+    Exit,
+    Fork,
+    Hello,
+    Log,
+    Message,
+    Run,
+)
+from tests.unit.runtime.fakes import FakeTransport
+
+
+class FakePool:
+    """Receives peers, as the pool does."""
+
+    def __init__(self) -> None:
+        self.greetings: list[Hello] = []
+        self.heard: list[Message] = []
+        self.parts: list[int] = []
+        self.lost = 0
+
+    def greeted(self, _peer: Peer, hello: Hello) -> Recipient:
+        self.greetings.append(hello)
+        return Recipient(self.hear, self.note_lost)
+
+    def hear(self, messages: list[Message]) -> None:
+        self.parts.append(len(messages))
+        self.heard += messages
+
+    def note_lost(self) -> None:
+        self.lost += 1
+
+    def connect(self, uid: int | None = None) -> tuple[Peer, FakeTransport]:
+        peer, transport = Peer(self.greeted), FakeTransport(uid)
+        peer.connection_made(transport)
+        return peer, transport
+
+
+def test_messages_are_passed_on_in_order() -> None:
+    pool = FakePool()
+    peer, _ = pool.connect()
+    assert "unknown" in repr(peer)
+    stream = greeting(WORKER, 3, 4711) + encode(Log(1, 1, b"a")) + encode(Done(1, b""))
+    for byte in stream:
+        peer.data_received(bytes([byte]))
+    assert [(hello.role, hello.id) for hello in pool.greetings] == [("worker", 3)]
+    assert pool.heard == [Log(1, 1, b"a"), Done(1, b"")]
+    assert "worker 3" in repr(peer)
+
+
+def test_a_peer_that_is_given_up_before_its_connection_is_made() -> None:
+    """A node closes in the turn in which the loop lets somebody in."""
+    pool = FakePool()
+    peer, transport = Peer(pool.greeted), FakeTransport()
+    peer.abort()
+    assert transport.calls == []
+    peer.connection_made(transport)
+    assert transport.calls == ["abort"]
+
+
+def test_another_user_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    pool = FakePool()
+    peer, transport = pool.connect(uid=os.geteuid() + 1)
+    assert transport.calls == ["abort"]
+    assert f"user {os.geteuid() + 1}" in caplog.text
+    # Bytes that had come already are not listened to, nor is anything sent.
+    peer.data_received(greeting(WORKER, 1, 1))
+    peer.send(Exit())
+    peer.abort()
+    peer.connection_lost(None)
+    assert (pool.greetings, transport.written) == ([], [])
+    assert transport.calls == ["abort"]
+
+
+def test_a_user_id_may_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User namespaces and directory services give ids above 2**31."""
+    monkeypatch.setattr("os.geteuid", lambda: 3_000_000_000)
+    _, transport = FakePool().connect()
+    assert peer_uid(transport) == 3_000_000_000
+    assert transport.calls == []
+
+
+def refusals(data: bytes) -> list[Message]:
+    return Connection(CLIENT).receive(data)
+
+
+@pytest.mark.parametrize(
+    "bytes_",
+    [
+        b"\xff\xff\xff\xff",
+        encode(Done(1, b"")),
+        greeting(WORKER, 1, 1) + greeting(WORKER, 1, 1),
+        greeting(KEEPER, 1, 1) + encode(Done(1, b"")),
+        greeting("stranger", 1, 1),
+        greeting(WORKER, 1, 1) + b"\x01\x00\x00\x00\xc1",
+    ],
+    ids=["too long", "no greeting", "two greetings", "not his", "role", "no msgpack"],
+)
+def test_a_peer_that_breaks_the_rules_is_cut_off_alone(
+    bytes_: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = FakePool()
+    good, good_transport = pool.connect()
+    good.data_received(greeting(WORKER, 7, 1))
+    bad, bad_transport = pool.connect()
+    bad.data_received(bytes_)
+    # Whoever has not greeted may be a program of another version: it is told why.
+    is_new = bad._connection.peer is None
+    assert bad_transport.calls == ["close" if is_new else "abort"]
+    told = [message for data in bad_transport.written for message in refusals(data)]
+    assert len(told) == is_new
+    assert "cut off" in caplog.text
+    bad.data_received(encode(Ended(1, 0)))
+    good.data_received(encode(Done(1, b"x")))
+    assert pool.heard == [Done(1, b"x")]
+    assert good_transport.calls == []
+
+
+def test_after_the_loss_all_is_silent() -> None:
+    pool = FakePool()
+    peer, transport = pool.connect()
+    peer.data_received(greeting(KEEPER, 0, 1))
+    peer.pause()
+    peer.resume()
+    peer.connection_lost(ConnectionResetError())
+    assert pool.lost == 1
+    peer.send(Fork(1))
+    peer.send_one(Fork(1))
+    peer.pause()
+    peer.resume()
+    peer.abort()
+    peer.data_received(encode(Ended(1, 0)))
+    assert transport.written == []
+    assert transport.calls == ["pause", "resume"]
+    assert pool.heard == []
+
+
+@pytest.mark.parametrize("unread", [b"", encode(Fork(1))], ids=["all read", "unread"])
+async def test_what_a_peer_said_before_its_end_is_heard(unread: bytes) -> None:
+    """Also if the end is noticed by a write, which closes the transport at once."""
+    pool = FakePool()
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, peer = await loop.create_connection(lambda: Peer(pool.greeted), sock=ours)
+    theirs.sendall(greeting(WORKER, 1, 1))
+    async with asyncio.timeout(60):
+        while not pool.greetings:
+            await asyncio.sleep(0)
+        if unread:
+            peer.send(Fork(1))
+            await asyncio.sleep(0)
+        answers = [Done(task, bytes(50_000)) for task in range(3)]
+        theirs.sendall(b"".join(map(encode, answers)) + encode(answers[0])[:99])
+        theirs.close()
+        for _ in range(3):
+            peer.send_one(Run(9, 1, b"", False))
+        while not pool.lost:
+            await asyncio.sleep(0)
+    assert pool.heard == answers
+    assert pool.lost == 1
+
+
+async def test_a_real_socket_names_its_user() -> None:
+    pool = FakePool()
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    transport, peer = await loop.create_connection(
+        lambda: Peer(pool.greeted), sock=ours
+    )
+    assert peer_uid(transport) == os.geteuid()
+    theirs.sendall(greeting(WORKER, 1, 1))
+    async with asyncio.timeout(60):
+        while not pool.greetings:
+            await asyncio.sleep(0)
+        # Between the abort and its effect nothing may raise, on either loop.
+        peer.abort()
+        peer.send(Exit())
+        peer.pause()
+        peer.resume()
+        peer.abort()
+        while not pool.lost:
+            await asyncio.sleep(0)
+    theirs.close()
+
+
+def logs(count: int) -> list[Message]:
+    """Messages that a worker may send."""
+    return [Log(1, 1, b"%d" % number) for number in range(count)]
+
+
+async def test_a_flood_is_passed_on_in_parts() -> None:
+    pool = FakePool()
+    peer, transport = pool.connect()
+    parts = pool.parts
+    peer.data_received(greeting(WORKER, 1, 1))
+    flood = logs(2 * AT_ONCE + 1)
+    peer.data_received(b"".join(map(encode, flood)))
+    assert parts == [], "the loop is not held, not even by the first part"
+    assert transport.calls == ["pause"]
+    peer.data_received(encode(Log(1, 1, b"last")))
+    while len(pool.heard) < len(flood) + 1:
+        await asyncio.sleep(0)
+    assert parts == [AT_ONCE, AT_ONCE, 2]
+    assert pool.heard == [*flood, Log(1, 1, b"last")]
+    assert transport.calls[-1] == "resume"
+
+
+async def test_a_paused_peer_with_a_flood_left_stays_paused() -> None:
+    pool = FakePool()
+    peer, transport = pool.connect()
+    peer.data_received(greeting(WORKER, 1, 1))
+    peer.pause()
+    peer.data_received(b"".join(map(encode, logs(AT_ONCE + 1))))
+    while len(pool.heard) <= AT_ONCE:
+        await asyncio.sleep(0)
+    assert "resume" not in transport.calls
+    peer.resume()
+    assert transport.calls[-1] == "resume"
+
+
+async def test_at_the_end_nothing_of_a_flood_is_lost() -> None:
+    pool = FakePool()
+    peer, _ = pool.connect()
+    peer.data_received(greeting(WORKER, 1, 1))
+    flood = logs(3 * AT_ONCE)
+    peer.data_received(b"".join(map(encode, flood)))
+    peer.connection_lost(None)
+    assert pool.heard == flood
+    assert pool.lost == 1
+
+
+async def test_a_peer_that_ends_while_it_is_written_to_is_heard_out() -> None:
+    """A failed write makes the transport give up with the peer's words unread."""
+    pool = FakePool()
+    ours, theirs = socket.socketpair()
+    theirs.sendall(greeting(WORKER, 1, 1))
+    loop = asyncio.get_running_loop()
+    _, peer = await loop.create_connection(lambda: Peer(pool.greeted), sock=ours)
+    async with asyncio.timeout(60):
+        while not pool.greetings:
+            await asyncio.sleep(0)
+        last = [Done(task, b"x") for task in range(3)]
+        # Without a turn of the loop in between: answers, the end, and a write.
+        theirs.sendall(b"".join(map(encode, last)))
+        theirs.close()
+        peer.send(Exit())
+        while not pool.lost:
+            await asyncio.sleep(0)
+    assert pool.heard == last
+
+
+async def test_what_is_sent_goes_after_what_was_posted() -> None:
+    peer, transport = FakePool().connect()
+    for number in (1, 2, 3):
+        peer.post(Fork(number))
+    peer.send(Fork(4))
+    peer.post(Fork(5))
+    peer.send_one(Fork(6))
+    await asyncio.sleep(0)
+    frames = [encode(Fork(number)) for number in range(1, 7)]
+    assert b"".join(transport.written) == b"".join(frames)
+    assert len(transport.written) == 5
+
+
+async def test_answers_that_come_at_once_are_one_write_with_what_follows() -> None:
+    peer, transport = FakePool().connect()
+    answers = [ChildDone(number, b"x") for number in (1, 2, 3)]
+    peer.post_all(answers[:2])
+    peer.post(answers[2])
+    peer.post_all(answers[:1])
+    assert transport.written == []
+    await asyncio.sleep(0)
+    assert transport.written == [b"".join(map(encode, [*answers, answers[0]]))]
+    peer.connection_lost(None)
+    peer.post_all(answers)
+    await asyncio.sleep(0)
+    assert len(transport.written) == 1
+
+
+async def test_a_large_answer_keeps_its_place() -> None:
+    peer, transport = FakePool().connect()
+    sizes = [1, 2, LARGE, 3]
+    answers = [ChildDone(size, bytes(size)) for size in sizes]
+    for answer in answers:
+        peer.post(answer)
+    await asyncio.sleep(0)
+    assert b"".join(transport.written) == b"".join(map(encode, answers))

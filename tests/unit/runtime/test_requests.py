@@ -1,0 +1,170 @@
+"""What workers ask of the node for their tasks, and what the node does not trust."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiogpu.client.function_spec import FunctionSpec
+from aiogpu.client.interface import Receiver
+from aiogpu.client.spec_codec import dump_spec
+from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
+from aiogpu.runtime.callers.requests import Requests
+from aiogpu.runtime.workers.slots import LiveWorker
+from aiogpu.wire.messages import (
+    ChildFailed,
+    Declare,
+    Message,
+    Submit,
+)
+from tests.unit.runtime import fakes
+from tests.unit.runtime.fakes import FakePeer
+
+
+class FakeDriver:
+    """Notes what it is asked; tasks end when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self.receivers: dict[int, Receiver] = {}
+        self.funcs: list[FunctionSpec] = []
+        self.ends_at_once = False
+        self.actors = SimpleNamespace()
+        self.scheduler = SimpleNamespace(clients=None)
+
+    def submit(
+        self,
+        func: FunctionSpec,
+        payload: bytes,
+        receiver: Receiver,
+        parent: int,
+        _client: int = 0,
+    ) -> int:
+        task = 100 + len(self.funcs)
+        self.funcs.append(func)
+        self.asked.append(("submit", payload, parent))
+        if self.ends_at_once:
+            receiver.settle(InfeasibleError("at once"))
+        else:
+            self.receivers[task] = receiver
+        return task
+
+    def knows(self, task: int) -> bool:
+        return task in self.receivers
+
+    def cancel(self, task: int) -> None:
+        self.asked.append(("cancel", task))
+
+    def wait(
+        self, task: int, children: tuple[int, ...], is_elsewhere: bool = False
+    ) -> None:
+        assert not is_elsewhere
+        self.asked.append(("wait", task, children))
+
+    def receiver_of(self, task: int) -> Receiver | None:
+        return self.receivers.get(task)
+
+
+class FakeStore:
+    """Has lent nothing to anybody."""
+
+
+class RequestStory:
+    """A nest between a paper driver and workers with paper peers."""
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver()
+        self.refusal: AiogpuError | None = None
+        self.driver.actors.check = self.check
+        self.nested = Requests(self.driver, FakeStore())  # type: ignore[arg-type]
+
+    def check(self, _func: FunctionSpec, _payload: bytes) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def worker(self, number: int = 1) -> tuple[LiveWorker, FakePeer]:
+        worker, peer = LiveWorker(number, None, None), FakePeer()  # type: ignore[arg-type]
+        worker.peer = peer  # type: ignore[assignment]
+        return worker, peer
+
+    def hear(self, worker: LiveWorker, *said: Message) -> None:
+        for message in said:
+            self.nested.on_message(worker, message)
+
+
+@pytest.fixture
+def story() -> RequestStory:
+    return RequestStory()
+
+
+def declaration(
+    func: int = 7, payload: bytes = b"function", priority: int = 0, **changed: Any
+) -> Declare:
+    told = replace(fakes.func(), **changed)
+    told = replace(told, spec=replace(told.spec, priority=priority))
+    return Declare(func, told.spec.name, dump_spec(told), payload)
+
+
+def error_in(failed: Message) -> Exception:
+    assert isinstance(failed, ChildFailed)
+    assert failed.payload is not None
+    error: Exception = pickle.loads(failed.payload)
+    return error
+
+
+def test_a_child_that_ends_at_once_is_not_remembered(story: RequestStory) -> None:
+    worker, peer = story.worker()
+    story.driver.ends_at_once = True
+    story.hear(worker, declaration(), Submit(3, 1, 7, b""))
+    assert worker.children == {}
+    assert repr(error_in(peer.sent[0])) == "InfeasibleError('at once')"
+
+
+def test_what_two_workers_declare_alike_is_one_site(story: RequestStory) -> None:
+    """So that `max_calls`, what is sent, and how long it takes are known of all."""
+    (one, _), (two, _) = story.worker(1), story.worker(2)
+    story.hear(one, declaration(7), declaration(8), Submit(3, 1, 7, b""))
+    story.hear(one, Submit(3, 2, 8, b""))
+    story.hear(two, declaration(9), Submit(4, 1, 9, b""))
+    assert len(set(map(id, story.driver.funcs))) == 1
+    story.hear(two, declaration(10, priority=5), Submit(4, 2, 10, b""))
+    story.hear(two, declaration(11, b"other"), Submit(4, 3, 11, b""))
+    *_, urgent, other = story.driver.funcs
+    assert urgent.function is story.driver.funcs[0].function
+    assert urgent.spec.priority == 5
+    assert other.function.payload == b"other"
+    assert len({func.id for func in story.driver.funcs}) == 3
+
+
+def test_a_retry_class_is_not_looked_at(story: RequestStory) -> None:
+    worker, peer = story.worker()
+    unloadable = b"cno_such_module\nNoError\n."
+    story.hear(worker, declaration(retried=unloadable), Submit(3, 1, 7, b""))
+    assert peer.sent == []
+    (func,) = worker.declared.values()
+    assert isinstance(func, FunctionSpec)
+    assert func.retried == unloadable
+
+
+def test_what_was_never_declared_is_told(story: RequestStory) -> None:
+    worker, peer = story.worker()
+    story.hear(worker, Submit(3, 1, 7, b""))
+    assert isinstance(error_in(peer.sent[0]), InternalError)
+
+
+def test_only_so_much_is_remembered(
+    story: RequestStory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.callers.requests.KEPT", 4)
+    worker, peer = story.worker()
+    for func in range(1, 20):
+        story.hear(worker, declaration(func, b"%d" % func), Submit(3, func, func, b""))
+        story.hear(worker, declaration(1, b"1"))
+        story.hear(worker, Submit(3, 100 + func, 1, b""))
+    assert peer.sent == [], "what was declared last is known"
+    assert len(worker.declared) == 4
+    assert len(story.nested._functions) + len(story.nested._funcs) < 12
