@@ -52,7 +52,7 @@ FOLDERS: Final = {
     "memory": ("unit/memory", "contract"),
     "observe": ("unit/observe", "cli"),
     "runtime": ("unit/runtime", "contract", "faults"),
-    "serialization": ("unit/wire", "unit/memory", "unit/api", "contract"),
+    "serialization": ("unit/serialization", "unit/memory", "unit/api", "contract"),
     "testing": ("unit/testing", "core"),
     "wire": ("unit/wire", "unit/worker", "contract"),
     "worker": ("unit/worker", "contract", "faults"),

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_type_hints
 
 import aiogpu
 from aiogpu.client.function_spec import Function
@@ -37,7 +37,7 @@ from aiogpu.wire.connection import (
     Connection,
     ConnectionState,
 )
-from aiogpu.wire.messages import TAGS, Bind, Hello
+from aiogpu.wire.messages import TAGS, Bind, Hello, Message
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 NODE: Final = "node"
@@ -126,6 +126,28 @@ def kept() -> dict[str, Case]:
     """The cases that are kept, by the names of their files."""
     paths = sorted(path for path in CORPUS.iterdir() if path.is_file())
     return {path.name: Case.unpack(path.read_bytes()) for path in paths}
+
+
+SIMPLEST: Final[dict[object, object]] = {
+    int: 1,
+    str: "a",
+    float: 0.5,
+    bool: True,
+    bytes: b"b",
+    dict[str, str]: {"k": "v"},
+    dict[str, float]: {"k": 0.5},
+    dict[str, int]: {"k": 5},
+    dict[str, tuple[int | str, ...]]: {"gpu": (0, "MIG-1")},
+    tuple[int, ...]: (1, 2),
+    tuple[str, ...]: ("a", "b"),
+    tuple[bytes, ...]: (b"a", b""),
+    bytes | None: None,
+}
+
+
+def example(kind: type[Message]) -> Message:
+    """A message of that kind, with the simplest value in each field."""
+    return kind._make(SIMPLEST[hint] for hint in get_type_hints(kind).values())
 
 
 class Step(NamedTuple):

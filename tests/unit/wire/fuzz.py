@@ -37,11 +37,11 @@ from tests.unit.wire.cases import (
     TARGETS,
     Case,
     Step,
+    example,
     kept,
     run,
 )
 from tests.unit.wire.spoiling import frames_in, spoilt
-from tests.unit.wire.test_bytes import example
 
 HANGS: Final = 60
 """Seconds after which a case that has not ended is said to hang."""

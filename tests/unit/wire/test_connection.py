@@ -1,9 +1,15 @@
+"""Who may send what, and when: one end of a connection, with its peer's bytes."""
+
 from __future__ import annotations
 
+import struct
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.codec import HEADER, encode
+from aiogpu.wire.codec import LIMIT, encode
 from aiogpu.wire.connection import (
     CLIENT,
     FROM_PEER,
@@ -25,9 +31,30 @@ from aiogpu.wire.messages import (
     Ready,
     Run,
 )
+from tests.support.sampling import examples
+from tests.unit.wire.cases import ROLES, example
+from tests.unit.wire.spoiling import framed
 
 
-def test_every_message_is_said_by_one_side_to_one_kind_of_peer():
+def greeted(role: str) -> Connection:
+    connection = Connection()
+    connection.receive(greeting(role, 1, 2))
+    return connection
+
+
+def refuses(connection: Connection, data: bytes) -> bool:
+    """Return whether these bytes close the connection for good."""
+    with pytest.raises(ProtocolError):
+        connection.receive(data)
+    return (
+        connection.state is ConnectionState.CLOSED
+        and connection.receive(data) == []
+        and connection.receive(greeting(WORKER, 1, 2)) == []
+        and connection.receive(encode(Done(1, b""))) == []
+    )
+
+
+def test_each_message_is_sent_by_one_side_to_one_kind_of_peer():
     assert set(FROM_PEER) == set(TO_PEER) == {ZYGOTE, KEEPER, WORKER, CLIENT}
     said, heard = (frozenset().union(*table.values()) for table in (FROM_PEER, TO_PEER))
     assert said | heard | {Hello} == set(TAGS)
@@ -35,29 +62,74 @@ def test_every_message_is_said_by_one_side_to_one_kind_of_peer():
     assert Hello not in said | heard
 
 
-def test_a_worker_connects_works_and_goes():
+def test_a_worker_connects_works_and_leaves():
     driver, worker = Connection(), Connection(WORKER)
-    assert driver.state is ConnectionState.GREETING
+    assert repr(driver) == "<Connection greeting with unknown>"
     assert worker.state is ConnectionState.OPEN
 
-    hello = Hello(VERSION, WORKER, 7, 4711)
-    assert driver.receive(greeting(WORKER, 7, 4711)) == [hello]
-    assert driver.state is ConnectionState.OPEN
-    assert driver.peer == hello
+    hello, ready = Hello(VERSION, WORKER, 7, 4711), Done(3, b"")
+    data = greeting(WORKER, 7, 4711) + encode(ready)
+    assert driver.receive(data[:10]) == []
+    assert driver.missing == len(encode(hello)) - 10
+    assert driver.receive(data[10:]) == [hello, ready]
+    assert (driver.state, driver.peer) == (ConnectionState.OPEN, hello)
+    assert repr(driver) == "<Connection open with worker 7>"
 
     orders = [Run(1, 2, b"args", False), Cancel(1), Exit()]
     assert worker.receive(b"".join(map(encode, orders))) == orders
     assert driver.receive(encode(Done(1, b"result"))) == [Done(1, b"result")]
 
     driver.close()
-    assert driver.state is ConnectionState.CLOSED
+    assert repr(driver) == "<Connection closed with worker 7>"
     assert driver.receive(encode(Done(2, b"late"))) == []
 
 
-def test_a_greeting_and_what_follows_may_come_together():
-    driver = Connection()
-    found = driver.receive(greeting(ZYGOTE, 0, 1) + encode(Ready((), ())))
-    assert [type(message) for message in found] == [Hello, Ready]
+steady = settings(
+    derandomize=True, database=None, deadline=None, max_examples=examples(100)
+)
+
+
+@steady
+@given(st.sampled_from(ROLES), st.data())
+def test_whatever_its_peer_may_send_arrives(role, data):
+    kinds = sorted(FROM_PEER[role], key=TAGS.__getitem__)
+    sent = data.draw(st.lists(st.sampled_from(kinds).map(example), max_size=5))
+    stream = greeting(role, 3, 4) + b"".join(map(encode, sent))
+    cut = data.draw(st.integers(0, len(stream)))
+    connection = Connection()
+    found = connection.receive(stream[:cut]) + connection.receive(stream[cut:])
+    assert found == [Hello(VERSION, role, 3, 4), *sent]
+    assert connection.state is ConnectionState.OPEN
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_side_sends_only_what_the_role_of_the_peer_allows(role):
+    for kind in TAGS:
+        data = encode(example(kind))
+        for end, allowed in (greeted(role), FROM_PEER), (Connection(role), TO_PEER):
+            if kind in allowed[role]:
+                (found,) = end.receive(data)
+                assert (type(found), found) == (kind, example(kind))
+            else:
+                assert refuses(end, data)
+    assert refuses(greeted(role), greeting(role, 1, 2))
+    assert refuses(Connection(), greeting(role, 1, 2) * 2)
+
+
+def test_only_a_greeting_comes_first():
+    for kind in set(TAGS) - {Hello}:
+        assert refuses(Connection(), encode(example(kind)))
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1, -1, 2**64 - 1])
+def test_another_version_is_refused(version):
+    hello = Hello(version, WORKER, 1, 2)
+    assert refuses(Connection(), encode(hello))
+
+
+@pytest.mark.parametrize("role", ["", "driver", "Worker", "\udcff", "x" * 10_000])
+def test_an_unknown_role_is_refused(role):
+    assert refuses(Connection(), greeting(role, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -90,18 +162,76 @@ def test_a_refusal_names_the_peer():
         driver.receive(encode(Done(1, b"")))
 
 
-def test_missing_is_the_reader_s():
-    driver = Connection()
-    assert driver.missing == HEADER
-    data = greeting(WORKER, 1, 2)
-    driver.receive(data[:-2])
-    assert driver.missing == 2
+@pytest.mark.parametrize("length", [LIMIT + 1, 2**31, 2**32 - 1])
+def test_too_long_a_frame_is_refused_before_any_of_it_arrives(length):
+    assert refuses(greeted(WORKER), struct.pack("<I", length))
 
 
-def test_repr_is_one_line_of_what_is_known():
-    driver = Connection()
-    assert repr(driver) == "<Connection greeting with unknown>"
-    driver.receive(greeting(WORKER, 7, 4711))
-    assert repr(driver) == "<Connection open with worker 7>"
-    driver.close()
-    assert repr(driver) == "<Connection closed with worker 7>"
+def test_the_longest_frame_is_waited_for():
+    connection = greeted(WORKER)
+    assert connection.receive(struct.pack("<I", LIMIT)) == []
+    assert connection.missing == LIMIT
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\xc0", id="nil"),
+        pytest.param(b"\x90", id="no tag"),
+        pytest.param(b"\xc1", id="a byte that msgpack never uses"),
+        pytest.param(b"\x91\x03\x00", id="surplus bytes"),
+        pytest.param(b"\x81\xa1a\x01", id="a map"),
+        pytest.param(b"\x91\x81\xa1a\x01", id="a map for a tag"),
+        pytest.param(b"\x91\xc3", id="true for a tag"),
+        pytest.param(b"\x91\xcb\x3f\xf0" + bytes(6), id="1.0 for a tag"),
+        pytest.param(b"\x91\x00", id="tag 0"),
+        pytest.param(b"\x91\xff", id="tag -1"),
+        pytest.param(b"\x91\xcd\xff\xff", id="tag 65535"),
+        pytest.param(b"\x92\x02\xd4\x05\x00", id="an extension"),
+        pytest.param(b"\x92\x02\xd6\xff" + b"\xff" * 4, id="a timestamp"),
+        pytest.param(b"\x92\x02\xd7\xff" + b"\xff" * 8, id="an ill timestamp"),
+        pytest.param(b"\x92\x02\xc7\x0c\xff" + b"\xff" * 12, id="a huge timestamp"),
+        pytest.param(b"\x92\x02\xa2\xff\xff", id="no utf-8"),
+        pytest.param(b"\x92\x02\x81\x90\x01", id="a map keyed by an array"),
+        pytest.param(b"\x92\x02\x81\x01\x01", id="a map keyed by a number"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="an array of billions"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="a map of billions"),
+        pytest.param(b"\xc6\xff\xff\xff\xff", id="bytes of billions"),
+    ],
+)
+def test_what_is_no_message_is_refused(body):
+    for role in ROLES:
+        assert refuses(greeted(role), framed(body))
+        assert refuses(Connection(role), framed(body))
+    assert refuses(Connection(), framed(body))
+
+
+@steady
+@given(st.sampled_from(ROLES), st.lists(st.binary(max_size=60), max_size=6))
+def test_any_bytes_are_read_until_the_first_refusal(role, chunks):
+    connection = greeted(role)
+    was_refused = False
+    for chunk in chunks:
+        try:
+            found = connection.receive(chunk)
+        except ProtocolError:
+            assert not was_refused
+            was_refused = True
+        else:
+            assert not (was_refused and found)
+    assert (connection.state is ConnectionState.CLOSED) == was_refused
+
+
+def test_what_precedes_a_fault_in_the_same_chunk_is_dropped_with_it():
+    connection = greeted(WORKER)
+    assert refuses(connection, encode(Done(1, b"")) + encode(Exit()))
+
+
+def test_after_a_fault_in_the_middle_of_a_frame_the_rest_is_not_read():
+    connection = Connection(WORKER)
+    data = encode(Run(1, 2, b"payload", False))
+    assert connection.receive(data[:6]) == []
+    spoilt = bytes([data[6] ^ 0xFF]) + data[7:] + framed(b"\xc0")
+    assert refuses(connection, spoilt)
+    assert connection.receive(data[6:]) == []

@@ -15,10 +15,13 @@ from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import tensors
 from aiogpu.serialization.pickler import dump, dump_whole
 from aiogpu.serialization.references import SHARED_FROM
-from tests.unit.wire.parcels import load
+from tests.unit.serialization.payloads import load
 
 torch = pytest.importorskip("torch", reason="its tensors are pickled here")
+
+
 EDGE = SHARED_FROM // 4
+
 
 KINDS = {
     "float": lambda: torch.arange(EDGE * 2.0).reshape(2, EDGE),
@@ -66,28 +69,17 @@ def test_a_tensor_arrives_as_it_was(kind, way):
     assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
     assert (again.device, again.layout) == (tensor.device, tensor.layout)
     assert again.requires_grad == tensor.requires_grad
+    if kind in {"transposed", "channels last", "expanded"}:
+        assert again.stride() == tensor.stride()
     if kind != "meta":
         as_floats = [each.to_dense().to(torch.complex64) for each in (again, tensor)]
         assert torch.equal(*as_floats)
 
 
-@pytest.mark.parametrize("kind", ["float", "bfloat16", "channels last", "parameter"])
-def test_a_large_tensor_goes_beside_the_stream(kind):
-    tensor = KINDS[kind]()
-    stream, (buffer,) = dump(tensor)
-    assert len(stream) < 1000
-    assert buffer.nbytes == tensor.nbytes
-
-
-@pytest.mark.parametrize("kind", ["transposed", "channels last", "expanded"])
-def test_strides_are_kept(kind):
-    tensor = KINDS[kind]()
-    assert twice(tensor).stride() == tensor.stride()
-
-
 def test_a_tensor_is_not_copied_on_either_side():
     tensor = torch.arange(EDGE)
     stream, (buffer,) = dump(tensor)
+    assert (len(stream) < 1000, buffer.nbytes) == (True, tensor.nbytes)
     again = load(stream, [buffer])
     assert again.data_ptr() == tensor.data_ptr()
     del tensor
@@ -96,7 +88,7 @@ def test_a_tensor_is_not_copied_on_either_side():
 
 
 def test_a_tensor_over_a_private_mapping_may_be_changed():
-    """torch knows no read-only memory; changes must stay with who makes them."""
+    """torch knows no read-only memory; changes must stay in one process."""
     stream, (buffer,) = dump(torch.ones(EDGE))
     fd = os.memfd_create("tensor")
     os.write(fd, buffer)
@@ -133,19 +125,6 @@ def test_a_model_arrives_and_computes_and_learns():
     assert again[0].weight.grad is not None
 
 
-def test_tied_weights_stay_tied():
-    model = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(2)])
-    model[1].weight = model[0].weight
-    again = twice(model)
-    assert again[1].weight is again[0].weight
-
-
-def test_tensors_that_share_memory_arrive_apart():
-    whole = torch.zeros(EDGE * 2)
-    first, second = twice([whole[:EDGE], whole])
-    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-
-
 def test_every_type_of_elements_arrives():
     seen = 0
     for dtype in {each for each in vars(torch).values() if type(each) is torch.dtype}:
@@ -161,6 +140,16 @@ def test_every_type_of_elements_arrives():
             assert again.dtype == dtype
             assert bytes(again.view(torch.uint8)) == bytes(tensor.view(torch.uint8))
     assert seen >= 8
+
+
+def test_tied_weights_stay_tied_and_other_tensors_arrive_apart():
+    model = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(2)])
+    model[1].weight = model[0].weight
+    again = twice(model)
+    assert again[1].weight is again[0].weight
+    whole = torch.zeros(EDGE * 2)
+    first, second = twice([whole[:EDGE], whole])
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
 @pytest.mark.gpu

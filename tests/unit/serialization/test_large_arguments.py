@@ -1,6 +1,9 @@
+"""Advice about what is large: what makes it so, and what is sent repeatedly."""
+
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
 from collections import namedtuple
@@ -11,9 +14,132 @@ import pytest
 
 from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import large_arguments as module
-from aiogpu.serialization.large_arguments import REMEMBERED, REPEATS, RepeatedArguments
+from aiogpu.serialization.diagnostics import MAX_DEPTH
+from aiogpu.serialization.large_arguments import (
+    REMEMBERED,
+    REPEATS,
+    RepeatedArguments,
+    advise_on_function,
+    find_heaviest,
+    format_size,
+    pickled_size,
+)
 
 MIB = 1 << 20
+
+
+TABLE = list(range(300_000))
+
+
+SMALL = [1, 2, 3]
+
+
+def local(function):
+    """The function as if it were defined where it cannot be imported from."""
+    function.__module__ = "__main__"
+    function.__qualname__ = "local.<locals>." + function.__name__
+    return function
+
+
+class Holder:
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+
+class Fickle:
+    """Reduces only the first time."""
+
+    calls = 0
+
+    def __reduce_ex__(self, protocol):
+        Fickle.calls += 1
+        if Fickle.calls > 1:
+            raise ZeroDivisionError
+        return bytes, (b"x" * MIB,)
+
+
+def cyclic() -> object:
+    loop: list[object] = [b"x" * MIB, b"y" * MIB, b"z" * MIB]
+    loop.insert(0, loop)
+    return loop
+
+
+def deep(depth: int) -> object:
+    value: object = b"x" * MIB
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def closure(*values):
+    def f():
+        return values
+
+    return f
+
+
+@local
+def with_globals():
+    return SMALL, TABLE
+
+
+class Server:
+    @local
+    def serve(self):
+        return TABLE
+
+
+local(Server)
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (b"x" * MIB, "it"),
+        (np.zeros(MIB), "it"),
+        (np.array([b"x" * MIB, b"y"], object), "it"),
+        ({"a": {"b": (0, bytearray(MIB))}}, "it['a']['b'][1]"),
+        (Holder(small=1, model=np.zeros(MIB)), "it.model"),
+        (Holder(layers=[np.zeros(MIB)] * 2), "it.layers[0]"),
+        ([np.zeros(MIB), np.zeros(MIB)], "it"),
+        ([np.zeros(MIB), np.zeros(MIB // 2)], "it[0]"),
+        ([np.zeros(MIB), *[np.zeros(MIB // 10)] * 2, np.zeros(MIB)], "it"),
+        (json.JSONDecoder, "it"),
+        (closure(np.zeros(MIB)), "it.__closure__.values[0]"),
+        (with_globals, "it.__globals__.TABLE"),
+        (cyclic(), "it"),
+        (Fickle(), "it"),
+        (threading.Lock(), "it"),
+        (deep(MAX_DEPTH * 2), "it" + "[0]" * MAX_DEPTH),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_the_path_leads_to_what_stands_out(value, path):
+    assert find_heaviest("it", value)[0] == path
+
+
+def test_the_size_is_that_of_the_part():
+    _, size = find_heaviest("it", {"a": np.zeros(MIB), "b": b"x" * 1000})
+    assert 0 <= size - 8 * MIB < 1000
+    assert pickled_size([threading.Lock()]) == 0, "it cannot be pickled"
+    assert format_size(MIB * 25 // 2) == "12.5 MiB"
+
+
+def test_a_large_function_is_named_with_what_makes_it_large():
+    with pytest.warns(AiogpuWarning) as caught:
+        advise_on_function("f", closure(np.zeros(MIB)), 8 * MIB + 700)
+    text = str(caught[0].message)
+    assert text.startswith(
+        "f is 8.0 MiB when pickled, of which 8.0 MiB are f.__closure__.values[0]; every"
+    )
+    assert "await aiogpu.put(" in text
+    assert caught[0].filename == __file__
+    several = closure(*(np.zeros(MIB) for _ in range(3)))
+    with pytest.warns(AiogpuWarning, match=r"24.0 MiB are f.__closure__.values; every"):
+        advise_on_function("f", several, 24 * MIB)
+
+
+# What is passed repeatedly
 
 
 class Slotted:
@@ -35,6 +161,7 @@ class Weightless:
 
 
 Pair = namedtuple("Pair", "a b")
+
 
 KINDS = {
     "array": lambda: np.zeros(MIB),
@@ -66,7 +193,7 @@ def pass_often(repeats, value, count=REPEATS, function="f"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_eighth_call_with_the_same_object_is_told(kind, told):
+def test_the_eighth_call_with_the_same_object_is_noticed(kind, told):
     value, repeats = KINDS[kind](), RepeatedArguments()
     pass_often(repeats, value, REPEATS - 1)
     assert told == []
@@ -86,41 +213,31 @@ def test_it_is_a_warning_at_the_line_of_the_call():
     assert caught[0].filename == __file__
 
 
-def test_an_argument_by_name_is_named(told):
-    value, repeats = np.zeros(MIB), RepeatedArguments()
-    for index in range(REPEATS):
-        repeats.note("f", (index, None), {"x": value})
-    assert told[0].startswith("kwargs['x'] of f ")
-
-
-def test_each_function_and_argument_is_told_for_itself(told):
+def test_each_function_and_each_argument_counts_by_itself(told):
     value, repeats = np.zeros(MIB), RepeatedArguments()
     pass_often(repeats, value, REPEATS - 1)
     pass_often(repeats, value, REPEATS - 1, "g")
     assert told == []
     pass_often(repeats, value, 1)
     pass_often(repeats, value, 1, "g")
-    assert [text[:12] for text in told] == ["args[0] of f", "args[0] of g"]
+    for index in range(REPEATS):
+        repeats.note("f", (index, None), {"x": value})
+    begins = ["args[0] of f", "args[0] of g", "kwargs['x'] "]
+    assert [text[:12] for text in told] == begins
 
 
-def test_objects_that_take_turns_are_told(told):
+def test_objects_that_take_turns_are_noticed_and_a_small_one_beside_them_is_not(told):
     models, repeats = [np.zeros(MIB), np.ones(MIB)], RepeatedArguments()
+    small = Weightless()
     for index in range(2 * REPEATS):
-        repeats.note("f", (models[index % 2],), {})
-    assert len(told) == 1
-
-
-def test_a_small_object_beside_a_large_one_is_not_blamed(told):
-    small, repeats = Weightless(), RepeatedArguments()
-    for _ in range(99):
-        repeats.note("f", (small, "word", np.zeros(MIB)), {})
-    assert told == []
+        repeats.note("f", (small, "word", models[index % 2]), {})
+    assert [text[:12] for text in told] == ["args[2] of f"]
 
 
 @pytest.mark.parametrize(
     "kind", sorted(set(KINDS) - {"bytes", "bytearray", "text", "numbers", "deep"})
 )
-def test_a_new_object_each_time_is_not_told(kind, told):
+def test_a_new_object_each_time_is_not_noticed(kind, told):
     """Though it has the address of the one before, more often than not."""
     repeats = RepeatedArguments()
     for _ in range(99):
@@ -128,7 +245,7 @@ def test_a_new_object_each_time_is_not_told(kind, told):
     assert told == []
 
 
-def test_new_bytes_of_other_content_are_not_told(told):
+def test_new_bytes_of_other_content_are_not_noticed(told):
     repeats = RepeatedArguments()
     for index in range(20):
         for kind in (bytes, bytearray):
@@ -139,7 +256,7 @@ def test_new_bytes_of_other_content_are_not_told(told):
 
 
 @pytest.mark.parametrize("place", [slice(None), 0, MIB // 2, -1])
-def test_a_buffer_that_is_filled_anew_is_not_told(place, told):
+def test_a_buffer_that_is_filled_anew_is_not_noticed(place, told):
     frame, repeats = np.zeros(MIB), RepeatedArguments()
     for index in range(99):
         frame[place] = index
@@ -147,7 +264,7 @@ def test_a_buffer_that_is_filled_anew_is_not_told(place, told):
     assert told == []
 
 
-def test_a_list_that_grows_is_not_told(told):
+def test_a_list_that_grows_is_not_noticed(told):
     rows, repeats = [0] * 2 * MIB, RepeatedArguments()
     for _ in range(99):
         rows.append(0)
@@ -220,7 +337,7 @@ def test_objects_are_never_compared(told):
     assert told == []
 
 
-def test_what_will_not_be_reduced_is_left_alone(told):
+def test_what_cannot_be_reduced_is_passed_over(told):
     repeats = RepeatedArguments()
     pass_often(repeats, Opaque())
     pass_often(repeats, [Opaque(), threading.Lock()])

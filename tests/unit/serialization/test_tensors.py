@@ -1,4 +1,4 @@
-"""Tensors by a torch of paper: what is asked of it, and what never is.
+"""Tensors by a fake torch: what is asked of it, and what never is.
 
 The real one is asked the same in `test_real_tensors.py`.
 """
@@ -16,9 +16,11 @@ from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import pickler, tensors
 from aiogpu.serialization.pickler import dump, dump_whole, measure
 from aiogpu.serialization.references import SHARED_FROM
-from tests.unit.wire.parcels import load
+from tests.unit.serialization.payloads import load
 
 EDGE = SHARED_FROM // 8
+
+
 READ_ONLY = (
     "The given buffer is not writable, and PyTorch does not support non-writable "
     "tensors."
@@ -133,7 +135,7 @@ class Torch(ModuleType):
         return Tensor(np.frombuffer(buffer, dtype))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def torch(monkeypatch):
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -160,31 +162,31 @@ def twice(value):
     return load(stream, buffers)
 
 
-@pytest.mark.usefixtures("torch")
-@pytest.mark.parametrize("size", [1, 3, EDGE])
-def test_a_tensor_arrives_over_its_buffer(size):
-    stream, buffers = dump([Tensor(np.arange(size))])
-    assert len(buffers) == (size >= EDGE)
-    (again,) = load(stream, buffers)
-    assert type(again) is Tensor
-    assert again.array.tolist() == list(range(size))
-
-
-@pytest.mark.usefixtures("torch")
-def test_a_tensor_is_not_copied_on_either_side():
+def test_a_tensor_is_not_copied_on_either_side_and_its_buffer_keeps_it_alive():
     values = np.arange(EDGE)
-    stream, (buffer,) = dump(Tensor(values))
+    stream, (buffer,) = dump([Tensor(values)])
     assert np.shares_memory(np.frombuffer(buffer, "i8"), values)
-    assert np.shares_memory(load(stream, [buffer]).array, values)
-
-
-@pytest.mark.usefixtures("torch")
-def test_a_buffer_keeps_its_tensor_alive():
+    (again,) = load(stream, [buffer])
+    assert np.shares_memory(again.array, values)
+    assert again.array.tolist() == values.tolist()
     _, (buffer,) = dump(Tensor(np.full(EDGE, 7)))
     assert bytes(buffer[-8:-7]) == b"\7"
 
 
-@pytest.mark.usefixtures("torch")
+def test_small_tensors_stay_in_the_stream_and_all_do_if_asked():
+    for values in (np.arange(1), np.arange(3), np.array(2.5)):
+        stream, buffers = dump(Tensor(values))
+        assert not buffers
+        again = load(stream)
+        assert (again.shape, again.array.tolist()) == (values.shape, values.tolist())
+    again = load(dump_whole(Tensor(np.arange(EDGE))))
+    assert again.array.tolist() == list(range(EDGE))
+    assert 0 <= measure(Tensor(np.arange(EDGE))) - SHARED_FROM < 1000
+    tensor = Tensor(np.arange(EDGE))
+    first, second = twice([tensor, tensor])
+    assert first is second
+
+
 @pytest.mark.parametrize(
     ("values", "strides", "size"),
     [
@@ -202,26 +204,6 @@ def test_strides_are_kept_where_they_skip_nothing(values, strides, size):
     again = load(stream, [buffer])
     assert again.stride() == strides
     assert again.array.tolist() == values.tolist()
-
-
-@pytest.mark.usefixtures("torch")
-def test_a_tensor_without_dimensions_arrives():
-    again = twice(Tensor(np.array(2.5)))
-    assert (again.shape, float(again.array)) == ((), 2.5)
-
-
-@pytest.mark.usefixtures("torch")
-def test_what_is_one_tensor_stays_one():
-    tensor = Tensor(np.arange(EDGE))
-    first, second = twice([tensor, tensor])
-    assert first is second
-
-
-@pytest.mark.usefixtures("torch")
-def test_tensors_travel_in_the_stream_too():
-    again = load(dump_whole(Tensor(np.arange(EDGE))))
-    assert again.array.tolist() == list(range(EDGE))
-    assert 0 <= measure(Tensor(np.arange(EDGE))) - SHARED_FROM < 1000
 
 
 def with_gradient(tensor):
@@ -244,17 +226,17 @@ def on_no_device(tensor):
     tensor.device.type = "meta"
 
 
-@pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize(
     "change", [with_gradient, conjugate, negative, with_attribute, on_no_device]
 )
-def test_what_is_more_than_its_memory_goes_torchs_own_way(change):
+def test_what_is_more_than_its_memory_is_pickled_by_torch(change):
     tensor = Tensor(np.arange(3))
     change(tensor)
     assert twice(tensor) == ("by torch", [0, 1, 2])
+    assert twice(Tensor(np.zeros((0, 3)))) == ("by torch", [])
+    assert twice(Named(np.arange(2))) == ("by torch", [0, 1])
 
 
-@pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -264,15 +246,9 @@ def test_what_is_more_than_its_memory_goes_torchs_own_way(change):
         ("names", ("batch",)),
     ],
 )
-def test_other_kinds_of_tensors_go_torchs_own_way(name, value, monkeypatch):
+def test_other_kinds_of_tensors_are_pickled_by_torch(name, value, monkeypatch):
     monkeypatch.setattr(Tensor, name, value, raising=False)
     assert twice(Tensor(np.arange(3))) == ("by torch", [0, 1, 2])
-
-
-@pytest.mark.usefixtures("torch")
-def test_an_empty_tensor_and_a_subclass_go_torchs_own_way():
-    assert twice(Tensor(np.zeros((0, 3)))) == ("by torch", [])
-    assert twice(Named(np.arange(2))) == ("by torch", [0, 1])
 
 
 # The warning of torch
@@ -338,8 +314,7 @@ def test_a_cuda_tensor_goes_to_the_same_index_or_to_the_cpu(torch, cards, index,
     assert again.array.tolist() == list(range(EDGE))
 
 
-@pytest.mark.usefixtures("torch")
-def test_copies_are_told_once():
+def test_copies_are_warned_of_once():
     on_cuda = [Tensor(np.arange(3), "cuda", 0), Tensor(np.arange(3), "cuda", 1)]
     with pytest.warns(AiogpuWarning) as caught:
         dump([*on_cuda, Storage("cuda", 0)])
@@ -348,9 +323,8 @@ def test_copies_are_told_once():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.usefixtures("torch")
 @pytest.mark.filterwarnings("ignore::aiogpu.errors.AiogpuWarning")
-def test_storage_on_a_device_never_goes_torchs_own_way():
+def test_storage_on_a_device_is_never_pickled_by_torch():
     """It is what tensors with a gradient consist of; torch's reads it on CUDA only."""
     again = twice(Storage("cuda", 0))
     assert again.device.type == "cpu"
@@ -360,8 +334,7 @@ def test_storage_on_a_device_never_goes_torchs_own_way():
     assert (again._untyped_storage.device.type, again.dtype) == ("cpu", "<f4")
 
 
-@pytest.mark.usefixtures("torch")
-def test_storage_of_the_cpu_goes_torchs_own_way(monkeypatch):
+def test_storage_of_the_cpu_is_pickled_by_torch(monkeypatch):
     for kind in (Storage, Typed):
         monkeypatch.setattr(
             kind, "__reduce_ex__", lambda self, protocol: (by_torch, ([],))
@@ -383,13 +356,12 @@ def test_a_torch_that_is_half_imported_is_left_alone(torch, lacking):
     assert twice(Late(np.arange(3))).array.tolist() == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("torch")
-def test_torch_is_learnt_once(monkeypatch):
+def test_torch_is_looked_at_once(monkeypatch):
     dump(None)
     monkeypatch.delattr(tensors, "reducers")
     assert twice(Tensor(np.arange(3))).array.tolist() == [0, 1, 2]
 
 
-def test_nothing_is_known_of_a_module_that_is_no_torch():
+def test_a_module_that_is_no_torch_has_no_reducers():
     assert tensors.reducers(None) == {}
     assert tensors.reducers(ModuleType("torch")) == {}

@@ -1,10 +1,11 @@
+"""Exceptions on their way from a worker to the program, and which are retried."""
+
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import copyreg
 import errno
-import pickle
 import threading
 import traceback
 from dataclasses import dataclass
@@ -26,10 +27,20 @@ from aiogpu.serialization.exceptions import (
     STOPPED,
     UNREADABLE,
     UNSENDABLE,
+    ChunkOutcome,
     error_of,
     pack_failure,
     pack_own_error,
     unpack_failure,
+)
+from aiogpu.serialization.serializer import (
+    RETRY_ALL,
+    RETRY_NONE,
+    dump_result,
+    dump_retried,
+    is_retried,
+    load_result,
+    load_retried,
 )
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import Failed
@@ -140,25 +151,44 @@ class Registered(Exception):
         super().__init__(code)
 
 
+class Frozen(Exception):
+    """Takes no attribute from anybody, as a frozen dataclass does not."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class Covered(Exception):
+    """Hides the slot that its cause goes into."""
+
+    __cause__ = None
+
+
 # What arrives as itself
+
+
+class Local(Exception):
+    """Sent by value: nothing finds it by its name."""
+
+    def __str__(self):
+        return "local text"
+
+
+Local.__qualname__ = "nowhere.Local"
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        ValueError("no"),
+        ValueError("file \udcff.txt"),
         KeyError("k"),
-        ZeroDivisionError(),
         OSError(2, "No such file", "a.txt"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
         Quota(3),
-        TimeoutError("late"),
         concurrent.futures.CancelledError(),
         asyncio.QueueEmpty(),
         TaskError("inner", "mod.Kind", "trace"),
-        RecursionError("deep"),
         MemoryError(),
-        AssertionError(),
         ModuleNotFoundError("m", name="m", path="p"),
     ],
 )
@@ -199,11 +229,15 @@ def test_an_exception_with_keywords_that_refers_to_itself_arrives():
     assert arrived.itself is arrived
 
 
-def test_a_group_with_a_constructor_of_its_own_arrives():
+def test_a_group_arrives_with_its_exceptions():
     arrived = travel(Several(1, 2))
     assert type(arrived) is Several
     assert arrived.codes == (1, 2)
     assert [str(error) for error in arrived.exceptions] == ["1 of 0", "2 of 0"]
+    arrived = travel(ExceptionGroup("two", [ValueError("a"), Quota(2)]))
+    assert type(arrived) is ExceptionGroup
+    assert [type(error) for error in arrived.exceptions] == [ValueError, Quota]
+    assert "Quota: 2" in str(arrived.__cause__)
 
 
 def test_a_class_that_says_how_it_is_pickled_is_obeyed(monkeypatch):
@@ -213,66 +247,23 @@ def test_a_class_that_says_how_it_is_pickled_is_obeyed(monkeypatch):
     assert travel(Registered("as it is")).args == ("from the table",)
 
 
-def test_the_remote_traceback_is_the_cause_and_is_printed():
-    printed = "".join(traceback.format_exception(travel(Quota(3))))
-    assert "the user's own line" in printed
-    assert "direct cause" in printed
-    assert printed.rstrip().endswith("Quota: 3")
+def test_a_class_that_cannot_be_imported_arrives():
+    arrived = travel(Local(1))
+    assert (type(arrived).__name__, str(arrived)) == ("Local", "local text")
 
 
-def test_notes_arrive():
-    error = ValueError("no")
+def test_the_cause_is_the_traceback_with_notes_and_with_the_cause_that_it_had():
+    error = ValueError("second")
     error.add_note("at step 3")
+    error.__cause__ = KeyError("first")
     arrived = travel(error)
     assert arrived.__notes__ == ["at step 3"]
-    assert "at step 3" in str(arrived.__cause__)
-
-
-def test_a_cause_is_told_in_the_traceback_and_replaced_by_it():
-    try:
-        try:
-            raise KeyError("first")
-        except KeyError as first:
-            raise ValueError("second") from first
-    except ValueError as second:
-        error = second
-    arrived = travel(error)
-    assert type(arrived) is ValueError
-    text = str(arrived.__cause__)
-    assert "KeyError: 'first'" in text
-    assert "direct cause" in text
     assert type(arrived.__cause__) is RemoteTraceback
-
-
-def test_a_group_arrives_with_its_exceptions():
-    arrived = travel(ExceptionGroup("two", [ValueError("a"), Quota(2)]))
-    assert type(arrived) is ExceptionGroup
-    assert [type(error) for error in arrived.exceptions] == [ValueError, Quota]
-    assert "Sub" not in str(arrived)
-    assert "Quota: 2" in str(arrived.__cause__)
-
-
-def test_a_class_that_cannot_be_imported_arrives():
-    class Local(Exception):
-        def __str__(self):
-            return "local text"
-
-    arrived = travel(Local(1))
-    assert type(arrived).__name__ == "Local"
-    assert str(arrived) == "local text"
-
-
-class Frozen(Exception):
-    """Takes no attribute from anybody, as a frozen dataclass does not."""
-
-    def __setattr__(self, name, value):
-        raise AttributeError(name)
-
-
-class Covered(Exception):
-    """Hides the slot that its cause goes into."""
-
-    __cause__ = None
+    for text in ("at step 3", "KeyError: 'first'", "direct cause"):
+        assert text in str(arrived.__cause__)
+    printed = "".join(traceback.format_exception(arrived))
+    assert "the user's own line" in printed
+    assert printed.rstrip().endswith("ValueError: second\nat step 3")
 
 
 @pytest.mark.parametrize("error", [Frozen("no"), Covered("no")])
@@ -307,40 +298,28 @@ class End(StopIteration, ValueError):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "told"),
     [
-        StopIteration(3),
-        StopAsyncIteration(),
-        SystemExit(3),
-        KeyboardInterrupt(),
-        GeneratorExit(),
-        asyncio.CancelledError(),
-        Stray("no"),
-        StrayGroup("two", [Stray("a"), ValueError("b")]),
-        Both("no"),
-        Cancelled("no"),
-        End("no"),
+        (StopIteration(3), "StopIteration: 3"),
+        (StopAsyncIteration(), "StopAsyncIteration"),
+        (SystemExit("\ud800"), "SystemExit: \ud800"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (GeneratorExit(), "GeneratorExit"),
+        (asyncio.CancelledError(), "asyncio.exceptions.CancelledError"),
+        (Stray("no"), f"{__name__}.Stray: no"),
+        (StrayGroup("two", [Stray("a")]), f"{__name__}.StrayGroup: two (1 sub-excep"),
+        (Both("no"), f"{__name__}.Both: no"),
+        (Cancelled("no"), f"{__name__}.Cancelled: no"),
+        (End("no"), f"{__name__}.End: no"),
     ],
+    ids=lambda value: type(value).__name__,
 )
-def test_what_would_upset_a_loop_arrives_as_text(error):
-    arrived = arrives_as_text(error, "work failed with an exception that cannot be")
-    assert type(error).__qualname__ in arrived.type_name
-    assert str(error) in str(arrived)
-
-
-def test_a_builtin_is_named_without_its_module_and_another_with_it():
-    assert arrives_as_text(SystemExit(3), ": SystemExit: 3").type_name == "SystemExit"
-    name = f"{__name__}.Stray"
-    assert arrives_as_text(Stray("no"), f": {name}: no").type_name == name
-
-
-def test_without_a_text_the_name_is_all():
-    assert str(arrives_as_text(KeyboardInterrupt())).endswith(": KeyboardInterrupt")
-
-
-def test_an_exception_that_cannot_be_pickled_arrives_as_text():
-    error = Quota(threading.Lock())
-    assert arrives_as_text(error, "lock").type_name == f"{__name__}.Quota"
+def test_what_would_upset_a_loop_arrives_as_text(error, told):
+    """A built-in one is named without its module."""
+    arrived = arrives_as_text(error)
+    begin = "work failed with an exception that cannot be raised here: "
+    assert str(arrived).startswith(begin + told)
+    assert arrived.type_name == told.partition(":")[0]
 
 
 class Changing(Exception):
@@ -363,24 +342,9 @@ class Unready(Exception):
         raise SystemExit(3)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Changing(leave, ValueError),
-        Changing(leave, SystemExit),
-        Changing(leave, KeyboardInterrupt),
-        Changing(str, "no exception"),
-        Changing(dict),
-        Changing(SystemExit, 3),
-        Changing(StopIteration),
-        Changing(asyncio.CancelledError),
-        Changing(type, "Kind", (), {}),
-        Unready("no"),
-    ],
-)
-def test_an_exception_that_does_not_unpickle_as_one_arrives_as_text(error):
-    arrived = arrives_as_text(error, str(error))
-    assert arrived.type_name == f"{__name__}.{type(error).__name__}"
+class Interrupting(Exception):
+    def __reduce__(self):
+        raise KeyboardInterrupt
 
 
 class Liar:
@@ -389,8 +353,23 @@ class Liar:
     __class__ = ValueError
 
 
-def test_an_object_that_pretends_to_be_an_exception_is_not_one():
-    arrives_as_text(Changing(Liar))
+@pytest.mark.parametrize(
+    "error",
+    [
+        Changing(leave, SystemExit),
+        Changing(leave, KeyboardInterrupt),
+        Changing(str, "no exception"),
+        Changing(Liar),
+        Changing(SystemExit, 3),
+        Changing(asyncio.CancelledError),
+        Changing(type, "Kind", (), {}),
+        Unready("no"),
+        Interrupting("no"),
+    ],
+)
+def test_an_exception_that_does_not_unpickle_as_one_arrives_as_text(error):
+    arrived = arrives_as_text(error, str(error))
+    assert arrived.type_name == f"{__name__}.{type(error).__name__}"
 
 
 @pytest.mark.parametrize("payload", [b"", b"garbage", b"\x80\x05N."])
@@ -400,6 +379,27 @@ def test_a_payload_that_is_no_pickled_exception_counts_for_nothing(payload):
     assert type(arrived) is TaskError
     assert arrived.type_name == "Kind"
     assert ": Kind: why" in str(arrived)
+
+
+def test_an_exception_that_does_not_unpickle_says_why():
+    arrived = travel(Changing(int, "x"))
+    assert type(arrived) is TaskError
+    assert str(arrived).endswith(
+        "(unpickling it raises ValueError: invalid literal for int() with base 10: 'x')"
+    )
+    assert str(travel(Changing(leave, KeyError))).endswith(" raises KeyError)")
+
+
+def test_an_exception_that_cannot_be_pickled_says_why():
+    error = Quota({"lock": threading.Lock()})
+    assert str(travel(error)) == (
+        f"work failed with an exception that cannot be raised here: {__name__}.Quota: "
+        f"{error} (it cannot be pickled: error.limit['lock'] (a lock): TypeError: "
+        f"cannot pickle '_thread.lock' object)"
+    )
+    assert str(travel(Unready("no"))).endswith(
+        "Unready: no (it cannot be pickled: error (a Unready): SystemExit: 3)"
+    )
 
 
 class Mute(Exception):
@@ -433,87 +433,106 @@ def test_a_traceback_that_cannot_be_had_is_said_so():
     assert type(unpack_failure(failed, "work")).__name__ == "Untraceable"
 
 
-def test_undecodable_text_arrives():
-    arrived = travel(ValueError("file \udcff.txt"))
-    assert str(arrived) == "file \udcff.txt"
-    assert "\udcff" in str(arrived.__cause__)
-    arrives_as_text(SystemExit("\ud800"), "SystemExit: \ud800")
-
-
-# How it failed
-
-
-def test_a_stopped_task_s_exception_never_travels_as_itself():
-    arrived = travel(ValueError("interrupted"), STOPPED)
-    assert type(arrived) is TaskError
-    assert pack_failure(7, STOPPED, ValueError(), NO_FRAME).payload is None
-
-
-def test_what_could_not_be_loaded_says_so():
-    arrived = travel(ModuleNotFoundError("No module named 'm'"), UNREADABLE)
-    assert type(arrived) is DeserializationError
-    assert str(arrived) == (
-        "work could not start: the worker cannot load its function or arguments: "
-        "ModuleNotFoundError: No module named 'm'"
-    )
-    assert "the user's own line" in str(arrived.__cause__)
-
-
-def test_a_result_that_could_not_be_sent_says_so():
-    arrived = travel(SerializationError("the result cannot be pickled"), UNSENDABLE)
-    assert type(arrived) is SerializationError
-    assert str(arrived) == "work ran, but the result cannot be pickled"
-    assert type(arrived.__cause__) is RemoteTraceback
+# How a task failed
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("kind", "error", "arrives", "text"),
     [
-        (SystemExit(6), "SystemExit: 6"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (ValueError("no"), "ValueError: no"),
+        (
+            *(STOPPED, ValueError("interrupted"), TaskError),
+            "work failed with an exception that cannot be raised here: ValueError: int",
+        ),
+        (
+            *(UNREADABLE, ModuleNotFoundError("no m"), DeserializationError),
+            "work could not start: the worker cannot load its function or arguments: "
+            "ModuleNotFoundError: no m",
+        ),
+        (
+            *(
+                UNSENDABLE,
+                SerializationError("the result is a lock"),
+                SerializationError,
+            ),
+            "work ran, but the result is a lock",
+        ),
+        (
+            *(UNSENDABLE, SystemExit(6), SerializationError),
+            "work ran, but its result cannot be pickled: SystemExit: 6.",
+        ),
+        (
+            *(UNSENDABLE, KeyboardInterrupt(), SerializationError),
+            "work ran, but its result cannot be pickled: KeyboardInterrupt.",
+        ),
+        (
+            *(UNSENDABLE, ObjectMemoryError("it has no room"), ObjectMemoryError),
+            "work ran, but it has no room",
+        ),
     ],
 )
-def test_what_pickling_a_result_has_raised_is_named(error, told):
-    arrived = travel(error, UNSENDABLE)
-    assert type(arrived) is SerializationError
-    assert str(arrived) == f"work ran, but its result cannot be pickled: {told}."
+def test_how_a_task_failed_is_told(kind, error, arrives, text):
+    assert pack_failure(7, kind, error, NO_FRAME).payload is None
+    arrived = travel(error, kind)
+    assert type(arrived) is arrives
+    assert str(arrived).startswith(text)
+    assert "the user's own line" in str(arrived.__cause__)
 
 
-def test_an_exception_that_does_not_unpickle_says_why():
-    arrived = travel(Changing(int, "x"))
-    assert type(arrived) is TaskError
-    assert str(arrived).endswith(
-        "(unpickling it raises ValueError: invalid literal for int() with base 10: 'x')"
-    )
-    assert str(travel(Changing(leave, KeyError))).endswith(" raises KeyError)")
+def failed_maker(error, kind=RAISED):
+    failed = pack_failure(7, kind, error, "nothing")
+    return failed._replace(kind=f"{DIED}:{kind}:Counter: a")
 
 
-def test_an_exception_that_cannot_be_pickled_says_why():
-    error = Quota({"lock": threading.Lock()})
-    assert str(travel(error)) == (
-        f"work failed with an exception that cannot be raised here: {__name__}.Quota: "
-        f"{error} (it cannot be pickled: error.limit['lock'] (a lock): TypeError: "
-        f"cannot pickle '_thread.lock' object)"
-    )
-    assert str(travel(Unready("no"))).endswith(
-        "Unready: no (it cannot be pickled: error (a Unready): SystemExit: 3)"
-    )
+def test_a_constructor_that_failed_is_the_cause_of_an_actor_s_death():
+    died = unpack_failure(failed_maker(KeyError("x")), "Counter.add")
+    assert type(died) is ActorDiedError
+    assert died.actor == "Counter: a"
+    assert str(died) == "Counter: a is dead: its constructor raised KeyError: 'x'"
+    assert type(died.__cause__) is KeyError
+    assert type(died.__cause__.__cause__) is RemoteTraceback
+    died = unpack_failure(failed_maker(ImportError("no"), UNREADABLE), "Counter.add")
+    assert type(died.__cause__) is DeserializationError
 
 
-class Interrupting(Exception):
-    def __reduce__(self):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("kind", [DIED, f"{DIED}:", f"{DIED}:{DIED}:{DIED}:x"])
+def test_a_kind_that_was_made_up_is_a_death(kind):
+    failed = pack_failure(7, kind, KeyError("x"), "nothing")
+    assert type(unpack_failure(failed, "add")) is ActorDiedError
 
 
-def test_an_exception_whose_parts_cannot_be_looked_at_still_arrives():
-    arrives_as_text(Interrupting("no"), "pickled: error: KeyboardInterrupt")
+def test_what_others_are_told_of_a_failure():
+    failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
+    assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
+    assert Failed(7, *failed.why) == failed._replace(is_retried=False)
 
 
-def test_a_result_without_room_says_so():
-    arrived = travel(ObjectMemoryError("it has no room"), UNSENDABLE)
-    assert type(arrived) is ObjectMemoryError
-    assert str(arrived) == "work ran, but it has no room"
+def test_what_the_node_tells_keeps_its_cause() -> None:
+    error = ActorDiedError("it is dead", "Counter")
+    error.__cause__ = WorkerDiedError("killed", pid=3)
+    failed = Failed(*pack_own_error(error))
+    told = unpack_failure(failed, "add")
+    assert type(told) is ActorDiedError
+    assert str(told) == "it is dead"
+    assert type(told.__cause__) is WorkerDiedError
+    assert str(told.__cause__) == str(error.__cause__)
+
+
+@pytest.mark.parametrize("cause", [None, KeyboardInterrupt()])
+def test_without_a_cause_that_can_be_sent(cause: BaseException | None) -> None:
+    error = ActorDiedError("it is dead", "Counter")
+    error.__cause__ = cause
+    told = unpack_failure(pack_own_error(error), "add")
+    assert str(told) == "it is dead"
+    assert isinstance(told.__cause__, RemoteTraceback)
+
+
+def test_an_outcome_without_a_result_is_an_exception() -> None:
+    """A failure that was sent, or the very exception that was met in this process."""
+    own = LookupError("here")
+    assert error_of(own, "task") is own
+    raised = error_of(pack_failure(1, RAISED, ValueError("there"), ""), "task")
+    assert isinstance(raised, ValueError)
+    assert str(raised) == "there"
 
 
 # Tracebacks
@@ -570,73 +589,50 @@ def test_a_frame_behind_the_user_s_own_is_kept():
     assert "in the user's file" in text
 
 
-def test_where_every_frame_is_left_out_the_exception_is_still_named():
+def test_without_any_frame_the_exception_is_still_described():
     text = pack_failure(7, RAISED, raised(Quota(3)), __file__).traceback
     assert text == f"{__name__}.Quota: 3\n"
-
-
-def test_a_failure_without_a_traceback_is_still_described():
     failed = pack_failure(7, RAISED, ValueError("never raised"), NO_FRAME)
     assert failed.traceback == "ValueError: never raised\n"
-    assert pickle.loads(failed.payload).args == ("never raised",)
 
 
-def failed_maker(error, kind=RAISED):
-    failed = pack_failure(7, kind, error, "nothing")
-    return failed._replace(kind=f"{DIED}:{kind}:Counter: a")
+# Chunks of a map, and retries
 
 
-def test_why_an_actor_could_not_be_made():
-    died = unpack_failure(failed_maker(KeyError("x")), "Counter.add")
-    assert type(died) is ActorDiedError
-    assert died.actor == "Counter: a"
-    told = "Counter: a is dead: its constructor raised KeyError: 'x'"
-    assert str(died) == told
-    assert type(died.__cause__) is KeyError
-    assert type(died.__cause__.__cause__) is RemoteTraceback
+LOCK = threading.Lock()
 
 
-def test_a_maker_that_could_not_be_loaded():
-    died = unpack_failure(failed_maker(ImportError("no"), UNREADABLE), "Counter.add")
-    assert type(died.__cause__) is DeserializationError
+def test_the_results_before_an_unpicklable_one_arrive():
+    outcome = load_result(dump_result(ChunkOutcome([1, [2], LOCK, 4], 0.5, None)))
+    assert (outcome.values, outcome.seconds) == ([1, [2]], 0.5)
+    _, kind, _, message, *_ = outcome.failure
+    assert kind == UNSENDABLE
+    assert "cannot be pickled: result (a lock)" in message
+    picklable = ChunkOutcome([1], 0.5, (LOCK,))
+    with pytest.raises(SerializationError, match="lock"):
+        dump_result(picklable)
 
 
-@pytest.mark.parametrize("kind", [DIED, f"{DIED}:", f"{DIED}:{DIED}:{DIED}:x"])
-def test_a_kind_that_was_made_up_upsets_nobody(kind):
-    failed = pack_failure(7, kind, KeyError("x"), "nothing")
-    assert type(unpack_failure(failed, "add")) is ActorDiedError
+@pytest.mark.parametrize(
+    ("wanted", "error", "expected"),
+    [
+        (False, ValueError(), False),
+        (True, ValueError(), True),
+        ((OSError,), ConnectionError(), True),
+        ((OSError, KeyError), KeyError(), True),
+        ((OSError,), ValueError(), False),
+        ((), ValueError(), False),
+    ],
+)
+def test_which_exceptions_are_retried(wanted, error, expected):
+    there = load_retried(dump_retried(wanted))
+    assert there == wanted
+    assert is_retried(there, error) is expected
 
 
-def test_what_others_are_told_of_a_failure():
-    failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
-    assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
-    assert Failed(7, *failed.why) == failed._replace(is_retried=False)
-
-
-def test_what_the_node_tells_keeps_its_cause() -> None:
-    error = ActorDiedError("it is dead", "Counter")
-    error.__cause__ = WorkerDiedError("killed", pid=3)
-    failed = Failed(*pack_own_error(error))
-    told = unpack_failure(failed, "add")
-    assert type(told) is ActorDiedError
-    assert str(told) == "it is dead"
-    assert type(told.__cause__) is WorkerDiedError
-    assert str(told.__cause__) == str(error.__cause__)
-
-
-@pytest.mark.parametrize("cause", [None, KeyboardInterrupt()])
-def test_without_a_cause_that_can_travel(cause: BaseException | None) -> None:
-    error = ActorDiedError("it is dead", "Counter")
-    error.__cause__ = cause
-    told = unpack_failure(pack_own_error(error), "add")
-    assert str(told) == "it is dead"
-    assert isinstance(told.__cause__, RemoteTraceback)
-
-
-def test_an_outcome_without_a_result_is_an_exception() -> None:
-    """A failure that was sent, or the very exception that was met in this process."""
-    own = LookupError("here")
-    assert error_of(own, "task") is own
-    raised = error_of(pack_failure(1, RAISED, ValueError("there"), ""), "task")
-    assert isinstance(raised, ValueError)
-    assert str(raised) == "there"
+def test_the_usual_answers_are_short_and_an_unpicklable_class_is_named():
+    assert dump_retried(False) == RETRY_NONE == b""
+    assert dump_retried(True) == RETRY_ALL
+    kind = type("Held", (Exception,), {"lock": threading.Lock()})
+    with pytest.raises(SerializationError, match="the option retry_exceptions"):
+        dump_retried((kind,))

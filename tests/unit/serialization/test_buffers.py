@@ -1,0 +1,402 @@
+"""Arrays and views: which buffers are left out of a pickle, and what arrives."""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import sys
+from array import array
+from types import ModuleType
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiogpu.serialization import pickler
+from aiogpu.serialization.pickler import dump, dump_whole, measure
+from aiogpu.serialization.references import (
+    SHARED_FROM,
+    STREAM_SHARED_FROM,
+    PickledValue,
+)
+from aiogpu.serialization.serializer import (
+    are_numbers,
+    dump_arguments,
+    dump_numbers,
+    dump_result,
+    load_arguments,
+    load_result,
+)
+from tests.support.sampling import examples
+from tests.unit.serialization.payloads import carried, load
+
+steady = settings(
+    derandomize=True, database=None, deadline=None, max_examples=examples(80)
+)
+
+
+EDGE = SHARED_FROM // 8
+
+
+def twice(value: object):
+    stream, buffers = dump(value)
+    return load(stream, buffers)
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+class Mine(np.ndarray):
+    pass
+
+
+def numbers(count: int, kind: str = "f8") -> np.ndarray:
+    return np.arange(count).astype(kind)
+
+
+NUMBERS = {
+    "C order": numbers(EDGE * 2).reshape(2, EDGE),
+    "Fortran order": np.asfortranarray(numbers(EDGE * 2).reshape(2, EDGE)),
+    "with gaps": numbers(EDGE * 4)[::2],
+    "backwards": numbers(EDGE)[::-1],
+    "broadcast": np.broadcast_to(numbers(EDGE), (3, EDGE)),
+    "big-endian": numbers(EDGE, ">i8"),
+    "half": np.ones(EDGE * 4, np.float16),
+    "complex": np.ones(3) * 1j,
+    "truths": np.ones(SHARED_FROM, bool),
+    "no items": np.zeros((0, EDGE)),
+    "no dimensions": np.array(3.5),
+    "small": np.arange(3),
+}
+OTHERS = {
+    "records": np.zeros(EDGE, [("a", "i4"), ("b", "f8", 2), ("c", "S3")]),
+    "text": np.full(EDGE, "word"),
+    "dates": np.full(EDGE, np.datetime64("2026-01-01")),
+    "items of no size": np.zeros(EDGE, "V0"),
+    "objects": np.array([{"a": 1}, "b", None] * 3, object),
+    "an object in it": np.zeros(2, np.dtype("f8", metadata={"of": object()})),
+    "an object in a field": np.zeros(
+        2, np.dtype(("u1", [("a", np.dtype("u1", metadata={"of": object()}))]))
+    ),
+    "masked": np.ma.masked_greater(np.arange(EDGE), 5),
+    "record array": np.zeros(EDGE, [("a", "i4")]).view(np.recarray),
+    "of a class of its own": numbers(EDGE * 2).reshape(2, EDGE).view(Mine),
+}
+BESIDE = {
+    *("C order", "Fortran order", "big-endian", "half", "truths"),
+    *("records", "text"),
+}
+"""Those with a buffer beside the stream: large, without gaps, and of no objects."""
+
+
+# Arrays
+
+
+@pytest.mark.parametrize("kind", [*NUMBERS, *OTHERS])
+def test_an_array_arrives_as_it_was(kind):
+    value = {**NUMBERS, **OTHERS}[kind]
+    stream, buffers = dump([value])
+    (again,) = load(stream, buffers)
+    assert (type(again), again.shape) == (type(value), value.shape)
+    assert again.dtype == value.dtype
+    assert again.flags.f_contiguous == value.flags.f_contiguous or not buffers
+    if kind == "objects":
+        assert again.tolist() == value.tolist()
+    else:
+        assert again.tobytes() == value.tobytes()
+    assert bool(buffers) == (kind in BESIDE)
+    assert len(stream) < 1000 or not buffers
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_arrive_without_cloudpickle(kind):
+    value = NUMBERS[kind]
+    with patch.object(pickler, "dump", side_effect=AssertionError("cloudpickle")):
+        dumped = [
+            dump_result(value),
+            dump_arguments("f", (value, 1), {}),
+            dump_arguments("f", (), {"x": value}),
+        ]
+    assert (type(dumped[0]) is PickledValue) == (value.nbytes >= SHARED_FROM)
+    result, positional, named = (load_arguments(carried(each)) for each in dumped)
+    for found in (result, positional[0][0], named[1]["x"]):
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert found.tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *OTHERS.values(),
+        *(np.float64(1), [1], Mine((1,)), type("int", (int,), {})(1)),
+        type("ndarray", (), {})(),
+    ],
+    ids=str,
+)
+def test_what_may_contain_more_than_numbers_is_pickled_by_cloudpickle(value):
+    assert not are_numbers([1, value])
+
+
+def test_scalars_may_be_among_arrays_of_numbers():
+    assert are_numbers([1, "a", None, np.arange(3)])
+    assert are_numbers([])
+
+
+def test_numpy_is_not_loaded_by_a_look_at_something_else():
+    """`importlib.util.LazyLoader` loads a module when it is asked for anything."""
+
+    class Lazy(ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(name)
+
+    with patch.dict(sys.modules, numpy=Lazy("numpy")):
+        assert not are_numbers([[1]])
+
+
+def test_a_program_may_pickle_arrays_its_own_way():
+    with patch.dict(copyreg.dispatch_table, {np.ndarray: lambda _: (str, ("mine",))}):
+        assert load(dump_result(NUMBERS["small"])) == "mine"
+        assert not are_numbers([NUMBERS["small"]])
+
+
+def test_without_numpy_there_are_no_arrays():
+    with patch.dict(sys.modules):
+        del sys.modules["numpy"]
+        assert are_numbers([1])
+        assert not are_numbers([NUMBERS["small"]])
+
+
+def test_an_array_that_is_copied_belongs_to_its_reader():
+    array = np.arange(1000)
+    (args, _) = load_arguments(dump_arguments("f", (array,), {}))
+    args[0][0] = 7
+    assert array[0] == 0
+
+
+@steady
+@given(
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from(["u1", "<i4", ">f8", "?", "c16", "S5", "U2", "M8[s]"]),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_arrays_of_any_shape_arrive(shape, dtype, is_fortran, step):
+    sized = [size * 30 for size in shape]
+    values = np.zeros(sized, dtype, "F" if is_fortran else "C")
+    values = values[::step] if sized else values
+    values[...] = 1
+    again = twice(values)
+    # numpy itself makes the byte order native where it copies into the stream.
+    assert again.dtype.newbyteorder("=") == values.dtype.newbyteorder("=")
+    assert again.shape == values.shape
+    assert (again == values).all()
+
+
+def test_objects_in_arrays_are_pickled_by_cloudpickle():
+    again = twice(np.array([lambda: 5], object))
+    assert again[0]() == 5
+
+
+def test_an_arrow_table_arrives_over_its_buffers():
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow has tables of its own")
+    table = pyarrow.table({"x": np.arange(EDGE * 2), "y": ["word"] * EDGE * 2})
+    stream, buffers = dump(table)
+    assert len(stream) < SHARED_FROM
+    assert sum(buffer.nbytes for buffer in buffers) >= EDGE * 16
+    assert load(stream, buffers).equals(table)
+    (raw,) = dump(pyarrow.py_buffer(bytes(SHARED_FROM)))[1]
+    assert raw.nbytes == SHARED_FROM
+
+
+# Buffers beside the stream
+
+
+@pytest.mark.parametrize(("items", "count"), [(EDGE - 1, 0), (EDGE, 1), (EDGE * 9, 1)])
+def test_a_buffer_is_beside_the_stream_from_a_size_on(items, count):
+    stream, buffers = dump((np.arange(items), {}))
+    assert len(buffers) == count
+    assert (len(stream) < 1000) == bool(count)
+
+
+def test_a_buffer_is_a_flat_view_of_the_memory_itself_and_keeps_it_alive():
+    values = np.arange(EDGE * 6.0).reshape(2, 3, EDGE)
+    _, (buffer,) = dump(values)
+    assert (buffer.format, buffer.ndim, buffer.nbytes) == ("B", 1, values.nbytes)
+    assert buffer.c_contiguous
+    assert address(np.frombuffer(buffer, np.uint8)) == address(values)
+    _, (buffer,) = dump(np.full(EDGE, 7))
+    assert bytes(buffer[:1]) == b"\7"
+    values.flags.writeable = False
+    assert dump(values)[1][0].readonly
+
+
+def test_an_array_arrives_as_a_read_only_view_of_its_buffer():
+    stream, _ = dump(np.arange(EDGE))
+    memory = bytearray(np.arange(EDGE)[::-1].tobytes())
+    again = load(stream, [memoryview(memory)])
+    assert address(again) == address(np.frombuffer(memory, np.uint8))
+    assert not again.flags.writeable
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        again.flags.writeable = True
+    memory[:8] = bytes(8)
+    assert again[0] == 0
+
+
+def test_many_buffers_keep_their_order_and_none_may_be_missing():
+    arrays = [np.full(EDGE, index) for index in range(100)]
+    stream, buffers = dump({"all": arrays, "small": np.arange(3)})
+    assert len(buffers) == 100
+    again = load(memoryview(stream), iter(buffers))
+    assert [int(each[-1]) for each in again["all"]] == list(range(100))
+    with pytest.raises(pickle.UnpicklingError, match="buffers"):
+        load(stream, buffers[1:])
+
+
+def test_one_object_stays_one_and_two_views_of_one_array_become_two():
+    values = np.arange(EDGE * 2)
+    whole: list[object] = [values, values, {"again": values}, values[EDGE:]]
+    whole.append(whole)
+    stream, buffers = dump(whole)
+    assert len(buffers) == 2
+    found = load(stream, buffers)
+    assert found[0] is found[1] is found[2]["again"]
+    assert int(found[3][0]) == EDGE
+    assert found[4] is found
+    first, second = load(dump_numbers((values[:9], values[:9])))
+    assert (first == second).all()
+    small = np.arange(9)
+    first, second = load(dump_numbers((small, small)))
+    assert first is second
+
+
+def test_buffers_stay_in_the_pickle_while_there_is_room():
+    half, small = np.full(SHARED_FROM // 2, 1, np.uint8), np.full(100, 2, np.uint8)
+    large = numbers(EDGE)
+    outgoing = dump_result([half, half + 1, small, large])
+    assert [each.nbytes for each in outgoing.buffers] == [half.nbytes, large.nbytes]
+    assert SHARED_FROM // 2 < len(outgoing.stream) < SHARED_FROM // 2 + 1000
+    found = load_result(carried(outgoing))
+    assert [int(each[0]) for each in found] == [1, 2, 2, 0]
+    assert [each.flags.writeable for each in found] == [True, False, True, False]
+    whole = dump_whole([half, large])
+    assert len(whole) > half.nbytes + large.nbytes
+    assert (load(whole)[1] == large).all()
+
+
+# What goes into shared memory
+
+
+LONG = [b"x" * SHARED_FROM, "y" * SHARED_FROM, list(range(SHARED_FROM))]
+
+
+@pytest.mark.parametrize("value", LONG, ids=lambda value: type(value).__name__)
+def test_a_long_pickle_is_large_without_any_buffer(value):
+    for dumped in (dump_result(value), dump_arguments("f", (value,), {})):
+        assert type(dumped) is PickledValue
+        assert dumped.is_large
+        assert dumped.split() == ([memoryview(dumped.stream)], b"")
+        found = load(carried(dumped).contents.stream)
+        assert (found[0][0] if type(found) is tuple else found) == value
+    with_numbers = dump_numbers((np.arange(3), b"x" * SHARED_FROM))
+    assert (type(with_numbers), with_numbers.buffers) == (PickledValue, [])
+
+
+def test_a_long_pickle_goes_along_with_its_buffers():
+    large = numbers(EDGE)
+    short = dump_result([b"x", large])
+    long = dump_result([b"x" * STREAM_SHARED_FROM, large])
+    assert short.is_large
+    assert short.split() == ([memoryview(large).cast("B")], short.stream)
+    assert long.split() == ([memoryview(long.stream), *long.buffers], b"")
+    assert len(long.stream) < SHARED_FROM
+    alone = PickledValue(long.stream)
+    assert alone.is_plain
+    assert alone.split() == ([], long.stream)
+
+
+# Bytes and views
+
+
+def test_bytes_stay_in_the_stream_and_a_bytearray_belongs_to_its_reader():
+    for value in (bytes(SHARED_FROM), bytearray(SHARED_FROM)):
+        stream, buffers = dump(value)
+        assert not buffers
+        again = load(stream, buffers)
+        assert (again, type(again)) == (value, type(value))
+    again += b"more"
+    assert len(value) == SHARED_FROM
+
+
+@pytest.mark.parametrize("size", [0, 8, SHARED_FROM])
+def test_a_view_arrives_as_a_read_only_view_of_any_size(size):
+    stream, buffers = dump(memoryview(bytearray(range(8)) * (size // 8)))
+    assert len(buffers) == (size >= SHARED_FROM)
+    again = load(stream, buffers)
+    assert type(again) is memoryview
+    assert again.readonly
+    assert bytes(again) == bytes(range(8)) * (size // 8)
+
+
+def test_a_large_view_is_not_copied():
+    stream, (buffer,) = dump(memoryview(array("d", bytes(SHARED_FROM))))
+    memory = bytearray(SHARED_FROM)
+    again = load(stream, [memoryview(memory)])
+    assert (again.format, again.shape) == ("d", (EDGE,))
+    assert buffer.nbytes == SHARED_FROM
+    memory[:8] = b"\xff" * 8
+    assert again[0] != 0
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "shape"),
+    [
+        (np.zeros((2, EDGE)), "d", (2, EDGE)),
+        (np.zeros((2, EDGE), "u1"), "B", (2, EDGE)),
+        (np.zeros((2, EDGE), "?"), "?", (2, EDGE)),
+        (np.array(2.5), "d", ()),
+        (np.asfortranarray(np.zeros((2, EDGE))), "d", (2, EDGE)),
+        (np.zeros(EDGE * 2)[::2], "d", (EDGE,)),
+        (np.zeros((0, 3)), "B", (0,)),
+        (np.zeros(EDGE, ">f8"), "B", (SHARED_FROM,)),
+        (np.zeros(EDGE, [("a", "f8")]), "B", (SHARED_FROM,)),
+    ],
+)
+def test_a_view_keeps_its_format_and_shape_where_it_can(values, kind, shape):
+    values[...] = 1
+    again = twice(memoryview(values))
+    assert (again.format, again.shape) == (kind, shape)
+    assert again.tobytes() == values.tobytes()
+
+
+def test_a_view_of_native_items_keeps_its_format():
+    again = twice(memoryview(bytes(range(16))).cast("@d"))
+    assert (again.format, again.shape) == ("d", (2,))
+
+
+def test_a_buffer_with_gaps_is_an_error():
+    for pickled in (dump, measure, dump_whole):
+        with pytest.raises(pickle.PicklingError, match="non-contiguous"):
+            pickled(pickle.PickleBuffer(memoryview(bytes(SHARED_FROM))[::2]))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"x" * 1_000_000,
+        bytearray(1_000_000),
+        list(range(100_000)),
+        np.arange(10),
+        [np.arange(EDGE * 10), "a"],
+        memoryview(bytes(100_000)),
+        lambda: 1,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_size_is_that_of_stream_and_buffers(value):
+    stream, buffers = dump(value)
+    size = len(stream) + sum(buffer.nbytes for buffer in buffers)
+    assert abs(measure(value) - size) < 100

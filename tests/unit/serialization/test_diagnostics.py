@@ -1,0 +1,540 @@
+"""What in an object cannot be pickled is named, at the user's own line."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import linecache
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import UserDict, defaultdict, deque, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from aiogpu.errors import (
+    AiogpuWarning,
+    SerializationError,
+)
+from aiogpu.serialization.diagnostics import (
+    MAX_DEPTH,
+    MAX_PARTS,
+    advise,
+    find_unpicklable,
+)
+from aiogpu.serialization.pickler import dump, dump_whole, measure
+from aiogpu.serialization.references import SHARED_FROM, add_handle
+from aiogpu.serialization.serializer import (
+    PUT,
+    dump_arguments,
+    dump_function,
+    dump_result,
+)
+
+LOCK = threading.Lock()
+
+
+def find(value: object) -> str:
+    return find_unpicklable({"it": value}, cloudpickle.dumps)
+
+
+def local(function):
+    """The function as if it were defined where it cannot be imported from."""
+    function.__module__ = "__main__"
+    function.__qualname__ = "local.<locals>." + function.__name__
+    return function
+
+
+class Holder:
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+
+# Containers and instances
+
+
+class Slotted:
+    __slots__ = ("lock", "unset")
+
+    def __init__(self):
+        self.lock = LOCK
+
+
+class WithState:
+    """Leaves its lock out of what is pickled."""
+
+    def __init__(self):
+        self.lock = LOCK
+
+    def __getstate__(self):
+        return {"condition": threading.Condition()}
+
+
+class OwnState:
+    def __getstate__(self):
+        return [1, LOCK]
+
+    def __setstate__(self, state):
+        pass
+
+
+class Reduced:
+    def __reduce__(self):
+        return print, (1, LOCK)
+
+
+class Named:
+    def __reduce__(self):
+        return "no_such_name"
+
+
+class Nonsense:
+    def __reduce__(self):
+        return 3
+
+
+class Names(list):
+    pass
+
+
+class Remote(Mapping):
+    """Must not be asked for its items."""
+
+    def __init__(self):
+        self.lock = LOCK
+
+    def __getitem__(self, key):
+        raise AssertionError
+
+    __iter__ = __len__ = __getitem__
+
+
+class Liar(Holder):
+    @property
+    def __class__(self):
+        raise ValueError
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ValueError
+
+
+@dataclass(slots=True)
+class Config:
+    name: str
+    lock: object
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    name: str
+    lock: object
+
+
+def with_lock(value):
+    value.lock = LOCK
+    return value
+
+
+def deep(depth: int) -> object:
+    value: object = LOCK
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def cyclic() -> object:
+    value: list[object] = [1]
+    value += [value, {"self": value, "lock": LOCK}]
+    return value
+
+
+LARGE = np.zeros(SHARED_FROM)
+LOCKED = [LOCK]
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (LOCK, "it (a lock)"),
+        ([1, [2, (1, LOCK)]], "it[1][1][1] (a lock)"),
+        ({"db": {3: LOCK}}, "it['db'][3] (a lock)"),
+        ({LOCK}, "it[0] (a lock)"),
+        (deque([1, LOCK]), "it[1] (a lock)"),
+        (defaultdict(int, a=LOCK), "it['a'] (a lock)"),
+        (UserDict(a=LOCK), "it.data['a'] (a lock)"),
+        (namedtuple("Pair", "a b")(1, LOCK), "it[1] (a lock)"),
+        ({"k" * 99: LOCK}, f"it['{'k' * 59}] (a lock)"),
+        ({"rows": (row for row in ())}, "it['rows'] (a generator)"),
+        ([LARGE, {"c": LOCK}], "it[1]['c'] (a lock)"),
+        (np.array([1, LOCK], object), "it.__getstate__()[4][1] (a lock)"),
+        (Slotted(), "it.lock (a lock)"),
+        ([Config("c", LOCK)], "it[0].lock (a lock)"),
+        ([Frozen("c", LOCK)], "it[0].__getstate__()[1] (a lock)"),
+        (with_lock(Names()), "it.lock (a lock)"),
+        (with_lock(ValueError("text")), "it.lock (a lock)"),
+        (ValueError("text", LOCK), "it.__reduce__()[2] (a lock)"),
+        (WithState(), "it.condition._lock (a RLock)"),
+        (OwnState(), "it.__getstate__()[1] (a lock)"),
+        (Reduced(), "it.__reduce__()[2] (a lock)"),
+        ([threading.Thread, LOCK], "it[1] (a lock)"),
+        (Remote(), "it.lock (a lock)"),
+        ([Named()], "it[0] (a Named)"),
+        ([Nonsense()], "it[0] (a Nonsense)"),
+        ([weakref.ref(find)], "it[0] (a ReferenceType)"),
+        ([{Unprintable(): LOCK}], "it[0] (a dict)"),
+        ([Liar(lock=LOCK)], "it[0] (a Liar)"),
+        (deep(MAX_DEPTH + 1), f"it{'[0]' * MAX_DEPTH} (a list)"),
+        ([*[1] * (MAX_PARTS - 1), LOCK], f"it[{MAX_PARTS - 1}] (a lock)"),
+        ([*[1] * MAX_PARTS, LOCK], "it (a list)"),
+        (cyclic(), "it[2]['lock'] (a lock)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_path_leads_to_what_cannot_be_pickled(value, path):
+    assert find(value) == path
+
+
+class Refusing:
+    def __reduce_ex__(self, protocol):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), StopIteration(), OSError()])
+def test_an_object_whose_reducer_raises_is_the_culprit(error):
+    refusing = Refusing()
+    refusing.error = error
+    assert find({"k": refusing}) == "it['k'] (a Refusing)"
+
+
+class Registered:
+    """Pickled by a reducer in `copyreg`."""
+
+
+def test_the_path_leads_through_a_registered_reducer(monkeypatch):
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda it: (max, (1, LOCK)))
+    assert find(Registered()) == "it.__reduce__()[2] (a lock)"
+
+
+@pytest.mark.parametrize("pickled", [dump, dump_whole, measure])
+def test_each_way_of_pickling_finds_it(pickled):
+    value = {"a": LARGE, "b": [LARGE, {"c": Reduced()}]}
+    path = "it['b'][1]['c'].__reduce__()[2] (a lock)"
+    assert find_unpicklable({"it": value}, pickled) == path
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [find, Slotted, Slotted(), Registered(), [1], {1: 2}, (1,), property(find)],
+    ids=lambda value: type(value).__name__,
+)
+def test_where_no_part_fails_alone_the_whole_is_named(whole):
+    def dumps(value):
+        if value is whole:
+            raise ValueError
+
+    assert find_unpicklable({"it": whole}, dumps) == f"it (a {type(whole).__name__})"
+
+
+def test_the_first_root_that_fails_is_named():
+    roots = {"args[0]": 1, "args[1]": [LOCK], "kwargs['db']": LOCK}
+    assert find_unpicklable(roots, cloudpickle.dumps) == "args[1][0] (a lock)"
+    assert find_unpicklable({"f": 1, "g": 2}, cloudpickle.dumps) == "f"
+    assert find_unpicklable({}, cloudpickle.dumps) == "it"
+
+
+def test_pickling_is_tried_at_most_once_for_each_part_of_a_level():
+    tried = []
+
+    def dumps(value):
+        tried.append(value)
+        cloudpickle.dumps(value)
+
+    find_unpicklable({"it": [0, 1, [2, LOCK]]}, dumps)
+    assert len(tried) == 1 + 3 + 2
+
+
+# Functions and classes
+
+
+def test_the_path_leads_through_closures():
+    lock = threading.Lock()
+
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper():
+            with lock:
+                return function()
+
+        return wrapper
+
+    @decorate
+    def decorated():
+        pass
+
+    @functools.cache
+    def cached():
+        return lock
+
+    def f(n):
+        return g(n)
+
+    def g(n):
+        return f(n) if n else lock
+
+    assert find(decorated) == "it.__closure__.lock (a lock)"
+    assert find(cached) == "it.__wrapped__.__closure__.lock (a lock)"
+    assert find(f) == "it.__closure__.g.__closure__.lock (a lock)"
+
+
+def test_an_empty_cell_is_passed_over():
+    def f():
+        return early, late
+
+    late = LOCK
+    assert find(f) == "it.__closure__.late (a lock)"
+    early = LOCK
+    assert find(f) == "it.__closure__.early (a lock)"
+
+
+def test_the_path_leads_through_globals_also_of_inner_code():
+    @local
+    def f():
+        return LOCK
+
+    @local
+    def lambdas():
+        return lambda: [LOCK for _ in range(3)]
+
+    @local
+    def attribute(x, found=(1, LOCK)):
+        return x.LOCK, found, undefined_here  # noqa: F821
+
+    assert find(f) == "it.__globals__.LOCK (a lock)"
+    assert find(lambdas) == "it.__globals__.LOCK (a lock)"
+    assert find(attribute) == "it.__defaults__[0][1] (a lock)"
+
+
+def test_the_path_leads_through_defaults_attributes_and_annotations():
+    def by_name(a, *, b=LOCK):
+        pass
+
+    def attribute():
+        pass
+
+    def annotation():
+        pass
+
+    attribute.lock = LOCK
+    annotation.__annotations__["lock"] = LOCK
+    assert find(by_name) == "it.__kwdefaults__.b (a lock)"
+    assert find(attribute) == "it.lock (a lock)"
+    assert find(annotation) == "it.__annotations__.lock (a lock)"
+
+
+def test_the_path_leads_through_partials_and_bound_methods():
+    class Server:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def serve(self):
+            pass
+
+    assert find(Server().serve) == "it.__self__.lock (a lock)"
+    assert find(functools.partial(print, 1, LOCK)) == "it.args[1] (a lock)"
+    assert find(functools.partial(print, end=LOCK)) == "it.keywords['end'] (a lock)"
+    assert find(functools.partial(Server().serve)) == "it.func.__self__.lock (a lock)"
+
+
+def test_the_path_leads_through_a_class_of_the_program():
+    class Server:
+        lock = threading.Lock()
+
+    class Replica(Server):
+        pass
+
+    class Handler:
+        __slots__ = ("name",)
+
+        @staticmethod
+        def serve():
+            return Server
+
+    class Page:
+        @property
+        def text(self):
+            return Server
+
+    class Abstract(ABC):
+        @abstractmethod
+        def serve(self):
+            return Server
+
+        @classmethod
+        def make(cls):
+            return Server
+
+    assert find(Server) == "it.lock (a lock)"
+    assert find(Server()) == "it.__class__.lock (a lock)"
+    assert find(Replica()) == "it.__class__.__bases__[0].lock (a lock)"
+    served = ".__closure__.Server.lock (a lock)"
+    assert find(Handler) == f"it.serve.__func__{served}"
+    assert find(Page) == f"it.text.fget{served}"
+    assert find(Abstract) == f"it.serve{served}"
+
+
+IN_MAIN = """
+import cloudpickle, threading
+from aiogpu.serialization.diagnostics import find_unpicklable
+
+LOCK = threading.Lock()
+
+class Server:
+    def serve(self):
+        return LOCK
+
+def f():
+    return Server()
+
+def fine():
+    return 1
+
+print(find_unpicklable({"f": fine}, cloudpickle.dumps))
+print(find_unpicklable({"f": f}, cloudpickle.dumps))
+print(find_unpicklable({"f": Server().serve}, cloudpickle.dumps))
+"""
+
+
+def test_the_path_leads_through_what_the_program_defines():
+    command = [sys.executable, "-c", IN_MAIN]
+    out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    serve = "serve.__globals__.LOCK (a lock)"
+    assert out.splitlines() == [
+        "f",
+        f"f.__globals__.Server.{serve}",
+        f"f.__self__.__class__.{serve}",
+    ]
+
+
+# In the messages
+
+
+class Bad:
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+    def __reduce__(self):
+        raise ZeroDivisionError("not today")
+
+
+def hidden(make):
+    """What a decorator has made of a function that its name finds no more."""
+    made = make(lambda: None)
+    made.__qualname__ = "sizes"
+    return made
+
+
+class Referring:
+    """As a handle is: a part of what is sent, and of nothing else."""
+
+    def __reduce__(self):
+        return int, (add_handle("train", lambda: None),)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "told"),
+    [
+        (
+            lambda: dump_arguments("f", (LARGE, {"x": LOCK}), {}),
+            "the arguments of f.remote() cannot be pickled: args[1]['x'] (a lock): "
+            "TypeError: cannot pickle '_thread.lock' object. ",
+        ),
+        (
+            lambda: dump_arguments("f", (LARGE,), {"bad": Bad(a=LARGE)}),
+            "the arguments of f.remote() cannot be pickled: kwargs['bad'] (a Bad): "
+            "ZeroDivisionError: not today. ",
+        ),
+        (
+            lambda: dump_result([LARGE, Bad()]),
+            "the result cannot be pickled: result[1] (a Bad): ZeroDivisionError: not "
+            "today. Return what it is made from",
+        ),
+        (
+            lambda: dump_result(LOCK, PUT),
+            "the value given to put() cannot be pickled: value (a lock): TypeError: "
+            "cannot pickle '_thread.lock' object. Put what it is made from",
+        ),
+        (
+            lambda: dump_function("work", lambda: LOCKED),
+            "the function work cannot be pickled: work.__globals__.LOCKED[0] (a lock)",
+        ),
+        (
+            lambda: dump_function("work", functools.partial(print, Referring())),
+            "the function work cannot be pickled: work.args[0] (a Referring): "
+            "MisuseError: ",
+        ),
+    ],
+    ids=["argument", "by name", "result", "put", "function", "handle"],
+)
+def test_the_message_says_what_cannot_be_pickled_and_what_to_do(pickled, told):
+    with pytest.raises(SerializationError) as caught:
+        pickled()
+    assert str(caught.value).startswith(told)
+    assert isinstance(caught.value.__cause__, Exception)
+
+
+def test_a_function_that_cannot_be_pickled_may_be_imported_unless_it_is_local():
+    with pytest.raises(SerializationError, match=r"or put sizes into a module, which"):
+        dump_function("sizes", hidden(functools.singledispatch))
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match=r"pass what it is made from\.$"):
+        dump_function("inner", lambda: lock)
+
+
+# The line of a warning
+
+
+def test_a_warning_points_at_the_first_line_that_is_not_ours():
+    with pytest.warns(AiogpuWarning, match="slow") as caught:
+        advise("slow")
+    (seen,) = caught
+    assert (seen.filename, linecache.getline(__file__, seen.lineno).strip()) == (
+        __file__,
+        'advise("slow")',
+    )
+
+
+def test_where_all_is_ours_the_outermost_line_is_named(monkeypatch):
+    def frame():
+        return SimpleNamespace(f_globals={"__name__": "aiogpu.worker"}, f_back=None)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(sys, "_getframe", frame)
+        advise("slow")
+        monkeypatch.undo()
+    assert [str(each.message) for each in caught] == ["slow"]
+
+
+def test_frames_of_aiogpu_and_cloudpickle_are_passed_over_and_no_others():
+    space = {"__name__": "cloudpickle.cloudpickle", "advise": advise}
+    exec("def pickled(): advise('slow')", space)
+    inner = {"__name__": "aiogpu.api.remote_function", "pickled": space["pickled"]}
+    exec("def remote(): pickled()", inner)
+    with pytest.warns(AiogpuWarning) as caught:
+        inner["remote"]()
+    assert caught[0].filename == __file__
+    space = {"__name__": "aiogpuish.tasks", "advise": advise}
+    exec(compile("def f(): advise('slow')", "theirs.py", "exec"), space)
+    with pytest.warns(AiogpuWarning) as caught:
+        space["f"]()
+    assert caught[0].filename == "theirs.py"
