@@ -1,4 +1,4 @@
-"""Segments: written by one process, read by others, gone with the last of them."""
+"""Segments: written by one process, read by others, freed with the last of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import mmap
 import os
 import resource
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +19,15 @@ import numpy as np
 import pytest
 
 from aiogpu.memory import segment as segments
-from aiogpu.memory.segment import ALIGNMENT, Segment, map_readonly
+from aiogpu.memory.control_page import PAGE_SIZE, SLOTS, ControlPage
+from aiogpu.memory.segment import (
+    ALIGNMENT,
+    NAMED_BY,
+    USUAL,
+    Segment,
+    map_readonly,
+    spill_directory,
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -54,14 +64,10 @@ def test_what_is_written_is_read(directory: str | None) -> None:
     assert spans == ((0, 3), (64, 0), (64, 5))
     assert seen(segment, spans) == [b"one", b"", b"three"]
     segment.close()
-
-
-def test_nothing_is_written_into_the_smallest(directory: str | None) -> None:
-    segment = Segment.create(1, 0, directory)
-    assert segment.size == PAGE
-    assert segment.write([]) == ()
-    assert seen(segment, ((0, PAGE),)) == [bytes(PAGE)]
-    segment.close()
+    empty = Segment.create(1, 0, directory)
+    assert (empty.size, empty.write([])) == (PAGE, ())
+    assert seen(empty, ((0, PAGE),)) == [bytes(PAGE)]
+    empty.close()
 
 
 def test_any_contiguous_buffer_is_taken(directory: str | None) -> None:
@@ -119,14 +125,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     buffers = [memoryview(b"x" * PAGE), memoryview(b"y")]
     with pytest.raises(ValueError, match=rf"2 buffers need {PAGE + 1} .* 3 has {PAGE}"):
         segment.write(buffers)
-    assert seen(segment, ((0, PAGE),)) == [bytes(PAGE)]
-    segment.close()
-
-
-def test_what_is_not_contiguous_is_refused() -> None:
-    segment = Segment.create(3, PAGE)
     with pytest.raises(BufferError):
         segment.write([memoryview(b"123456")[::2]])
+    assert seen(segment, ((0, PAGE),)) == [bytes(PAGE)]
     segment.close()
 
 
@@ -196,12 +197,27 @@ def test_where_the_file_system_has_no_unnamed_files(
     segment.close()
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Segment.create(1, PAGE, str(tmp_path / "missing"))
+def test_a_descriptor_is_read_only_and_not_inherited(directory: str | None) -> None:
+    """A reader keeps what it sees after the segment was closed."""
+    segment = Segment.create(1, PAGE, directory)
+    segment.write([memoryview(b"kept")])
+    fd = segment.share()
+    assert not os.get_inheritable(segment.fd)
+    assert not os.get_inheritable(fd)
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    segment.close()
+    free = os.open("/dev/null", os.O_RDONLY)
+    segment.close()
+    os.close(free)
+    with map_readonly(fd, PAGE) as mapping:
+        os.close(fd)
+        assert mapping[:4] == b"kept"
 
 
-def test_a_file_larger_than_allowed_is_an_error(tmp_path: Path) -> None:
+# Limits
+
+
+def test_what_cannot_be_made_is_the_error_of_the_system(tmp_path: Path) -> None:
     with (
         at_most(resource.RLIMIT_FSIZE, PAGE),
         pytest.raises(OSError, match="too large") as caught,
@@ -209,66 +225,27 @@ def test_a_file_larger_than_allowed_is_an_error(tmp_path: Path) -> None:
         Segment.create(1, 2 * PAGE, str(tmp_path))
     assert caught.value.errno == errno.EFBIG
     assert os.listdir(tmp_path) == []
-
-
-def test_too_many_descriptors_is_an_error(directory: str | None) -> None:
-    with (
-        at_most(resource.RLIMIT_NOFILE, 0),
-        pytest.raises(OSError, match="open files") as caught,
-    ):
-        Segment.create(1, PAGE, directory)
-    assert caught.value.errno == errno.EMFILE
-
-
-def test_a_mapping_that_fails_leaves_no_descriptor() -> None:
-    # One for the memory, and none for the copy that mmap.mmap makes of it.
-    free = os.dup(0)
-    os.close(free)
-    with at_most(resource.RLIMIT_NOFILE, free + 1):
-        if sys.version_info >= (3, 13):
-            pytest.skip("no copy is made")
-        with pytest.raises(OSError, match="open files"):
-            Segment.create(1, PAGE)
-
-
-def test_too_little_address_space_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        Segment.create(1, PAGE, str(tmp_path / "missing"))
     with pytest.raises((OSError, OverflowError)):
         Segment.create(1, 1 << 60)
 
 
-def test_its_descriptors_are_not_inherited(directory: str | None) -> None:
-    segment = Segment.create(1, PAGE, directory)
-    fd = segment.share()
-    assert not os.get_inheritable(segment.fd)
-    assert not os.get_inheritable(fd)
-    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-    os.close(fd)
-    segment.close()
-
-
-def test_closing_twice_is_closing_once(directory: str | None) -> None:
-    segment = Segment.create(1, PAGE, directory)
-    segment.close()
-    free = os.open("/dev/null", os.O_RDONLY)
-    segment.close()
+def test_too_many_open_files_is_an_error_and_leaves_none(directory: str | None) -> None:
+    # One more is for the memory, and none for the copy that mmap.mmap makes of it.
+    free = os.dup(0)
     os.close(free)
+    is_copied = directory is None and sys.version_info < (3, 13)
+    for most in (0, free + 1) if is_copied else (0,):
+        with (
+            at_most(resource.RLIMIT_NOFILE, most),
+            pytest.raises(OSError, match="open files") as caught,
+        ):
+            Segment.create(1, PAGE, directory)
+        assert caught.value.errno == errno.EMFILE
 
 
-def test_readers_keep_what_they_see(directory: str | None) -> None:
-    segment = Segment.create(1, PAGE, directory)
-    segment.write([memoryview(b"kept")])
-    fd = segment.share()
-    segment.close()
-    with map_readonly(fd, PAGE) as mapping:
-        os.close(fd)
-        assert mapping[:4] == b"kept"
-
-
-def test_a_mapping_longer_than_the_segment_is_refused() -> None:
-    segment = Segment.create(1, PAGE)
-    with pytest.raises(ValueError, match="length is greater"):
-        map_readonly(segment.fd, 2 * PAGE)
-    segment.close()
+# Whether it is read
 
 
 def test_it_is_read_while_a_descriptor_a_copy_or_a_mapping_is_there(
@@ -276,25 +253,16 @@ def test_it_is_read_while_a_descriptor_a_copy_or_a_mapping_is_there(
 ) -> None:
     segment = Segment.create(1, PAGE, directory)
     assert not segment.is_read
-    fd = segment.share()
+    first, second = segment.share(), segment.share()
+    os.close(second)
     assert segment.is_read
-    copy = os.dup(fd)
-    os.close(fd)
+    copy = os.dup(first)
+    os.close(first)
     assert segment.is_read
     mapping = map_readonly(copy, PAGE)
     os.close(copy)
     assert segment.is_read
     mapping.close()
-    assert not segment.is_read
-    segment.close()
-
-
-def test_it_is_read_by_whoever_came_last() -> None:
-    segment = Segment.create(1, PAGE)
-    first, second = segment.share(), segment.share()
-    os.close(second)
-    assert segment.is_read
-    os.close(first)
     assert not segment.is_read
     segment.close()
 
@@ -352,7 +320,7 @@ def test_pages_that_cannot_be_made_are_an_error(
     segment.close()
 
 
-def test_a_kernel_that_knows_neither_the_seal_nor_populating(
+def test_a_kernel_without_the_seal_and_without_populating(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Seals and advice of these numbers are refused with EINVAL.
@@ -363,3 +331,111 @@ def test_a_kernel_that_knows_neither_the_seal_nor_populating(
         spans = segment.write([memoryview(text)])
         assert seen(segment, spans) == [text]
     segment.close()
+
+
+# The directory of what does not fit into memory
+
+
+def test_the_spill_directory_is_the_first_usable_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMED_BY:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert spill_directory() == tempfile.gettempdir()
+    for name in NAMED_BY:
+        monkeypatch.setenv(name, str(tmp_path))
+        assert spill_directory() == str(tmp_path)
+        assert os.listdir(tmp_path) == [], "it is not tried with a file"
+        monkeypatch.setenv(name, str(tmp_path / "nowhere"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda place, _: place not in USUAL)
+    assert spill_directory() == str(tmp_path), "the working directory comes last"
+
+
+# Pages of large messages
+
+
+PROGRAM = """
+import resource, sys
+from aiogpu.linux.sockets import keep_pages
+from aiogpu.serialization.references import SHARED_FROM
+
+def copy_blocks():
+    for _ in range(100):
+        block = bytes(SHARED_FROM)
+        copy = block + b"x"
+        del block, copy
+
+def faults(of):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    of()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "learning":
+    print(faults(keep_pages))
+else:
+    if sys.argv[1] == "kept":
+        keep_pages()
+    print(faults(copy_blocks))
+"""
+
+
+def faults(how: str) -> int:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, check=True, text=True
+    )
+    return int(run.stdout)
+
+
+def test_the_heap_keeps_the_pages_of_large_messages() -> None:
+    """Two blocks of 65 pages, a hundred times; to ask for it touches hardly a page."""
+    assert faults("learning") < 20
+    afresh = faults("afresh")
+    if afresh < 1000:
+        pytest.skip("this C library keeps pages by itself")
+    assert faults("kept") < afresh / 20
+
+
+# The control page
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    descriptor = ControlPage.create()
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_a_page_has_words_for_each_slot_that_all_processes_share(
+    descriptor: int,
+) -> None:
+    driver, worker = ControlPage.open(descriptor), ControlPage.open(descriptor)
+    assert os.fstat(descriptor).st_size == PAGE_SIZE
+    assert not os.get_inheritable(descriptor)
+    words = [each for page in (driver, worker) for each in readers(page)]
+    assert {read(slot) for read in words for slot in range(SLOTS)} == {0}
+    writers = (driver.ask, driver.hear, driver.begin, driver.revoke)
+    for number, write in enumerate(writers, start=1):
+        write(0, number)
+        write(SLOTS - 1, 2**64 - 1)
+        with pytest.raises(IndexError):
+            write(SLOTS, 1)
+    for slot, expected in (0, [1, 2, 3, 4]), (1, [0] * 4), (SLOTS - 1, [2**64 - 1] * 4):
+        assert [read(slot) for read in readers(worker)] == expected
+    assert worker.left() > 1 << 60, "plenty, until somebody counts"
+    for left in (0, 5, 1 << 40):
+        driver.note_left(left)
+        assert worker.left() == left
+    pid = os.fork()
+    if pid == 0:
+        worker.hear(5, 42)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    worker.close()
+    assert driver.heard(5) == 42
+    driver.close()
+
+
+def readers(page: ControlPage) -> tuple[Callable[[int], int], ...]:
+    return page.asked, page.heard, page.begun, page.revoked

@@ -1,4 +1,4 @@
-"""Warm segments: kept when nobody reads them, and written again."""
+"""A pool of segments: kept when nobody reads them, and written again."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ def nowhere() -> None:
 
 
 @pytest.fixture
-def warm() -> Iterator[SegmentPool]:
-    warm = SegmentPool(1000, 20 * PAGE, nowhere)
-    yield warm
-    warm.close()
+def pool() -> Iterator[SegmentPool]:
+    pool = SegmentPool(1000, 20 * PAGE, nowhere)
+    yield pool
+    pool.close()
 
 
-def sums(warm: SegmentPool) -> tuple[int, int, int]:
+def sums(pool: SegmentPool) -> tuple[int, int, int]:
     """Pages that are warm, in use and on disk."""
-    counts = (warm.bytes_warm, warm.bytes_in_use, warm.bytes_on_disk)
+    counts = (pool.bytes_warm, pool.bytes_in_use, pool.bytes_on_disk)
     assert not any(count % PAGE for count in counts)
     return counts[0] // PAGE, counts[1] // PAGE, counts[2] // PAGE
 
 
-def test_numbers_count_up(warm: SegmentPool) -> None:
-    assert [warm.take(PAGE).id for _ in range(3)] == [1000, 1001, 1002]
-    assert sums(warm) == (0, 3, 0)
-
-
 def test_what_is_given_back_is_taken_again_and_written_in_place(
-    warm: SegmentPool,
+    pool: SegmentPool,
 ) -> None:
-    segment = warm.take(3 * PAGE)
+    segment = pool.take(3 * PAGE)
+    assert [pool.take(PAGE).id for _ in range(2)] == [1001, 1002]
     segment.write([memoryview(b"first")])
     place = os.fstat(segment.fd).st_ino
-    assert warm.give_back(segment.id)
-    assert sums(warm) == (3, 0, 0)
-    again = warm.take(2 * PAGE + 1)
+    assert pool.give_back(segment.id)
+    assert sums(pool) == (3, 2, 0)
+    for number in (segment.id, 5):
+        with pytest.raises(KeyError):
+            pool.give_back(number)
+    again = pool.take(2 * PAGE + 1)
     assert again is segment
-    assert sums(warm) == (0, 3, 0)
+    assert sums(pool) == (0, 5, 0)
     again.write([memoryview(b"again")])
     assert os.fstat(again.fd).st_ino == place
     fd = again.share()
     with map_readonly(fd, PAGE) as mapping:
         os.close(fd)
         assert mapping[:5] == b"again"
+    pool.close()
+    assert (segment.fd, sums(pool)) == (-1, (0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -71,125 +72,100 @@ def test_what_is_given_back_is_taken_again_and_written_in_place(
     [(1, 1), (2, 2), (3, 4), (4, 4), (5, 9), (8, 9), (9, 9), (10, None)],
 )
 def test_the_smallest_that_fits(
-    warm: SegmentPool, asked: int, fits: int | None
+    pool: SegmentPool, asked: int, fits: int | None
 ) -> None:
-    for taken in [warm.take(pages * PAGE) for pages in (9, 1, 2, 4)]:
-        warm.give_back(taken.id)
-    segment = warm.take(asked * PAGE)
+    for taken in [pool.take(pages * PAGE) for pages in (9, 1, 2, 4)]:
+        pool.give_back(taken.id)
+    segment = pool.take(asked * PAGE)
     assert segment.size == (fits or asked) * PAGE
-    assert sums(warm) == ((16 - fits, fits, 0) if fits else (16, asked, 0))
+    assert sums(pool) == ((16 - fits, fits, 0) if fits else (16, asked, 0))
 
 
-def test_none_that_is_more_than_twice_as_large(warm: SegmentPool) -> None:
-    large = warm.take(5 * PAGE)
-    warm.give_back(large.id)
-    assert warm.take(2 * PAGE) is not large
-    assert warm.take(2 * PAGE + 1) is large
+def test_one_that_is_more_than_twice_as_large_is_not_taken(pool: SegmentPool) -> None:
+    large = pool.take(5 * PAGE)
+    pool.give_back(large.id)
+    assert pool.take(2 * PAGE) is not large
+    assert pool.take(2 * PAGE + 1) is large
 
 
-def test_beyond_the_limit_it_is_closed(warm: SegmentPool) -> None:
-    segment = warm.take(21 * PAGE)
-    assert not warm.give_back(segment.id)
+def test_beyond_the_limit_it_is_closed(pool: SegmentPool) -> None:
+    segment = pool.take(21 * PAGE)
+    assert not pool.give_back(segment.id)
     assert segment.fd == -1
-    assert sums(warm) == (0, 0, 0)
+    assert sums(pool) == (0, 0, 0)
 
 
-def test_those_unused_the_longest_make_room(warm: SegmentPool) -> None:
-    taken = [warm.take(pages * PAGE) for pages in (6, 7, 5, 4)]
+def test_those_unused_the_longest_make_room(pool: SegmentPool) -> None:
+    taken = [pool.take(pages * PAGE) for pages in (6, 7, 5, 4)]
     for segment in taken[:3]:
-        assert warm.give_back(segment.id)
-    assert sums(warm) == (18, 4, 0)
-    assert warm.give_back(taken[3].id)
-    assert sums(warm) == (16, 0, 0)
+        assert pool.give_back(segment.id)
+    assert sums(pool) == (18, 4, 0)
+    assert pool.give_back(taken[3].id)
+    assert sums(pool) == (16, 0, 0)
     assert [segment.fd >= 0 for segment in taken] == [False, True, True, True]
 
 
 def test_only_so_many_are_kept_however_small() -> None:
-    warm = SegmentPool(1, 1 << 30, nowhere)
-    taken = [warm.take(PAGE) for _ in range(MOST_WARM + 3)]
-    assert all(warm.give_back(segment.id) for segment in taken)
-    assert sums(warm) == (MOST_WARM, 0, 0)
+    pool = SegmentPool(1, 1 << 30, nowhere)
+    taken = [pool.take(PAGE) for _ in range(MOST_WARM + 3)]
+    assert all(pool.give_back(segment.id) for segment in taken)
+    assert sums(pool) == (MOST_WARM, 0, 0)
     assert [segment.fd >= 0 for segment in taken] == [False] * 3 + [True] * MOST_WARM
-    warm.close()
+    pool.close()
 
 
-def test_what_is_still_read_is_closed_and_stays_as_it_is(warm: SegmentPool) -> None:
-    segment = warm.take(PAGE)
+def test_what_is_still_read_is_closed_and_stays_as_it_is(pool: SegmentPool) -> None:
+    segment = pool.take(PAGE)
     segment.write([memoryview(b"value")])
     fd = segment.share()
     with map_readonly(fd, PAGE) as mapping:
         os.close(fd)
-        assert not warm.give_back(segment.id)
-        assert warm.take(PAGE) is not segment
+        assert not pool.give_back(segment.id)
+        assert pool.take(PAGE) is not segment
         assert mapping[:5] == b"value"
 
 
-def test_discarding(warm: SegmentPool) -> None:
-    used, idle = warm.take(PAGE), warm.take(2 * PAGE)
-    warm.give_back(idle.id)
+def test_a_discarded_segment_is_closed(pool: SegmentPool) -> None:
+    used, idle = pool.take(PAGE), pool.take(2 * PAGE)
+    pool.give_back(idle.id)
     for segment in (used, idle):
-        warm.discard(segment.id)
+        pool.discard(segment.id)
         assert segment.fd == -1
-        warm.discard(segment.id)
-    assert sums(warm) == (0, 0, 0)
-    assert warm.take(2 * PAGE).id == 1002
+        pool.discard(segment.id)
+    assert sums(pool) == (0, 0, 0)
+    assert pool.take(2 * PAGE).id == 1002
 
 
-def test_giving_back_what_is_not_in_use(warm: SegmentPool) -> None:
-    segment = warm.take(PAGE)
-    warm.give_back(segment.id)
-    for number in (segment.id, 5):
-        with pytest.raises(KeyError):
-            warm.give_back(number)
-    assert sums(warm) == (1, 0, 0)
-
-
-def test_closing_closes_all(warm: SegmentPool) -> None:
-    taken = [warm.take(PAGE) for _ in range(3)]
-    warm.give_back(taken[0].id)
-    warm.close()
-    assert [segment.fd for segment in taken] == [-1] * 3
-    assert sums(warm) == (0, 0, 0)
-
-
-def test_where_memory_is_scarce_a_warm_one_that_fits_is_taken(
-    warm: SegmentPool,
-) -> None:
-    segment = warm.take(PAGE)
-    warm.give_back(segment.id)
-    assert warm.take(PAGE, is_scarce=True) is segment
-
-
-def test_where_memory_is_scarce_warm_ones_make_room(warm: SegmentPool) -> None:
-    for taken in [warm.take(2 * PAGE) for _ in range(4)]:
-        warm.give_back(taken.id)
-    segment = warm.take(5 * PAGE, is_scarce=True)
+def test_where_memory_is_scarce_warm_ones_make_room(pool: SegmentPool) -> None:
+    for taken in [pool.take(2 * PAGE) for _ in range(4)]:
+        pool.give_back(taken.id)
+    segment = pool.take(5 * PAGE, is_scarce=True)
     assert not segment.is_on_disk
-    assert sums(warm) == (2, 5, 0)
+    assert sums(pool) == (2, 5, 0)
     with pytest.raises(ObjectMemoryError):
-        warm.take(5 * PAGE, is_scarce=True)
-    assert sums(warm) == (2, 5, 0)
+        pool.take(5 * PAGE, is_scarce=True)
+    assert sums(pool) == (2, 5, 0)
 
 
 def test_where_memory_is_scarce_it_is_on_disk(tmp_path: Path) -> None:
-    warm = SegmentPool(1, 20 * PAGE, lambda: str(tmp_path))
-    segment = warm.take(3 * PAGE, is_scarce=True)
+    pool = SegmentPool(1, 20 * PAGE, lambda: str(tmp_path))
+    segment = pool.take(3 * PAGE, is_scarce=True)
     assert segment.is_on_disk
     assert segment.id == 1
-    assert sums(warm) == (0, 0, 3)
-    assert not warm.give_back(1)
-    assert sums(warm) == (0, 0, 0)
-    assert warm.take(PAGE, is_scarce=True).id == 2
-    warm.close()
-    assert sums(warm) == (0, 0, 0)
+    assert sums(pool) == (0, 0, 3)
+    assert not pool.give_back(1)
+    assert sums(pool) == (0, 0, 0)
+    assert pool.take(PAGE, is_scarce=True).id == 2
+    pool.close()
+    assert sums(pool) == (0, 0, 0)
 
 
-def test_no_room_says_what_was_asked_what_there_is_and_what_to_do(
-    warm: SegmentPool,
+def test_the_error_says_what_was_asked_what_there_is_and_what_to_do(
+    pool: SegmentPool,
 ) -> None:
-    warm.take(2 * PAGE)
+    pool.take(2 * PAGE)
     with pytest.raises(ObjectMemoryError) as caught:
-        warm.take(3 << 20, is_scarce=True)
+        pool.take(3 << 20, is_scarce=True)
     assert isinstance(caught.value, MemoryError)
     assert isinstance(caught.value, AiogpuError)
     text = str(caught.value)
@@ -198,7 +174,7 @@ def test_no_room_says_what_was_asked_what_there_is_and_what_to_do(
     assert str(20 * PAGE) in text
     for advice in ("object_memory=", "drop handles", "spill_directory="):
         assert advice in text
-    assert warm.take(PAGE).id == 1001
+    assert pool.take(PAGE).id == 1001
 
 
 SMALL_DISK = """
@@ -208,19 +184,19 @@ from aiogpu.memory.segment import map_readonly
 from aiogpu.memory.segment_pool import SegmentPool
 
 place = sys.argv[1]
-warm = SegmentPool(1, 0, lambda: place)
-first = warm.take(40_000, is_scarce=True)
+pool = SegmentPool(1, 0, lambda: place)
+first = pool.take(40_000, is_scarce=True)
 try:
-    warm.take(40_000, is_scarce=True)
+    pool.take(40_000, is_scarce=True)
 except ObjectMemoryError as error:
     assert f"{place} is full (No space left on device)" in str(error), error
     assert isinstance(error.__cause__, OSError)
 else:
     raise AssertionError("there was room")
 first.write([memoryview(bytes(40_000))])
-assert warm.bytes_on_disk == first.size
-warm.discard(first.id)
-warm.take(40_000, is_scarce=True).write([memoryview(b"there is room again")])
+assert pool.bytes_on_disk == first.size
+pool.discard(first.id)
+pool.take(40_000, is_scarce=True).write([memoryview(b"there is room again")])
 """
 
 
@@ -248,36 +224,36 @@ def test_a_disk_that_is_full_when_asked(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(segments.os, "posix_fallocate", full)
-    warm = SegmentPool(1, 0, lambda: str(tmp_path))
+    pool = SegmentPool(1, 0, lambda: str(tmp_path))
     with pytest.raises(
         ObjectMemoryError, match=rf"{tmp_path} is full \({os.strerror(number)}"
     ):
-        warm.take(PAGE, is_scarce=True)
+        pool.take(PAGE, is_scarce=True)
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    warm = SegmentPool(1, 0, lambda: str(missing))
+    pool = SegmentPool(1, 0, lambda: str(missing))
     with pytest.raises(ObjectMemoryError, match=rf"{missing} cannot be written"):
-        warm.take(PAGE, is_scarce=True)
+        pool.take(PAGE, is_scarce=True)
 
 
 @pytest.mark.parametrize("is_scarce", [False, True])
 def test_too_many_descriptors_is_what_the_system_says(
     tmp_path: Path, is_scarce: bool
 ) -> None:
-    warm = SegmentPool(1, 0, lambda: str(tmp_path))
+    pool = SegmentPool(1, 0, lambda: str(tmp_path))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
     try:
         with pytest.raises(OSError, match="open files") as caught:
-            warm.take(PAGE, is_scarce)
+            pool.take(PAGE, is_scarce)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert caught.value.errno == errno.EMFILE
-    assert sums(warm) == (0, 0, 0)
-    assert warm.take(PAGE).id == 1
-    warm.close()
+    assert sums(pool) == (0, 0, 0)
+    assert pool.take(PAGE).id == 1
+    pool.close()
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -288,16 +264,16 @@ def test_too_many_descriptors_is_what_the_system_says(
 def test_the_sums_are_those_of_the_segments(
     limit: int, steps: list[tuple[str, int]]
 ) -> None:
-    warm = SegmentPool(1, limit * PAGE, nowhere)
+    pool = SegmentPool(1, limit * PAGE, nowhere)
     used: list[Segment] = []
     seen: dict[int, Segment] = {}
     reading: list[int] = []
     for act, number in steps:
         if act in "ts":
             try:
-                used.append(warm.take(number * PAGE, is_scarce=act == "s"))
+                used.append(pool.take(number * PAGE, is_scarce=act == "s"))
             except ObjectMemoryError:
-                assert warm.bytes_warm < number * PAGE
+                assert pool.bytes_warm < number * PAGE
                 continue
             assert number <= used[-1].size // PAGE <= 2 * number
             assert not used[-1].is_read
@@ -308,15 +284,15 @@ def test_the_sums_are_those_of_the_segments(
             segment = used.pop(number % len(used))
             was_read = segment.is_read
             if act == "d":
-                warm.discard(segment.id)
-            elif warm.give_back(segment.id):
+                pool.discard(segment.id)
+            elif pool.give_back(segment.id):
                 assert not was_read
         there = {each.id: each.size for each in seen.values() if each.fd >= 0}
         in_use = sum(each.size for each in used)
-        assert warm.bytes_in_use == in_use
-        assert warm.bytes_warm == sum(there.values()) - in_use
-        assert warm.bytes_warm <= warm.limit
-    warm.close()
+        assert pool.bytes_in_use == in_use
+        assert pool.bytes_warm == sum(there.values()) - in_use
+        assert pool.bytes_warm <= pool.limit
+    pool.close()
     assert all(each.fd == -1 for each in seen.values())
     for fd in reading:
         os.close(fd)

@@ -24,18 +24,16 @@ class Ends:
     """A sender, a receiver and their sockets."""
 
     def __init__(self) -> None:
-        self.near, self.remote_values = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_STREAM
-        )
-        self.remote_values.setblocking(False)
-        self.sender = DescriptorSender(self.near)
-        self.receiver = DescriptorReceiver(self.remote_values)
+        self.one, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.other.setblocking(False)
+        self.sender = DescriptorSender(self.one)
+        self.receiver = DescriptorReceiver(self.other)
 
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
-        self.near.close()
-        self.remote_values.close()
+        self.one.close()
+        self.other.close()
 
     def fill(self) -> int:
         """Send until the socket takes no more; gives how many were sent or queued."""
@@ -82,36 +80,26 @@ def send(sender: DescriptorSender, first: int, count: int) -> None:
             sender.send(number, fd)
 
 
-def test_a_descriptor_comes_with_its_number(ends: Ends) -> None:
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_arrive_in_order_with_their_numbers(ends: Ends) -> None:
+    assert ends.receiver.read() == []
     with marked(b"here") as fd:
         assert ends.sender.send(2**64 - 1, fd)
     assert ends.sender.waiting == 0
     [(number, received)] = ends.receiver.read()
     assert not os.get_inheritable(received)
     assert texts([(number, received)]) == [(2**64 - 1, b"here")]
-
-
-def test_several_come_in_order(ends: Ends) -> None:
     send(ends.sender, 1, 20)
     assert texts(ends.receiver.read()) == numbered(1, 20)
-    assert ends.receiver.read() == []
-
-
-def test_who_reads_before_anything_came(ends: Ends) -> None:
-    assert ends.receiver.read() == []
-    send(ends.sender, 1, 1)
-    assert texts(ends.receiver.read()) == numbered(1, 1)
-
-
-def test_a_socket_that_blocks(ends: Ends) -> None:
-    ends.remote_values.setblocking(True)
+    ends.other.setblocking(True)
     assert ends.receiver.read(socket.MSG_DONTWAIT) == []
-    send(ends.sender, 1, 3)
-    assert texts(ends.receiver.read()) == numbered(1, 3)
 
 
 def test_who_waits_is_woken_by_another_process(ends: Ends) -> None:
-    ends.remote_values.setblocking(True)
+    ends.other.setblocking(True)
     pid = os.fork()
     if pid == 0:
         send(ends.sender, 5, 1)
@@ -162,6 +150,9 @@ def test_closing_gives_up_what_is_queued(ends: Ends) -> None:
     assert ends.sender.flush()
 
 
+# Streams that are cut
+
+
 class Cut:
     """A socket whose messages are cut as a stream's may be."""
 
@@ -184,11 +175,13 @@ class Cut:
         return self.sock.recvmsg(min(size, self._size()), control, flags)
 
 
-@pytest.mark.parametrize("sizes", [[1], [3], [7, 0, 1], [0, 9], [8], [20, 5]])
-@pytest.mark.parametrize("reads", [[1], [5], [13, 2], [4000]])
+@pytest.mark.parametrize(
+    ("sizes", "reads"),
+    [([1], [4000]), ([3], [5]), ([7, 0, 1], [13, 2]), ([0, 9], [1]), ([20, 5], [5])],
+)
 def test_a_message_cut_anywhere(ends: Ends, sizes: list[int], reads: list[int]) -> None:
-    ends.sender._sock = Cut(ends.near, sizes)
-    ends.receiver._sock = Cut(ends.remote_values, reads)
+    ends.sender._sock = Cut(ends.one, sizes)
+    ends.receiver._sock = Cut(ends.other, reads)
     received: Pairs = []
     for number, text in numbered(1, 30):
         with marked(text) as fd:
@@ -202,38 +195,34 @@ def test_a_message_cut_anywhere(ends: Ends, sizes: list[int], reads: list[int]) 
 
 
 def test_half_a_message_is_nothing_yet_and_closed_with_the_peer(ends: Ends) -> None:
-    ends.sender._sock = Cut(ends.near, [3, 0])
+    ends.sender._sock = Cut(ends.one, [3, 0])
     ends.sender._sock.calls = 1
     with marked() as fd:
         assert not ends.sender.send(1, fd)
     assert ends.sender.waiting == 0
     assert ends.receiver.read() == []
-    ends.near.close()
+    ends.one.close()
     with pytest.raises(EOFError):
         ends.receiver.read()
 
 
-def test_a_peer_that_is_gone_is_told_after_all_that_it_sent(ends: Ends) -> None:
+# The end of the peer
+
+
+def test_the_end_of_the_peer_is_told_after_all_that_it_sent(ends: Ends) -> None:
+    """Also if it left unread what it was sent."""
+    ends.other.send(b"never read")
     send(ends.sender, 1, 3)
-    ends.near.close()
+    ends.one.close()
     assert texts(ends.receiver.read()) == numbered(1, 3)
     for _ in range(2):
-        with pytest.raises(EOFError, match="closed the socket"):
+        with pytest.raises(EOFError):
             ends.receiver.read()
-
-
-def test_a_peer_that_left_unread_what_it_was_sent_is_gone_too(ends: Ends) -> None:
-    ends.remote_values.send(b"never read")
-    send(ends.sender, 1, 2)
-    ends.near.close()
-    assert texts(ends.receiver.read()) == numbered(1, 2)
-    with pytest.raises(EOFError):
-        ends.receiver.read()
 
 
 def test_sending_to_a_peer_that_is_gone(ends: Ends) -> None:
     sent = ends.fill()
-    ends.remote_values.close()
+    ends.other.close()
     with pytest.raises(BrokenPipeError):
         ends.sender.flush()
     assert ends.sender.waiting == 1
@@ -242,6 +231,9 @@ def test_sending_to_a_peer_that_is_gone(ends: Ends) -> None:
     with marked() as fd, pytest.raises(BrokenPipeError):
         ends.sender.send(1, fd)
     assert ends.sender.waiting == 0
+
+
+# Limits and faults
 
 
 @contextmanager
@@ -266,15 +258,15 @@ def open_files(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.parametrize("spare", [0, 1, 4, 7])
+@pytest.mark.parametrize("spare", [0, 4])
 @pytest.mark.parametrize("is_one_message", [True, False])
 def test_too_many_open_files_is_told_and_nothing_is_kept(
     ends: Ends, spare: int, is_one_message: bool
 ) -> None:
     if is_one_message:
-        ends.sender._sock = Cut(ends.near, [0])
+        ends.sender._sock = Cut(ends.one, [0])
     send(ends.sender, 1, 8)
-    ends.sender._sock = ends.near
+    ends.sender._sock = ends.one
     assert ends.sender.flush()
     with open_files(spare):
         with pytest.raises(OSError, match=r"RLIMIT_NOFILE.*ulimit -n") as caught:
@@ -287,38 +279,22 @@ def test_too_many_open_files_is_told_and_nothing_is_kept(
         ends.receiver.read()
 
 
-def test_no_copy_can_be_made(ends: Ends) -> None:
+def test_what_cannot_be_queued_is_refused_at_once(ends: Ends) -> None:
     ends.fill()
     with marked() as fd, open_files(0), pytest.raises(OSError, match="open files"):
         ends.sender.send(7, fd)
+    for number in (-1, 2**64):
+        with marked() as fd, pytest.raises(struct.error):
+            ends.sender.send(number, fd)
     assert ends.sender.waiting == 1
 
 
-@pytest.mark.parametrize("number", [-1, 2**64])
-def test_a_number_of_more_than_eight_bytes_is_refused_at_once(
-    ends: Ends, number: int
+def test_numbers_without_descriptors_are_refused_and_what_arrived_is_closed(
+    ends: Ends,
 ) -> None:
-    ends.fill()
-    with marked() as fd, pytest.raises(struct.error):
-        ends.sender.send(number, fd)
-    assert ends.sender.waiting == 1
-
-
-def test_numbers_without_descriptors_are_refused(ends: Ends) -> None:
-    send(ends.sender, 1, 1)
-    ends.near.send(bytes(8))
-    with pytest.raises(ProtocolError, match="numbers came with only 0"):
-        ends.receiver.read()
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_what_came_before_the_fault_is_closed(ends: Ends) -> None:
     before = open_descriptors()
     send(ends.sender, 1, 3)
-    ends.near.send(bytes(8))
+    ends.one.send(bytes(8))
     with pytest.raises(ProtocolError, match="numbers came with only 0"):
         ends.receiver.read()
     assert open_descriptors() == before
@@ -330,14 +306,14 @@ def test_descriptors_without_numbers_are_refused(ends: Ends) -> None:
     before = open_descriptors()
     with marked() as fd:
         for _ in range(3):
-            socket.send_fds(ends.near, [b"\0"], [fd] * MOST)
+            socket.send_fds(ends.one, [b"\0"], [fd] * MOST)
     with pytest.raises(ProtocolError, match=r"\d+ descriptors came with only 0 numb"):
         ends.receiver.read()
     assert open_descriptors() == before
 
 
 def test_a_kernel_that_lets_no_more_be_under_way(ends: Ends) -> None:
-    real = ends.near
+    real = ends.one
 
     class Refusing:
         def sendmsg(self, *_: object) -> int:
@@ -381,9 +357,12 @@ def test_the_kernel_lets_no_more_be_under_way_than_may_be_open(ends: Ends) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+# Segments that are passed
+
+
 def test_a_segment_passes_and_outlives_its_writer(ends: Ends) -> None:
     """Written in a process that is killed, read here, and free when unmapped."""
-    ends.remote_values.setblocking(True)
+    ends.other.setblocking(True)
     pid = os.fork()
     if pid == 0:
         segment = Segment.create(77, 5000)
@@ -406,15 +385,15 @@ def test_what_is_under_way_and_what_a_killed_reader_had_is_known(ends: Ends) -> 
     told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
-        ends.near.close()
-        ends.remote_values.setblocking(True)
+        ends.one.close()
+        ends.other.setblocking(True)
         [(_, fd)] = ends.receiver.read()
         mapping = map_readonly(fd, 5000)
         os.close(fd)
         os.write(tell, mapping[:5])
         signal.pause()
         os._exit(1)
-    ends.remote_values.close()
+    ends.other.close()
     fd = segment.share()
     ends.sender.send(1, fd)
     os.close(fd)
@@ -435,6 +414,6 @@ def test_under_way_it_is_read_until_the_socket_is_gone(ends: Ends) -> None:
     ends.sender.send(1, fd)
     os.close(fd)
     assert segment.is_read
-    ends.remote_values.close()
+    ends.other.close()
     assert not segment.is_read
     segment.close()
