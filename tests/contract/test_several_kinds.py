@@ -14,8 +14,7 @@ import aiogpu
 from aiogpu.accelerators import AWS_NEURON_CORE, registry
 from tests.contract.kind_tasks import Holder, seen, starts_another
 from tests.support.until import LIMIT
-from tests.unit.accelerators.test_neuron import listing
-from tests.unit.accelerators.test_vendors import Fpga
+from tests.unit.accelerators.vendors import Fpga, listing
 
 pytestmark = [pytest.mark.usefixtures("no_leaks", "plain"), pytest.mark.either_loop]
 

@@ -1,114 +1,77 @@
-"""NVIDIA's answers: pure ones here, NVML's by nvidia-ml-py unmodified on a stub."""
+"""Detection of NVIDIA's GPUs: by nvidia-ml-py, unmodified, on a stub of NVML."""
 
+from __future__ import annotations
+
+import ctypes
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations
+from pathlib import Path
 
 import pytest
 
-from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.nvidia import Nvidia
-from aiogpu.errors import OptionError
 from tests.unit.accelerators.stub_nvml import (
     GIB,
+    LIBRARY,
     ROOT,
     StubGpu,
+    StubMig,
     StubNvml,
+    compile_stub,
     gpus,
     migs,
     program,
+    run_snippet,
+    stub_environ,
 )
 
 NVIDIA = Nvidia()
 ZERO, ONE, TWO = (gpu.uuid for gpu in gpus(3))
+
+
 FASTEST = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 
 
-# What is it called, which quantities are valid, which variable assigns it.
-
-
-def test_nvidia_gives_the_four_answers():
-    gpu: Accelerator = NVIDIA
-    assert (gpu.kind, gpu.option) == ("GPU", "num_gpus")
-    assert gpu.variable == "CUDA_VISIBLE_DEVICES"
-    assert repr(NVIDIA) == "<Nvidia GPU>"
-
-
-def test_quantities_are_shares_or_whole_devices():
-    assert NVIDIA.quantity(0.25) == 2500
-    assert NVIDIA.quantity(2) == 20_000
-    with pytest.raises(OptionError, match=r"num_gpus=1\.5 mixes"):
-        NVIDIA.quantity(1.5)
-
-
 @pytest.mark.parametrize(
-    ("ids", "value"),
-    [((1, 3), "1,3"), ((0,), "0"), (("GPU-a", "MIG-b"), "GPU-a,MIG-b")],
+    ("ids", "environ", "expected"),
+    [
+        (
+            (1, 3),
+            {},
+            {"CUDA_VISIBLE_DEVICES": "1,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        ),
+        (
+            ("GPU-a", "MIG-b"),
+            {},
+            {"CUDA_VISIBLE_DEVICES": "GPU-a,MIG-b", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        ),
+        ((), {}, {"CUDA_VISIBLE_DEVICES": ""}),
+        ((1,), FASTEST, {"CUDA_VISIBLE_DEVICES": "1"}),
+    ],
 )
-def test_assignment_names_the_devices_and_the_order(ids, value):
-    assert NVIDIA.assignment(ids, {}) == {
-        "CUDA_VISIBLE_DEVICES": value,
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
-
-
-def test_assignment_of_nothing_hides_every_device():
-    assert NVIDIA.assignment((), {}) == {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def test_assignment_leaves_the_users_order_alone():
-    assert NVIDIA.assignment((1,), FASTEST) == {"CUDA_VISIBLE_DEVICES": "1"}
-
-
-def test_assignment_replaces_what_the_driver_had():
-    assert NVIDIA.assignment((), {"CUDA_VISIBLE_DEVICES": "0,1"}) == {
-        "CUDA_VISIBLE_DEVICES": ""
-    }
-
-
-@pytest.mark.parametrize("switch", ["1", "true", "TRUE", "Yes", "on", " 1 "])
-@pytest.mark.parametrize("ids", [(), (0,)])
-def test_the_noset_switch_leaves_all_variables_alone(switch, ids):
-    environ = {"AIOGPU_NOSET_CUDA_VISIBLE_DEVICES": switch}
-    assert NVIDIA.assignment(ids, environ) == {}
-
-
-@pytest.mark.parametrize("switch", ["", "0", "false", "no", "off"])
-def test_the_noset_switch_may_be_off(switch):
-    environ = {"AIOGPU_NOSET_CUDA_VISIBLE_DEVICES": switch}
-    assert NVIDIA.assignment((), environ) == {"CUDA_VISIBLE_DEVICES": ""}
+def test_assignment_names_the_devices_and_the_order(ids, environ, expected):
+    """The user's own order stays."""
+    assert NVIDIA.assignment(ids, environ) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("Tesla V100-SXM2-16GB", "V100"),
-        ("Tesla P100-PCIE-16GB", "P100"),
         ("Tesla T4", "T4"),
-        ("Tesla P4", "P4"),
-        ("Tesla K80", "K80"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA L4", "L4"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA A100-SXM4-40GB", "A100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H20", "H20"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA B300", "B300"),
         ("NVIDIA GB200", "GB200"),
-        ("NVIDIA GB300", "GB300"),
         ("NVIDIA GeForce RTX 5090", "GeForce-RTX-5090"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
         ("NVIDIA RTX A6000", "RTX-A6000"),
         ("NVIDIA TITAN V", "TITAN-V"),
         ("NVIDIA 7", "7"),  # one character is no type by the first rule
         ("Something", "Something"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "A100"),
         ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", "H100"),
         ("NVIDIA Graphics Device MIG 1g.12gb+me", "Graphics-Device"),
-        ("", None),
         ("  ", None),
         (None, None),
     ],
@@ -117,54 +80,48 @@ def test_the_type_is_read_from_the_products_name(name, expected):
     assert NVIDIA.type_of(name) == expected
 
 
-# How is it detected: with NVML.
+# What NVML tells
+
+
+WHOLE = {
+    "id": 0,
+    "type": "A100",
+    "uuid": ZERO,
+    "name": "NVIDIA A100-SXM4-40GB",
+    "memory": 40 * GIB,
+    "compute_capability": [8, 0],
+    "pci": "00000000:3B:00.0",
+    "links": [],
+    "parent": None,
+}
 
 
 def test_detection_tells_all_that_nvml_says(nvml: StubNvml):
     mixed = StubGpu(ONE, "Tesla T4", "1:5e:0.0", 15 * GIB, capability=(7, 5))
     nvml.write([StubGpu(ZERO), mixed])
-    assert nvml.run("result = shown(Nvidia().devices({}, None))") == [
-        {
-            "id": 0,
-            "type": "A100",
-            "uuid": ZERO,
-            "name": "NVIDIA A100-SXM4-40GB",
-            "memory": 40 * GIB,
-            "compute_capability": [8, 0],
-            "pci": "00000000:3B:00.0",
-            "links": [],
-            "parent": None,
-        },
-        {
-            "id": 1,
-            "type": "T4",
-            "uuid": ONE,
-            "name": "Tesla T4",
-            "memory": 15 * GIB,
-            "compute_capability": [7, 5],
-            "pci": "00000001:5E:00.0",
-            "links": [],
-            "parent": None,
-        },
-    ]
-
-
-def test_a_machine_without_gpus_has_none(nvml: StubNvml):
-    assert nvml.run("result = [ids({}), inventory().problem]") == [[], None]
+    first, second = nvml.run("result = shown(Nvidia().devices({}, None))")
+    assert first == WHOLE
+    more = {"id": 1, "type": "T4", "uuid": ONE, "name": "Tesla T4", "memory": 15 * GIB}
+    more |= {"compute_capability": [7, 5], "pci": "00000001:5E:00.0"}
+    assert second == WHOLE | more
 
 
 def test_a_given_number_counts_logical_devices_too(nvml: StubNvml):
-    nvml.write(gpus(2))
-    found = nvml.run("result = [shown(Nvidia().devices({}, n)) for n in (1, 2, 4)]")
-    assert [[device["id"] for device in devices] for devices in found] == [
-        [0],
-        [0, 1],
-        [0, 1, 2, 3],
+    snippet = "result = [shown(Nvidia().devices({}, n)) for n in (None, 1, 2, 4)]"
+    assert nvml.run(f"{snippet}\nresult = [result[0], inventory().problem]") == [
+        [],
+        None,
     ]
-    assert [device["uuid"] for device in found[2]] == [ZERO, ONE, None, None]
+    nvml.write(gpus(2))
+    none, one, _, four = nvml.run(snippet)
+    assert [device["id"] for device in one] == [0]
+    assert [(device["id"], device["uuid"]) for device in four] == [
+        *((0, ZERO), (1, ONE), (2, None), (3, None)),
+    ]
+    assert none == four[:2]
 
 
-def test_nobody_is_asked_where_no_device_can_come_of_it(nvml: StubNvml):
+def test_nvml_is_not_loaded_where_no_device_can_be_found(nvml: StubNvml):
     nvml.write(gpus(2))
     snippet = """
     def visible(text, wanted=None):
@@ -211,7 +168,7 @@ def test_entries_that_nvml_does_not_know_are_refused(nvml: StubNvml):
     )
 
 
-def test_under_another_order_detected_devices_go_by_uuid(nvml: StubNvml):
+def test_under_another_order_detected_devices_are_named_by_uuid(nvml: StubNvml):
     nvml.write(gpus(2))
     snippet = f"""
     fastest = {FASTEST}
@@ -261,43 +218,6 @@ def test_links_are_told_of_the_devices_that_a_node_has(nvml: StubNvml):
     assert two_of_them == [["GPU-1"], ["GPU-0"]]
 
 
-@pytest.mark.parametrize("count", [1, 8])
-def test_boxes_where_nvlink_joins_all(nvml: StubNvml, count):
-    nvml.write(gpus(count), links=list(combinations(range(count), 2)))
-    found = nvml.run("result = shown(Nvidia().devices({}, None))")
-    uuids = {device["uuid"] for device in found}
-    assert all(set(device["links"]) == uuids - {device["uuid"]} for device in found)
-    assert len(uuids) == count
-
-
-def test_a_state_changed_while_it_runs_is_seen(nvml: StubNvml):
-    nvml.write(gpus(1))
-    snippet = """
-    for line in sys.stdin:
-        print(json.dumps(ids({})), flush=True)
-    """
-    with subprocess.Popen(
-        program(snippet),
-        env=nvml.environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    ) as process:
-
-        def ask() -> str:
-            process.stdin.write("\n")
-            return process.stdout.readline()
-
-        assert ask() == "[0]\n"
-        nvml.write(gpus(3))
-        assert ask() == "[0, 1, 2]\n"
-        nvml.write(gpus(3), init_error=9)
-        assert ask() == "[]\n"
-        process.stdin.close()
-    assert process.returncode == 0
-
-
 def test_nvml_is_shut_down_after_each_detection(nvml: StubNvml):
     nvml.write(gpus(2))
     snippet = """
@@ -340,34 +260,335 @@ def test_what_is_asked_of_real_cards_is_fulfilled_by_the_stub(
     assert done.stdout.split()[0].count("s") == (4 if is_split else 1)  # skipped
 
 
-# The stub itself, in what detection does not touch.
+# Where NVML is missing, broken or answers in part
 
 
-def test_the_stub_speaks_the_rest_of_the_protocol(nvml: StubNvml):
-    busy = StubGpu(ZERO, used=GIB, processes=((42, GIB), (43, 7)))
-    nvml.write([busy, StubGpu(ONE)], driver="555.42.02")
-    snippet = f"""
-    import pynvml
-
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID("{ZERO}")
-    other = pynvml.nvmlDeviceGetHandleByUUID("{ONE}")
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
-    running = pynvml.nvmlDeviceGetComputeRunningProcesses
+def has_nvml() -> bool:
     try:
-        pynvml.nvmlDeviceGetHandleByUUID("GPU-unknown")
-    except pynvml.NVMLError_NotFound:
-        result = [
-            pynvml.nvmlSystemGetDriverVersion(), memory.total, memory.used,
-            [[process.pid, process.usedGpuMemory] for process in running(handle)],
-            running(other), pynvml.nvmlDeviceGetPciInfo(other).busId,
-        ]
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+OUTCOME = """
+result = [ids({}), ids({}, 2), ids({"CUDA_VISIBLE_DEVICES": "7,GPU-ab"}),
+          inventory().problem]
+"""
+
+
+@pytest.mark.skipif(has_nvml(), reason="this machine has NVML, which is found")
+def test_without_the_library_nothing_is_said(tmp_path: Path):
+    done = subprocess.run(
+        program(OUTCOME + "print(json.dumps([*result, 'pynvml' in sys.modules]))"),
+        env=stub_environ(tmp_path, tmp_path / "none"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith(
+        '[[], [0, 1], [7, "GPU-ab"], "NVML cannot be loaded: libnvidia-ml.so.1: '
+    )
+    assert done.stdout.endswith(", false]\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "before", "problem"),
+    [
+        ({"init_error": 9}, "", "NVML does not start: Driver Not Loaded"),
+        (
+            {"fail": {"nvmlDeviceGetCount_v2": 999}},
+            "",
+            "NVML cannot count the GPUs: Unknown Error",
+        ),
+        ({}, 'sys.modules["pynvml"] = None', "pynvml cannot be imported: "),
+    ],
+    ids=["start", "count", "no pynvml"],
+)
+def test_without_an_answer_devices_are_logical(nvml: StubNvml, how, before, problem):
+    nvml.write(gpus(4), **how)
+    *found, told = nvml.run(before + OUTCOME)
+    assert found == [[], [0, 1], [7, "GPU-ab"]]
+    assert told.startswith(problem)
+
+
+def test_a_damaged_library_and_one_that_cannot_start_are_problems(tmp_path: Path):
+    (tmp_path / LIBRARY).write_bytes(b"")
+    *found, problem = run_snippet(OUTCOME, stub_environ(tmp_path, tmp_path / "none"))
+    assert found == [[], [0, 1], [7, "GPU-ab"]]
+    assert problem.startswith("NVML cannot be loaded: ")
+    (tmp_path / "without").mkdir()
+    library = compile_stub(tmp_path / "without", ["nvmlInitWithFlags"])
+    *again, problem = StubNvml(library, tmp_path / "state").run(OUTCOME)
+    assert (again, problem) == (found, "NVML does not start: Function Not Found")
+
+
+def test_ill_formed_entries_are_refused_without_nvml_too(nvml: StubNvml):
+    nvml.write(init_error=9)
+    message = nvml.run('result = error({"CUDA_VISIBLE_DEVICES": "0,a"})')
+    assert "'a' is neither an index" in message
+    assert "unknown (NVML does not start: Driver Not Loaded)" in message
+
+
+@pytest.mark.parametrize(
+    ("devices", "how", "warnings"),
+    [
+        (gpus(1), {}, []),
+        (gpus(1), {"fail": {"nvmlDeviceGetMemoryInfo": 3}}, []),
+        (gpus(2), {"forbidden": [0]}, []),
+        (gpus(1), {"init_error": 9}, ["! NVML does not start: Driver Not Loaded"]),
+        (gpus(3), {"lost": [1, 2]}, ["! GPU 1 does not answer: GPU is lost"]),
+    ],
+    ids=["well", "not supported", "forbidden", "no start", "lost"],
+)
+def test_each_detection_warns_once_and_only_of_failures(nvml, devices, how, warnings):
+    nvml.write(devices, **how)
+    snippet = """
+    import io, logging
+    log = io.StringIO()
+    logging.basicConfig(stream=log, format="%(levelname)s %(name)s %(message)s")
+    Nvidia().devices({}, None)
+    result = log.getvalue().splitlines()
+    """
+    ending = "; GPUs are known only in part, or not at all."
+    assert nvml.run(snippet) == [
+        f"WARNING aiogpu.accelerators.nvidia {text}{ending}" for text in warnings
+    ]
+
+
+def test_a_lost_device_is_left_out_and_the_rest_are_named_by_uuid(nvml: StubNvml):
+    """Whether CUDA counts a lost device is open, so an index would be a guess."""
+    nvml.write(gpus(3), lost=[1])
+    snippet = """
+    result = [ids({}), ids({}, 2), ids({}, 4), inventory().count,
+              inventory().problem, ids({"CUDA_VISIBLE_DEVICES": "1,2,GPU-1"})]
     """
     assert nvml.run(snippet) == [
-        "555.42.02",
-        40 * GIB,
-        GIB,
-        [[42, GIB], [43, 7]],
-        [],
-        "00000000:3B:00.0",
+        [ZERO, TWO],
+        [ZERO, TWO],
+        [ZERO, TWO, 1, 3],
+        3,
+        "GPU 1 does not answer: GPU is lost",
+        [1, 2, "GPU-1"],
     ]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "nvmlDeviceGetUUID",
+        "nvmlDeviceGetName",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetPciInfo_v3",
+    ],
+)
+def test_a_device_lost_during_detection_is_left_out_too(nvml: StubNvml, function):
+    nvml.write(gpus(1), fail={function: 15})
+    found, count, problem = nvml.run(
+        "there = inventory(); result = [there.devices, there.count, there.problem]"
+    )
+    assert (found, count) == ([], 1)
+    assert problem == "GPU 0 does not answer: GPU is lost"
+
+
+def test_a_device_that_may_not_be_used_is_not_there(nvml: StubNvml):
+    """NVML counts devices that a cgroup withholds; CUDA numbers the others."""
+    nvml.write(gpus(3), forbidden=[0])
+    snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
+    found, problem = nvml.run(snippet)
+    assert [(device["id"], device["uuid"]) for device in found] == [(0, ONE), (1, TWO)]
+    assert problem is None
+
+
+def test_a_detail_that_fails_is_left_out(nvml: StubNvml):
+    nvml.write(gpus(2), fail={"nvmlDeviceGetUUID": 999, "nvmlDeviceGetPciInfo_v3": 3})
+    snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
+    found, problem = nvml.run(snippet)
+    assert [(device["id"], device["uuid"]) for device in found] == [
+        (0, None),
+        (1, None),
+    ]
+    assert [device["type"] for device in found] == ["A100", "A100"]
+    assert problem == "nvmlDeviceGetUUID fails: Unknown Error"
+
+
+@pytest.mark.parametrize(
+    ("fail", "problem"),
+    [
+        ({"nvmlDeviceGetP2PStatus": 3, "nvmlDeviceGetMigMode": 3}, None),
+        (
+            {"nvmlDeviceGetP2PStatus": 999},
+            "nvmlDeviceGetP2PStatus fails: Unknown Error",
+        ),
+        (
+            {"nvmlDeviceGetCudaComputeCapability": 999, "nvmlDeviceGetP2PStatus": 15},
+            "nvmlDeviceGetCudaComputeCapability fails: Unknown Error",
+        ),
+        (
+            {"nvmlDeviceGetMigMode": 999},
+            "whether GPU 0 is in MIG mode is unknown: Unknown Error",
+        ),
+    ],
+    ids=["not supported", "links", "capability", "mig mode"],
+)
+def test_what_is_known_beside_what_fails(nvml: StubNvml, fail, problem):
+    nvml.write(gpus(3), fail=fail, links=[(0, 1)])
+    snippet = """
+    there = inventory()
+    result = [ids({}), there.problem, there.sees_mig, shown(there.devices)]
+    """
+    found, told, sees_mig, devices = nvml.run(snippet)
+    assert (found, told) == ([0, 1, 2], problem)
+    assert sees_mig == ("MIG mode" not in str(problem))
+    assert len(devices[0]["links"]) == ("nvmlDeviceGetP2PStatus" not in fail)
+
+
+def test_a_name_that_is_no_text_is_left_out(nvml: StubNvml):
+    nvml.write(gpus(1, "Tesla \udcff"))
+    snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
+    [found], problem = nvml.run(snippet)
+    assert (found["name"], found["type"], found["uuid"]) == (None, None, ZERO)
+    assert problem.startswith("nvmlDeviceGetName fails: 'utf-8' codec")
+
+
+def test_a_missing_symbol_costs_only_what_it_tells(tmp_path: Path):
+    absent = [
+        *("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPciInfo_v3", "nvmlShutdown"),
+        *("nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetP2PStatus"),
+        "nvmlDeviceGetMigMode",
+    ]
+    nvml = StubNvml(compile_stub(tmp_path, absent), tmp_path / "state")
+    nvml.write(gpus(2), links=[(0, 1)])
+    snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
+    found, problem = nvml.run(snippet)
+    for device, uuid in zip(found, [ZERO, ONE], strict=True):
+        assert (device["uuid"], device["memory"], device["pci"]) == (uuid, 0, None)
+        assert (device["compute_capability"], device["links"]) == (None, [])
+    assert problem == "nvmlDeviceGetMemoryInfo fails: Function Not Found"
+
+
+# MIG mode
+
+
+FIRST, SECOND = migs(2)
+
+
+LARGE = StubMig(
+    "MIG-3ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d",
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    (9, 1),
+    20 * GIB,
+)
+
+
+def box() -> list[StubGpu]:
+    """Two instances on GPU 0, one on GPU 2, GPU 1 whole; counted from the back."""
+    zero, one, two = gpus(3)
+    return [
+        StubGpu(two.uuid, pci=two.pci, mig=(LARGE,)),
+        StubGpu(one.uuid, "Tesla T4", one.pci, capability=(7, 5)),
+        StubGpu(zero.uuid, pci=zero.pci, mig=(FIRST, SECOND)),
+    ]
+
+
+SHOWN = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
+
+
+def test_instances_are_devices_in_place_of_their_gpu(nvml: StubNvml):
+    nvml.write(box(), links=[(0, 1), (0, 2)])
+    found, problem = nvml.run(SHOWN)
+    assert problem is None
+    name = {"id": FIRST.uuid, "uuid": FIRST.uuid, "name": FIRST.name, "parent": ZERO}
+    assert found[0] == WHOLE | name | {"memory": 5 * GIB, "pci": "00000000:01:00.0"}
+    # A whole GPU goes by UUID here: what CUDA counts beside MIG is open.
+    assert [
+        (each["id"], each["parent"], each["memory"] // GIB, each["type"])
+        for each in found[1:]
+    ] == [
+        (SECOND.uuid, ZERO, 5, "A100"),
+        (ONE, None, 40, "T4"),
+        (LARGE.uuid, TWO, 20, "A100"),
+    ]
+
+
+def test_the_variable_names_instances(nvml: StubNvml):
+    nvml.write(box())
+    snippet = f"""
+    def visible(text, wanted=None):
+        return ids({{"CUDA_VISIBLE_DEVICES": text}}, wanted)
+
+    def refusal(text):
+        return error({{"CUDA_VISIBLE_DEVICES": text}})
+
+    result = [
+        visible("{LARGE.uuid},1,{SECOND.uuid}"),
+        visible("MIG-{ZERO}/2/0,MIG-{TWO}/9/1,MIG-{ZERO}/1/0"),
+        visible("0,2", 1), visible("GPU-2,{SECOND.uuid}"), ids({{}}, 2), ids({{}}, 5),
+        refusal("MIG-{ZERO}/7/0"), refusal("{LARGE.uuid},2"),
+    ]
+    """
+    *found, gone, twice = nvml.run(snippet)
+    assert found == [
+        [LARGE.uuid, ONE, SECOND.uuid],
+        [SECOND.uuid, LARGE.uuid, FIRST.uuid],
+        [FIRST.uuid],
+        [LARGE.uuid, SECOND.uuid],
+        [FIRST.uuid, SECOND.uuid],
+        [FIRST.uuid, SECOND.uuid, ONE, LARGE.uuid, 3],
+    ]
+    assert f"there is no MIG instance 'MIG-{ZERO}/7/0'. This machine has" in gone
+    assert f"'2' names the same device as '{LARGE.uuid}' before it" in twice
+
+
+def test_a_gpu_without_an_instance_is_no_device_and_one_line_says_so(nvml: StubNvml):
+    nvml.write([StubGpu(ZERO, mig=()), *gpus(2)[1:]])
+    snippet = """
+    import io, logging
+    log = io.StringIO()
+    logging.basicConfig(stream=log, format="%(levelname)s %(message)s")
+    result = [ids({}), log.getvalue(), error({"CUDA_VISIBLE_DEVICES": "1"})]
+    """
+    found, told, refusal = nvml.run(snippet)
+    assert found == [ONE]
+    assert told == (
+        f"WARNING ! GPU 1 ({ZERO}, NVIDIA A100-SXM4-40GB) is in MIG mode and has no "
+        f"instance, so no task can use it; make some (`nvidia-smi mig -cgi`), or leave "
+        f"MIG mode\n"
+    )
+    assert "'1' is a GPU in MIG mode without an instance" in refusal
+
+
+def test_what_is_not_told_of_an_instance_is_unknown(nvml: StubNvml):
+    snippet = """
+    there = inventory()
+    [mig] = there.mig
+    result = [
+        [place for place, _ in mig.instances], shown(there.devices),
+        there.problem, there.sees_mig,
+    ]
+    """
+    one = [StubGpu(ZERO, mig=(FIRST, SECOND))]
+    nvml.write(one, fail={"nvmlDeviceGetGpuInstanceId": 3, "nvmlDeviceGetName": 999})
+    places, devices, problem, sees_mig = nvml.run(snippet)
+    assert places == ["?/0", "?/1"]
+    assert [device["uuid"] for device in devices] == [FIRST.uuid, SECOND.uuid]
+    assert (problem, sees_mig) == ("nvmlDeviceGetName fails: Unknown Error", True)
+    nvml.write(one, fail={"nvmlDeviceGetMigDeviceHandleByIndex": 999})
+    assert nvml.run(snippet) == [
+        [],
+        [],
+        "MIG instance 0 of GPU 0 is unknown: Unknown Error",
+        False,
+    ]
+    nvml.write(one, fail={"nvmlDeviceGetMigDeviceHandleByIndex": 4})
+    assert nvml.run(snippet) == [[], [], None, True]
+
+
+def test_a_gpu_that_is_lost_while_its_instances_are_asked(nvml: StubNvml):
+    nvml.write(
+        [StubGpu(ZERO, mig=(FIRST,)), *gpus(2)[1:]],
+        fail={"nvmlDeviceGetMigDeviceHandleByIndex": 15},
+    )
+    snippet = "there = inventory(); result = [ids({}), there.count, there.problem]"
+    assert nvml.run(snippet) == [[ONE], 2, "GPU 0 does not answer: GPU is lost"]

@@ -1,4 +1,6 @@
-"""What is on a GPU, asked by nvidia-ml-py unmodified on a stub, while it changes."""
+"""What is on a GPU and whether it is well: nvidia-ml-py, unmodified, on a stub."""
+
+from __future__ import annotations
 
 import os
 from dataclasses import replace
@@ -7,6 +9,13 @@ from pathlib import Path
 import pytest
 
 from aiogpu.accelerators.nvidia import Nvidia
+from aiogpu.accelerators.nvml.health import (
+    WHOLE,
+    Xid,
+    action_in_words,
+    is_fault,
+    xid_in_words,
+)
 from aiogpu.accelerators.nvml.watch import NvmlWatch, is_alive
 from aiogpu.core.model.request import Device
 from tests.unit.accelerators.stub_nvml import (
@@ -19,8 +28,11 @@ from tests.unit.accelerators.stub_nvml import (
 )
 
 ZERO, ONE = (gpu.uuid for gpu in gpus(2))
+
+
 DEAD = 2**22 + 1
-"""No process has this id: it is above the largest that Linux gives (proc(5))."""
+
+
 ASK = f"""
 from aiogpu.accelerators.nvml.watch import NvmlWatch
 from aiogpu.core.resources.devices import Device
@@ -37,7 +49,11 @@ def told(device=ZERO):
         sorted(found.living), found.used, found.problem, found.is_lost,
     ]
 """
+
+
 LOOK = ASK + "result = told()"
+
+
 REWRITE = """
 import os
 def rewrite(change):
@@ -67,15 +83,12 @@ def test_processes_of_all_lists_and_the_memory_in_use(nvml: StubNvml) -> None:
     assert (living, used, problem, is_lost) == ([mine], GIB, None, False)
 
 
-def test_an_idle_gpu_lists_nobody(nvml: StubNvml) -> None:
-    nvml.write(one())
-    assert nvml.run(LOOK) == [[], [], GIB, None, False]
-
-
 V3 = [
     f"nvmlDeviceGet{name}RunningProcesses_v3"
     for name in ("Compute", "MPSCompute", "Graphics")
 ]
+
+
 V2 = [name.replace("v3", "v2") for name in V3 if "MPS" not in name]
 
 
@@ -111,17 +124,7 @@ def test_a_refused_list_is_not_asked_for_again(
     ]
 
 
-def test_a_lost_gpu_says_so_and_may_come_back(nvml: StubNvml) -> None:
-    nvml.write(one(), lost=[0])
-    snippet = f"{ASK}{REWRITE}first = told()\n"
-    snippet += "rewrite(lambda text: text.replace('lost 0', 'driver 1'))\n"
-    snippet += "result = [first, told()]"
-    first, second = nvml.run(snippet)
-    assert first == [None, [], None, "GPU is lost", True]
-    assert second == [[], [], GIB, None, False]
-
-
-def test_for_a_lost_gpu_nvml_is_started_anew_more_and_more_seldom(
+def test_for_a_lost_gpu_nvml_is_started_anew_less_and_less_often(
     nvml: StubNvml,
 ) -> None:
     """NVML never finds again what it has lost, although a reset brought it back."""
@@ -184,23 +187,44 @@ except pynvml.NVMLError_Uninitialized:
     assert nvml.run(snippet) == ["GPU is lost", "GPU is lost", None, 1, "even"]
 
 
-def test_a_failure_midway_is_a_problem_and_passes(nvml: StubNvml) -> None:
-    nvml.write(one())
-    snippet = f"{ASK}{REWRITE}first = told()\n"
-    snippet += f"rewrite(lambda text: text + 'fail {V3[0]} 999\\n')\nsecond = told()\n"
-    snippet += "rewrite(lambda text: text.replace('fail', 'driver'))\n"
-    snippet += "result = [first, second, told()]"
-    first, second, third = nvml.run(snippet)
-    assert first == third == [[], [], GIB, None, False]
-    assert second == [None, [], None, "Unknown Error", False]
+def test_a_failure_passes_and_a_lost_gpu_may_come_back(nvml: StubNvml) -> None:
+    nvml.write(one(), lost=[0])
+    snippet = f"""{ASK}{REWRITE}
+result = [told()]
+rewrite(lambda text: text.replace('lost 0', 'driver 1'))
+result += [told()]
+rewrite(lambda text: text + 'fail {V3[0]} 999\\n')
+result += [told()]
+rewrite(lambda text: text.replace('fail', 'driver'))
+result += [told()]
+"""
+    idle = [[], [], GIB, None, False]
+    assert nvml.run(snippet) == [
+        [None, [], None, "GPU is lost", True],
+        idle,
+        [None, [], None, "Unknown Error", False],
+        idle,
+    ]
 
 
-def test_an_nvml_that_the_program_has_shut_down_is_started_again(
-    nvml: StubNvml,
-) -> None:
+def test_without_an_answer_the_problem_is_told(nvml: StubNvml) -> None:
     nvml.write(one())
-    snippet = f"{ASK}import pynvml\npynvml.nvmlShutdown()\nresult = told()"
-    assert nvml.run(snippet) == [[], [], GIB, None, False]
+    snippet = f"""{ASK}
+import pynvml
+result = [told(Device(1, uuid='{ONE}'))[3:]]
+pynvml.nvmlShutdown()
+result += [told()[3:]]
+watch.close()
+watch.close()
+result += [repr(watch), told()]
+"""
+    closed = [None, [], None, "NVML was closed", False]
+    assert nvml.run(snippet) == [
+        *(["Not Found", False], [None, False], "<NvmlWatch NVML was closed>", closed),
+    ]
+    nvml.write(one(), init_error=9)
+    problem = "NVML does not start: Driver Not Loaded"
+    assert nvml.run(LOOK) == [None, [], None, problem, False]
 
 
 def test_how_busy_a_gpu_is(nvml: StubNvml) -> None:
@@ -250,24 +274,6 @@ result += [told(FIRST), told(SECOND)]
     ]
 
 
-def test_memory_that_lingers_after_its_process(nvml: StubNvml) -> None:
-    """The stub's own: what clearing a GPU has to wait for in truth."""
-    snippet = f"""{ASK}
-import subprocess
-from tests.unit.accelerators.stub_nvml import GIB, StubGpu, StubNvml
-process = subprocess.Popen(["sleep", "60"])
-def listed(seconds):
-    lingering = ((process.pid, GIB, seconds),)
-    StubNvml.here().write([StubGpu("{ZERO}", lingering=lingering)])
-    processes, living, used, *_ = told()
-    return [len(processes), len(living), used]
-result = [listed(0)]
-process.kill(), process.wait()
-result += [listed(60), listed(0)]
-"""
-    assert nvml.run(snippet) == [[1, 1, GIB], [1, 0, GIB], [0, 0, 0]]
-
-
 def test_foreign_process_ids_are_told_of_once(nvml: StubNvml) -> None:
     snippet = f"""{ASK}
 import io, logging, os
@@ -294,27 +300,6 @@ result = [lines({DEAD}), lines(), lines(mine, {DEAD}), lines({DEAD}, sure=True)]
     assert once[0].startswith(f"! NVML lists processes on {ZERO} whose ids nobody has")
 
 
-def test_a_gpu_that_is_not_there(nvml: StubNvml) -> None:
-    nvml.write(one())
-    snippet = f"{ASK}result = told(Device(1, uuid='{ONE}'))"
-    assert nvml.run(snippet) == [None, [], None, "Not Found", False]
-
-
-def test_an_nvml_that_does_not_start(nvml: StubNvml) -> None:
-    nvml.write(one(), init_error=9)
-    problem = "NVML does not start: Driver Not Loaded"
-    assert nvml.run(LOOK) == [None, [], None, problem, False]
-
-
-def test_closed_it_knows_nothing(nvml: StubNvml) -> None:
-    nvml.write(one())
-    snippet = f"{ASK}watch.close()\nwatch.close()\nresult = [repr(watch), told()]"
-    assert nvml.run(snippet) == [
-        "<NvmlWatch NVML was closed>",
-        [None, [], None, "NVML was closed", False],
-    ]
-
-
 def test_who_can_be_asked_about() -> None:
     watch = NvmlWatch()
     assert watch.knows(Device(0, uuid=ZERO))
@@ -328,3 +313,304 @@ def test_who_is_alive() -> None:
     assert is_alive(os.getpid())
     assert is_alive(1)
     assert [is_alive(pid) for pid in (DEAD, 0, -1, 2**32 - 1)] == [False] * 4
+
+
+# Faults, in words
+
+
+def test_xids_are_told_in_words() -> None:
+    assert xid_in_words(79) == "XID 79 (the GPU has fallen off the bus)"
+    assert xid_in_words(48) == "XID 48 (a double-bit ECC error)"
+    assert xid_in_words(1000) == "XID 1000"
+
+
+def test_recovery_actions_are_told_in_words() -> None:
+    assert [action_in_words(action) for action in range(9)] == [
+        *("", "GPU reset", "node reboot", "drain P2P", "drain and reset"),
+        *("recover the IMEX domain", "bus reset", "system reboot"),
+        "recovery action 8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("xid", "place", "concerned"),
+    [
+        (Xid(79, "GPU-a"), None, True),
+        (Xid(79, "GPU-a"), (1, 0), True),
+        (Xid(79, "GPU-b"), None, False),
+        (Xid(79, "GPU-b", (1, 0)), (1, 0), False),
+        (Xid(79, None), (1, 0), True),
+        (Xid(94, "GPU-a", (1, 0)), (1, 0), True),
+        (Xid(94, "GPU-a", (1, 0)), (1, 1), False),
+        (Xid(94, "GPU-a", (2, 0)), (1, 0), False),
+        (Xid(94, "GPU-a", (1, WHOLE)), (1, 3), True),
+        (Xid(94, "GPU-a", (1, WHOLE)), (2, 3), False),
+        (Xid(94, "GPU-a", (1, 0)), None, True),
+    ],
+)
+def test_whom_an_event_concerns(
+    xid: Xid, place: tuple[int, int] | None, concerned: bool
+) -> None:
+    assert xid.concerns("GPU-a", place) == concerned
+
+
+def test_what_a_program_causes_itself_is_no_fault_and_all_else_is() -> None:
+    actions = (None, "", "GPU reset")
+    for xid in (13, 31, 43, 45, 68, 109):
+        assert not any(is_fault(xid, action) for action in actions)
+    for xid in (1, 48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 999):
+        assert all(is_fault(xid, action) for action in actions)
+    # The XID of an action adds nothing where the action is known.
+    assert [is_fault(154, action) for action in actions] == [True, False, False]
+
+
+# Health
+
+
+WELL = [[], "", False]
+
+
+UNKNOWN = [[], None, False]
+
+
+FALLEN = "XID 79 (the GPU has fallen off the bus)"
+
+
+CONTAINED = "XID 94 (a contained memory error)"
+
+
+CHECK = f"""
+import io, logging
+from aiogpu.accelerators.nvml.watch import NvmlWatch
+from aiogpu.core.resources.devices import Device
+from tests.unit.accelerators.stub_nvml import StubGpu, StubNvml, gpus, migs
+
+log = io.StringIO()
+logging.basicConfig(stream=log, format="%(levelname)s %(message)s")
+ZERO, ONE = "{ZERO}", "{ONE}"
+zero, one = gpus(2)
+nvml = StubNvml.here()
+watch = NvmlWatch()
+watch.open()
+
+def check(uuid=ZERO):
+    told = watch.check(Device(uuid, uuid=uuid))
+    return [list(told.errors), told.action, told.is_lost]
+
+"""
+
+
+def test_xids_are_told_once_and_of_the_gpu_that_has_them(nvml: StubNvml) -> None:
+    nvml.write(gpus(2))
+    nvml.xid(0, 48)  # before anybody asked
+    found = nvml.run(
+        CHECK
+        + """
+result = [check(), check(ONE)]
+nvml.xid(0, 13, 31, 43, 45, 68, 109, 154)
+result += [check(), check(ONE)]
+nvml.xid(1, 94, 79, 94)
+result += [check(), check(ONE), check(ONE)]
+nvml.xid(0, 79)
+result += [check(ONE), check()]
+nvml.xid(-1, 62)
+result += [check(), check(ONE), check()]
+"""
+    )
+    assert found[:4] == [WELL] * 4
+    assert found[4:7] == [WELL, [[CONTAINED, FALLEN], "", False], WELL]
+    assert found[7:9] == [WELL, [[FALLEN], "", False]]
+    halted = [["XID 62 (the internal micro-controller has halted)"], "", False]
+    assert found[9:] == [halted, halted, WELL], "it is of no known GPU"
+
+
+def test_the_action_to_recover_and_its_end(nvml: StubNvml) -> None:
+    nvml.write([StubGpu(ZERO, action=1), StubGpu(ONE, action=None)])
+    snippet = f"{CHECK}result = [check(), check(ONE)]\n"
+    snippet += "for action in (2, 9, 0):\n"
+    snippet += "    nvml.write([StubGpu(ZERO, action=action)])\n"
+    snippet += "    result.append(check()[1])\n"
+    assert nvml.run(snippet) == [
+        [[], "GPU reset", False],
+        UNKNOWN,
+        *("node reboot", "recovery action 9", ""),
+    ]
+
+
+def test_a_gpu_falls_off_the_bus_and_comes_back(nvml: StubNvml) -> None:
+    """Whose XID it is is known, although a lost GPU does not even tell its UUID."""
+    nvml.write(gpus(2))
+    found = nvml.run(
+        CHECK
+        + """
+check(), check(ONE)
+nvml.write(gpus(2), lost=[0])
+nvml.xid(0, 79)
+result = [check(ONE), check(), check(), check(ONE)]
+nvml.write(gpus(2))
+result += [check(), check(ONE)]
+nvml.xid(0, 94)
+result += [check(ONE), check()]
+"""
+    )
+    assert found[:4] == [WELL, [[FALLEN], None, True], [[], None, True], WELL]
+    assert found[4:] == [WELL, WELL, WELL, [[CONTAINED], "", False]]
+
+
+def test_instances_are_told_what_is_theirs(nvml: StubNvml) -> None:
+    first, second = (mig.uuid for mig in migs(2))
+    found = nvml.run(
+        CHECK
+        + f"""
+def each():
+    return [check(uuid) for uuid in ("{first}", "{second}", ONE)]
+
+box = [StubGpu(ZERO, mig=migs(2)), one]
+nvml.write(box)
+result = [each()]
+nvml.xid(0, 94, place=(2, 0))
+result += [each()]
+nvml.xid(0, 79)
+result += [each()]
+nvml.write([StubGpu(ZERO, mig=migs(2), action=4), one])
+result += [each()]
+nvml.write(box, lost=[0])
+result += [each()]
+nvml.write([StubGpu(ZERO, mig=migs(2)[:1]), one])
+result += [each()]
+"""
+    )
+    fallen, drain = [[FALLEN], "", False], [[], "drain and reset", False]
+    lost = [[], None, True]
+    assert found == [
+        [WELL, WELL, WELL],
+        [WELL, [[CONTAINED], "", False], WELL],
+        [fallen, fallen, WELL],
+        [drain, drain, WELL],
+        [lost, lost, WELL],
+        [WELL, lost, WELL],  # the instance was taken away
+    ]
+
+
+def test_an_instance_of_unknown_place_has_all_errors_of_its_gpu(
+    nvml: StubNvml,
+) -> None:
+    [mig] = migs(1)
+    nvml.write([StubGpu(ZERO, mig=(mig,))], fail={"nvmlDeviceGetGpuInstanceId": 3})
+    snippet = f"{CHECK}check('{mig.uuid}'), nvml.xid(0, 94, place=(5, 0))\n"
+    snippet += f"result = check('{mig.uuid}')"
+    assert nvml.run(snippet) == [[CONTAINED], "", False]
+
+
+EVENTS = [
+    "nvmlEventSetCreate",
+    "nvmlDeviceRegisterEvents",
+    "nvmlEventSetWait_v2",
+]
+
+
+QUIET = "a GPU that fails is noticed only where its driver says so otherwise.\n"
+
+
+@pytest.mark.parametrize("function", EVENTS)
+def test_without_events_one_line_says_so_and_the_rest_is_told(
+    nvml: StubNvml, function: str
+) -> None:
+    fail = f"fail={{'{function}': 3}}"
+    snippet = f"""{CHECK}
+nvml.write(gpus(2), {fail})
+result = [check(), check(ONE)]
+nvml.xid(0, 79)
+result += [check()]
+nvml.write([zero, StubGpu(ONE, action=1)], lost=[0], {fail})
+result += [check(), check(ONE), log.getvalue()]
+"""
+    assert nvml.run(snippet) == [
+        *(WELL, WELL, WELL, [[], None, True], [[], "GPU reset", False]),
+        f"WARNING ! NVML does not tell of XIDs (Not Supported); {QUIET}",
+    ]
+
+
+def test_a_driver_that_is_too_old_for_all_of_it(tmp_path: Path) -> None:
+    absent = [*EVENTS, "nvmlDeviceGetFieldValues", "nvmlDeviceGetUtilizationRates"]
+    nvml = StubNvml(compile_stub(tmp_path, absent), tmp_path / "state")
+    nvml.write(gpus(2))
+    snippet = f"{CHECK}result = [check(), watch.look(Device(0, uuid=ZERO)).utilisation]"
+    snippet += "\nnvml.write(gpus(2), lost=[0])\nresult += [check(), check(ONE)]"
+    snippet += "\nresult += [log.getvalue()]"
+    assert nvml.run(snippet) == [
+        *(UNKNOWN, None, [[], None, True], UNKNOWN),
+        f"WARNING ! NVML does not tell of XIDs (Function Not Found); {QUIET}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fail", "told"),
+    [
+        ({"nvmlDeviceGetFieldValues": 999}, UNKNOWN),
+        ({"nvmlDeviceGetFieldValues": 15}, [[], None, True]),
+        ({"nvmlDeviceGetFieldValues": 16}, [[], "GPU reset", False]),
+        ({"nvmlDeviceGetMemoryInfo": 16}, [[], "GPU reset", False]),
+        ({"nvmlDeviceGetMemoryInfo": 15}, [[], None, True]),
+        ({"nvmlDeviceGetMemoryInfo": 999}, WELL),
+        ({"nvmlDeviceGetHandleByUUID": 999}, UNKNOWN),
+        ({"nvmlDeviceGetHandleByUUID": 6}, [[], None, True]),
+        ({"nvmlEventSetWait_v2": 15}, WELL),
+        ({"nvmlDeviceRegisterEvents": 15}, WELL),
+    ],
+    ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
+)
+def test_what_failing_calls_mean(
+    nvml: StubNvml, fail: dict[str, int], told: list[object]
+) -> None:
+    nvml.write(gpus(1), fail=fail)
+    assert nvml.run(f"{CHECK}result = [check(), log.getvalue()]") == [told, ""]
+
+
+def test_an_nvml_that_the_program_has_shut_down_is_started_again(
+    nvml: StubNvml,
+) -> None:
+    nvml.write(gpus(1))
+    snippet = f"""{CHECK}
+import pynvml
+result = [check()]
+pynvml.nvmlShutdown()
+result += [check()]
+nvml.xid(0, 79)
+result += [check()]
+pynvml.nvmlShutdown()
+nvml.write(gpus(1), init_error=9)
+result += [check()]
+nvml.write(gpus(1))
+result += [check()]
+watch.close()
+result += [check()]
+"""
+    fallen = [[FALLEN], "", False]
+    assert nvml.run(snippet) == [WELL, WELL, fallen, UNKNOWN, WELL, UNKNOWN]
+
+
+def test_a_gpu_that_reports_without_end_delays_no_other(nvml: StubNvml) -> None:
+    nvml.write(gpus(2))
+    snippet = f"""{CHECK}
+import pynvml
+from aiogpu.accelerators.nvml.health import AT_ONCE
+result = [check(), check(ONE)]
+nvml.xid(0, 79)
+event = pynvml.nvmlEventSetWait_v2(watch._health._events._set, 0)
+asked = []
+def endless(events, timeout):
+    asked.append(timeout)
+    return event
+pynvml.nvmlEventSetWait_v2 = endless
+result += [check(ONE), set(asked) == {{0}}, len(asked) == AT_ONCE, check()]
+"""
+    fallen = [[FALLEN], "", False]
+    assert nvml.run(snippet) == [WELL, WELL, WELL, True, True, fallen]
+
+
+def test_of_logical_devices_nothing_is_known(nvml: StubNvml) -> None:
+    nvml.write(gpus(1))
+    snippet = f"{CHECK}told = watch.check(Device(0))\n"
+    snippet += "result = [list(told.errors), told.action, told.is_lost]"
+    assert nvml.run(snippet) == UNKNOWN

@@ -1,12 +1,14 @@
-"""Which vendors are known, and those that a user adds."""
+"""[B34] [B35] What each vendor answers, and the vendors that are known or added."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import aiogpu
+from aiogpu import accelerators
 from aiogpu.accelerators import (
     Device,
     DeviceWatch,
@@ -15,40 +17,224 @@ from aiogpu.accelerators import (
     register,
     registry,
 )
+from aiogpu.accelerators.amd import Amd
+from aiogpu.accelerators.ascend import Ascend
+from aiogpu.accelerators.base import Accelerator
+from aiogpu.accelerators.gaudi import Gaudi
+from aiogpu.accelerators.intel_gpu import IntelGpu
+from aiogpu.accelerators.neuron import Neuron
+from aiogpu.accelerators.nvidia import Nvidia
 from aiogpu.accelerators.registry import KNOWN, amount, kinds, variables, vendor_of
+from aiogpu.accelerators.tpu import Tpu
 from aiogpu.errors import OptionError
+from tests.unit.accelerators.vendors import Fpga, write
+
+ANSWERS = [
+    (Nvidia(), "GPU", "num_gpus", "CUDA_VISIBLE_DEVICES", ""),
+    (Amd(), "GPU", "num_gpus", "HIP_VISIBLE_DEVICES", "-1"),
+    (IntelGpu(), "GPU", "num_gpus", "ZE_AFFINITY_MASK", "999999"),
+    (
+        Neuron(),
+        "neuron_cores",
+        "resources['neuron_cores']",
+        "NEURON_RT_VISIBLE_CORES",
+        "",
+    ),
+    (Tpu(), "TPU", "resources['TPU']", "TPU_VISIBLE_CHIPS", ""),
+    (Gaudi(), "HPU", "resources['HPU']", "HABANA_VISIBLE_MODULES", ""),
+    (Ascend(), "NPU", "resources['NPU']", "ASCEND_RT_VISIBLE_DEVICES", ""),
+]
 
 
-class Fpga:
-    """A vendor of the user's own."""
+@pytest.mark.parametrize(
+    ("vendor", "kind", "option", "variable", "none"), ANSWERS, ids=repr
+)
+def test_each_vendor_answers(
+    vendor: Accelerator, kind: str, option: str, variable: str, none: str
+) -> None:
+    assert (vendor.kind, vendor.option, vendor.variable) == (kind, option, variable)
+    assert repr(vendor) == f"<{type(vendor).__name__} {kind}>"
+    assert not vendor.watch().knows(Device(0))
+    assert vendor.assignment((0, 3), {})[variable] == "0,3"
+    assert vendor.assignment((), {variable: "0,1"}) == {variable: none}
+    for value in ("1", "TRUE", "Yes", " on "):
+        switch = {f"AIOGPU_NOSET_{variable}": value}
+        assert vendor.assignment((0,), switch) == vendor.assignment((), switch) == {}
+    for value in ("", "0", "false", "no", "off"):
+        assert vendor.assignment((), {f"AIOGPU_NOSET_{variable}": value}) != {}
 
-    kind = "FPGA"
-    option = "resources['FPGA']"
-    variable = "FPGA_VISIBLE"
 
-    def __repr__(self) -> str:
-        return "<Fpga>"
+@pytest.mark.parametrize(
+    ("vendor", "quantities"),
+    [
+        (Nvidia(), {0.25: 2500, 2: 20_000}),
+        (Amd(), {0.25: 2500}),
+        (IntelGpu(), {0.25: 2500}),
+        (Ascend(), {0.5: 5000}),
+        (Gaudi(), {2: 20_000}),
+        (Neuron(), {0: 0, 1: 10_000, 2.0: 20_000}),
+        (Tpu(), {0: 0, 1: 10_000, 2.0: 20_000, 4: 40_000, 8: 80_000}),
+    ],
+    ids=repr,
+)
+def test_valid_quantities(vendor: Accelerator, quantities: dict[float, int]) -> None:
+    assert {value: vendor.quantity(value) for value in quantities} == quantities
 
-    def devices(
-        self, environ: Mapping[str, str], wanted: int | None
-    ) -> tuple[Device, ...]:
-        return tuple(
-            Device(number) for number in range(2 if wanted is None else wanted)
-        )
 
-    def assignment(
-        self, ids: Sequence[int | str], environ: Mapping[str, str]
-    ) -> dict[str, str]:
-        return {self.variable: ",".join(map(str, ids))}
+@pytest.mark.parametrize(
+    ("vendor", "values", "told"),
+    [
+        (Nvidia(), [1.5], "num_gpus={} mixes"),
+        (Amd(), [1.5], "num_gpus={} mixes"),
+        (IntelGpu(), [1.5], "num_gpus={} mixes"),
+        (Ascend(), [1.5], "resources['NPU']={} mixes"),
+        (Gaudi(), [0.5], "resources['HPU']={}: a Gaudi cannot be shared"),
+        (Neuron(), [0.5, 1.5, 2.00001], "resources['neuron_cores']={}: a NeuronCore"),
+        (Neuron(), [-1, "2", True, None], ""),
+        (Tpu(), [3, 0.5, 16, 1.5, 2.00001], "resources['TPU']={} is no number"),
+    ],
+    ids=repr,
+)
+def test_other_quantities_are_refused(
+    vendor: Accelerator, values: list[object], told: str
+) -> None:
+    for value in values:
+        with pytest.raises(OptionError) as caught:
+            vendor.quantity(value)
+        assert told.format(value) in str(caught.value)
 
-    def quantity(self, value: object) -> Any:
-        return value
 
-    def type_of(self, name: str | None) -> str | None:
-        return name
+@pytest.mark.parametrize(
+    ("vendor", "types"),
+    [
+        (Amd(), {"0x74a1": "AMD-Instinct-MI300X-OAM", "740F": "AMD-Instinct-MI210"}),
+        (Amd(), dict.fromkeys(["0x1", "MI210", "", None])),
+        (IntelGpu(), {"Intel(R) Data Center GPU Max 1550": "Intel-GPU-Max-1550"}),
+        (IntelGpu(), dict.fromkeys(["", None])),
+        (Neuron(), {None: "aws-neuron-core"}),
+        (
+            Tpu(),
+            {"v4-16": "TPU-V4", "v5litepod-8": "TPU-V5LITEPOD", "tpu7x-8": "TPU-V7X"},
+        ),
+        (Tpu(), dict.fromkeys(["v4", "A100-40G", "v-8", "", None])),
+        (Gaudi(), {"0x1000": "Intel-GAUDI", None: None}),
+        (Ascend(), {"Ascend910B": "Ascend910B", "": None}),
+    ],
+    ids=repr,
+)
+def test_types_of_devices(
+    vendor: Accelerator, types: dict[str | None, str | None]
+) -> None:
+    assert {name: vendor.type_of(name) for name in types} == types
 
-    def watch(self) -> Unwatched:
-        return Unwatched()
+
+def test_tpus_are_assigned_with_their_layout(tmp_path: Path) -> None:
+    for number in range(4):
+        write(tmp_path, {f"dev/accel{number}": ""})
+    tpu = Tpu(str(tmp_path))
+    one = {"TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1", "TPU_HOST_BOUNDS": "1,1,1"}
+    two = {"TPU_CHIPS_PER_HOST_BOUNDS": "1,2,1", "TPU_HOST_BOUNDS": "1,1,1"}
+    assert tpu.assignment((3,), {}) == {"TPU_VISIBLE_CHIPS": "3", **one}
+    assert tpu.assignment((0, 1), {}) == {"TPU_VISIBLE_CHIPS": "0,1", **two}
+    assert tpu.assignment((0, 1, 2, 3), {}) == {}, "all of the machine's"
+    other = Tpu(str(tmp_path / "other")).assignment((0, 1, 4, 5), {})
+    assert other == {"TPU_VISIBLE_CHIPS": "0,1,4,5"}
+
+
+def test_a_selector_of_intels_does_not_count_among_what_the_mask_leaves() -> None:
+    environ = {"ONEAPI_DEVICE_SELECTOR": "level_zero:2,3"}
+    assert IntelGpu().assignment((3, "1.0"), environ) == {
+        "ZE_AFFINITY_MASK": "3,1.0",
+        "ONEAPI_DEVICE_SELECTOR": "level_zero:gpu",
+    }
+
+
+# Names of types
+
+
+OF_RAY = {
+    "NVIDIA_TESLA_V100": "V100",
+    "NVIDIA_TESLA_P100": "P100",
+    "NVIDIA_TESLA_T4": "T4",
+    "NVIDIA_TESLA_P4": "P4",
+    "NVIDIA_TESLA_K80": "K80",
+    "NVIDIA_TESLA_A10G": "A10G",
+    "NVIDIA_L4": "L4",
+    "NVIDIA_L40S": "L40S",
+    "NVIDIA_A100": "A100",
+    "NVIDIA_H100": "H100",
+    "NVIDIA_H200": "H200",
+    "NVIDIA_H20": "H20",
+    "NVIDIA_B200": "B200",
+    "NVIDIA_B300": "B300",
+    "NVIDIA_GB200": "GB200",
+    "NVIDIA_GB300": "GB300",
+    "NVIDIA_RTX_PRO_6000": "RTX-PRO-6000",
+    "NVIDIA_A100_40G": "A100-40G",
+    "NVIDIA_A100_80G": "A100-80G",
+    "INTEL_MAX_1550": "Intel-GPU-Max-1550",
+    "INTEL_MAX_1100": "Intel-GPU-Max-1100",
+    "INTEL_GAUDI": "Intel-GAUDI",
+    "AMD_INSTINCT_MI100": "AMD-Instinct-MI100",
+    "AMD_INSTINCT_MI250x": "AMD-Instinct-MI250X",
+    "AMD_INSTINCT_MI250": "AMD-Instinct-MI250X-MI250",
+    "AMD_INSTINCT_MI210": "AMD-Instinct-MI210",
+    "AMD_INSTINCT_MI300A": "AMD-Instinct-MI300A",
+    "AMD_INSTINCT_MI300x": "AMD-Instinct-MI300X-OAM",
+    "AMD_INSTINCT_MI300x_HF": "AMD-Instinct-MI300X-HF",
+    "AMD_INSTINCT_MI308x": "AMD-Instinct-MI308X",
+    "AMD_INSTINCT_MI325x": "AMD-Instinct-MI325X-OAM",
+    "AMD_INSTINCT_MI350x": "AMD-Instinct-MI350X-OAM",
+    "AMD_INSTINCT_MI355x": "AMD-Instinct-MI355X-OAM",
+    "AMD_RADEON_R9_200_HD_7900": "AMD-Radeon-R9-200-HD-7900",
+    "AMD_RADEON_HD_7900": "AMD-Radeon-HD-7900",
+    "AWS_NEURON_CORE": "aws-neuron-core",
+    "GOOGLE_TPU_V2": "TPU-V2",
+    "GOOGLE_TPU_V3": "TPU-V3",
+    "GOOGLE_TPU_V4": "TPU-V4",
+    "GOOGLE_TPU_V5P": "TPU-V5P",
+    "GOOGLE_TPU_V5LITEPOD": "TPU-V5LITEPOD",
+    "GOOGLE_TPU_V6E": "TPU-V6E",
+    "GOOGLE_TPU_V7X": "TPU-V7X",
+    "HUAWEI_NPU_910B": "Ascend910B",
+    "HUAWEI_NPU_910B4": "Ascend910B4",
+    "METAX_C500": "MXC500",
+    "METAX_C550": "MXC550",
+    "FURIOSA_RNGD": "FURIOSA_RNGD",
+    "APPLE_M1": "M1",
+    "APPLE_M1_PRO": "M1-Pro",
+    "APPLE_M1_MAX": "M1-Max",
+    "APPLE_M1_ULTRA": "M1-Ultra",
+    "APPLE_M2": "M2",
+    "APPLE_M2_PRO": "M2-Pro",
+    "APPLE_M2_MAX": "M2-Max",
+    "APPLE_M2_ULTRA": "M2-Ultra",
+    "APPLE_M3": "M3",
+    "APPLE_M3_PRO": "M3-Pro",
+    "APPLE_M3_MAX": "M3-Max",
+    "APPLE_SILICON": "Apple-Silicon",
+    "MOBILINT_ARIES": "MOBILINT_ARIES",
+    "MOBILINT_REGULUS": "MOBILINT_REGULUS",
+}
+
+
+def test_the_names_are_those_of_ray() -> None:
+    others = {"Accelerator", "Device", "DeviceWatch", "Health", "Sample", "Unwatched"}
+    names = set(accelerators.__all__) - others - {"register"}
+    assert {name: getattr(accelerators, name) for name in names} == OF_RAY
+
+
+def test_all_public_names_are_there_and_no_others() -> None:
+    assert aiogpu.accelerators is accelerators
+    names: dict[str, object] = {}
+    exec("from aiogpu.accelerators import *", names)
+    assert set(accelerators.__all__) <= set(names)
+    assert sorted(dir(accelerators)) == sorted(accelerators.__all__)
+    with pytest.raises(AttributeError, match=r"'aiogpu\.accelerators' has no attr"):
+        _ = accelerators.NVIDIA_A1000  # type: ignore[attr-defined]
+
+
+# The registry
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +251,7 @@ def test_the_table_says_what_the_files_say() -> None:
     assert len(set(variables())) == len(KNOWN)
 
 
-def test_a_kind_has_a_vendor_and_a_custom_resource_none() -> None:
-    assert [repr(vendor_of(kind)) for kind in ("GPU", "TPU")] == [
-        "<Nvidia GPU>",
-        "<Tpu TPU>",
-    ]
-    assert vendor_of("license") is None
-
-
-def test_the_watch_of_most_vendors_asks_nobody() -> None:
+def test_the_watch_of_most_vendors_asks_no_driver() -> None:
     watch: DeviceWatch = Unwatched()
     watch.open()
     assert not watch.knows(Device(0))
@@ -82,19 +260,17 @@ def test_the_watch_of_most_vendors_asks_nobody() -> None:
     watch.close()
 
 
-def test_a_vendor_is_registered() -> None:
-    vendor = Fpga()
-    register(vendor)
-    assert vendor_of("FPGA") is vendor
-    assert registry.vendors()[-1] is vendor
-    assert kinds()[-1] == "FPGA"
-    assert variables()[-1] == "FPGA_VISIBLE"
-
-
-def test_the_same_again_is_harmless() -> None:
+def test_a_vendor_is_registered_and_may_be_again() -> None:
+    assert [repr(vendor_of(kind)) for kind in ("GPU", "TPU")] == [
+        "<Nvidia GPU>",
+        "<Tpu TPU>",
+    ]
+    assert vendor_of("license") is None
     first, second = Fpga(), Fpga()
     register(first)
     register(first)
+    assert vendor_of("FPGA") is registry.vendors()[-1] is first
+    assert (kinds()[-1], variables()[-1]) == ("FPGA", "FPGA_VISIBLE")
     register(second)
     assert vendor_of("FPGA") is second, "a notebook's cell may be run again"
 
@@ -118,40 +294,37 @@ def test_what_lacks_an_answer_is_refused(lacks: dict[str, object], told: str) ->
     assert vendor_of("FPGA") is None
 
 
-def test_a_class_is_no_vendor() -> None:
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"kind": "GPU"}, "'GPU' is a resource of aiogpu's own"),
+        ({"kind": "neuron_cores"}, "'neuron_cores' is a resource of aiogpu's own"),
+        ({"kind": "memory"}, "'memory' is a resource of aiogpu's own"),
+        ({"kind": "accelerator_type:X"}, "'accelerator_type:X' is a resource of aiog"),
+        ({"variable": "OTHER"}, "'FPGA' is the kind of <Fpga> already"),
+        (
+            {"kind": "OTHER", "variable": "CUDA_VISIBLE_DEVICES"},
+            "CUDA_VISIBLE_DEVICES assigns another vendor's",
+        ),
+        (
+            {"kind": "OTHER", "variable": "FPGA_VISIBLE"},
+            "FPGA_VISIBLE assigns another vendor's",
+        ),
+    ],
+)
+def test_a_kind_and_a_variable_belong_to_one_vendor(
+    more: dict[str, object], told: str
+) -> None:
+    register(Fpga())
+    with pytest.raises(OptionError, match=told):
+        register(type("Other", (Fpga,), more)())
     with pytest.raises(OptionError, match="it is a class, not an object"):
         register(Fpga)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "kind", ["GPU", "neuron_cores", "CPU", "memory", "accelerator_type:X"]
-)
-def test_a_kind_of_aiogpus_own_is_taken(kind: str) -> None:
-    with pytest.raises(OptionError, match=f"'{kind}' is a resource of aiogpu's own"):
-        register(type("Mine", (Fpga,), {"kind": kind})())
-
-
-def test_a_kind_of_another_vendors_is_taken() -> None:
-    register(Fpga())
-    other = type("Other", (Fpga,), {"variable": "OTHER"})
-    with pytest.raises(OptionError, match="'FPGA' is the kind of <Fpga> already"):
-        register(other())
-
-
-@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "FPGA_VISIBLE"])
-def test_a_variable_is_that_of_one_vendor(variable: str) -> None:
-    register(Fpga())
-    more = {"kind": "OTHER", "variable": variable}
-    with pytest.raises(OptionError, match=f"{variable} assigns another vendor's"):
-        register(type("Other", (Fpga,), more)())
-
-
-@pytest.mark.parametrize("parts", [0, 1, 10_000, 30_000])
-def test_a_vendor_says_which_quantities_are_valid(parts: int) -> None:
-    assert amount(Fpga(), parts) == parts
-
-
-@pytest.mark.parametrize("parts", [None, "1", 1.0, True, -1, 10_001, 15_000])
-def test_but_it_counts_in_parts(parts: object) -> None:
-    with pytest.raises(OptionError, match=r"<Fpga> makes .* of it\. `quantity` gives"):
-        amount(Fpga(), parts)
+def test_a_vendor_says_which_quantities_are_valid_and_counts_in_parts() -> None:
+    for parts in (0, 1, 10_000, 30_000):
+        assert amount(Fpga(), parts) == parts
+    for wrong in (None, "1", 1.0, True, -1, 10_001, 15_000):
+        with pytest.raises(OptionError, match=r"<Fpga> makes .* of it\. `quantity` g"):
+            amount(Fpga(), wrong)

@@ -1,30 +1,64 @@
-"""CUDA_VISIBLE_DEVICES as text against what there is; no NVML, no process."""
+"""Variables that name devices, as text against what there is; no NVML, no process."""
+
+from __future__ import annotations
 
 import pytest
 
-from aiogpu.accelerators.listed_devices import require
+from aiogpu.accelerators import listed_devices
+from aiogpu.accelerators.listed_devices import choose, require
 from aiogpu.accelerators.visible import VISIBLE, Inventory, MigGpu, entries, resolve
 from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 
 A = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+
+
 B = "GPU-8932aaaa-d72c-4106-c12f-20bd9faed9f6"
+
+
 C = "GPU-00000000-d72c-4106-c12f-20bd9faed9f6"
+
+
 FIRST = Device(0, "A100", A, "NVIDIA A100-SXM4-40GB", 40 << 30)
+
+
 SECOND = Device(1, "A100", B, "NVIDIA A100-SXM4-40GB", 40 << 30)
+
+
 THIRD = Device(2, "T4", C, "Tesla T4", 16 << 30)
+
+
 THREE = Inventory((FIRST, SECOND, THIRD), 3)
+
+
 UNKNOWN = Inventory(problem="NVML does not start: Driver Not Loaded")
+
+
 EMPTY = Inventory((), 0)
+
+
 MIG = "MIG-3ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d"
+
+
 OLD_MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0"
+
+
 OTHER_MIG = "MIG-4ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d"
+
+
 INSTANCE = Device(MIG, "A100", MIG, "NVIDIA A100 MIG 1g.5gb", 5 << 30, parent=A)
+
+
 OTHER = Device(OTHER_MIG, "A100", OTHER_MIG, "NVIDIA A100 MIG 2g.10gb", parent=A)
+
+
 SPLIT = MigGpu(FIRST, (("1/0", INSTANCE), ("2/0", OTHER)))
+
+
 BARE = MigGpu(SECOND)
+
+
 MIXED = Inventory((INSTANCE, OTHER, THIRD), 3, mig=(SPLIT, BARE))
-"""GPU 0 has two instances, GPU 1 is in MIG mode without any, GPU 2 is whole."""
 
 
 def named(text: str, there: Inventory = THREE, **how: bool) -> list[int | str]:
@@ -37,19 +71,89 @@ def refused(text: str, there: Inventory = THREE) -> str:
     return str(caught.value)
 
 
+# Lists of indices
+
+
+THERE = tuple(Device(number, name="x") for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("  ", ()),
+        ("NoDevFiles", ()),
+        ("-1", ()),
+        ("2, 0 ,1", (2, 0, 1)),
+        ("1,-1,7", (1,)),
+    ],
+)
+def test_a_list_names_indices(text: str, ids: tuple[int, ...]) -> None:
+    assert listed_devices.entries("V", text) == ids
+
+
+@pytest.mark.parametrize(
+    "text", ["0,x", "x", "0,", "1.5", "-2", "1" * 10, "²", "GPU-1"]
+)
+def test_an_ill_formed_entry_is_named(text: str) -> None:
+    entry = text.split(",")[-1]
+    with pytest.raises(DeviceError, match=r"V=.*names no device. Correct") as caught:
+        listed_devices.entries("V", text)
+    assert f"V={text!r}: {entry!r} names no device" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text", "ids"),
+    [
+        (None, None, [0, 1, 2]),
+        (2, None, [0, 1]),
+        (5, None, [0, 1, 2, 3, 4]),
+        (None, "2,0", [2, 0]),
+        (1, "2,0", [2]),
+        (None, "", []),
+    ],
+)
+def test_what_a_node_may_share_out(
+    wanted: int | None, text: str | None, ids: list[int]
+) -> None:
+    listed = None if text is None else ("V", text, listed_devices.entries("V", text))
+    chosen = choose("num", wanted, THERE, listed)
+    assert [device.id for device in chosen] == ids
+    assert all(device in THERE or int(device.id) > 2 for device in chosen)
+
+
+def test_a_list_is_held_against_what_there_is() -> None:
+    for wanted, there, text, ids, why in (
+        (
+            3,
+            THERE,
+            "0,1",
+            (0, 1),
+            r"num=3, but V='0,1' names 2 devices; ask for at most",
+        ),
+        (None, THERE, "0,7", (0, 7), r"there is no device '7'.*has 0, 1, 2\. Name"),
+    ):
+        with pytest.raises(DeviceError, match=why):
+            choose("num", wanted, there, ("V", text, ids))
+    with pytest.raises(
+        DeviceError, match="'01' names the device 1 for the second time"
+    ):
+        listed_devices.entries("V", "1,01")
+    # Without devices it is believed only by those that give a number.
+    assert choose("num", None, (), ("V", "4,5", (4, 5))) == ()
+    assert choose("num", 2, (), ("V", "4,5", (4, 5))) == (Device(4), Device(5))
+
+
+# CUDA_VISIBLE_DEVICES
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", ()),
         ("  ", ()),
-        ("NoDevFiles", ()),
         (" NoDevFiles ", ()),
         ("-1", ()),
-        ("0", (0,)),
-        ("1,3", (1, 3)),
         (" 1 ,\t3 ", (1, 3)),
         ("02", (2,)),
-        ("2,1,0", (2, 1, 0)),
         ("0,2,-1,1", (0, 2)),
         ("0, -1 ,rubbish", (0,)),
         (f"{A},0,{MIG}", (A, 0, MIG)),
@@ -66,18 +170,11 @@ def test_entries(text, expected):
     assert entries(text) == expected
 
 
-def test_indices_come_in_the_users_order_with_details():
+def test_devices_are_found_by_index_and_by_the_beginning_of_their_uuid():
+    """They come in the order of the text, with what is known of them."""
     assert resolve("2,0", THREE) == (THIRD, FIRST)
-
-
-def test_a_uuid_is_the_id_where_the_user_gave_one():
-    assert resolve(f"{C},0", THREE) == (
-        Device(C, "T4", C, "Tesla T4", 16 << 30),
-        FIRST,
-    )
-
-
-def test_a_unique_beginning_of_a_uuid_stands_for_the_whole():
+    third = Device(C, "T4", C, "Tesla T4", 16 << 30)
+    assert resolve(f"{C},0", THREE) == (third, FIRST)
     assert named("GPU-0,GPU-8932f,GPU-8932aaaa") == [C, A, B]
 
 
@@ -100,7 +197,7 @@ def test_an_ambiguous_beginning_is_refused():
     ],
     ids=["no nvml", "one is silent", "mig is unknown"],
 )
-def test_where_instances_are_unknown_mig_ids_are_taken_as_they_stand(mig, there):
+def test_where_instances_are_unknown_mig_ids_are_taken_as_they_are(mig, there):
     assert resolve(mig, there) == (Device(mig),)
 
 
@@ -154,10 +251,6 @@ def test_an_entry_that_is_not_there_is_named(entry):
     assert message.endswith("CUDA itself hides the entry and all after it.")
 
 
-def test_a_machine_without_devices_says_so():
-    assert "This machine has no device." in refused("0", EMPTY)
-
-
 @pytest.mark.parametrize("there", [THREE, UNKNOWN], ids=["nvml", "no nvml"])
 @pytest.mark.parametrize("entry", ["", "x", "-2", "1.0", "GPU", "GPU-xyz", "MIG-"])
 def test_an_ill_formed_entry_is_refused_with_or_without_nvml(entry, there):
@@ -190,20 +283,15 @@ def test_one_entry_twice_is_refused_without_nvml_too(text):
     assert "unknown (NVML does not start: Driver Not Loaded)" in message
 
 
-def test_without_nvml_entries_are_taken_as_they_stand():
-    assert resolve(f"7,GPU-89,{MIG}", UNKNOWN) == (
-        Device(7),
-        Device("GPU-89"),
-        Device(MIG),
-    )
+def test_without_nvml_entries_are_taken_as_they_are():
+    found = resolve(f"7,GPU-89,{MIG}", UNKNOWN)
+    assert found == (Device(7), Device("GPU-89"), Device(MIG))
+    assert "This machine has no device." in refused("0", EMPTY)
 
 
-def test_under_another_order_indices_have_no_details():
+def test_under_another_order_indices_have_no_details_and_a_limit():
     assert resolve("2,0", THREE, by_bus=False) == (Device(2), Device(0))
     assert named("1,GPU-0", by_bus=False) == [1, C]
-
-
-def test_an_index_past_the_last_is_refused_under_any_order():
     with pytest.raises(DeviceError, match="there is no device '3'"):
         resolve("3", THREE, by_bus=False)
 
@@ -247,8 +335,3 @@ def test_wanting_more_than_are_named_is_refused(wanted, text, message):
     with pytest.raises(DeviceError) as caught:
         require("num_gpus", wanted, VISIBLE, text, len(entries(text)))
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_wanting_no_more_than_are_named_is_fine(wanted):
-    require("num_gpus", wanted, VISIBLE, "0,1", 2)

@@ -14,7 +14,7 @@ from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.client.current import current
 from aiogpu.core.model.request import TaskSpec
 from aiogpu.errors import OptionError
-from tests.unit.accelerators.test_vendors import Fpga
+from tests.unit.accelerators.vendors import Fpga
 
 
 class WholeFpga(Fpga):
