@@ -1,7 +1,9 @@
-"""The fixtures in a project of a user's, run by a pytest of its own."""
+"""The tools for users' tests: the clock, the resources that are left, the fixtures."""
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import re
 import subprocess
@@ -12,7 +14,118 @@ from pathlib import Path
 
 import pytest
 
+import aiogpu
+from aiogpu.testing import HandClock, World
+from aiogpu.testing.leaks import Resources
+from tests.contract import tasks
+from tests.support.cgroups import PLACE, needs_cgroup
+
+
+def test_the_clock_stands_still_until_it_is_moved_and_never_goes_back() -> None:
+    clock = HandClock(5)
+    assert (clock.now, clock()) == (5.0, 5.0)
+    clock.advance(0.25)
+    clock.advance(0)
+    assert (clock.now, clock()) == (5.25, 5.25)
+    assert repr(clock) == "<HandClock at 5.25s>"
+    for seconds in (-1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"advanced by {seconds!r} s"):
+            clock.advance(seconds)
+    clock.advance_to(5.3)
+    clock.advance_to(5.1)
+    assert clock.now == 5.3
+
+
+def test_a_world_uses_the_clock() -> None:
+    clock = HandClock(1000.0)
+    w = World(cpus=1, clock=clock)
+    w.submit("a")
+    w.submit("b", timeout=0.1)
+    w.submit("c", timeout=2)
+    w.advance(0.09)
+    assert w.told == {}
+    w.advance(0.02)
+    assert w.told == {"b": "expired"}
+    assert w.now == clock.now == pytest.approx(1000.11)
+    clock.advance(2)
+    assert w.told == {"b": "expired"}, "nothing has woken the scheduler"
+    w.advance(0)
+    assert w.told == {"b": "expired", "c": "expired"}
+
+
+# Leaks
+
+
+def test_processes_are_known_by_their_command_and_their_children_with_them() -> None:
+    before = Resources.take()
+    source = (
+        "# aiogpu\nimport subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'])\n"
+        "print(child.pid, flush=True)\nchild.wait()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c"]
+    with (
+        subprocess.Popen([*command, "input()"], stdin=subprocess.PIPE) as other,
+        subprocess.Popen([*command, source], **pipes) as child,
+    ):
+        below = int(child.stdout.readline())
+        left = Resources.take().since(before)
+        child.communicate(b"\n")
+        other.communicate(b"\n")
+    first, second = sorted(left, key=lambda told: f"process {below}" in told)
+    assert first.startswith(f"process {child.pid} (")
+    assert "# aiogpu" in first
+    assert second.startswith(f"process {below} (")
+    assert Resources.take().since(before) == []
+
+
+def test_descriptors_and_mappings_of_this_process() -> None:
+    before = Resources.take()
+    descriptor = os.memfd_create("aiogpu-test")
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    mapped = mmap.mmap(descriptor, mmap.PAGESIZE)
+    os.close(descriptor)
+    second = os.memfd_create("aiogpu-second")
+    left = Resources.take().since(before)
+    assert sum("aiogpu-test" in told for told in left) == 1, "the mapping has its own"
+    assert "1 open descriptor(s) of /memfd:aiogpu-second (deleted)" in left
+    assert "1 mapping(s) of shared memory" in left
+    mapped.close()
+    os.close(second)
+    assert Resources.take().since(before) == []
+
+
+async def test_a_node_has_all_of_them_and_leaves_none(no_leaks: None) -> None:
+    before = Resources.take()
+    async with aiogpu.init(address="local", num_cpus=1):
+        pid = await tasks.pid.remote()
+        seen = Resources.take().since(before)
+        assert any(f"process {pid} (" in told for told in seen), seen
+        assert any("mapping" in told for told in seen)
+        assert any("descriptor" in told for told in seen)
+    assert Resources.take().since(before) == []
+
+
+@needs_cgroup
+def test_cgroups_of_this_process() -> None:
+    before = Resources.take()
+    ours, others = (f"aiogpu-test-{pid}" for pid in (os.getpid(), os.getppid()))
+    for name in (ours, others):
+        os.mkdir(f"{PLACE.directory}/{name}")
+    try:
+        assert Resources.take().since(before) == [f"cgroup {ours}"]
+    finally:
+        for name in (ours, others):
+            os.rmdir(f"{PLACE.directory}/{name}")
+    assert Resources.take().since(before) == []
+
+
+# Fixtures
+
+
 ROOT = Path(__file__).parents[3]
+
 
 CONFTEST = """
 import asyncio
@@ -26,6 +139,7 @@ def pytest_asyncio_loop_factories():
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 """
 
+
 MODULE = """
 import os
 
@@ -36,6 +150,7 @@ import aiogpu
 def where():
     return os.getpid(), aiogpu.get_gpu_ids()
 """
+
 
 TESTS = """
 import os
@@ -71,6 +186,7 @@ class TestMarked:
         total = await aiogpu.cluster_resources()
         assert {"CPU": 2.0, "GPU": 3.0, "license": 2.0}.items() <= total.items()
 """
+
 
 LEAKS = """
 import asyncio
@@ -130,16 +246,14 @@ def run_pytest(project: Path, tests: str, *arguments: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout + ran.stderr
 
 
-def test_nodes_in_strict_mode_and_on_either_loop(project: Path) -> None:
-    code, said = run_pytest(project, TESTS, "--asyncio-mode=strict")
-    assert (code, "8 passed" in said) == (0, True), said
-
-
-def test_no_mark_is_needed_in_auto_mode(project: Path) -> None:
-    """One that is there does no harm."""
-    bare = TESTS.replace("pytestmark = pytest.mark.asyncio\n", "")
-    bare = bare.replace("class TestMarked", "@pytest.mark.asyncio\nclass TestMarked")
-    code, said = run_pytest(project, bare, "--asyncio-mode=auto")
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_nodes_on_either_loop(project: Path, mode: str) -> None:
+    """In auto mode no mark is needed, and one that is there does no harm."""
+    tests = TESTS
+    if mode == "auto":
+        tests = tests.replace("pytestmark = pytest.mark.asyncio\n", "")
+        tests = tests.replace("class Test", "@pytest.mark.asyncio\nclass Test")
+    code, said = run_pytest(project, tests, f"--asyncio-mode={mode}")
     assert (code, "8 passed" in said) == (0, True), said
 
 
@@ -165,7 +279,7 @@ WRONG = {
 }
 
 
-def test_a_wrong_mark_is_told(project: Path) -> None:
+def test_a_wrong_mark_is_an_error(project: Path) -> None:
     marked = "@pytest.mark.aiogpu({})\nasync def test_{}(inline_node):\n    pass\n"
     tests = [marked.format(mark, number) for number, mark in enumerate(WRONG)]
     code, said = run_pytest(
