@@ -67,6 +67,14 @@ SILENCE: Final = 120.0  # seconds in which no test ends, after which a run may h
 TICKS: Final = os.sysconf("SC_CLK_TCK")  # of processor time, in a second
 IDLE: Final = 5  # of these in five seconds, below which a run may hang
 MEMORY: Final = 6 << 30  # bytes that each process of a run may have
+UNSHRUNK: Final = """
+from hypothesis import Phase, settings
+
+def pytest_configure():
+    phases = Phase.explicit, Phase.generate
+    settings.register_profile("unshrunk", settings.default, phases=phases)
+    settings.load_profile("unshrunk")
+"""  # a plugin, as it takes minutes to make a failing example small
 
 
 @cache
@@ -111,6 +119,7 @@ class Copy:
         # A path file adds these packages, but not what their own path files add.
         packages = Path(pytest.__file__).parents[1]
         own = environment / packages.relative_to(sys.prefix)
+        (own / "unshrunk.py").write_text(UNSHRUNK)
         (own / "copy.pth").write_text(f"{self.place}\n{packages}\n")
         for script in Path(sys.prefix, "bin").iterdir():
             moved = environment / "bin" / script.name
@@ -191,7 +200,8 @@ class Copy:
         """Run tests up to the first failure: what ended them, and the test."""
         shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
         log = self.place / "pytest.log"
-        options = "-m pytest -vvxp no:cacheprovider --tb=no -rfE --hypothesis-seed=0"
+        options = "-m pytest -vvxp no:cacheprovider -p unshrunk --tb=no -rfE"
+        options += " --hypothesis-seed=0"
         ended = self.run(*options.split(), *arguments, limit=limit, log=log)
         text = log.read_text(errors="replace")
         if ended in {"0", "5", "limit"}:
