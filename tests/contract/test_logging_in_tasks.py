@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.daemon.box import box
+from tests.cli.service.box import box
 from tests.support.program import start
 
 PROGRAM = """

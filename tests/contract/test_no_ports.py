@@ -15,9 +15,9 @@ import pytest
 import aiogpu
 from benchmarks.soak.processes import belonging, counted
 from benchmarks.soak.sockets import listening, of_the_internet
+from tests.cli.service.box import box
 from tests.contract import tasks
 from tests.contract.actor_classes import Async, Counter
-from tests.daemon.box import box
 from tests.support.gate import Gate
 
 pytestmark = pytest.mark.either_loop

@@ -9,7 +9,7 @@ import signal
 import psutil
 
 import aiogpu
-from tests.daemon.box import box
+from tests.cli.service.box import box
 from tests.support.program import start
 from tests.support.until import until
 

@@ -41,12 +41,12 @@ from tests.support.mutants import KEY, Mutant, draw, mutants_of, package_of
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = {
-    "cli": ("cli", "terminal"),
+    "cli": ("cli",),
     "accelerators": ("unit/accelerators", "contract"),
     "api": ("unit/api", "contract"),
     "client": ("unit/api", "unit/worker", "contract"),
     "core": ("core", "contract"),
-    "daemon": ("daemon", "cli"),
+    "daemon": ("cli/service", "cli"),
     "engines": ("contract",),
     "linux": ("unit/linux", "daemon", "contract"),
     "memory": ("unit/memory", "contract"),
@@ -59,9 +59,9 @@ FOLDERS: Final = {
     "(top level)": (".",),
 }  # folders of tests by package
 PUBLIC: Final = re.compile(r"aiogpu(\.(testing|errors|types)(\..*)?)?$")
-PROCESS_FOLDERS: Final = ("cli", "daemon", "faults", "contract", "docs", "terminal")
+PROCESS_FOLDERS: Final = ("cli", "faults", "contract", "docs")
 PROCESS: Final = re.compile(
-    r"\b(no_leaks|subprocess|pexpect|tests\.(support\.program|daemon))\b"
+    r"\b(no_leaks|subprocess|pexpect|tests\.(support\.program|cli\.service))\b"
 )
 SILENCE: Final = 120.0  # seconds in which no test ends, after which a run may hang
 TICKS: Final = os.sysconf("SC_CLK_TCK")  # of processor time, in a second

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 
 import aiogpu
-from tests.daemon.box import LIMIT, Box
+from tests.cli.service.box import LIMIT, Box
 from tests.support.gate import Gate
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
@@ -25,7 +25,7 @@ WORKERS = 4
 @asynccontextmanager
 async def serving(here: Box) -> AsyncIterator[asyncio.subprocess.Process]:
     """The server's first process; all its workers have joined."""
-    command = ["-m", "uvicorn", "tests.daemon.shared_app:app", "--lifespan=on"]
+    command = ["-m", "uvicorn", "tests.cli.service.shared_app:app", "--lifespan=on"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 import aiogpu
+from tests.cli.service.box import Box
 from tests.contract import tasks
-from tests.daemon.box import Box
 from tests.support.gate import Gate
 
 pytestmark = pytest.mark.either_loop

@@ -10,8 +10,8 @@ import pexpect
 import pytest
 
 import aiogpu
+from tests.cli.service.box import Box, box
 from tests.contract import tasks
-from tests.daemon.box import Box, box
 from tests.support.gate import Gate
 
 LIMIT = 60

@@ -1,4 +1,4 @@
-"""`python -m tests.daemon.paper_daemon SOCKET HOW`: a node of paper, as a process.
+"""`python -m tests.cli.service.paper_daemon SOCKET HOW`: a node of paper, as a process.
 
 HOW is "calm", "deaf" (what runs never ends) or "stuck" (it cannot even close).
 """
@@ -12,7 +12,7 @@ from contextlib import suppress
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.process import Plan, run_here
 from aiogpu.engines.base import NodeOptions
-from tests.daemon.paper_node import PaperNode
+from tests.cli.service.paper_node import PaperNode
 
 HOW = sys.argv[2]
 

@@ -10,7 +10,7 @@ import pytest
 from aiogpu.cli.tables import plain
 from aiogpu.cli.top import View, render_screen
 from tests.cli.pictures import BUSY
-from tests.terminal.screens import PROMPT, Screen, screen
+from tests.cli.terminal.screens import PROMPT, Screen, screen
 
 TOP = "$python -m tests.cli.view_program"
 

@@ -15,7 +15,7 @@ from aiogpu.daemon import stop as stop_module
 from aiogpu.daemon.place import PidfileLock, Place, Record, living_node, start_time
 from aiogpu.daemon.stop import stop
 from aiogpu.errors import NodeError
-from tests.daemon.box import Box
+from tests.cli.service.box import Box
 from tests.support.program import environment
 
 LIMIT = 60
@@ -24,7 +24,7 @@ LIMIT = 60
 @contextmanager
 def daemon(here: Box, how: str) -> Iterator[subprocess.Popen[str]]:
     """A node of paper that is ready."""
-    command = [sys.executable, "-m", "tests.daemon.paper_daemon"]
+    command = [sys.executable, "-m", "tests.cli.service.paper_daemon"]
     with subprocess.Popen(
         [*command, here.place.socket, how],
         env=environment(XDG_RUNTIME_DIR=here.directory),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.daemon.box import Box, box
+from tests.cli.service.box import Box, box
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from aiogpu.daemon.process import Plan, Service, bind, drain_seconds
 from aiogpu.daemon.readiness import Notifier, Ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import DeviceError, NodeClosedError, NodeStartError
-from tests.daemon.paper_node import PaperNode
+from tests.cli.service.paper_node import PaperNode
 from tests.support.until import until
 
 pytestmark = pytest.mark.either_loop

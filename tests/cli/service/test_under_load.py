@@ -9,8 +9,8 @@ import signal
 import pytest
 
 import aiogpu
+from tests.cli.service.box import LIMIT, Box
 from tests.contract import tasks
-from tests.daemon.box import LIMIT, Box
 from tests.support.gate import Gate
 from tests.support.until import until
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.box import box
+from tests.cli.service.box import box
+from tests.cli.terminal.screens import PROMPT, Screen, screen
 from tests.support.program import run, start
-from tests.terminal.screens import PROMPT, Screen, screen
 
 PROGRAM = """
 import asyncio, os, sys
