@@ -506,9 +506,9 @@ class Driver:
             self._commands.demand(call.worker, task, limit)
 
     def receiver_of(self, task: TaskId) -> Receiver | None:
-        """Return the receiver of a task, or of an actor's call."""
+        """Return the receiver of a task."""
         call = self._calls.get(task)
-        return self.actors.receiver_of(task) if call is None else call.receiver
+        return None if call is None else call.receiver
 
     def worker(self, identity: int) -> LiveWorker | None:
         """The live worker of that id."""

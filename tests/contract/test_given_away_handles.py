@@ -92,3 +92,19 @@ async def test_the_process_may_be_killed() -> None:
             assert outcome == 1 or lost or cancelled, outcome
             if lost:
                 assert "is lost" in str(outcome)
+
+
+@aiogpu.remote
+def gives_call(box: Any) -> list[Any]:
+    return [box.take.remote()]
+
+
+async def test_the_call_may_be_of_an_actor_that_has_yet_to_start() -> None:
+    """The actor has no process yet when the task that has called it ends."""
+    async with aiogpu.init(num_cpus=3, num_gpus=1), asyncio.timeout(60):
+        first = Box.options(num_gpus=1).remote()
+        await first.take.remote()
+        waiting = Box.options(num_gpus=1).remote()
+        (handle,) = await gives_call.remote(waiting)
+        aiogpu.kill(first)
+        assert await handle == []

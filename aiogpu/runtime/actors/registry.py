@@ -154,11 +154,13 @@ class Actors(Register):
         """See `ActorsPort.tell_room`."""
         receiver.settle(dump_whole(self.room(actor)))
 
-    def receiver_of(self, number: int) -> Receiver | None:
-        """Return the receiver of a call."""
-        actors = (worker.actor for worker in self.workers.values())
-        found = (actor.calls.get(number) for actor in actors if actor is not None)
-        return next((call.receiver for call in found if call is not None), None)
+    def receiver_of(self, actor: int, number: int) -> Receiver | None:
+        """Return the receiver of a call, by the number that its caller was given."""
+        found = self._actors.get(actor)
+        if found is None:
+            return None
+        call = found.calls.get(found.waiting.number_of(number))
+        return None if call is None else call.receiver
 
     def cancel(self, actor: int, number: int) -> None:
         """Cancel a call."""

@@ -51,6 +51,7 @@ from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire import messages as wire
 
 if TYPE_CHECKING:
+    from aiogpu.client.interface import Receiver
     from aiogpu.runtime.callers.caller import Client
 
 _log: Final = logging.getLogger(__name__)
@@ -320,23 +321,27 @@ class Requests:
         value = self._value(caller, message.value)
         child = caller.children.get(message.child)
         if child is not None:
-            value.task = number = child
+            value.task = child
+            receiver_of = partial(self._driver.receiver_of, TaskId(child))
             stop = partial(self._driver.cancel, child)
         else:
             actor, number = caller.asked.get(message.child, (0, 0))
+            receiver_of = partial(self._actors.receiver_of, actor, number)
             stop = partial(self._actors.cancel, actor, number)
-        if not number:
+        if child is None and not number:
             # The child has ended and its answer is on the way to the caller, which
             # sends the result as a `Put`. A worker does not end before: see `Sync`.
             return
-        value.stop = partial(self._stop_shared, number, stop)
-        receiver = self._driver.receiver_of(TaskId(number))
+        value.stop = partial(self._stop_shared, receiver_of, stop)
+        receiver = receiver_of()
         if isinstance(receiver, Child):
             receiver.values = [*(receiver.values or ()), (value, message.part)]
 
-    def _stop_shared(self, number: int, stop: Callable[[], object]) -> None:
-        """Cancel a shared task for a borrower; its owner is notified."""
-        receiver = self._driver.receiver_of(TaskId(number))
+    def _stop_shared(
+        self, receiver_of: Callable[[], Receiver | None], stop: Callable[[], object]
+    ) -> None:
+        """Cancel a shared task or call for a borrower; its owner is notified."""
+        receiver = receiver_of()
         stop()
         if receiver is not None:
             error = TaskCancelledError("it was cancelled by who was given its handle.")
