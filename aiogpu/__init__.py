@@ -8,7 +8,7 @@ worker stays light.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # `typing` is slow to import; type checkers know the name
 
 if TYPE_CHECKING:
     from aiogpu import accelerators as accelerators
