@@ -247,9 +247,9 @@ def judge(copy: Copy, mutant: Mutant, options: argparse.Namespace) -> tuple[str,
             if not killer:
                 break
             test = killer.partition("[")[0]
-            if ended != "failed" or package_of(test) not in PROCESS_FOLDERS:
+            if ended != "failed" or package_of(test) == "core":
                 return f"killed: {ended}", killer
-            # A test that drives processes may have failed by chance.
+            # A test that drives processes or waits may have failed by chance.
             ended, repeated = copy.pytest(test, limit=2 * SILENCE)
             if repeated or ended == "limit":
                 return f"killed: {ended}", killer
