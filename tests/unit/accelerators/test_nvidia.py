@@ -324,13 +324,6 @@ def test_a_damaged_library_and_one_that_cannot_start_are_problems(tmp_path: Path
     assert (again, problem) == (found, "NVML does not start: Function Not Found")
 
 
-def test_ill_formed_entries_are_refused_without_nvml_too(nvml: StubNvml):
-    nvml.write(init_error=9)
-    message = nvml.run('result = error({"CUDA_VISIBLE_DEVICES": "0,a"})')
-    assert "'a' is neither an index" in message
-    assert "unknown (NVML does not start: Driver Not Loaded)" in message
-
-
 @pytest.mark.parametrize(
     ("devices", "how", "warnings"),
     [

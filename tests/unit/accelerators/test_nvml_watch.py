@@ -33,36 +33,39 @@ ZERO, ONE = (gpu.uuid for gpu in gpus(2))
 DEAD = 2**22 + 1
 
 
-ASK = f"""
+WATCH = f"""
+import io, logging, os
+import pynvml
 from aiogpu.accelerators.nvml.watch import NvmlWatch
 from aiogpu.core.resources.devices import Device
+from tests.unit.accelerators.stub_nvml import GIB, StubGpu, StubNvml, gpus, migs
 
-ZERO = Device(0, uuid="{ZERO}")
+log = io.StringIO()
+logging.basicConfig(stream=log, format="%(levelname)s %(message)s")
+ZERO, ONE = "{ZERO}", "{ONE}"
+zero, one = gpus(2)
+nvml = StubNvml.here()
 watch = NvmlWatch()
 watch.open()
 
-def told(device=ZERO):
-    found = watch.look(device)
+def device(uuid):
+    return Device(uuid, uuid=uuid)
+
+def told(uuid=ZERO):
+    found = watch.look(device(uuid))
     listed = found.processes
     return [
         None if listed is None else sorted(listed.items()),
         sorted(found.living), found.used, found.problem, found.is_lost,
     ]
+
+def check(uuid=ZERO):
+    found = watch.check(device(uuid))
+    return [list(found.errors), found.action, found.is_lost]
+
 """
-
-
-LOOK = ASK + "result = told()"
-
-
-REWRITE = """
-import os
-def rewrite(change):
-    path = os.environ["AIOGPU_STUB_NVML_STATE"]
-    with open(path) as file:
-        text = file.read()
-    with open(path, "w") as file:
-        file.write(change(text))
-"""
+LOOK = WATCH + "result = told()"
+IDLE = [[], [], 0, None, False]
 
 
 def one(**details: object) -> list[StubGpu]:
@@ -129,52 +132,43 @@ def test_for_a_lost_gpu_nvml_is_started_anew_less_and_less_often(
 ) -> None:
     """NVML never finds again what it has lost, although a reset brought it back."""
     nvml.write(gpus(2))
-    snippet = f"""{ASK}
-import pynvml
-from tests.unit.accelerators.stub_nvml import StubNvml, gpus
-starts, start = [], pynvml.nvmlInit
+    snippet = f"""{WATCH}
+starts, start, looks = [], pynvml.nvmlInit, 0
 def counted():
     starts.append(looks)
     start()
 pynvml.nvmlInit = counted
-ONE = Device(1, uuid="{ONE}")
-looks = 0
 def look():
     global looks
     looks += 1
-    lost, well = watch.look(ZERO), watch.look(ONE)
-    return [lost.is_lost, watch.check(ZERO).is_lost, well.problem]
+    lost, well = watch.look(device(ZERO)), watch.look(device(ONE))
+    return [lost.is_lost, check()[2], well.problem]
 result = [look()]
-StubNvml.here().write(gpus(2), gone=[0])
-result += [look()]
-StubNvml.here().write(gpus(2))
-result += [look()]
-StubNvml.here().write(gpus(2), lost=[0])
+for how in ({{"gone": [0]}}, {{}}):
+    nvml.write(gpus(2), **how)
+    result += [look()]
+nvml.write(gpus(2), lost=[0])
 lost = [look() for _ in range(100)]
-result += [all(told == [True, True, None] for told in lost), starts]
-StubNvml.here().write(gpus(2))
+result += [all(each == [True, True, None] for each in lost), starts]
+nvml.write(gpus(2))
 result += [look(), look()]
 """
     well = [False, False, None]
     first, gone, back, is_lost, starts, *later = nvml.run(snippet)
     assert (first, back, is_lost) == (well, well, True)
-    assert gone[0] is True
-    assert gone[2] is None
+    assert (gone[0], gone[2]) == (True, None)
     assert len(starts) < 20
     assert max(starts) > 90
     assert later == [well, well]
 
 
 def test_the_programs_own_nvml_is_left_to_it(nvml: StubNvml) -> None:
-    nvml.write(one())
-    snippet = f"""{ASK}
-import pynvml
-from tests.unit.accelerators.stub_nvml import StubGpu, StubNvml
+    nvml.write(gpus(1))
+    snippet = f"""{WATCH}
 pynvml.nvmlInit()
-box = StubGpu("{ZERO}")
-StubNvml.here().write([box], lost=[0])
+nvml.write(gpus(1), lost=[0])
 result = [told()[3], told()[3]]
-StubNvml.here().write([box])
+nvml.write(gpus(1))
 result += [told()[3]]
 watch.close()
 result += [pynvml.nvmlDeviceGetCount()]
@@ -188,63 +182,59 @@ except pynvml.NVMLError_Uninitialized:
 
 
 def test_a_failure_passes_and_a_lost_gpu_may_come_back(nvml: StubNvml) -> None:
-    nvml.write(one(), lost=[0])
-    snippet = f"""{ASK}{REWRITE}
-result = [told()]
-rewrite(lambda text: text.replace('lost 0', 'driver 1'))
-result += [told()]
-rewrite(lambda text: text + 'fail {V3[0]} 999\\n')
-result += [told()]
-rewrite(lambda text: text.replace('fail', 'driver'))
-result += [told()]
+    snippet = f"""{WATCH}
+result = []
+for how in ({{"lost": [0]}}, {{}}, {{"fail": {{"{V3[0]}": 999}}}}, {{}}):
+    nvml.write(gpus(1), **how)
+    result += [told()]
 """
-    idle = [[], [], GIB, None, False]
+    nvml.write(gpus(1))
     assert nvml.run(snippet) == [
         [None, [], None, "GPU is lost", True],
-        idle,
+        IDLE,
         [None, [], None, "Unknown Error", False],
-        idle,
+        IDLE,
     ]
 
 
 def test_without_an_answer_the_problem_is_told(nvml: StubNvml) -> None:
-    nvml.write(one())
-    snippet = f"""{ASK}
-import pynvml
-result = [told(Device(1, uuid='{ONE}'))[3:]]
+    nvml.write(gpus(1))
+    snippet = f"""{WATCH}
+result = [told(ONE)]
 pynvml.nvmlShutdown()
-result += [told()[3:]]
+result += [told()]
 watch.close()
 watch.close()
 result += [repr(watch), told()]
 """
-    closed = [None, [], None, "NVML was closed", False]
+    unknown = [None, [], None]
     assert nvml.run(snippet) == [
-        *(["Not Found", False], [None, False], "<NvmlWatch NVML was closed>", closed),
+        [*unknown, "Not Found", False],
+        IDLE,  # it is started again
+        "<NvmlWatch NVML was closed>",
+        [*unknown, "NVML was closed", False],
     ]
-    nvml.write(one(), init_error=9)
+    nvml.write(gpus(1), init_error=9)
     problem = "NVML does not start: Driver Not Loaded"
-    assert nvml.run(LOOK) == [None, [], None, problem, False]
+    assert nvml.run(LOOK) == [*unknown, problem, False]
 
 
 def test_how_busy_a_gpu_is(nvml: StubNvml) -> None:
-    nvml.write([StubGpu(ZERO, utilisation=37), StubGpu(ONE, utilisation=None)])
-    snippet = f"""{ASK}{REWRITE}
-import pynvml
+    """One that does not tell is not asked again."""
+    snippet = f"""{WATCH}
 asked, rates = [], pynvml.nvmlDeviceGetUtilizationRates
 def counted(handle):
     asked.append(handle)
     return rates(handle)
 pynvml.nvmlDeviceGetUtilizationRates = counted
-ONE = Device(1, uuid="{ONE}")
-def busy():
-    return [watch.look(device).utilisation for device in (ZERO, ONE)]
-result = [busy(), busy(), len(asked)]
-rewrite(lambda text: text.replace(" 37", " 5"))
-result += [busy()]
-rewrite(lambda text: text + "fail nvmlDeviceGetUtilizationRates 999\\n")
-result += [busy(), told()[3]]
+def busy(first, **how):
+    box = [StubGpu(ZERO, utilisation=first), StubGpu(ONE, utilisation=None)]
+    nvml.write(box, **how)
+    return [watch.look(device(uuid)).utilisation for uuid in (ZERO, ONE)]
+result = [busy(37), busy(37), len(asked), busy(5)]
+result += [busy(5, fail={{"nvmlDeviceGetUtilizationRates": 999}}), told()[3]]
 """
+    nvml.write(gpus(2))
     assert nvml.run(snippet) == [
         *([37, None], [37, None], 3, [5, None]),
         *([None, None], None),
@@ -257,11 +247,10 @@ def test_an_instance_is_looked_at_by_itself(nvml: StubNvml) -> None:
     second = replace(second, used=GIB, processes=((DEAD + 1, 5), (DEAD + 2, 9)))
     box = [StubGpu(ZERO, used=2 * GIB, mig=(first, second))]
     nvml.write(box)
-    snippet = f"""{ASK}
-FIRST, SECOND = [Device(uuid, uuid=uuid) for uuid in {[first.uuid, second.uuid]}]
-result = [told(FIRST), told(SECOND), told(ZERO)[0], watch.look(FIRST).utilisation]
-from tests.unit.accelerators.stub_nvml import StubGpu, StubNvml, migs
-StubNvml.here().write([StubGpu("{ZERO}", mig=migs(2)[1:])])
+    snippet = f"""{WATCH}
+FIRST, SECOND = {[first.uuid, second.uuid]}
+result = [told(FIRST), told(SECOND), told()[0], watch.look(device(FIRST)).utilisation]
+nvml.write([StubGpu(ZERO, mig=migs(2)[1:])])
 result += [told(FIRST), told(SECOND)]
 """
     assert nvml.run(snippet) == [
@@ -275,11 +264,7 @@ result += [told(FIRST), told(SECOND)]
 
 
 def test_foreign_process_ids_are_told_of_once(nvml: StubNvml) -> None:
-    snippet = f"""{ASK}
-import io, logging, os
-from tests.unit.accelerators.stub_nvml import StubGpu, StubNvml
-log = io.StringIO()
-logging.basicConfig(stream=log, format="%(message)s")
+    snippet = f"""{WATCH}
 def lines(*pids, sure=False, looks=2):
     log.truncate(0), log.seek(0)
     watch = NvmlWatch()
@@ -287,8 +272,8 @@ def lines(*pids, sure=False, looks=2):
     watch.open()
     processes = tuple((pid, 5) for pid in pids)
     for listed in [processes] * looks + [((({DEAD}, 5)),)]:
-        StubNvml.here().write([StubGpu("{ZERO}", processes=listed)])
-        watch.look(ZERO)
+        nvml.write([StubGpu(ZERO, processes=listed)])
+        watch.look(device(ZERO))
     watch.close()
     return log.getvalue().splitlines()
 mine = os.getpid()
@@ -297,7 +282,9 @@ result = [lines({DEAD}), lines(), lines(mine, {DEAD}), lines({DEAD}, sure=True)]
     once, nobody, known, sure = nvml.run(snippet)
     assert nobody == known == sure == []
     assert len(once) == 1
-    assert once[0].startswith(f"! NVML lists processes on {ZERO} whose ids nobody has")
+    assert once[0].startswith(
+        f"WARNING ! NVML lists processes on {ZERO} whose ids nobody has"
+    )
 
 
 def test_who_can_be_asked_about() -> None:
@@ -379,32 +366,11 @@ FALLEN = "XID 79 (the GPU has fallen off the bus)"
 CONTAINED = "XID 94 (a contained memory error)"
 
 
-CHECK = f"""
-import io, logging
-from aiogpu.accelerators.nvml.watch import NvmlWatch
-from aiogpu.core.resources.devices import Device
-from tests.unit.accelerators.stub_nvml import StubGpu, StubNvml, gpus, migs
-
-log = io.StringIO()
-logging.basicConfig(stream=log, format="%(levelname)s %(message)s")
-ZERO, ONE = "{ZERO}", "{ONE}"
-zero, one = gpus(2)
-nvml = StubNvml.here()
-watch = NvmlWatch()
-watch.open()
-
-def check(uuid=ZERO):
-    told = watch.check(Device(uuid, uuid=uuid))
-    return [list(told.errors), told.action, told.is_lost]
-
-"""
-
-
 def test_xids_are_told_once_and_of_the_gpu_that_has_them(nvml: StubNvml) -> None:
     nvml.write(gpus(2))
     nvml.xid(0, 48)  # before anybody asked
     found = nvml.run(
-        CHECK
+        WATCH
         + """
 result = [check(), check(ONE)]
 nvml.xid(0, 13, 31, 43, 45, 68, 109, 154)
@@ -426,7 +392,7 @@ result += [check(), check(ONE), check()]
 
 def test_the_action_to_recover_and_its_end(nvml: StubNvml) -> None:
     nvml.write([StubGpu(ZERO, action=1), StubGpu(ONE, action=None)])
-    snippet = f"{CHECK}result = [check(), check(ONE)]\n"
+    snippet = f"{WATCH}result = [check(), check(ONE)]\n"
     snippet += "for action in (2, 9, 0):\n"
     snippet += "    nvml.write([StubGpu(ZERO, action=action)])\n"
     snippet += "    result.append(check()[1])\n"
@@ -441,7 +407,7 @@ def test_a_gpu_falls_off_the_bus_and_comes_back(nvml: StubNvml) -> None:
     """Whose XID it is is known, although a lost GPU does not even tell its UUID."""
     nvml.write(gpus(2))
     found = nvml.run(
-        CHECK
+        WATCH
         + """
 check(), check(ONE)
 nvml.write(gpus(2), lost=[0])
@@ -460,7 +426,7 @@ result += [check(ONE), check()]
 def test_instances_are_told_what_is_theirs(nvml: StubNvml) -> None:
     first, second = (mig.uuid for mig in migs(2))
     found = nvml.run(
-        CHECK
+        WATCH
         + f"""
 def each():
     return [check(uuid) for uuid in ("{first}", "{second}", ONE)]
@@ -497,7 +463,7 @@ def test_an_instance_of_unknown_place_has_all_errors_of_its_gpu(
 ) -> None:
     [mig] = migs(1)
     nvml.write([StubGpu(ZERO, mig=(mig,))], fail={"nvmlDeviceGetGpuInstanceId": 3})
-    snippet = f"{CHECK}check('{mig.uuid}'), nvml.xid(0, 94, place=(5, 0))\n"
+    snippet = f"{WATCH}check('{mig.uuid}'), nvml.xid(0, 94, place=(5, 0))\n"
     snippet += f"result = check('{mig.uuid}')"
     assert nvml.run(snippet) == [[CONTAINED], "", False]
 
@@ -517,7 +483,7 @@ def test_without_events_one_line_says_so_and_the_rest_is_told(
     nvml: StubNvml, function: str
 ) -> None:
     fail = f"fail={{'{function}': 3}}"
-    snippet = f"""{CHECK}
+    snippet = f"""{WATCH}
 nvml.write(gpus(2), {fail})
 result = [check(), check(ONE)]
 nvml.xid(0, 79)
@@ -535,7 +501,7 @@ def test_a_driver_that_is_too_old_for_all_of_it(tmp_path: Path) -> None:
     absent = [*EVENTS, "nvmlDeviceGetFieldValues", "nvmlDeviceGetUtilizationRates"]
     nvml = StubNvml(compile_stub(tmp_path, absent), tmp_path / "state")
     nvml.write(gpus(2))
-    snippet = f"{CHECK}result = [check(), watch.look(Device(0, uuid=ZERO)).utilisation]"
+    snippet = f"{WATCH}result = [check(), watch.look(Device(0, uuid=ZERO)).utilisation]"
     snippet += "\nnvml.write(gpus(2), lost=[0])\nresult += [check(), check(ONE)]"
     snippet += "\nresult += [log.getvalue()]"
     assert nvml.run(snippet) == [
@@ -564,15 +530,14 @@ def test_what_failing_calls_mean(
     nvml: StubNvml, fail: dict[str, int], told: list[object]
 ) -> None:
     nvml.write(gpus(1), fail=fail)
-    assert nvml.run(f"{CHECK}result = [check(), log.getvalue()]") == [told, ""]
+    assert nvml.run(f"{WATCH}result = [check(), log.getvalue()]") == [told, ""]
 
 
 def test_an_nvml_that_the_program_has_shut_down_is_started_again(
     nvml: StubNvml,
 ) -> None:
     nvml.write(gpus(1))
-    snippet = f"""{CHECK}
-import pynvml
+    snippet = f"""{WATCH}
 result = [check()]
 pynvml.nvmlShutdown()
 result += [check()]
@@ -592,8 +557,7 @@ result += [check()]
 
 def test_a_gpu_that_reports_without_end_delays_no_other(nvml: StubNvml) -> None:
     nvml.write(gpus(2))
-    snippet = f"""{CHECK}
-import pynvml
+    snippet = f"""{WATCH}
 from aiogpu.accelerators.nvml.health import AT_ONCE
 result = [check(), check(ONE)]
 nvml.xid(0, 79)
@@ -611,6 +575,6 @@ result += [check(ONE), set(asked) == {{0}}, len(asked) == AT_ONCE, check()]
 
 def test_of_logical_devices_nothing_is_known(nvml: StubNvml) -> None:
     nvml.write(gpus(1))
-    snippet = f"{CHECK}told = watch.check(Device(0))\n"
-    snippet += "result = [list(told.errors), told.action, told.is_lost]"
+    snippet = f"{WATCH}found = watch.check(Device(0))\n"
+    snippet += "result = [list(found.errors), found.action, found.is_lost]"
     assert nvml.run(snippet) == UNKNOWN

@@ -237,12 +237,6 @@ def test_a_gpu_in_mig_mode_without_an_instance_is_refused(entry):
     )
 
 
-def test_gpus_in_mig_mode_count_as_those_that_answered():
-    assert MIXED.is_complete
-    assert "there is no device '3'" in refused("3", MIXED)
-    assert "there is no device 'GPU-9'" in refused("GPU-9", MIXED)
-
-
 @pytest.mark.parametrize("entry", ["3", "GPU-ffff", C[:-1] + "0"])
 def test_an_entry_that_is_not_there_is_named(entry):
     message = refused(f"0,{entry}")

@@ -406,14 +406,3 @@ def test_what_is_under_way_and_what_a_killed_reader_had_is_known(ends: Ends) -> 
     os.close(told)
     os.close(tell)
     segment.close()
-
-
-def test_under_way_it_is_read_until_the_socket_is_gone(ends: Ends) -> None:
-    segment = Segment.create(1, 5000)
-    fd = segment.share()
-    ends.sender.send(1, fd)
-    os.close(fd)
-    assert segment.is_read
-    ends.other.close()
-    assert not segment.is_read
-    segment.close()

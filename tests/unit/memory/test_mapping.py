@@ -129,24 +129,6 @@ def test_whatever_is_derived_keeps_it(
     assert (reader.told, reader.still_there) == ([7], [False])
 
 
-def test_an_array_out_of_band(reader: Reader) -> None:
-    array = np.arange(10_000.0)
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(array, protocol=5, buffer_callback=buffers.append)
-    raw = [buffer.raw() for buffer in buffers]
-    segment = Segment.create(9, Segment.room_for(map(len, raw)))
-    spans = segment.write(raw)
-    again = pickle.loads(pickled, buffers=reader.views(segment, *spans))
-    assert (again == array).all()
-    assert not again.flags.writeable
-    part = again[5:6]
-    del again
-    assert reader.told == []
-    del part
-    assert reader.told == [9]
-    segment.close()
-
-
 def test_a_mapping_that_fails_leaves_nothing(reader: Reader, segment: Segment) -> None:
     with pytest.raises((OSError, ValueError)):
         reader.mappings.views(7, -7, segment.size, [(0, 5)])

@@ -88,13 +88,6 @@ def test_one_that_is_more_than_twice_as_large_is_not_taken(pool: SegmentPool) ->
     assert pool.take(2 * PAGE + 1) is large
 
 
-def test_beyond_the_limit_it_is_closed(pool: SegmentPool) -> None:
-    segment = pool.take(21 * PAGE)
-    assert not pool.give_back(segment.id)
-    assert segment.fd == -1
-    assert sums(pool) == (0, 0, 0)
-
-
 def test_those_unused_the_longest_make_room(pool: SegmentPool) -> None:
     taken = [pool.take(pages * PAGE) for pages in (6, 7, 5, 4)]
     for segment in taken[:3]:
@@ -296,13 +289,3 @@ def test_the_sums_are_those_of_the_segments(
     assert all(each.fd == -1 for each in seen.values())
     for fd in reading:
         os.close(fd)
-
-
-def test_many_of_each_size() -> None:
-    many = SegmentPool(1, 1 << 40, nowhere)
-    for taken in [many.take(PAGE * (1 + n % 5)) for n in range(100)]:
-        many.give_back(taken.id)
-    assert [many.take(PAGE * 5).size for _ in range(20)] == [PAGE * 5] * 20
-    assert sums(many) == (200, 100, 0)
-    many.close()
-    assert sums(many) == (0, 0, 0)

@@ -169,13 +169,6 @@ def test_without_numpy_there_are_no_arrays():
         assert not are_numbers([NUMBERS["small"]])
 
 
-def test_an_array_that_is_copied_belongs_to_its_reader():
-    array = np.arange(1000)
-    (args, _) = load_arguments(dump_arguments("f", (array,), {}))
-    args[0][0] = 7
-    assert array[0] == 0
-
-
 @steady
 @given(
     st.lists(st.integers(0, 4), max_size=3),
@@ -198,17 +191,6 @@ def test_arrays_of_any_shape_arrive(shape, dtype, is_fortran, step):
 def test_objects_in_arrays_are_pickled_by_cloudpickle():
     again = twice(np.array([lambda: 5], object))
     assert again[0]() == 5
-
-
-def test_an_arrow_table_arrives_over_its_buffers():
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow has tables of its own")
-    table = pyarrow.table({"x": np.arange(EDGE * 2), "y": ["word"] * EDGE * 2})
-    stream, buffers = dump(table)
-    assert len(stream) < SHARED_FROM
-    assert sum(buffer.nbytes for buffer in buffers) >= EDGE * 16
-    assert load(stream, buffers).equals(table)
-    (raw,) = dump(pyarrow.py_buffer(bytes(SHARED_FROM)))[1]
-    assert raw.nbytes == SHARED_FROM
 
 
 # Buffers beside the stream

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import linecache
-import subprocess
 import sys
 import threading
 import warnings
@@ -30,7 +29,6 @@ from aiogpu.serialization.diagnostics import (
     advise,
     find_unpicklable,
 )
-from aiogpu.serialization.pickler import dump, dump_whole, measure
 from aiogpu.serialization.references import SHARED_FROM, add_handle
 from aiogpu.serialization.serializer import (
     PUT,
@@ -225,13 +223,6 @@ def test_the_path_leads_through_a_registered_reducer(monkeypatch):
     assert find(Registered()) == "it.__reduce__()[2] (a lock)"
 
 
-@pytest.mark.parametrize("pickled", [dump, dump_whole, measure])
-def test_each_way_of_pickling_finds_it(pickled):
-    value = {"a": LARGE, "b": [LARGE, {"c": Reduced()}]}
-    path = "it['b'][1]['c'].__reduce__()[2] (a lock)"
-    assert find_unpicklable({"it": value}, pickled) == path
-
-
 @pytest.mark.parametrize(
     "whole",
     [find, Slotted, Slotted(), Registered(), [1], {1: 2}, (1,), property(find)],
@@ -390,39 +381,6 @@ def test_the_path_leads_through_a_class_of_the_program():
     assert find(Handler) == f"it.serve.__func__{served}"
     assert find(Page) == f"it.text.fget{served}"
     assert find(Abstract) == f"it.serve{served}"
-
-
-IN_MAIN = """
-import cloudpickle, threading
-from aiogpu.serialization.diagnostics import find_unpicklable
-
-LOCK = threading.Lock()
-
-class Server:
-    def serve(self):
-        return LOCK
-
-def f():
-    return Server()
-
-def fine():
-    return 1
-
-print(find_unpicklable({"f": fine}, cloudpickle.dumps))
-print(find_unpicklable({"f": f}, cloudpickle.dumps))
-print(find_unpicklable({"f": Server().serve}, cloudpickle.dumps))
-"""
-
-
-def test_the_path_leads_through_what_the_program_defines():
-    command = [sys.executable, "-c", IN_MAIN]
-    out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-    serve = "serve.__globals__.LOCK (a lock)"
-    assert out.splitlines() == [
-        "f",
-        f"f.__globals__.Server.{serve}",
-        f"f.__self__.__class__.{serve}",
-    ]
 
 
 # In the messages

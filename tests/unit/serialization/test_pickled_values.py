@@ -353,19 +353,6 @@ fib(9)
     assert again.cache_info().hits == 28, "it calls itself, not another copy"
 
 
-def test_what_is_cached_of_a_class_of_the_program_goes_with_it():
-    again = in_the_program(
-        """
-class Model:
-    @functools.cache
-    def twice(self, n):
-        return n * 2
-""",
-        "Model",
-    )
-    assert again().twice(4) == 8
-
-
 def test_a_cached_function_is_sent_by_name_only_if_that_name_finds_it(monkeypatch):
     base = 3
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import LIMIT, encode
@@ -31,7 +29,6 @@ from aiogpu.wire.messages import (
     Ready,
     Run,
 )
-from tests.support.sampling import examples
 from tests.unit.wire.cases import ROLES, example
 from tests.unit.wire.spoiling import framed
 
@@ -82,24 +79,6 @@ def test_a_worker_connects_works_and_leaves():
     driver.close()
     assert repr(driver) == "<Connection closed with worker 7>"
     assert driver.receive(encode(Done(2, b"late"))) == []
-
-
-steady = settings(
-    derandomize=True, database=None, deadline=None, max_examples=examples(100)
-)
-
-
-@steady
-@given(st.sampled_from(ROLES), st.data())
-def test_whatever_its_peer_may_send_arrives(role, data):
-    kinds = sorted(FROM_PEER[role], key=TAGS.__getitem__)
-    sent = data.draw(st.lists(st.sampled_from(kinds).map(example), max_size=5))
-    stream = greeting(role, 3, 4) + b"".join(map(encode, sent))
-    cut = data.draw(st.integers(0, len(stream)))
-    connection = Connection()
-    found = connection.receive(stream[:cut]) + connection.receive(stream[cut:])
-    assert found == [Hello(VERSION, role, 3, 4), *sent]
-    assert connection.state is ConnectionState.OPEN
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -205,22 +184,6 @@ def test_what_is_no_message_is_refused(body):
         assert refuses(greeted(role), framed(body))
         assert refuses(Connection(role), framed(body))
     assert refuses(Connection(), framed(body))
-
-
-@steady
-@given(st.sampled_from(ROLES), st.lists(st.binary(max_size=60), max_size=6))
-def test_any_bytes_are_read_until_the_first_refusal(role, chunks):
-    connection = greeted(role)
-    was_refused = False
-    for chunk in chunks:
-        try:
-            found = connection.receive(chunk)
-        except ProtocolError:
-            assert not was_refused
-            was_refused = True
-        else:
-            assert not (was_refused and found)
-    assert (connection.state is ConnectionState.CLOSED) == was_refused
 
 
 def test_what_precedes_a_fault_in_the_same_chunk_is_dropped_with_it():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.sampling import examples
 from tests.unit.wire.cases import DESCRIPTORS, NODE, ROLES, TARGETS, Case, kept, run
-from tests.unit.wire.fuzz import fuzz, name_of, shortened, valid
+from tests.unit.wire.fuzz import fuzz, name_of, valid
 from tests.unit.wire.spoiling import framed
 
 KEPT = kept()
@@ -27,12 +27,6 @@ def test_what_was_found_is_read_as_it_must_be(target: str) -> None:
             assert not [step for step in run(one) if " " in str(step.after)], one
 
 
-def test_a_file_is_called_by_what_it_holds() -> None:
-    assert list(KEPT) == [name_of(case) for case in KEPT.values()]
-    assert all(Case.unpack(case.pack()) == case for case in KEPT.values())
-    assert sum(len(case.data) for case in KEPT.values()) < 50_000
-
-
 @pytest.mark.parametrize("target", [NODE, *ROLES])
 @pytest.mark.parametrize(
     "announced", [b"\xdd\0\1\0\0", b"\xdf\0\1\0\0", b"\xdc\xff\xff"]
@@ -42,15 +36,6 @@ def test_much_that_is_announced_and_does_not_come(
 ) -> None:
     body = announced * 1000 + bytes(70_000)
     run(Case(target, 0, framed(body)))
-
-
-def test_a_case_is_shortened_as_far_as_it_goes() -> None:
-    case = valid()[0]
-    spoilt = case._replace(data=case.data + framed(b"\xc1"))
-    needed = {step for step in run(spoilt) if "no msgpack" in str(step.after)}
-    short = shortened(spoilt, needed)
-    assert len(short.data) < len(case.data) / 2
-    assert needed <= run(short)
 
 
 def test_a_promise_that_is_broken_is_told_with_its_case(
