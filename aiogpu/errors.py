@@ -85,8 +85,8 @@ class TaskError(AiogpuError, RuntimeError):
         self.type_name = type_name
         self.remote_traceback = remote_traceback
 
-    def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, str]]:
-        return type(self), (str(self), self.type_name, self.remote_traceback)
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self),), vars(self).copy()
 
 
 class DeadlockError(AiogpuError, RuntimeError):
@@ -135,8 +135,7 @@ class WorkerDiedError(AiogpuError, RuntimeError):
         self.cause = cause
 
     def __reduce__(self) -> tuple[object, ...]:
-        fields = (self.pid, self.exitcode, self.signal, self.last_output, self.cause)
-        return type(self), (str(self), *fields)
+        return type(self), (str(self),), vars(self).copy()
 
 
 class ActorDiedError(AiogpuError, RuntimeError):
@@ -158,7 +157,7 @@ class ActorDiedError(AiogpuError, RuntimeError):
         self.is_restarting = is_restarting
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.actor, self.is_restarting)
+        return type(self), (str(self),), vars(self).copy()
 
 
 class ActorNameError(AiogpuError, ValueError):
@@ -179,7 +178,7 @@ class PlacementRemovedError(AiogpuError, RuntimeError):
         self.placement = placement
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.placement)
+        return type(self), (str(self),), vars(self).copy()
 
 
 class NoSuchTaskError(AiogpuError, LookupError):
@@ -211,9 +210,6 @@ class OutOfMemoryError(WorkerDiedError, MemoryError):
         self.asked = asked
         self.used = used
         self.limit = limit
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self),), vars(self).copy()
 
 
 class GpuOutOfMemoryError(AiogpuError, MemoryError):

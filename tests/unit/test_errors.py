@@ -71,7 +71,7 @@ def test_the_builtin_is_the_one_a_reader_expects(name, builtin):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_error_survives_pickling(kind):
+def test_every_error_survives_pickling_with_its_notes(kind):
     assert kind.__doc__.split("\n")[0].endswith(".")
     error = kind("what went wrong")
     error.add_note("a note")
@@ -79,6 +79,7 @@ def test_every_error_survives_pickling(kind):
         again = pickle.loads(dumps(error))
         assert type(again) is kind
         assert (str(again), again.args) == (str(error), error.args)
+        assert again.__notes__ == ["a note"]
 
 
 class OutOfMemory(TaskError):
