@@ -83,7 +83,9 @@ def test_orphans_are_adopted() -> None:
     assert run(source) == "7\n"
 
 
-def test_a_kernel_that_cannot_adopt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_adopt_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernel, "_prctl", lambda *_: -1)
     with pytest.raises(OSError, match="subreaper"):
         kernel.adopt_orphans()

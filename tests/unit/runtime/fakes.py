@@ -144,11 +144,6 @@ class FakeTransport(asyncio.Transport):
     def abort(self) -> None:
         self.calls.append("abort")
 
-    def cut_off(self) -> None:
-        self.calls.append("cut off")
-        self.on_messages = lambda _messages: None
-        self.on_lost = lambda: None
-
     def is_closing(self) -> bool:
         return "abort" in self.calls
 
@@ -253,25 +248,14 @@ class FakePage:
 
 
 class FakeCgroup:
-    """Notes which slots' groups were ended; calls back when told to."""
+    """Notes which slots' groups were ended."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
-        self.holds_back = False
-        self._waiting: list[Callable[[], None]] = []
 
     def end_slot(self, slot: int, then: Callable[[], None]) -> None:
         self.ended.append(slot)
-        if self.holds_back:
-            self._waiting.append(then)
-        else:
-            then()
-
-    def let_go(self) -> None:
-        """Say that all groups are empty."""
-        waiting, self._waiting = self._waiting, []
-        for then in waiting:
-            then()
+        then()
 
 
 class FakeZygote:
@@ -302,14 +286,10 @@ class FakeZygotes:
         self.kept: list[int] = []
         self.peers: list[object] = []
         self.current = FakeZygote(self.kept)
-        self.others: dict[object, FakeZygote] = {}
         self.heard: list[tuple[FakeZygote, Imported]] = []
 
-    def serving(self, environment: object) -> FakeZygote:
-        zygote = self.others.get(environment, self.current)
-        if zygote.problem is not None:
-            raise zygote.problem
-        return zygote
+    def serving(self, _environment: object) -> FakeZygote:
+        return self.current
 
     def greeted(self, peer: object, _hello: Hello) -> None:
         self.peers.append(peer)
@@ -321,18 +301,6 @@ class FakeZygotes:
         """The zygote ends, and another takes its place."""
         old, self.current = self.current, FakeZygote(self.kept)
         old.is_over, old.takes_work = True, False
-        self._pool.on_zygote_death(old)
-
-    def supersede(self) -> FakeZygote:
-        """Another serves in its place; gives the old one."""
-        old, self.current = self.current, FakeZygote(self.kept)
-        old.takes_work = False
-        self._pool.on_superseded(old)
-        return old
-
-    def break_for_good(self, problem: Exception) -> None:
-        old = self.current
-        old.is_over, old.takes_work, old.problem = True, False, problem
         self._pool.on_zygote_death(old)
 
 

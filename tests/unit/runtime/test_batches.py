@@ -310,9 +310,9 @@ async def test_answers_of_others_are_dropped(node: OneWorkerNode) -> None:
     assert node.told == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("odd", ["values", "large", "other", "fetched"])
+@pytest.mark.parametrize("reason", ["values", "large", "other", "fetched"])
 async def test_an_answer_that_needs_more_than_a_result_goes_alone(
-    node: OneWorkerNode, odd: str
+    node: OneWorkerNode, reason: str
 ) -> None:
     node.submit(*range(2, 40))
     node.end(1)
@@ -323,18 +323,18 @@ async def test_an_answer_that_needs_more_than_a_result_goes_alone(
     assert isinstance(child, Child)
     heard: list[bytes] = []
     payloads = {}
-    if odd == "values":
+    if reason == "values":
         child.values = [(NotingReceiver(heard), -1)]  # type: ignore[list-item]
-    elif odd == "large":
+    elif reason == "large":
         payloads[f"_{second}"] = bytes(LARGE)
-    elif odd == "other":
+    elif reason == "other":
         call.receiver = NotingReceiver(heard)  # type: ignore[assignment]
     else:
         node.client.fetched[5] = SimpleNamespace()  # type: ignore[assignment]
     node.end(4, **payloads)
-    mine = [3, 4, 5, 6] if odd != "other" else [3, 5, 6]
+    mine = [3, 4, 5, 6] if reason != "other" else [3, 5, 6]
     assert node.told == [1, 2, *mine]
-    assert heard == ([b"r4"] if odd in ("values", "other") else [])
+    assert heard == ([b"r4"] if reason in ("values", "other") else [])
 
 
 async def test_a_program_that_has_left_gets_no_answer(node: OneWorkerNode) -> None:

@@ -42,16 +42,6 @@ async def test_lines_go_to_their_streams(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr() == ("line 1\nline 1\n", "line 2\n")
 
 
-async def test_hidden_output_is_out_at_once() -> None:
-    console = console_of_this_loop(is_shown=False)
-    acted: list[int] = []
-    number = console.write(1, "x", FakeSource())
-    console.after(number, lambda: acted.append(1))
-    assert acted == [1]
-    await end(console)
-    assert console._thread is None
-
-
 async def test_actions_wait_for_their_line_and_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,22 +62,6 @@ async def test_actions_wait_for_their_line_and_keep_their_order(
     terminal.is_free.set()
     await end(console)
     assert acted == ["at once", "first", "second", "second again"]
-
-
-async def test_hold_nothing_runs_all_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = slow_terminal(monkeypatch)
-    console = console_of_this_loop()
-    acted: list[int] = []
-    for value in (1, 2):
-        number = console.write(1, "x", FakeSource())
-        console.after(number, lambda value=value: acted.append(value))  # type: ignore[misc]
-    assert acted == []
-    console.hold_nothing()
-    assert acted == [1, 2]
-    console.after(number, lambda: acted.append(3))
-    assert acted == [1, 2, 3]
-    terminal.is_free.set()
-    await end(console)
 
 
 async def test_a_source_that_prints_too_fast_is_paused(

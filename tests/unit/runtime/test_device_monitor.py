@@ -147,12 +147,6 @@ def test_what_has_to_be_done_is_not_forgotten_when_the_driver_falls_silent() -> 
     assert story.seconds_until_well(SILENT) == CALM
 
 
-def test_a_device_that_was_only_lost_is_well_once_it_answers() -> None:
-    story = HealthStory()
-    story.look(SILENT, LOST)
-    assert story.seconds_until_well(SILENT) == CALM
-
-
 def test_a_well_device_forgets_what_it_was_sick_of() -> None:
     story = HealthStory()
     story.look(XID)
@@ -507,23 +501,6 @@ async def test_a_worker_that_runs_on_leaves_nothing_behind() -> None:
     story.monitor.quit()
 
 
-async def test_devices_with_reserved_memory_are_looked_at_more_often() -> None:
-    story = MonitorStory()
-    story.start("plain")
-    assert story.watched == []
-    story.start("big", memory=6 * GIB)
-    assert story.watched == [{ZERO}]
-    story.see()
-    assert len(story.watched) == 1, "nothing is new"
-    worker = story.scheduler.workers.get(WorkerId(2))
-    assert worker is not None
-    worker.lease = None
-    story.see({102: GIB})
-    assert story.watched[1:] == [set()]
-    assert "of 0 devices" in repr(story.guard)
-    story.monitor.quit()
-
-
 @pytest.mark.parametrize("foreign", ["avoid", "wait"])
 async def test_processes_of_others_are_reported_when_they_change(foreign: str) -> None:
     story = MonitorStory()
@@ -573,7 +550,7 @@ def test_all_other_living_processes_are_foreign() -> None:
     assert found == Sorted({1: Use(GIB, 1)}, (xorg, driver))
 
 
-def test_what_has_ended_is_nobodys_where_ids_are_those_seen_here() -> None:
+def test_an_ended_process_belongs_to_nobody_where_ids_are_readable() -> None:
     owners = ProcessAttribution()
     for _ in range(3):
         assert attribute(owners, listed(ENDED)) == Sorted()
@@ -626,7 +603,7 @@ def test_what_a_driver_does_not_list_is_unknown(sample: Sample, unknown: str) ->
 
 
 @pytest.mark.parametrize("memory", [None, 0])
-def test_a_worker_of_which_no_memory_is_told_is_left_out(memory: int | None) -> None:
+def test_a_worker_without_a_memory_figure_is_left_out(memory: int | None) -> None:
     sample = Sample({WORKER_PID: memory}, frozenset(), True, GIB)
     assert attribute(ProcessAttribution(), sample) == Sorted()
 
@@ -644,7 +621,7 @@ def start(thread: DeviceThread, seen: list[Look]) -> None:
         thread.look(list(thread.devices), seen.append, is_checked=True)
 
 
-async def test_looks_are_told_in_order() -> None:
+async def test_looks_arrive_in_order() -> None:
     watch = FakeWatch(UNUSED, UNUSED)
     watch.health[1] = Health(("XID 79",))
     thread, seen = make_thread(watch, "a", "b")
@@ -660,7 +637,7 @@ async def test_looks_are_told_in_order() -> None:
     assert watch.calls == ["open", "close"]
 
 
-async def test_a_driver_that_cannot_be_let_go_holds_nobody_up(
+async def test_a_driver_that_fails_to_close_delays_nobody(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 20.0)

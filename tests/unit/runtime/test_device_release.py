@@ -575,7 +575,7 @@ async def test_an_error_ends_the_watch_and_is_logged(
     await heard.close()
 
 
-def test_a_loop_that_was_closed_is_told_nothing() -> None:
+def test_a_closed_loop_gets_no_event() -> None:
     loop = asyncio.new_event_loop()
     sets = [DeviceSet("GPU", [Device(0, uuid="a")])]
     asking = DeviceThread(loop, sets, [FakeVendor(FakeWatch(UNUSED))])

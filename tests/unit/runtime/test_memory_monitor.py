@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +25,7 @@ from aiogpu.runtime.memory_monitor import (
     choose_victim,
     pause_for,
 )
+from tests.unit.runtime.fakes import HandLoop
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -68,42 +67,8 @@ def test_the_worker_whose_end_helps_most_is_chosen(
         (100 * RATE, LATEST),
     ],
 )
-def test_the_next_look_comes_before_the_room_is_filled(room: int, pause: float) -> None:
+def test_the_next_look_comes_before_memory_can_run_out(room: int, pause: float) -> None:
     assert pause_for(room) == pytest.approx(pause)
-
-
-class FakeLoop:
-    """A loop's clock, and what is to be called when."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-        self.due: list[tuple[float, FakeTimer]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_later(
-        self, delay: float, action: Callable[..., object], *arguments: object
-    ) -> FakeTimer:
-        timer = FakeTimer(self, partial(action, *arguments))
-        self.due.append((self.now + delay, timer))
-        return timer
-
-    def run(self) -> float:
-        """Call what is due next; gives the seconds that were waited for it."""
-        when, timer = min(self.due, key=lambda each: each[0])
-        self.due.remove((when, timer))
-        waited, self.now = when - self.now, when
-        timer.action()  # type: ignore[operator]
-        return waited
-
-
-class FakeTimer:
-    def __init__(self, loop: FakeLoop, action: object) -> None:
-        self.loop, self.action = loop, action
-
-    def cancel(self) -> None:
-        self.loop.due = [each for each in self.loop.due if each[1] is not self]
 
 
 class FakeBounds:
@@ -141,7 +106,7 @@ class FakeWorker:
 
 class FakeMachine:
     def __init__(self) -> None:
-        self.loop, self.bounds = FakeLoop(), FakeBounds()
+        self.loop, self.bounds = HandLoop(), FakeBounds()
         self.workers: list[FakeWorker] = []
         self.live: dict[int, SimpleNamespace] = {}
         self.ended: list[tuple[int, int, int]] = []
@@ -173,30 +138,30 @@ def machine() -> FakeMachine:
 
 
 def test_it_looks_only_while_something_runs(machine: FakeMachine) -> None:
-    assert machine.loop.due == []
+    assert machine.loop.due is None
     machine.start(1, 10)
     machine.start(2, 10)
-    assert len(machine.loop.due) == 1
-    assert machine.loop.run() == pytest.approx(SOONEST)
+    assert machine.loop.due is not None
+    assert machine.loop.step() == pytest.approx(SOONEST)
     assert machine.watch.usage is not None
     assert machine.watch.cost > 0
-    assert machine.loop.run() == pytest.approx(pause_for(850 * MIB))
+    assert machine.loop.step() == pytest.approx(pause_for(850 * MIB))
     machine.workers.clear()
-    machine.loop.run()
-    assert machine.loop.due == []
+    machine.loop.step()
+    assert machine.loop.due is None
     machine.start(3, 10)
     machine.watch.close()
-    assert machine.loop.due == []
+    assert machine.loop.due is None
     machine.watch.close()
 
 
 def test_single_workers_are_weighed_only_beyond_the_limit(machine: FakeMachine) -> None:
     machine.start(1, 100)
     machine.bounds.used = 950
-    machine.loop.run()
+    machine.loop.step()
     assert (machine.bounds.weighings, machine.ended) == (0, [])
     machine.bounds.used = 951
-    assert machine.loop.run() == pytest.approx(SOONEST)
+    assert machine.loop.step() == pytest.approx(SOONEST)
     assert machine.ended == [(1, 100 * MIB, 950 * MIB)]
 
 
@@ -205,13 +170,13 @@ def test_a_victim_is_named_once_until_it_is_gone(machine: FakeMachine) -> None:
     machine.start(2, 500)
     machine.bounds.used = 990
     for _ in range(5):
-        machine.loop.run()
+        machine.loop.step()
     assert [worker for worker, _, _ in machine.ended] == [2]
     machine.workers.pop()
-    machine.loop.run()
+    machine.loop.step()
     assert len(machine.ended) == 1, "its process is there and has its memory"
     del machine.bounds.of_worker[102]
-    machine.loop.run()
+    machine.loop.step()
     assert [worker for worker, _, _ in machine.ended] == [2, 1]
 
 
@@ -220,10 +185,10 @@ def test_a_spared_worker_protects_the_others_only_for_a_while(
 ) -> None:
     machine.start(1, 300)
     machine.bounds.used = 990
-    machine.loop.run()
+    machine.loop.step()
     began = machine.loop.now
     while len(machine.ended) == 1:
-        machine.loop.run()
+        machine.loop.step()
     assert machine.loop.now - began == pytest.approx(PATIENCE, abs=2 * SOONEST)
     assert [worker for worker, _, _ in machine.ended] == [1, 1]
 
@@ -256,7 +221,7 @@ def turns_of(machine: FakeMachine) -> list[int]:
     turns = []
     while not turns or machine.watch._unweighed:
         before = machine.bounds.weighings
-        machine.loop.run()
+        machine.loop.step()
         turns.append(machine.bounds.weighings - before)
     return turns
 
@@ -268,12 +233,12 @@ def test_many_are_weighed_in_many_turns(crowded: FakeMachine) -> None:
     assert max(turns) <= SLICE / COST + 1
     assert [worker for worker, _, _ in crowded.ended] == [999]
     assert crowded.watch.cost == pytest.approx(1001 * COST)
-    assert crowded.loop.run() == pytest.approx(1001 * COST * DEAREST)
+    assert crowded.loop.step() == pytest.approx(1001 * COST * DEAREST)
 
 
 @pytest.mark.parametrize("what", ["task", "memory", "weight"])
 def test_what_has_become_needless_meanwhile(crowded: FakeMachine, what: str) -> None:
-    crowded.loop.run()
+    crowded.loop.step()
     if what == "task":
         crowded.workers[999].asked = 1
     elif what == "memory":
@@ -287,9 +252,9 @@ def test_what_has_become_needless_meanwhile(crowded: FakeMachine, what: str) -> 
 
 
 def test_it_can_be_closed_amid_a_look(crowded: FakeMachine) -> None:
-    crowded.loop.run()
+    crowded.loop.step()
     crowded.watch.close()
-    assert crowded.loop.due == []
+    assert crowded.loop.due is None
     crowded.watch.wake()
     turns_of(crowded)
     assert len(crowded.ended) == 1

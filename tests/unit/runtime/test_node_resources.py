@@ -172,7 +172,7 @@ def test_without_a_runtime_directory_the_temporary_one_serves(
     remove_directory(path)
 
 
-def test_no_place_at_all_is_told_with_all_that_was_tried(
+def test_without_a_directory_the_error_lists_all_that_were_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(path: str, _mode: int) -> None:
@@ -206,7 +206,7 @@ def fork_in(path: str) -> int:
 
 
 @needs_cgroup
-async def test_a_slots_processes_are_ended_before_it_is_told() -> None:
+async def test_the_end_of_a_slot_is_reported_when_its_processes_have_ended() -> None:
     loop = asyncio.get_running_loop()
     node = NodeCgroup(loop)
     node.choose("aiogpu-test")

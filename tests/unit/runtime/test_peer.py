@@ -151,7 +151,7 @@ def test_after_the_loss_all_is_silent() -> None:
 
 
 @pytest.mark.parametrize("unread", [b"", encode(Fork(1))], ids=["all read", "unread"])
-async def test_what_a_peer_said_before_its_end_is_heard(unread: bytes) -> None:
+async def test_messages_sent_before_the_end_are_received(unread: bytes) -> None:
     """Also if the end is noticed by a write, which closes the transport at once."""
     pool = FakePool()
     ours, theirs = socket.socketpair()
@@ -244,7 +244,7 @@ async def test_at_the_end_nothing_of_a_flood_is_lost() -> None:
     assert pool.lost == 1
 
 
-async def test_a_peer_that_ends_while_it_is_written_to_is_heard_out() -> None:
+async def test_messages_of_a_peer_that_ends_amid_a_write_are_received() -> None:
     """A failed write makes the transport give up with the peer's words unread."""
     pool = FakePool()
     ours, theirs = socket.socketpair()
@@ -275,21 +275,6 @@ async def test_what_is_sent_goes_after_what_was_posted() -> None:
     frames = [encode(Fork(number)) for number in range(1, 7)]
     assert b"".join(transport.written) == b"".join(frames)
     assert len(transport.written) == 5
-
-
-async def test_answers_that_come_at_once_are_one_write_with_what_follows() -> None:
-    peer, transport = FakePool().connect()
-    answers = [ChildDone(number, b"x") for number in (1, 2, 3)]
-    peer.post_all(answers[:2])
-    peer.post(answers[2])
-    peer.post_all(answers[:1])
-    assert transport.written == []
-    await asyncio.sleep(0)
-    assert transport.written == [b"".join(map(encode, [*answers, answers[0]]))]
-    peer.connection_lost(None)
-    peer.post_all(answers)
-    await asyncio.sleep(0)
-    assert len(transport.written) == 1
 
 
 async def test_a_large_answer_keeps_its_place() -> None:

@@ -356,14 +356,6 @@ async def test_a_worker_from_the_wish_to_its_end(node: FakeNode) -> None:
     assert node.zygotes.kept == [0]
 
 
-async def test_a_worker_may_greet_before_its_keeper_reports(node: FakeNode) -> None:
-    node.pool.spawn(1)
-    keeper = node.keeper()
-    node.worker(1)
-    keeper.on_messages([Forked(1, 1001)])
-    assert node.events == [("started", 1)]
-
-
 @pytest.mark.parametrize("first", ["Ended", "end of file"])
 async def test_it_is_gone_when_both_have_come(first: str, node: FakeNode) -> None:
     keeper, worker = node.start()
@@ -415,42 +407,6 @@ async def test_unknown_greetings_are_cut_off(node: FakeNode) -> None:
     assert node.events == []
     zygote = node.greet(ZYGOTE_ROLE, 0)
     assert node.zygotes.peers == [zygote]
-
-
-async def test_raw_output_comes_before_the_answer_too(
-    node: FakeNode, tmp_path: Path
-) -> None:
-    node.pool.spawn(1)
-    pipe = os.open(tmp_path / "0.1", os.O_WRONLY | os.O_NONBLOCK)
-    node.keeper()
-    assert os.listdir(tmp_path) == []
-    worker = node.worker(1)
-    os.write(pipe, b"raw")
-    failed = Failed(7, "raised", "ValueError", "", "", None)
-    worker.on_messages([failed])
-    assert node.console.lines == [(1, "(worker-1 pid=1001) raw")]
-    assert node.events == [("started", 1), ("behind", 1, 7), (1, failed)]
-    node.console.show_all()
-    worker.on_messages([failed])
-    assert node.events[3:] == [(1, failed)]
-    os.close(pipe)
-
-
-async def test_what_is_taken_back_is_said_on_the_page(node: FakeNode) -> None:
-    keeper, worker = node.start()
-    page = node.zygotes.page
-    node.pool.commands.revoke(1, 12)
-    assert page.revoked == {0: 12}
-    page.begun_of[0] = 11
-    assert node.pool.commands.begun(1) == 11
-    worker.on_messages([Skipped(11, 11)])
-    assert node.events == [(1, Skipped(11, 11))]
-    keeper.on_messages([Ended(1, 9)])
-    worker.on_lost()
-    assert node.events[-1] == ("gone", 1, Death(1001, 9, begun=11))
-    node.pool.commands.revoke(1, 13)
-    assert page.revoked == {0: 12}, "the slot may be another's"
-    assert node.pool.commands.begun(1) == 0
 
 
 async def test_how_a_task_is_interrupted(node: FakeNode) -> None:
@@ -557,19 +513,3 @@ async def test_a_worker_that_does_not_connect_in_time(
     assert node.events[1:] == [
         ("gone", 2, Death(0, 9, (), reason, known=cause.NOT_STARTED))
     ]
-
-
-async def test_closing_waits_for_all_keepers(node: FakeNode) -> None:
-    one, _ = node.start(1)
-    two, _ = node.start(2)
-    node.pool.spawn(3)
-    closing = asyncio.ensure_future(node.pool.close())
-    await asyncio.sleep(0)
-    assert (one.sent, two.sent) == ([Close()], [Close()])
-    assert node.keeper(2).calls == ["abort"], "it comes too late"
-    one.on_lost()
-    await asyncio.sleep(0)
-    assert not closing.done()
-    two.on_lost()
-    await closing
-    assert all(w.timer.cancelled() for w in node.pool.workers.values())

@@ -150,7 +150,7 @@ def test_a_retry_class_is_not_looked_at(story: RequestStory) -> None:
     assert func.retried == unloadable
 
 
-def test_what_was_never_declared_is_told(story: RequestStory) -> None:
+def test_a_function_that_was_never_declared_is_an_error(story: RequestStory) -> None:
     worker, peer = story.worker()
     story.hear(worker, Submit(3, 1, 7, b""))
     assert isinstance(error_in(peer.sent[0]), InternalError)

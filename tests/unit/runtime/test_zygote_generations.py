@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -245,23 +244,6 @@ async def test_what_is_learnt_meanwhile_makes_another_one(
     assert (third.learnt, third.proven) == (("slow", "late"), ("slow",))
 
 
-async def test_what_is_left_out_is_named_once(
-    generations: Generations, caplog: pytest.LogCaptureFixture
-) -> None:
-    generations.zygotes.hear(Imported(("bad", "good"), (DEAR, DEAR)))
-    follower = await generations.follower()
-    for _ in range(2):
-        follower.on_message(follower, LeftOut("bad", "it left 1 threads running"))
-    follower.become_ready()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage() == (
-        "! bad is not preloaded: it left 1 threads running; workers import it "
-        "themselves"
-    )
-    assert generations.zygotes.learning.proven == {"good"}
-
-
 async def test_a_generation_that_adds_nothing_does_not_serve(
     generations: Generations,
 ) -> None:
@@ -309,22 +291,6 @@ async def test_an_edited_module_makes_a_generation(generations: Generations) -> 
     first.on_message(first, Stale("named"))
     assert generations.zygotes._timer is None, "it does not serve any more"
     assert len(generations.made) == 2
-
-
-async def test_a_named_module_that_was_spoilt_by_an_edit(
-    generations: Generations, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = generations.last
-    first.on_message(first, Stale("named"))
-    follower = await generations.follower()
-    follower.die(0, Unfit("named", "SyntaxError: line 3", True))
-    assert "named cannot be imported anew: SyntaxError: line 3; workers go" in (
-        caplog.text
-    )
-    await generations.settle()
-    assert (generations.current, len(generations.made)) == (0, 2)
-    first.on_message(first, Stale("named"))
-    assert (await generations.follower(3)).preload == ("named",), "it may be mended"
 
 
 async def test_one_that_dies_is_followed_by_what_is_proven(

@@ -257,7 +257,7 @@ def test_a_task_that_hides_its_interrupt(runner: Runner, page: ControlPage) -> N
     assert value(runner.run()) == "fresh"
 
 
-def test_running_out_of_device_memory_is_told_with_the_answer(
+def test_the_answer_says_that_device_memory_ran_out(
     runner: Runner, context: Context
 ) -> None:
     def fail(text: str) -> None:
@@ -313,7 +313,7 @@ def test_whether_it_is_tried_again_is_said(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("kind", [GpuOutOfMemoryError, MemoryError, RuntimeError])
-def test_what_is_told_of_device_memory_counts_for_retries(
+def test_the_public_error_of_device_memory_counts_for_retries(
     runner: Runner, context: Context, kind: type[Exception]
 ) -> None:
     def fail(text: str) -> None:

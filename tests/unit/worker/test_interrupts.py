@@ -151,23 +151,6 @@ def test_what_goes_on_for_long_under_a_shield_looks_itself(
     assert not interrupts.is_shielded
 
 
-def test_other_threads_need_no_shield(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
-    interrupts.entered = 7
-    found = []
-
-    def look() -> None:
-        with interrupts.if_open():
-            found.append(interrupts.is_shielded)
-
-    in_a_thread(look)
-    look()
-    interrupts.entered = 0
-    look()
-    assert found == [False, True, False]
-
-
 def in_a_thread(work: Callable[[], object]) -> None:
     thread = Thread(target=work)
     thread.start()

@@ -131,7 +131,7 @@ def slot(runtime_directory: Path) -> Iterator[Slot]:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def test_a_workers_end_is_told_when_all_it_left_has_ended(slot: Slot) -> None:
+def test_the_end_of_a_worker_is_reported_when_all_it_left_has_ended(slot: Slot) -> None:
     assert slot.greeting == Hello(VERSION, "keeper", 4, slot.keeper.pid)
     for worker, code in ((1, 11), (9, 1), (1, 11)):
         slot.run(worker)
@@ -270,7 +270,7 @@ def test_messages_and_children_wake_it(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("way", ["a death", "a loss", "garbage", "out of turn"])
-def test_what_ends_it_without_a_word(way: str, watched: Watched) -> None:
+def test_what_ends_a_watch_without_a_message(way: str, watched: Watched) -> None:
     if way == "a loss":
         watched.driver.hang_up()
     elif way == "garbage":

@@ -196,7 +196,7 @@ def interrupted(work: Callable[P, T]) -> Callable[P, T]:
 
 
 @pytest.mark.parametrize("kind", ["Loan", "Written", "finalized"])
-def test_what_goes_is_told_whatever_comes_meanwhile(
+def test_what_is_dropped_is_returned_whatever_comes_meanwhile(
     kind: str, loans: Loans, page: ControlPage
 ) -> None:
     """An interrupt would be lost there, and what goes would never be given back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from aiogpu.client.current import Context
 from aiogpu.wire.messages import Log, Message
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.stdio import BURST, LONGEST, LineSender, Stdio
+from aiogpu.worker.stdio import BURST, LONGEST, LineSender
 from tests.support.program import run
 
 
@@ -141,26 +140,6 @@ def test_threads_do_not_tear_each_others_lines() -> None:
         thread.join(20)
     assert len(channel.lines) == 3000
     assert {(len(line), len(set(line))) for line in channel.lines} == {(20, 1)}
-
-
-def test_the_streams_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    channel = FakeChannel()
-    stdio = Stdio(channel)
-    stdio.begin()
-    print("ünï \udc80")
-    print("to stderr", file=sys.stderr)
-    print("a", end="")
-    sys.stderr.write("b")
-    assert channel.sent == [
-        Log(0, 1, "ünï \\udc80".encode()),
-        Log(0, 2, b"to stderr"),
-    ]
-    assert [sender.partial for sender in stdio.senders] == [b"a", b"b"]
-    stdio.end_lines()
-    assert channel.sent[2:] == [Log(0, 1, b"a"), Log(0, 2, b"b")]
-    assert (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)
 
 
 def test_a_fork_of_a_worker_writes_to_the_descriptors() -> None:
