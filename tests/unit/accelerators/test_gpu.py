@@ -105,7 +105,7 @@ def test_links_go_both_ways() -> None:
         assert all(uuid in links[peer] for peer in peers)
 
 
-def test_a_card_tells_its_processes_and_its_memory(watch: NvmlWatch) -> None:
+def test_a_card_reports_its_processes_and_its_memory(watch: NvmlWatch) -> None:
     for device in detected():
         assert watch.knows(device)
         sample = watch.look(device)
@@ -116,7 +116,7 @@ def test_a_card_tells_its_processes_and_its_memory(watch: NvmlWatch) -> None:
     assert watch.driver_version
 
 
-def test_a_card_tells_how_busy_it_is(cards: list[Card], watch: NvmlWatch) -> None:
+def test_a_card_reports_how_busy_it_is(cards: list[Card], watch: NvmlWatch) -> None:
     for device in detected():
         busy = watch.look(device).utilisation
         assert busy is not None

@@ -184,7 +184,7 @@ def test_tpus_are_files(tmp_path: Path) -> None:
     assert logical == (Device(0, type=GOOGLE_TPU_V4),)
 
 
-def test_tpus_by_vfio_are_told_from_other_devices(tmp_path: Path) -> None:
+def test_tpus_by_vfio_are_distinguished_from_other_devices(tmp_path: Path) -> None:
     for group, vendor in ((0, "0x1ae0"), (7, "0x1AE0"), (96, "0x15b3")):
         place = f"sys/kernel/iommu_groups/{group}/devices/0000:00:0{group}.0"
         write(tmp_path, {f"{place}/vendor": vendor})

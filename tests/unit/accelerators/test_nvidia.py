@@ -96,7 +96,7 @@ WHOLE = {
 }
 
 
-def test_detection_tells_all_that_nvml_says(nvml: StubNvml):
+def test_detection_reports_all_that_nvml_does(nvml: StubNvml):
     mixed = StubGpu(ONE, "Tesla T4", "1:5e:0.0", 15 * GIB, capability=(7, 5))
     nvml.write([StubGpu(ZERO), mixed])
     first, second = nvml.run("result = shown(Nvidia().devices({}, None))")
@@ -199,7 +199,7 @@ def test_indices_count_by_bus_where_nvml_does_not(nvml: StubNvml):
     ]
 
 
-def test_links_are_told_of_the_devices_that_a_node_has(nvml: StubNvml):
+def test_links_are_those_between_the_devices_that_a_node_has(nvml: StubNvml):
     """They are asked of pairs: behind an NVSwitch all ends of links are switches."""
     zero, one, two, three = gpus(4)
     nvml.write([three, zero, one, two], links=[(1, 2), (0, 3), (3, 2)])
@@ -445,7 +445,7 @@ def test_a_name_that_is_no_text_is_left_out(nvml: StubNvml):
     assert problem.startswith("nvmlDeviceGetName fails: 'utf-8' codec")
 
 
-def test_a_missing_symbol_costs_only_what_it_tells(tmp_path: Path):
+def test_a_missing_symbol_costs_only_its_own_fact(tmp_path: Path):
     absent = [
         *("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPciInfo_v3", "nvmlShutdown"),
         *("nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetP2PStatus"),
@@ -552,7 +552,7 @@ def test_a_gpu_without_an_instance_is_no_device_and_one_line_says_so(nvml: StubN
     assert "'1' is a GPU in MIG mode without an instance" in refusal
 
 
-def test_what_is_not_told_of_an_instance_is_unknown(nvml: StubNvml):
+def test_what_nvml_does_not_report_of_an_instance_is_unknown(nvml: StubNvml):
     snippet = """
     there = inventory()
     [mig] = there.mig

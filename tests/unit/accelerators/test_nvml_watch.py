@@ -108,7 +108,7 @@ def test_without_any_list_memory_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [3, 4], ids=["not supported", "not permitted"])
-def test_what_a_gpu_does_not_tell_is_unknown(nvml: StubNvml, code: int) -> None:
+def test_what_a_gpu_does_not_report_is_unknown(nvml: StubNvml, code: int) -> None:
     refused = dict.fromkeys([*V3, *V2, "nvmlDeviceGetMemoryInfo"], code)
     nvml.write(one(processes=((DEAD, 7),)), fail=refused)
     assert nvml.run(LOOK) == [None, [], None, None, False]
@@ -197,7 +197,7 @@ for how in ({{"lost": [0]}}, {{}}, {{"fail": {{"{V3[0]}": 999}}}}, {{}}):
     ]
 
 
-def test_without_an_answer_the_problem_is_told(nvml: StubNvml) -> None:
+def test_without_an_answer_the_problem_is_reported(nvml: StubNvml) -> None:
     nvml.write(gpus(1))
     snippet = f"""{WATCH}
 result = [told(ONE)]
@@ -263,7 +263,7 @@ result += [told(FIRST), told(SECOND)]
     ]
 
 
-def test_foreign_process_ids_are_told_of_once(nvml: StubNvml) -> None:
+def test_foreign_process_ids_are_logged_once(nvml: StubNvml) -> None:
     snippet = f"""{WATCH}
 def lines(*pids, sure=False, looks=2):
     log.truncate(0), log.seek(0)
@@ -305,13 +305,13 @@ def test_who_is_alive() -> None:
 # Faults, in words
 
 
-def test_xids_are_told_in_words() -> None:
+def test_xids_in_words() -> None:
     assert xid_in_words(79) == "XID 79 (the GPU has fallen off the bus)"
     assert xid_in_words(48) == "XID 48 (a double-bit ECC error)"
     assert xid_in_words(1000) == "XID 1000"
 
 
-def test_recovery_actions_are_told_in_words() -> None:
+def test_recovery_actions_in_words() -> None:
     assert [action_in_words(action) for action in range(9)] == [
         *("", "GPU reset", "node reboot", "drain P2P", "drain and reset"),
         *("recover the IMEX domain", "bus reset", "system reboot"),
@@ -335,7 +335,7 @@ def test_recovery_actions_are_told_in_words() -> None:
         (Xid(94, "GPU-a", (1, 0)), None, True),
     ],
 )
-def test_whom_an_event_concerns(
+def test_which_device_an_event_concerns(
     xid: Xid, place: tuple[int, int] | None, concerned: bool
 ) -> None:
     assert xid.concerns("GPU-a", place) == concerned
@@ -366,7 +366,7 @@ FALLEN = "XID 79 (the GPU has fallen off the bus)"
 CONTAINED = "XID 94 (a contained memory error)"
 
 
-def test_xids_are_told_once_and_of_the_gpu_that_has_them(nvml: StubNvml) -> None:
+def test_xids_are_reported_once_and_for_the_gpu_that_has_them(nvml: StubNvml) -> None:
     nvml.write(gpus(2))
     nvml.xid(0, 48)  # before anybody asked
     found = nvml.run(
@@ -423,7 +423,7 @@ result += [check(ONE), check()]
     assert found[4:] == [WELL, WELL, WELL, [[CONTAINED], "", False]]
 
 
-def test_instances_are_told_what_is_theirs(nvml: StubNvml) -> None:
+def test_instances_report_what_concerns_them(nvml: StubNvml) -> None:
     first, second = (mig.uuid for mig in migs(2))
     found = nvml.run(
         WATCH
@@ -479,7 +479,7 @@ QUIET = "a GPU that fails is noticed only where its driver says so otherwise.\n"
 
 
 @pytest.mark.parametrize("function", EVENTS)
-def test_without_events_one_line_says_so_and_the_rest_is_told(
+def test_without_events_one_line_says_so_and_the_rest_is_reported(
     nvml: StubNvml, function: str
 ) -> None:
     fail = f"fail={{'{function}': 3}}"

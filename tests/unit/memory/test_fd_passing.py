@@ -209,7 +209,7 @@ def test_half_a_message_is_nothing_yet_and_closed_with_the_peer(ends: Ends) -> N
 # The end of the peer
 
 
-def test_the_end_of_the_peer_is_told_after_all_that_it_sent(ends: Ends) -> None:
+def test_the_end_of_the_peer_is_noticed_after_all_that_it_sent(ends: Ends) -> None:
     """Also if it left unread what it was sent."""
     ends.other.send(b"never read")
     send(ends.sender, 1, 3)
@@ -260,7 +260,7 @@ def open_files(spare: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("spare", [0, 4])
 @pytest.mark.parametrize("is_one_message", [True, False])
-def test_too_many_open_files_is_told_and_nothing_is_kept(
+def test_too_many_open_files_is_an_error_and_nothing_is_kept(
     ends: Ends, spare: int, is_one_message: bool
 ) -> None:
     if is_one_message:

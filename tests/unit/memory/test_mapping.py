@@ -72,7 +72,7 @@ def test_views_are_read_only_and_of_their_spans(
         np.frombuffer(first, np.uint8)[0] = 1
 
 
-def test_all_views_share_one_mapping_and_its_end_is_told(
+def test_all_views_share_one_mapping_whose_end_is_reported(
     reader: Reader, segment: Segment
 ) -> None:
     """After the kernel has unmapped it; it may be mapped again."""
@@ -161,7 +161,7 @@ class Saver:
             self.saved.append(self.view)
 
 
-def test_in_a_cycle_its_end_is_told_early_and_the_kernel_knows_better(
+def test_in_a_cycle_its_end_is_reported_early_and_the_kernel_knows(
     reader: Reader, segment: Segment
 ) -> None:
     cycle = Saver(reader.views(segment)[0], None)
@@ -191,7 +191,7 @@ def test_a_view_saved_by_a_finalizer_is_known_to_the_kernel(
     assert reader.told == [7, 7]
 
 
-def test_two_mappings_of_one_segment_are_told_once_both_are_gone(
+def test_the_end_of_two_mappings_of_one_segment_is_reported_once(
     reader: Reader, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when a finalizer, or another thread, maps while this one does.
@@ -318,7 +318,7 @@ def test_an_address_is_where_the_bytes_are() -> None:
 
 
 @pytest.mark.parametrize("touch", [False, True])
-def test_a_page_that_was_written_is_told_from_those_that_were_read(
+def test_a_page_that_was_written_differs_from_those_that_were_read(
     touch: bool, large: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with map_readonly(large.fd, SIZE) as mapping:

@@ -113,7 +113,7 @@ def test_a_write_that_the_kernel_cuts_goes_on(monkeypatch: pytest.MonkeyPatch) -
     segment.close()
 
 
-def test_room_for_counts_the_gaps_between() -> None:
+def test_the_size_of_buffers_includes_the_gaps_between() -> None:
     assert Segment.room_for([]) == 0
     assert Segment.room_for([5]) == 5
     assert Segment.room_for([5, 5]) == 69
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     segment.close()
 
 
-def test_written_again_by_its_writer_and_by_nobody_else() -> None:
+def test_only_its_writer_can_write_it_again() -> None:
     segment = Segment.create(1, PAGE)
     segment.write([memoryview(b"first")])
     assert seen(segment, ((0, 5),)) == [b"first"]
@@ -284,7 +284,7 @@ def test_a_forked_child_that_is_killed_reads_no_more() -> None:
     segment.close()
 
 
-def test_where_the_kernel_cannot_tell_it_counts_as_read(
+def test_where_the_kernel_does_not_know_it_counts_as_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = fcntl.fcntl

@@ -88,7 +88,7 @@ def test_one_that_is_more_than_twice_as_large_is_not_taken(pool: SegmentPool) ->
     assert pool.take(2 * PAGE + 1) is large
 
 
-def test_those_unused_the_longest_make_room(pool: SegmentPool) -> None:
+def test_those_unused_the_longest_are_closed_first(pool: SegmentPool) -> None:
     taken = [pool.take(pages * PAGE) for pages in (6, 7, 5, 4)]
     for segment in taken[:3]:
         assert pool.give_back(segment.id)
@@ -129,7 +129,7 @@ def test_a_discarded_segment_is_closed(pool: SegmentPool) -> None:
     assert pool.take(2 * PAGE).id == 1002
 
 
-def test_where_memory_is_scarce_warm_ones_make_room(pool: SegmentPool) -> None:
+def test_where_memory_is_scarce_warm_ones_are_closed(pool: SegmentPool) -> None:
     for taken in [pool.take(2 * PAGE) for _ in range(4)]:
         pool.give_back(taken.id)
     segment = pool.take(5 * PAGE, is_scarce=True)

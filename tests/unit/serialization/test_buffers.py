@@ -254,7 +254,7 @@ def test_one_object_stays_one_and_two_views_of_one_array_become_two():
     assert first is second
 
 
-def test_buffers_stay_in_the_pickle_while_there_is_room():
+def test_small_buffers_stay_in_the_pickle_up_to_a_limit():
     half, small = np.full(SHARED_FROM // 2, 1, np.uint8), np.full(100, 2, np.uint8)
     large = numbers(EDGE)
     outgoing = dump_result([half, half + 1, small, large])
@@ -286,7 +286,7 @@ def test_a_long_pickle_is_large_without_any_buffer(value):
     assert (type(with_numbers), with_numbers.buffers) == (PickledValue, [])
 
 
-def test_a_long_pickle_goes_along_with_its_buffers():
+def test_a_long_pickle_is_shared_with_its_buffers():
     large = numbers(EDGE)
     short = dump_result([b"x", large])
     long = dump_result([b"x" * STREAM_SHARED_FROM, large])

@@ -470,7 +470,7 @@ def test_a_traceback_that_cannot_be_had_is_said_so():
         ),
     ],
 )
-def test_how_a_task_failed_is_told(kind, error, arrives, text):
+def test_the_message_says_how_a_task_failed(kind, error, arrives, text):
     assert pack_failure(7, kind, error, NO_FRAME).payload is None
     arrived = travel(error, kind)
     assert type(arrived) is arrives
@@ -500,13 +500,13 @@ def test_a_kind_that_was_made_up_is_a_death(kind):
     assert type(unpack_failure(failed, "add")) is ActorDiedError
 
 
-def test_what_others_are_told_of_a_failure():
+def test_a_failure_without_its_task_makes_another_failure():
     failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
     assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
     assert Failed(7, *failed.why) == failed._replace(is_retried=False)
 
 
-def test_what_the_node_tells_keeps_its_cause() -> None:
+def test_an_error_of_the_node_keeps_its_cause() -> None:
     error = ActorDiedError("it is dead", "Counter")
     error.__cause__ = WorkerDiedError("killed", pid=3)
     failed = Failed(*pack_own_error(error))

@@ -238,7 +238,7 @@ def doubled(pair):
 """
 
 
-def test_what_a_spawned_program_defines_goes_by_value(spawned, monkeypatch):
+def test_what_a_spawned_program_defines_is_sent_by_value(spawned, monkeypatch):
     stream = dump_whole((spawned.doubled, spawned.Pair(1, 2)))
     monkeypatch.delitem(sys.modules, "__mp_main__")  # as it is in a worker
     doubled, pair = pickle.loads(stream)
@@ -336,7 +336,7 @@ def in_the_program(text: str, name: str):
     return pickle.loads(stream)
 
 
-def test_a_cached_function_of_the_program_goes_by_value():
+def test_a_cached_function_of_the_program_is_sent_by_value():
     again = in_the_program(
         """
 @functools.lru_cache(50, typed=True)

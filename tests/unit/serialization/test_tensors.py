@@ -282,7 +282,7 @@ def test_it_stays_silenced_where_torch_repeats_itself(torch):
             twice(Tensor(np.arange(EDGE)))
 
 
-def test_another_warning_is_heard(torch, monkeypatch):
+def test_another_warning_is_not_silenced(torch, monkeypatch):
     def complain(buffer, *, dtype):
         warnings.warn("something else", UserWarning, stacklevel=2)
         return Tensor(np.frombuffer(buffer, dtype))
@@ -304,7 +304,9 @@ def test_another_warning_is_heard(torch, monkeypatch):
         (2, 1, ("cuda", 1)),
     ],
 )
-def test_a_cuda_tensor_goes_to_the_same_index_or_to_the_cpu(torch, cards, index, place):
+def test_a_cuda_tensor_arrives_at_the_same_index_or_on_the_cpu(
+    torch, cards, index, place
+):
     with pytest.warns(AiogpuWarning, match="through the host's memory"):
         stream, buffers = dump(Tensor(np.arange(EDGE), "cuda", index))
     assert len(buffers) == 1

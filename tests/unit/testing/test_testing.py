@@ -21,7 +21,7 @@ from tests.contract import tasks
 from tests.support.cgroups import PLACE, needs_cgroup
 
 
-def test_the_clock_stands_still_until_it_is_moved_and_never_goes_back() -> None:
+def test_the_clock_moves_only_when_advanced_and_never_back() -> None:
     clock = HandClock(5)
     assert (clock.now, clock()) == (5.0, 5.0)
     clock.advance(0.25)

@@ -38,7 +38,7 @@ def test_much_that_is_announced_and_does_not_come(
     run(Case(target, 0, framed(body)))
 
 
-def test_a_promise_that_is_broken_is_told_with_its_case(
+def test_a_broken_promise_is_reported_with_its_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
