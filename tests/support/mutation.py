@@ -48,7 +48,7 @@ FOLDERS: Final = {
     "core": ("core", "contract"),
     "daemon": ("cli/service", "cli"),
     "engines": ("contract",),
-    "linux": ("unit/linux", "daemon", "contract"),
+    "linux": ("unit/linux", "cli/service", "contract"),
     "memory": ("unit/memory", "contract"),
     "observe": ("unit/observe", "cli"),
     "runtime": ("unit/runtime", "contract", "faults"),
