@@ -92,16 +92,14 @@ class _Rest:
         self._ledger = node.ledger
         self._workers = node.worker_limit.most
         self._copies: dict[int, Ledger] = {}
-        self._waiting = list(holders)
         self._known: dict[Request, bool] = {}
         self._clients = node.clients
         self._held: dict[ClientId, Counter[str]] = defaultdict(Counter)
-        for record in self._waiting:
+        for record in holders:
             self._move(record, -1)
 
     def give_back(self, record: TaskRecord) -> None:
         self._known.clear()
-        self._waiting.remove(record)
         self._move(record, 1)
 
     def _copy_of(self, ledger: Ledger) -> Ledger:
