@@ -1,0 +1,390 @@
+"""[B14] [B15] `wait` and `as_completed`: in programs, and in tasks of either kind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import aiogpu
+from aiogpu.api.results.blocking import BlockingHandle
+from aiogpu.api.results.handle import ChildHandle, Handle
+from aiogpu.client.current import current
+from aiogpu.errors import MisuseError, NoLoopError, OptionError
+from aiogpu.serialization.serializer import dump_result
+from tests.support.turns import turns
+from tests.unit.api.fakes import (
+    UNREADABLE,
+    FakeChannel,
+    Owner,
+    done,
+    failed,
+    start_children,
+    started,
+    task_client_on,
+)
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+def callbacks(*handles: Any) -> int:
+    """How many callbacks handles have: nobody looks at one without any."""
+    return sum(handle._callbacks_added for handle in handles)
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+# On a loop: `wait`.
+
+
+async def test_wait_splits_handles_in_the_order_given(owner: Owner) -> None:
+    """What it returns is not unpickled; an error and a cancellation are ends too."""
+    a, b, c, d = handles = owner.start(4)
+    task = await started(aiogpu.wait(handles, num_returns=2))
+    d.settle(UNREADABLE)
+    await turns()
+    assert not task.done()
+    b.settle(KeyError("boom"))
+    assert await task == ([b, d], [a, c])
+    assert callbacks(a, c) == 0
+    assert await aiogpu.wait(handles) == ([b], [a, c, d]), "no more than asked for"
+    assert await aiogpu.wait({d}) == ([d], [])
+    task = await started(aiogpu.wait([a, b, c], num_returns=3))
+    a.cancel()
+    c.settle(UNREADABLE)
+    assert await task == ([a, b, c], [])
+    with pytest.raises(KeyError):
+        b.result()
+    assert await aiogpu.wait([]) == ([], [])
+
+
+@pytest.mark.parametrize("timeout", [0, 0.001])
+async def test_wait_gives_what_there_is_when_its_time_is_up(
+    owner: Owner, timeout: float
+) -> None:
+    a, b, c = owner.start(3)
+    b.settle(UNREADABLE)
+    assert await aiogpu.wait([a, b], num_returns=2, timeout=timeout) == ([b], [a])
+    assert await aiogpu.wait([a], timeout=timeout) == ([], [a])
+    assert (callbacks(a), owner.cancelled) == (0, [])
+    asyncio.get_running_loop().call_soon(c.settle, UNREADABLE)
+    assert await aiogpu.wait([c], timeout=timeout) == ([c], []), "what came is read"
+
+
+async def test_the_timer_of_a_wait_ends_with_it(owner: Owner) -> None:
+    (a,) = owner.start(1)
+    task = await started(aiogpu.wait([a], timeout=1e9))
+    a.settle(UNREADABLE)
+    assert await task == ([a], [])
+
+
+# On a loop: `as_completed`.
+
+
+async def test_as_completed_gives_handles_as_they_end(owner: Owner) -> None:
+    a, b, c, d = handles = owner.start(4)
+    b.settle(UNREADABLE)
+    completed: Any = aiogpu.as_completed(handles)
+    assert repr(completed) == "<as_completed: 4 handles to come>"
+    assert await anext(completed) is b
+    task = await started(anext(completed))
+    d.settle(KeyError())
+    d.exception()
+    a.cancel()
+    c.settle(dump_result("third"))
+    assert await task is d
+    assert [handle async for handle in completed] == [a, c]
+    assert await c == "third"
+    with pytest.raises(StopAsyncIteration):
+        await anext(completed)
+    assert b._payload == UNREADABLE
+    none = aiogpu.as_completed([])
+    assert none, "which is not its length"
+    assert [handle async for handle in none] == []
+
+
+async def test_a_cancelled_step_is_not_the_end(owner: Owner) -> None:
+    handles = owner.start(2)
+    completed: Any = aiogpu.as_completed(handles)
+    await cancelled(await started(anext(completed)))
+    for handle in handles:
+        handle.settle(UNREADABLE)
+    assert [handle async for handle in completed] == handles
+
+
+async def test_leaving_the_loop_cancels_nothing_and_looks_no_more(owner: Owner) -> None:
+    a, b, c = handles = owner.start(3)
+
+    async def first() -> Any:
+        async for handle in aiogpu.as_completed(handles):
+            return handle
+        raise AssertionError
+
+    a.settle(UNREADABLE)
+    assert await first() is a
+    gc.collect()
+    await turns()
+    assert callbacks(b, c) == 0
+    assert owner.cancelled == []
+
+
+async def test_one_task_iterates(owner: Owner) -> None:
+    (a,) = owner.start(1)
+    completed: Any = aiogpu.as_completed([a])
+    task = await started(anext(completed))
+    with pytest.raises(MisuseError, match="let one task iterate"):
+        await anext(completed)
+    with pytest.raises(MisuseError, match="write `async for"):
+        iter(completed)
+    a.settle(UNREADABLE)
+    assert await task is a
+
+
+# Who only looks cancels nothing, and keeps the work going.
+
+LOOKS: list[Callable[[Any], Any]] = [
+    lambda handles: aiogpu.wait(handles),
+    lambda handles: anext(aiogpu.as_completed(handles)),  # type: ignore[call-overload]
+]
+
+
+@pytest.mark.parametrize("look", LOOKS, ids=["wait", "as_completed"])
+async def test_work_that_is_looked_at_goes_on_without_its_waiters(
+    owner: Owner, look: Callable[[Any], Any]
+) -> None:
+    """[B15] Who looks wants to know how it ends."""
+    (a,) = owner.start(1)
+    looks = await started(look([a]))
+    await cancelled(await started(a))
+    assert owner.cancelled == []
+    await cancelled(looks)
+    assert (owner.cancelled, a.done()) == ([], False)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(look([a]), 0.001)
+    assert owner.cancelled == []
+    del looks
+    gc.collect()
+    await turns()
+    assert callbacks(a) == 0
+    await cancelled(await started(a))
+    assert owner.cancelled == [1], "nobody looks any more"
+
+
+# Cost.
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count calls of Python functions, and comparisons of handles by searches."""
+    count: Counter[str] = Counter()
+
+    def same(one: object, other: object) -> bool:
+        return one is other
+
+    for kind in (Handle, BlockingHandle):
+        monkeypatch.setattr(kind, "__eq__", same, raising=False)
+    before = sys.getprofile()
+    sys.setprofile(lambda _frame, event, _argument: count.update([event]))
+    yield count
+    sys.setprofile(before)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_each_step_costs_the_same_however_many_handles_there_are(
+    owner: Owner, order: int, calls: Counter[str]
+) -> None:
+    costs = []
+    for count in (300, 3000):
+        handles = owner.start(count)
+        calls.clear()
+        completed: Any = aiogpu.as_completed(handles)
+        for handle in handles[::order]:
+            if handle.task_id % 100 == 0:
+                task = await started(anext(completed), 1)
+                handle.settle(UNREADABLE)
+                await task
+            else:
+                handle.settle(UNREADABLE)
+        assert len([handle async for handle in completed]) == count - count // 100
+        assert await aiogpu.wait(handles, num_returns=count) == (handles, [])
+        costs.append((calls["call"] + calls["c_call"]) / count)
+    assert costs[1] < costs[0] * 1.1
+
+
+def test_so_it_does_in_a_plain_task(channel: FakeChannel, calls: Counter[str]) -> None:
+    def read_ready(is_guest: bool = False) -> bool:
+        channel.on_child(channel.coming.popleft())
+        return True
+
+    channel.read_ready = read_ready  # type: ignore[method-assign]
+    costs = []
+    for count in (300, 3000):
+        handles = start_children(count)
+        channel.coming.extend(done(handle.task_id) for handle in handles[::-1])
+        calls.clear()
+        assert list(aiogpu.as_completed(handles)) == handles[::-1]
+        assert aiogpu.wait(handles, num_returns=count) == (handles, [])
+        costs.append((calls["call"] + calls["c_call"]) / count)
+    assert costs[1] < costs[0] * 1.1
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("name", ["wait", "as_completed"])
+async def test_what_is_no_list_of_handles(owner: Owner, name: str) -> None:
+    look = getattr(aiogpu, name)
+    a, b = owner.start(2)
+    future = asyncio.get_running_loop().create_future()
+    for given, told in (
+        (5, "was given 5; give it a list"),
+        ("text", "was given 'text'; give it a list"),
+        ([1, 2], "was given a list with 1 in it, which is no handle.*asyncio.wait"),
+        ([future], "is no handle"),
+        (a, "one handle, of train; give it a list"),
+        ([b, a, a], "<Handle train 1 pending> more than once"),
+    ):
+        with pytest.raises(MisuseError, match=rf"aiogpu\.{name}\(\) .*{told}"):
+            look(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        *(({"num_returns": count}, "must be a whole") for count in (0, True, 1.0, "1")),
+        ({"num_returns": 3}, "is more than the 2 handles"),
+        *(({"timeout": time}, "must be a number") for time in (-1, True, "1")),
+        *(({"timeout": float(time)}, "must be a number") for time in ("nan", "inf")),
+    ],
+)
+async def test_options_that_are_refused(
+    owner: Owner, options: dict[str, Any], told: str
+) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(OptionError, match=f"{name}={value!r} {told}"):
+        aiogpu.wait(owner.start(2), **options)
+
+
+@pytest.mark.parametrize("name", ["wait", "as_completed"])
+async def test_handles_of_another_loop(owner: Owner, name: str) -> None:
+    look, handles = getattr(aiogpu, name), owner.start(1)
+
+    async def look_elsewhere() -> None:
+        with pytest.raises(MisuseError, match="train belongs to another event loop"):
+            look(handles)
+
+    def look_without_a_loop() -> None:
+        with pytest.raises(NoLoopError, match=rf"{name}\(\).*train belongs to one"):
+            look(handles)
+        with pytest.raises(NoLoopError, match=rf"^aiogpu.{name}\(\) needs a running"):
+            look([])
+
+    await asyncio.to_thread(asyncio.run, look_elsewhere())
+    await asyncio.to_thread(look_without_a_loop)
+
+
+# In plain tasks, between the task and its worker's socket.
+
+
+def test_wait_blocks_in_a_plain_task(channel: FakeChannel) -> None:
+    a, b, c = handles = start_children(3)
+    channel.put(done(3), failed(1, KeyError("boom")), done(2))
+    assert aiogpu.wait(handles, num_returns=2) == ([a, c], [b])
+    assert channel.waits == [(1, 2, 3), ()], "the node is told that it is over"
+    assert b.on_end == ()
+    assert aiogpu.wait([b]) == ([b], [])
+    assert channel.waits == [(1, 2, 3), (), (2,)], "its end the node sees itself"
+    assert aiogpu.wait(handles, num_returns=3) == (handles, [])
+
+
+def test_wait_in_a_plain_task_reads_what_has_come(channel: FakeChannel) -> None:
+    a, b = handles = start_children(2)
+    assert aiogpu.wait(handles, timeout=0) == ([], [a, b])
+    channel.put(done(2))
+    assert aiogpu.wait(handles, timeout=0) == ([b], [a])
+    assert aiogpu.wait(handles, num_returns=2, timeout=0.001) == ([b], [a])
+
+
+def test_as_completed_in_a_plain_task(channel: FakeChannel) -> None:
+    a, b, c, d = handles = start_children(4)
+    completed = iter(aiogpu.as_completed(handles))
+    channel.put(done(3), done(1), done(4), failed(2, KeyError("boom")))
+    assert next(completed) is c
+    assert channel.waits == [(1,), ()]
+    for handle in aiogpu.as_completed([a, b]):
+        assert handle is a
+        break
+    assert next(completed) is a
+    assert (b.on_end, b.done()) != ((), True), "leaving a loop cancels nothing"
+    second = iter(aiogpu.as_completed(handles))  # perhaps in another thread
+    d.cancel()
+    assert list(completed) == [d, b]
+    with pytest.raises(StopIteration):
+        next(completed)
+    assert set(second) == set(handles)
+    assert len(aiogpu.as_completed(handles)) == 4
+    assert list(aiogpu.as_completed([])) == []
+    assert aiogpu.as_completed([]), "which is not its length"
+
+
+def test_what_a_plain_task_is_refused(channel: FakeChannel) -> None:
+    a, b = start_children(2)
+    for look, given, told in (
+        (aiogpu.wait, a, "one handle, of child"),
+        (aiogpu.wait, [a, a], "more than once"),
+        (aiogpu.as_completed, [a, 5], "which is no handle"),
+        (lambda given: aiter(aiogpu.as_completed(given)), [a], "no event loop runs"),
+    ):
+        with pytest.raises(MisuseError, match=told):
+            look(given)  # type: ignore[operator]
+    current.client = task_client_on(channel)
+    with pytest.raises(MisuseError, match="child belongs to another task"):
+        aiogpu.wait([b])
+
+
+async def test_a_plain_functions_handle_on_a_loop(channel: FakeChannel) -> None:
+    (handle,) = await asyncio.to_thread(start_children, 1)
+    with pytest.raises(MisuseError, match="made in a plain function"):
+        aiogpu.wait([handle])
+
+
+# In coroutines of tasks: what their node is told of waits.
+
+
+async def test_as_completed_waits_only_while_it_is_asked(
+    loop_channel: FakeChannel,
+) -> None:
+    handles = start_children(3)
+    assert all(isinstance(handle, ChildHandle) for handle in handles)
+    completed: Any = aiogpu.as_completed(handles)
+    await turns()
+    assert loop_channel.waits == [], "nobody has asked yet"
+    task = await started(anext(completed))
+    assert loop_channel.waits == [(1,)], "the first stands for all"
+    loop_channel.put(done(2))
+    assert await task is handles[1]
+    await turns()
+    assert loop_channel.waits == [(1,), ()], "while the loop's body runs"
+    loop_channel.put(done(1), done(3))
+    assert {handle async for handle in completed} == {handles[0], handles[2]}
+
+
+async def test_wait_in_a_coroutine_waits_for_all(loop_channel: FakeChannel) -> None:
+    handles = start_children(3)
+    task = await started(aiogpu.wait(handles))
+    assert loop_channel.waits == [(1, 2, 3)]
+    loop_channel.put(done(2))
+    assert await task == ([handles[1]], [handles[0], handles[2]])
+    await turns()
+    assert loop_channel.waits == [(1, 2, 3), ()]
