@@ -1,4 +1,4 @@
-"""[B18] `f.map(...)` over an engine of paper: what is read, called and stopped."""
+"""[B18] `f.map(...)`: what is read ahead, called, given back and stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 import aiogpu
 from aiogpu.api.map import DEFAULT_LIMIT, Results
-from aiogpu.api.session import Session
 from aiogpu.errors import (
     InfeasibleError,
     MisuseError,
@@ -24,8 +23,8 @@ from aiogpu.errors import (
     SerializationError,
     TaskError,
 )
-from aiogpu.serialization.serializer import dump_result
-from tests.unit.api.paper_engine import PaperEngine
+from tests.support.turns import turns
+from tests.unit.api.fakes import FakeEngine, listed, opened, outcome, started
 
 
 @aiogpu.remote
@@ -33,44 +32,8 @@ def train(number: Any) -> Any:
     return number
 
 
-class Paper(PaperEngine):
-    """Calls are known by number, in the order in which they were made from 1."""
-
-    @property
-    def called(self) -> int:
-        return self.story.count("submit train")
-
-    @property
-    def cancelled(self) -> list[int]:
-        return [int(each[7:]) for each in self.story if each.startswith("cancel ")]
-
-    def end(self, *calls: int) -> None:
-        for call in calls:
-            self.receivers[call].settle(dump_result(call))
-
-    def fail(self, call: int, error: Exception) -> None:
-        self.receivers[call].settle(error)
-
-
-@pytest.fixture
-async def paper() -> AsyncIterator[Paper]:
-    """An engine with an open session, and nothing for asyncio to complain of."""
-    told: list[dict[str, Any]] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, what: told.append(what))
-    paper = Paper()
-    session = Session(paper, loop)  # type: ignore[arg-type]
-    session.start_opening()
-    await session.opened()
-    yield paper
-    await session.shutdown()
-    paper.receivers.clear()
-    gc.collect()
-    assert told == []
-
-
 class Numbers:
-    """An endless iterable of either kind, which counts what is read of it."""
+    """An endless iterable, which counts what is read of it."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -81,7 +44,9 @@ class Numbers:
             yield number
 
 
-class LaterNumbers:
+class AsyncNumbers:
+    """The same by `async for`."""
+
     def __init__(self) -> None:
         self.read = 0
 
@@ -91,513 +56,394 @@ class LaterNumbers:
             yield number
 
 
-KINDS = [Numbers, LaterNumbers]
+async def later(*numbers: int) -> AsyncIterator[int]:
+    for number in numbers:
+        yield number
+
+
+class Held:
+    """An async iterable that yields 1 and then waits.
+
+    Attributes:
+        may_end: set to have it raise `error`.
+        error: what it raises in the end; None to end.
+        left: how it was left.
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.may_end = asyncio.Event()
+        self.error = error
+        self.left = ""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        try:
+            yield 1
+            await self.may_end.wait()
+        except BaseException as error:
+            await asyncio.sleep(0)
+            self.left = type(error).__name__
+            raise
+        finally:
+            if self.error is not None:
+                raise self.error
+
+
+KINDS = [Numbers, AsyncNumbers]
 Kind = Callable[[], Any]
+ordered_or_not = pytest.mark.parametrize("ordered", [True, False])
 
 
-async def settled() -> None:
-    """Let everything happen that needs no more than the loop's turns."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+def is_cancelled(engine: FakeEngine, *calls: int) -> bool:
+    """Tell whether all calls were cancelled but those that have ended."""
+    left = {*range(1, len(engine.calls) + 1)} - {*engine.cancelled}
+    return left == {*calls}
 
 
-async def asking(results: Results[Any]) -> asyncio.Task[Any]:
-    """A task that asks for the next result, and has got as far as it can."""
-
-    async def ask() -> Any:
-        return await anext(results)
-
-    task = asyncio.ensure_future(ask())
-    await settled()
-    return task
-
-
-async def listed(results: Results[Any]) -> list[Any]:
-    return [result async for result in results]
-
-
-async def ended(task: asyncio.Future[Any]) -> Any:
-    (found,) = await asyncio.gather(task, return_exceptions=True)
-    return found
+# What is ahead.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nothing_is_read_or_called_before_it_is_asked(
-    paper: Paper, kind: Kind
-) -> None:
-    numbers = kind()
-    results = train.map(numbers)
-    await settled()
-    assert (numbers.read, paper.called) == (0, 0)
-    assert repr(results) == "<Results of train: are 0 ahead, 256 at most>"
-    await results.aclose()
-    assert repr(results) == "<Results of train: were closed>"
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@ordered_or_not
 @pytest.mark.parametrize("limit", [1, 3])
 async def test_no_more_than_the_limit_is_ahead(
-    paper: Paper, kind: Kind, limit: int, ordered: bool
+    engine: FakeEngine, kind: Kind, limit: int, ordered: bool
 ) -> None:
     """Read and called are never more than `limit` beyond what was taken."""
     numbers = kind()
     async with train.map(numbers, limit=limit, ordered=ordered) as results:
+        await turns(10)
+        assert (numbers.read, len(engine.calls)) == (0, 0), "nobody has asked yet"
         for taken in range(6):
-            task = await asking(results)
-            assert numbers.read == paper.called == taken + limit
-            paper.end(taken + 1)
+            task = await started(anext(results))
+            assert numbers.read == len(engine.calls) == taken + limit
+            engine.answer(taken + 1)
             assert await task == taken + 1
-            await settled()
-            assert taken + limit <= numbers.read == paper.called <= taken + 1 + limit
-    assert paper.cancelled == list(range(paper.called, 6, -1))
+            await turns(10)
+            assert numbers.read == len(engine.calls)
+            assert taken <= len(engine.calls) - limit <= taken + 1
+    assert engine.cancelled == list(range(len(engine.calls), 6, -1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_in_order_what_has_ended_counts_until_it_is_taken(
-    paper: Paper, kind: Kind
+async def test_in_order_a_result_counts_until_it_is_taken(
+    engine: FakeEngine, kind: Kind
 ) -> None:
     numbers = kind()
     async with train.map(numbers, limit=3) as results:
-        first = await asking(results)
-        paper.end(2, 3)
-        await settled()
+        first = await started(anext(results))
+        engine.answer(2, 3)
+        await turns(10)
         assert not first.done()
-        assert paper.called == numbers.read == 3
-        paper.end(1)
+        assert len(engine.calls) == numbers.read == 3
+        engine.answer(1)
         assert [await first, await anext(results), await anext(results)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_unordered_they_come_as_they_end(paper: Paper, kind: Kind) -> None:
+async def test_unordered_they_come_as_they_end(engine: FakeEngine, kind: Kind) -> None:
     async with train.map(kind(), limit=3, ordered=False) as results:
-        first = await asking(results)
-        paper.end(3, 1)
+        first = await started(anext(results))
+        engine.answer(3, 1)
         assert await first == 3
         assert await anext(results) == 1
-        second = await asking(results)
-        paper.end(5)
+        second = await started(anext(results))
+        engine.answer(5)
         assert await second == 5
 
 
-async def test_no_limit_named_is_one_all_the_same(paper: Paper) -> None:
-    async with train.map(Numbers()) as results:
-        task = await asking(results)
-        assert paper.called == DEFAULT_LIMIT == 256
-        assert "are 256 ahead" in repr(results)
-        paper.end(1)
-        await task
+async def test_no_limit_named_is_one_all_the_same(engine: FakeEngine) -> None:
+    results = train.map(Numbers())
+    assert repr(results) == "<Results of train: are 0 ahead, 256 at most>"
+    task = await started(anext(results))
+    assert len(engine.calls) == DEFAULT_LIMIT == 256
+    assert "are 256 ahead" in repr(results)
+    engine.answer(1)
+    await task
+    await results.aclose()
+    assert repr(results) == "<Results of train: were closed>"
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("limit", [1, 2, 5, 6])
-@pytest.mark.parametrize("is_async", [True, False])
+@ordered_or_not
+@pytest.mark.parametrize("limit", [1, 5, 6])
+@pytest.mark.parametrize("kind", [later, lambda *numbers: numbers])
 async def test_a_finite_iterable_ends(
-    paper: Paper, limit: int, ordered: bool, is_async: bool
+    engine: FakeEngine, limit: int, ordered: bool, kind: Callable[..., Any]
 ) -> None:
-    async def later() -> AsyncIterator[int]:
-        for number in range(5):
-            yield number
-
-    iterable = later() if is_async else range(5)
-    results = train.map(iterable, limit=limit, ordered=ordered)
+    assert await listed(train.map(kind(), ordered=ordered)) == []
+    results = train.map(kind(*range(5)), limit=limit, ordered=ordered)
     task = asyncio.ensure_future(listed(results))
     for number in range(1, 6):
-        await settled()
-        paper.end(number)
+        await turns(10)
+        engine.answer(number)
     assert await task == [1, 2, 3, 4, 5]
-    assert paper.cancelled == []
+    assert engine.cancelled == []
     with pytest.raises(StopAsyncIteration):
         await anext(results)
+    with pytest.raises(MisuseError, match=r"iterated to their end.*train\.map"):
+        await listed(results)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-async def test_an_empty_iterable(paper: Paper, ordered: bool) -> None:
-    async def none() -> AsyncIterator[int]:
-        for _ in ():
-            yield 0
-
-    assert await listed(train.map([], ordered=ordered)) == []
-    assert await listed(train.map(none(), ordered=ordered)) == []
-    assert paper.called == 0
+async def test_the_first_alone_and_then_the_rest(engine: FakeEngine) -> None:
+    results = train.map(range(3))
+    first = await started(anext(results))
+    engine.answer(1, 2, 3)
+    assert await first == 1
+    assert await listed(results) == [2, 3]
 
 
-@pytest.mark.parametrize("ordered", [True, False])
+async def test_a_slow_async_iterable_holds_no_result_back(engine: FakeEngine) -> None:
+    queue: asyncio.Queue[int] = asyncio.Queue()
+
+    async def slow() -> AsyncIterator[int]:
+        while True:
+            yield await queue.get()
+
+    async with train.map(slow()) as results:
+        for number in (1, 2):
+            task = await started(anext(results))
+            assert len(engine.calls) == number - 1
+            queue.put_nowait(number)
+            await turns(10)
+            engine.answer(number)
+            assert await task == number
+
+
+# Errors.
+
+
+@ordered_or_not
 async def test_an_error_comes_in_its_place_and_ends_it(
-    paper: Paper, ordered: bool
+    engine: FakeEngine, ordered: bool
 ) -> None:
     results = train.map(range(9), limit=5, ordered=ordered)
-    first = await asking(results)
-    paper.end(1)
-    paper.fail(2, KeyError("boom"))
-    paper.fail(4, OSError("later, and nobody will ask"))
+    first = await started(anext(results))
+    engine.answer(1)
+    engine.fail(2, KeyError("boom"))
+    engine.fail(4, OSError("later, and nobody will ask"))
     assert await first == 1
     with pytest.raises(KeyError, match="boom"):
         await anext(results)
-    assert paper.cancelled == [6, 5, 3], "newest first, and not what had ended"
+    assert engine.cancelled == [6, 5, 3], "newest first, and not what had ended"
     with pytest.raises(MisuseError, match=r"ended with KeyError.*train\.map"):
         await anext(results)
 
 
-async def test_a_stop_raised_by_a_task_is_no_end(paper: Paper) -> None:
+async def test_unordered_an_error_overtakes(engine: FakeEngine) -> None:
+    """As does the end of the node."""
+    first = await started(anext(train.map(range(9), limit=3, ordered=False)))
+    engine.fail(3, NodeClosedError("shut down"))
+    assert isinstance(await outcome(first), NodeClosedError)
+    assert engine.cancelled == [2, 1]
+
+
+async def test_a_stop_raised_by_a_task_is_no_end(engine: FakeEngine) -> None:
     """[B37] Its own type would end the loop, with no sign of what is missing."""
-    task = asyncio.ensure_future(listed(train.map(Numbers(), limit=2)))
-    await settled()
-    paper.fail(1, StopAsyncIteration("from an iterator of its own"))
-    error = await ended(task)
+    task = await started(listed(train.map(Numbers(), limit=2)))
+    engine.fail(1, StopAsyncIteration("from an iterator of its own"))
+    error = await outcome(task)
     assert isinstance(error, TaskError)
     assert error.type_name == "StopAsyncIteration"
     assert str(error.__cause__) == "from an iterator of its own"
-    assert paper.cancelled == [2]
+    assert engine.cancelled == [2]
 
 
-async def test_unordered_an_error_overtakes(paper: Paper) -> None:
-    results = train.map(range(9), limit=3, ordered=False)
-    first = await asking(results)
-    paper.fail(3, KeyError("boom"))
-    assert isinstance(await ended(first), KeyError)
-    assert paper.cancelled == [2, 1]
-
-
-@pytest.mark.parametrize("ordered", [True, False])
+@ordered_or_not
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_an_error_of_the_iterable_stops_the_rest(
-    paper: Paper, is_async: bool, ordered: bool
+    engine: FakeEngine, is_async: bool, ordered: bool
 ) -> None:
     def numbers() -> Iterator[int]:
         yield from (1, 2)
         raise OSError("unreadable")
 
-    async def later() -> AsyncIterator[int]:
+    async def later_numbers() -> AsyncIterator[int]:
         for number in numbers():
             yield number
 
-    iterable = later() if is_async else numbers()
+    iterable = later_numbers() if is_async else numbers()
     results = train.map(iterable, limit=3, ordered=ordered)
-    assert str(await ended(await asking(results))) == "unreadable"
-    assert paper.cancelled == [2, 1]
+    assert str(await outcome(await started(anext(results)))) == "unreadable"
+    assert engine.cancelled == [2, 1]
     with pytest.raises(MisuseError, match="ended with OSError"):
         aiter(results)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-async def test_an_async_iterable_that_fails_late_wakes_who_waits(
-    paper: Paper, ordered: bool
+@pytest.mark.parametrize(
+    "error", [OSError, asyncio.CancelledError, asyncio.TimeoutError]
+)
+@ordered_or_not
+async def test_an_async_iterable_that_fails_late_wakes_the_consumer(
+    engine: FakeEngine, error: type[BaseException], ordered: bool
 ) -> None:
-    is_broken = asyncio.Event()
-
-    async def later() -> AsyncIterator[int]:
-        yield 1
-        await is_broken.wait()
-        raise OSError("unreadable")
-
-    task = await asking(train.map(later(), ordered=ordered))
-    is_broken.set()
-    assert str(await ended(task)) == "unreadable"
-    assert paper.cancelled == [1]
+    """Also one that was itself cancelled: nobody waits for a reader that has gone."""
+    numbers = Held(error())
+    task = await started(anext(train.map(numbers, ordered=ordered)))
+    numbers.may_end.set()
+    assert isinstance(await outcome(task), error)
+    assert engine.cancelled == [1]
 
 
-@pytest.mark.parametrize("kind", [asyncio.CancelledError, asyncio.TimeoutError])
-async def test_an_async_iterable_that_was_itself_cancelled(
-    paper: Paper, kind: type[BaseException]
+async def test_an_item_that_remote_refuses_is_raised_at_once(
+    engine: FakeEngine,
 ) -> None:
-    """Nobody waits for a reader that has gone."""
-
-    async def later() -> AsyncIterator[int]:
-        yield 1
-        raise kind
-
-    task = await asking(train.map(later()))
-    assert isinstance(await ended(task), kind)
-    assert paper.cancelled == [1]
-
-
-async def test_what_remote_refuses_is_raised_at_once(paper: Paper) -> None:
     results = train.map([1, threading.Lock()], limit=1)
-    first = await asking(results)
-    paper.end(1)
+    first = await started(anext(results))
+    engine.answer(1)
     assert await first == 1
     with pytest.raises(SerializationError, match=r"args\[0\]"):
         await anext(results)
     results = train.map([1, threading.Lock()], limit=2)
-    assert isinstance(await ended(await asking(results)), SerializationError)
-    assert paper.cancelled == [2]
-    paper.infeasible.add("train")
+    assert isinstance(await outcome(await started(anext(results))), SerializationError)
+    assert engine.cancelled == [2]
+    engine.infeasible.add("train")
     with pytest.raises(InfeasibleError):
         await listed(train.map([1]))
 
 
-async def test_a_slow_async_iterable_holds_no_result_back(paper: Paper) -> None:
-    queue: asyncio.Queue[int] = asyncio.Queue()
-
-    async def later() -> AsyncIterator[int]:
-        while True:
-            yield await queue.get()
-
-    async with train.map(later()) as results:
-        for number in (1, 2):
-            task = await asking(results)
-            assert paper.called == number - 1
-            queue.put_nowait(number)
-            await settled()
-            paper.end(number)
-            assert await task == number
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_break_stops_what_is_ahead(
-    paper: Paper, kind: Kind, ordered: bool
-) -> None:
-    """Nothing but the loop refers to the results, so they go with it."""
-
-    async def leave() -> int:
-        async for result in train.map(kind(), limit=3, ordered=ordered):
-            return result
-        raise AssertionError
-
-    task = asyncio.ensure_future(leave())
-    await settled()
-    paper.end(1)
-    assert await task == 1
-    await settled()
-    assert set(paper.cancelled) == set(range(2, paper.called + 1)) >= {2, 3}
-
-
-async def test_an_error_in_the_body_stops_what_is_ahead(paper: Paper) -> None:
-    async def fail() -> None:
-        async for result in train.map(Numbers(), limit=3):
-            raise KeyError(result)
-
-    task = asyncio.ensure_future(fail())
-    await settled()
-    paper.end(1)
-    assert isinstance(await ended(task), KeyError)
-    await settled()
-    assert paper.cancelled == [3, 2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_with_stops_although_the_results_are_kept(
-    paper: Paper, kind: Kind
-) -> None:
-    async with train.map(kind(), limit=2) as results:
-        task = await asking(results)
-        paper.end(1)
-        await task
-    assert set(paper.cancelled) == set(range(2, paper.called + 1)) >= {2}
-    await results.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(results)
-    with pytest.raises(MisuseError, match="were closed"):
-        aiter(results)
-
-
-async def test_a_cancelled_consumer_stops_it_where_it_waits(paper: Paper) -> None:
-    results = train.map(Numbers(), limit=2)
-    task = asyncio.ensure_future(listed(results))
-    await settled()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert paper.cancelled == [2, 1]
-    with pytest.raises(MisuseError, match="was cancelled"):
-        await anext(results)
-
-
-async def test_a_cancelled_consumer_stops_it_from_its_body(paper: Paper) -> None:
-    async def work() -> None:
-        async for _ in train.map(Numbers(), limit=2):
-            await asyncio.Event().wait()
-
-    task = asyncio.ensure_future(work())
-    await settled()
-    paper.end(1)
-    await settled()
-    task.cancel()
-    await asyncio.wait([task])
-    await settled()
-    assert paper.cancelled == [2]
-
-
-async def test_a_timeout_around_one_result_stops_all(paper: Paper) -> None:
-    results = train.map(Numbers(), limit=2)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(results), 0.001)
-    assert paper.cancelled == [2, 1]
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_closed_by_another_the_loop_ends(
-    paper: Paper, kind: Kind, ordered: bool
-) -> None:
-    results = train.map(kind(), limit=2, ordered=ordered)
-    task = asyncio.ensure_future(listed(results))
-    await settled()
-    await results.aclose()
-    assert await task == []
-    assert paper.cancelled == [2, 1]
-    assert paper.called == 2
-
-
-@pytest.mark.parametrize("is_waited", [True, False])
-async def test_closing_waits_for_the_async_iterable(
-    paper: Paper, is_waited: bool
-) -> None:
-    story = []
-
-    async def later() -> AsyncIterator[int]:
-        try:
-            yield 1
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            story.append("left")
-
-    results = train.map(later())
-    task = await asking(results)
-    if not is_waited:
-        paper.end(1)
-        await task
-    await results.aclose()
-    assert story == ["left"]
-    assert isinstance(await ended(task), StopAsyncIteration if is_waited else int)
-
-
-async def test_an_async_iterable_that_does_not_hear_of_the_end(paper: Paper) -> None:
-    async def later() -> AsyncIterator[int]:
-        yield 1
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            yield 2
-
-    results = train.map(later())
-    task = await asking(results)
-    await results.aclose()
-    assert isinstance(await ended(task), StopAsyncIteration)
-    assert (paper.called, paper.cancelled) == (1, [1])
-
-
-async def test_dropped_the_reader_of_an_async_iterable_ends(paper: Paper) -> None:
-    has_left = asyncio.Event()
-
-    async def later() -> AsyncIterator[int]:
-        try:
-            yield 1
-            await asyncio.Event().wait()
-        finally:
-            has_left.set()
-
-    before = asyncio.all_tasks()
-    results = train.map(later())
-    task = await asking(results)
-    paper.end(1)
-    assert await task == 1
-    assert len(asyncio.all_tasks() - before) == 1
-    del results, task
-    gc.collect()
-    await asyncio.wait_for(has_left.wait(), 60)
-    await settled()
-    assert asyncio.all_tasks() == before
-
-
-async def test_an_iterable_that_fails_when_it_is_left_is_told_of(paper: Paper) -> None:
-    told: list[Any] = []
-    loop = asyncio.get_running_loop()
-    handler = loop.get_exception_handler()
-    loop.set_exception_handler(lambda _, what: told.append(what["exception"]))
-
-    async def later() -> AsyncIterator[int]:
-        try:
-            yield 1
-            await asyncio.Event().wait()
-        finally:
-            raise OSError("in its last act")
-
-    results = train.map(later())
-    task = await asking(results)
-    paper.end(1)
-    await task
-    await results.aclose()
-    del results, task
-    gc.collect()
-    loop.set_exception_handler(handler)
-    assert [str(error) for error in told] == ["in its last act"]
-
-
-async def test_dropped_in_another_thread(paper: Paper) -> None:
-    results = [train.map(Numbers(), limit=2)]
-    task = await asking(results[0])
-    paper.end(1)
-    await task
-    del task
-    gc.collect()
-    thread = threading.Thread(target=results.clear)
-    thread.start()
-    await asyncio.to_thread(thread.join)
-    await settled()
-    assert paper.cancelled == [2]
-
-
-async def test_a_step_that_is_closed_stops_it(paper: Paper) -> None:
-    results = train.map(Numbers(), limit=2)
-    step = results.__anext__()
-    step.send(None)  # type: ignore[attr-defined]
-    assert paper.called == 2
-    step.close()  # type: ignore[attr-defined]
-    assert paper.cancelled == [], "it may be the garbage collector's doing"
-    await settled()
-    assert paper.cancelled == [2, 1]
-    with pytest.raises(MisuseError, match="was cancelled"):
-        await anext(results)
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-async def test_closed_it_keeps_no_handle(paper: Paper, ordered: bool) -> None:
-    async with train.map(Numbers(), limit=2, ordered=ordered) as results:
-        task = await asking(results)
-        paper.end(1)
-        await task
-        handles = [weakref.ref(handle) for handle in paper.receivers.values()]
-        del task
-    await settled()
-    paper.receivers.clear()
-    gc.collect()
-    assert [handle() for handle in handles] == [None, None]
-    assert repr(results) == "<Results of train: were closed>"
-
-
 def test_an_interrupt_in_an_async_iterable_is_not_kept_for_later() -> None:
-    async def later() -> AsyncIterator[int]:
+    async def interrupted() -> AsyncIterator[int]:
         yield 1
         raise KeyboardInterrupt
 
     async def main() -> None:
-        paper = Paper()
-        session = Session(paper, asyncio.get_running_loop())  # type: ignore[arg-type]
-        session.start_opening()
-        await session.opened()
-        results = train.map(later(), limit=1)
-        task = await asking(results)
-        paper.end(1)
+        engine = FakeEngine()
+        await opened(engine)
+        task = await started(anext(train.map(interrupted(), limit=1)))
+        engine.answer(1)
         await task
-        await settled()
+        await turns(10)
         raise AssertionError("the loop went on")
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
 
 
+# Ways to leave: what is ahead is cancelled.
+
+
+Map = Callable[[], Results[Any]]
+"""Nothing but the loop refers to the results, so they go with it."""
+
+
+async def leave_by_break(mapped: Map) -> int:
+    async for result in mapped():
+        return int(result)
+    raise AssertionError
+
+
+async def leave_by_an_error(mapped: Map) -> int:
+    async for result in mapped():
+        raise KeyError(result)
+    raise AssertionError
+
+
+async def leave_by_a_cancel_in_the_body(mapped: Map) -> int:
+    async for _ in mapped():
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.Event().wait()
+    raise AssertionError
+
+
+@ordered_or_not
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "leave", [leave_by_break, leave_by_an_error, leave_by_a_cancel_in_the_body]
+)
+async def test_leaving_the_loop_stops_what_is_ahead(
+    engine: FakeEngine, kind: Kind, ordered: bool, leave: Callable[..., Any]
+) -> None:
+    numbers = kind()
+    task = await started(leave(lambda: train.map(numbers, limit=3, ordered=ordered)))
+    engine.answer(1)
+    assert isinstance(await outcome(task), int | KeyError | asyncio.CancelledError)
+    await turns(10)
+    assert len(engine.calls) >= 3
+    assert is_cancelled(engine, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_end_of_a_block_stops_although_the_results_are_kept(
+    engine: FakeEngine, kind: Kind
+) -> None:
+    async with train.map(kind(), limit=2) as results:
+        task = await started(anext(results))
+        engine.answer(1)
+        await task
+        handles = [weakref.ref(handle) for handle in engine.receivers.values()]
+        del task
+    assert len(engine.calls) >= 2
+    assert is_cancelled(engine, 1)
+    await results.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(results)
+    with pytest.raises(MisuseError, match="were closed"):
+        aiter(results)
+    await turns(10)
+    engine.receivers.clear()
+    gc.collect()
+    assert {handle() for handle in handles} == {None}, "no handle is kept"
+
+
+async def test_a_cancelled_step_stops_all(engine: FakeEngine) -> None:
+    results = train.map(Numbers(), limit=2)
+    task = await started(listed(results))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.cancelled == [2, 1]
+    with pytest.raises(MisuseError, match="was cancelled"):
+        await anext(results)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(train.map(Numbers(), limit=2)), 0.001)
+    assert engine.cancelled == [2, 1, 4, 3]
+
+
+@ordered_or_not
+@pytest.mark.parametrize("kind", KINDS)
+async def test_closed_by_another_task_the_loop_ends(
+    engine: FakeEngine, kind: Kind, ordered: bool
+) -> None:
+    results = train.map(kind(), limit=2, ordered=ordered)
+    task = await started(listed(results))
+    await results.aclose()
+    assert await task == []
+    assert engine.cancelled == [2, 1]
+    assert len(engine.calls) == 2
+
+
+async def test_a_step_that_is_closed_stops_all(engine: FakeEngine) -> None:
+    results = train.map(Numbers(), limit=2)
+    step: Any = results.__anext__()
+    step.send(None)
+    assert len(engine.calls) == 2
+    step.close()
+    assert engine.cancelled == [], "it may be the garbage collector's doing"
+    await turns(10)
+    assert engine.cancelled == [2, 1]
+    with pytest.raises(MisuseError, match="was cancelled"):
+        await anext(results)
+
+
+async def test_dropped_in_another_thread(engine: FakeEngine) -> None:
+    results = [train.map(Numbers(), limit=2)]
+    task = await started(anext(results[0]))
+    engine.answer(1)
+    await task
+    del task
+    gc.collect()
+    await asyncio.to_thread(results.clear)
+    await turns(10)
+    assert engine.cancelled == [2]
+
+
 def test_dropped_when_its_loop_is_closed() -> None:
     async def begin() -> Results[Any]:
-        session = Session(Paper(), asyncio.get_running_loop())  # type: ignore[arg-type]
-        session.start_opening()
-        await session.opened()
+        await opened(FakeEngine())
         results = train.map(Numbers(), limit=2)
-        step = results.__anext__()
-        step.send(None)  # type: ignore[attr-defined]
+        step: Any = results.__anext__()
+        step.send(None)
         kept.append(step)
         return results
 
@@ -609,65 +455,109 @@ def test_dropped_when_its_loop_is_closed() -> None:
     gc.collect()
 
 
-async def test_a_node_that_shuts_down_ends_it(paper: Paper) -> None:
-    results = train.map(Numbers(), limit=2)
-    task = await asking(results)
-    for call in (1, 2):
-        paper.fail(call, NodeClosedError("shut down"))
-    assert isinstance(await ended(task), NodeClosedError)
+# The reader of an async iterable.
 
 
-async def test_the_first_alone_and_then_the_rest(paper: Paper) -> None:
-    results = train.map(range(3))
-    first = await asking(results)
-    paper.end(1, 2, 3)
-    assert await first == 1
-    assert await listed(results) == [2, 3]
+@pytest.mark.parametrize("is_waited", [True, False])
+async def test_closing_waits_for_the_async_iterable(
+    engine: FakeEngine, is_waited: bool
+) -> None:
+    numbers = Held()
+    results = train.map(numbers)
+    task = await started(anext(results))
+    if not is_waited:
+        engine.answer(1)
+        await task
+    await results.aclose()
+    assert numbers.left == "CancelledError"
+    assert isinstance(await outcome(task), StopAsyncIteration if is_waited else int)
 
 
-async def test_iterated_a_second_time(paper: Paper) -> None:
-    results = train.map([1])
-    task = asyncio.ensure_future(listed(results))
-    await settled()
-    paper.end(1)
-    assert await task == [1]
-    with pytest.raises(MisuseError, match=r"iterated to their end.*train\.map"):
-        await listed(results)
+async def test_an_async_iterable_that_ignores_its_cancellation(
+    engine: FakeEngine,
+) -> None:
+    async def stubborn() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            yield 2
+
+    results = train.map(stubborn())
+    task = await started(anext(results))
+    await results.aclose()
+    assert isinstance(await outcome(task), StopAsyncIteration)
+    assert (len(engine.calls), engine.cancelled) == (1, [1])
 
 
-async def test_one_task_iterates(paper: Paper) -> None:
+async def test_dropped_the_reader_of_an_async_iterable_ends(
+    engine: FakeEngine,
+) -> None:
+    numbers, before = Held(), asyncio.all_tasks()
+    results = train.map(numbers)
+    task = await started(anext(results))
+    engine.answer(1)
+    assert await task == 1
+    assert len(asyncio.all_tasks() - before) == 1
+    del results, task
+    gc.collect()
+    await turns(10)
+    assert numbers.left == "CancelledError"
+    assert asyncio.all_tasks() == before
+
+
+async def test_an_iterable_that_fails_as_it_is_left_is_reported(
+    engine: FakeEngine, complaints: list[str]
+) -> None:
+    results = train.map(Held(OSError("in its last act")))
+    task = await started(anext(results))
+    engine.answer(1)
+    await task
+    await results.aclose()
+    del results, task
+    gc.collect()
+    (told,) = complaints
+    assert "in its last act" in told
+
+
+# What is refused, and its length.
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"limit": 0}, "limit=0 must be a whole number"),
+        ({"limit": -1}, "limit=-1 must be a whole number"),
+        ({"limit": 2.0}, "limit=2.0 must be a whole number"),
+        ({"limit": True}, "limit=True must be a whole number"),
+        ({"ordered": "no"}, "ordered='no'"),
+    ],
+)
+async def test_options_that_are_refused(
+    engine: FakeEngine, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(OptionError, match=told):
+        train.map([1], **options)
+
+
+async def test_what_is_refused(engine: FakeEngine) -> None:
+    handle = train.remote(1)
+    for given, told in (
+        ([5], "given 5, which is neither"),
+        ([handle], "`await` before it"),
+        ([[1], [2]], r"train\.map\(\) takes one .*`zip\(a, b\)`"),
+    ):
+        with pytest.raises(MisuseError, match=told):
+            train.map(*given)  # type: ignore[arg-type]
+    handle.cancel()
+    with pytest.raises(MisuseError, match=r"write `async for item in train\.map"):
+        iter(train.map([1]))  # type: ignore[call-overload]
     async with train.map(Numbers(), limit=2) as results:
-        task = await asking(results)
+        task = await started(anext(results))
         with pytest.raises(MisuseError, match="another asyncio task"):
             await anext(results)
-        paper.end(1)
-        assert await task == 1, "the one that was first goes on"
-
-
-@pytest.mark.parametrize("limit", [0, -1, 2.0, "4", True])
-async def test_a_limit_that_is_none(paper: Paper, limit: Any) -> None:
-    with pytest.raises(OptionError, match=f"limit={limit!r} must be a whole number"):
-        train.map([1], limit=limit)
-
-
-async def test_ordered_is_true_or_false(paper: Paper) -> None:
-    with pytest.raises(OptionError, match="ordered='no'"):
-        train.map([1], ordered="no")  # type: ignore[arg-type]
-
-
-async def test_what_is_no_iterable(paper: Paper) -> None:
-    with pytest.raises(MisuseError, match="given 5, which is neither"):
-        train.map(5)  # type: ignore[arg-type]
-    handle = train.remote(1)
-    with pytest.raises(MisuseError, match="`await` before it"):
-        train.map(handle)  # type: ignore[arg-type]
-    handle.cancel()
-
-
-async def test_in_a_plain_loop(paper: Paper) -> None:
-    with pytest.raises(MisuseError, match=r"write `async for item in train\.map"):
-        for _ in train.map([1]):  # type: ignore[attr-defined]
-            pass
+        engine.answer(2)
+        assert await task == 2, "the one that was first goes on"
 
 
 def test_without_a_loop() -> None:
@@ -675,7 +565,11 @@ def test_without_a_loop() -> None:
         train.map([1])
 
 
-def test_several_iterables_are_told_to_be_zipped() -> None:
-    """As `map` of Python and of executors takes them."""
-    with pytest.raises(MisuseError, match=r"train\.map\(\) takes one .*`zip\(a, b\)`"):
-        train.map([1], [2])  # type: ignore[arg-type]
+async def test_its_length_is_that_of_the_items(engine: FakeEngine) -> None:
+    assert len(train.map([1, 2, 3])) == 3
+    assert len(train.map({}, chunk=2)) == 0
+    assert bool(train.map([])) is True, "a map of nothing is a map"
+    unknown = train.map(iter([1]))
+    assert unknown
+    with pytest.raises(TypeError, match=r"train is mapped over has no len\(\)"):
+        len(unknown)
