@@ -1,152 +1,134 @@
-"""`ActorPool` as an object: what it takes, how it is called, when its actors end."""
+"""`ActorPool`: which actor takes a call, when actors are made and end, its limits."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from random import Random
 from typing import Any
 
 import pytest
 
 import aiogpu
-from aiogpu.errors import ActorDiedError, MisuseError, NoLoopError, OptionError
-from tests.support.turns import no_complaints, turns
-from tests.unit.api.paper_actor import Model, Paper
-
-
-@pytest.fixture
-async def paper() -> AsyncIterator[Paper]:
-    async with no_complaints():
-        yield Paper()
-
-
-def stories(paper: Paper) -> list[list[str]]:
-    """What each actor was told to do."""
-    return [link.story for link in paper.links]
-
-
-def end(paper: Paper) -> None:
-    """All processes have gone."""
-    for link in paper.links:
-        link.end()
-
-
-# What it takes.
-
+from aiogpu.api.actors.pool import LONGEST_PAUSE, PoolLimits, check_bounds
+from aiogpu.errors import (
+    ActorDiedError,
+    InfeasibleError,
+    MisuseError,
+    NodeClosedError,
+    NodeDiedError,
+    NoLoopError,
+    OptionError,
+)
+from tests.support.turns import turns
+from tests.unit.api.fakes import FakeActor, FakeActors, Model, listed, started
 
 Remote: Any = aiogpu.remote(Model)
 
 
-@pytest.mark.parametrize(
-    ("thing", "words"),
-    [
-        (Model, "was given <class .*Model'>; give it a class under @aiogpu.remote"),
-        (8, "was given 8; give it a class under @aiogpu.remote"),
-        (None, "was given None"),
-        (object(), "was given <object object"),
-        ([Remote], r"was given \[<RemoteClass .*>\]; give it a class"),
-        (aiogpu.remote(lambda: 7), "was given <RemoteFunction .*>; give it a class"),
-        (lambda: 7, "gave 7; it must give an actor's handle"),
-        (lambda: Remote, "gave <RemoteClass .*>; it must give an actor's handle"),
-    ],
-)
-async def test_what_makes_no_actors_is_refused(thing: Any, words: str) -> None:
-    with pytest.raises(MisuseError, match=words):
-        aiogpu.ActorPool(thing, 2)
+async def ready_pool(actors: FakeActors, *limits: Any, **options: Any) -> Any:
+    """Return a pool whose first actors are ready."""
+    pool = aiogpu.ActorPool(actors.make, *limits, **options)
+    actors.live()
+    return await pool
 
 
-async def test_actors_that_there_are_already_make_no_pool() -> None:
-    """As Ray's does; that it was not told how many to make would mislead."""
-    with pytest.raises(MisuseError, match="give it a class under"):
-        aiogpu.ActorPool([])  # type: ignore[arg-type]
+def call(pool: Any, count: int = 1) -> list[Any]:
+    return [pool.embed.remote(str(number)) for number in range(count)]
 
 
-async def test_ill_valued_bounds_are_refused_before_any_is_made(paper: Paper) -> None:
-    with pytest.raises(OptionError, match="size=-1"):
-        aiogpu.ActorPool(paper.make, -1)
-    with pytest.raises(OptionError, match="was not told how many"):
-        aiogpu.ActorPool(paper.make)
-    assert paper.links == []
+async def ends_of(handles: list[Any]) -> list[Any]:
+    """Return how calls have ended, each an error or a result."""
+    return list(await asyncio.gather(*handles, return_exceptions=True))
 
 
-def test_without_a_loop_it_says_so() -> None:
-    with pytest.raises(NoLoopError, match=r"ActorPool\(\) needs a running event loop"):
-        aiogpu.ActorPool(Remote, 2)
+# Which actor takes a call.
 
 
-async def test_if_one_cannot_be_made_none_is_left(paper: Paper) -> None:
-    def make() -> Any:
-        if len(paper.links) == 2:
-            raise LookupError("no third one")
-        return paper.make()
-
-    with pytest.raises(LookupError, match="no third one"):
-        aiogpu.ActorPool(make, 3)
-    assert stories(paper) == [["kill"], ["kill"]]
-
-
-# How it is called.
-
-
-async def test_it_looks_like_what_it_is(paper: Paper) -> None:
-    pool = aiogpu.ActorPool(paper.make, 2)
-    assert repr(pool) == "<ActorPool of Model: 2 actors, 0 ready, 0 calls, 0 died>"
-    assert repr(pool.embed) == "<PoolMethod Model.embed>"
-    assert pool.embed is pool.embed
-    assert len(pool) == 2
-    empty = aiogpu.ActorPool(paper.make, min_size=0, max_size=1)
-    assert repr(empty) == "<ActorPool of actors: 0 actors, 0 ready, 0 calls, 0 died>"
-    assert empty
-    assert aiogpu.typed(empty) is empty
+async def test_the_actor_with_the_fewest_unanswered_calls_is_next(
+    actors: FakeActors,
+) -> None:
+    pool = await ready_pool(actors, 3)
+    handles = call(pool, 5)
+    assert actors.loads == [2, 2, 1]
+    actors.links[1].answer(0, "a")
+    actors.links[1].answer(1, "b")
+    await turns()
+    call(pool, 2)
+    assert actors.loads == [2, 4, 1]  # the first of equals, once it has fewer
+    assert [await handles[1], await handles[4]] == ["a", "b"]
+    assert actors.links[1].arguments[0] == ("embed", "1")
 
 
-async def test_a_method_that_is_not_there_is_told_at_once(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 1)
-    with pytest.raises(AttributeError, match=r"no method embd\. Did you mean embed\?"):
-        _ = pool.embd
-    with pytest.raises(AttributeError, match="_secret of Model is private"):
-        _ = pool._secret
-    with pytest.raises(AttributeError, match="no attribute __len_"):
-        _ = pool.__len_
-    of_class: Any = aiogpu.ActorPool(Remote, min_size=0, max_size=1)
-    with pytest.raises(AttributeError, match="no method embd"):
-        _ = of_class.embd
+async def test_a_call_that_has_ended_in_any_way_counts_no_more(
+    actors: FakeActors,
+) -> None:
+    pool = await ready_pool(actors, 2)
+    first, second = call(pool, 2)
+    first.cancel()
+    actors.links[1].calls[0].settle(ValueError("bad text"))
+    await turns()
+    with pytest.raises(MisuseError, match=r"Model\.embed\(text.* wrong arguments"):
+        pool.embed.remote()
+    call(pool, 2)
+    assert actors.loads == [2, 2]
+    assert actors.links[0].cancelled == 1
+    with pytest.raises(ValueError, match="bad text"):
+        await second
+    for _ in range(3):
+        actors.links[0].answer()
+        await turns()
+        call(pool)
+    assert actors.loads == [5, 2], "of equals the first is next"
 
 
-async def test_where_no_actor_was_made_the_call_tells(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, min_size=0, max_size=1)
-    method = pool.embd
-    with pytest.raises(AttributeError, match="no method embd"):
-        method.remote()
+async def test_counting_a_call_is_not_waiting_for_it(
+    actors: FakeActors, complaints: list[str]
+) -> None:
+    """[B15] With its last waiter the work is cancelled, in a pool as well."""
+    pool = await ready_pool(actors, 1)
+    waiter = await started(call(pool)[0])
+    waiter.cancel()
+    await turns()
+    assert actors.links[0].cancelled == 1
+    call(pool)
+    actors.links[0].calls.pop().settle(ValueError("unheard"))
+    await turns()
+    gc.collect()
+    assert complaints == ["Handle exception was never retrieved: unheard"]
 
 
-async def test_calling_a_method_directly_is_refused_in_words(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 1)
-    with pytest.raises(MisuseError, match=r"await pool\.embed\.remote\(\.\.\.\)"):
-        pool.embed("a")
-
-
-async def test_map_shares_the_items_out(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2)
-    paper.live()
+async def test_actors_that_are_not_ready_are_called_where_none_is(
+    actors: FakeActors,
+) -> None:
+    pool: Any = aiogpu.ActorPool(actors.make, 3)
+    call(pool, 4)  # none is ready, so all take some
+    assert actors.loads == [2, 1, 1]
+    actors.links[1].live()
+    await turns()
+    call(pool, 3)
+    assert actors.loads == [2, 4, 1]
+    actors.live()
     await pool
+    call(pool, 2)
+    assert actors.loads == [3, 4, 2]
+
+
+async def test_map_shares_the_items_out(actors: FakeActors) -> None:
+    pool = await ready_pool(actors, 2)
     results = pool.embed.map("abcdef", limit=4)
     assert repr(results) == "<Results of Model.embed: are 0 ahead, 4 at most>"
-
-    async def take() -> list[str]:
-        return [text async for text in results]
-
-    taking = asyncio.ensure_future(take())
-    await turns()
-    first, second = paper.links
+    taking = await started(listed(results))
+    first, second = actors.links
     assert first.arguments == [("embed", "a"), ("embed", "c")]
     assert second.arguments == [("embed", "b"), ("embed", "d")]
     second.answer(0, "B")
     second.answer(1, "D")
     await turns()
-    assert paper.loads == [2, 2]  # in order: "a" is to be taken first
+    assert actors.loads == [2, 2]  # in order: "a" is to be taken first
     first.answer(0, "A")
     await turns()
     # "b" was ready as well, and the second actor has no call: then both have one.
@@ -158,169 +140,472 @@ async def test_map_shares_the_items_out(paper: Paper) -> None:
     assert await taking == [*"ABCDEF"]
 
 
-async def test_map_takes_an_async_iterable_and_any_order(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2)
+async def test_map_takes_an_async_iterable_and_is_left_early(
+    actors: FakeActors,
+) -> None:
+    pool = await ready_pool(actors, 2)
 
     async def texts() -> AsyncIterator[str]:
-        for text in "ab":
+        for text in "abcd":
             yield text
 
-    async def take() -> list[str]:
-        return [text async for text in pool.embed.map(texts(), ordered=False)]
-
-    taking = asyncio.ensure_future(take())
+    async with pool.embed.map(texts(), limit=3, ordered=False) as results:
+        taking = await started(anext(results))
+        actors.links[1].answer(0, "B")
+        assert await taking == "B"
     await turns()
-    paper.links[1].answer(0, "B")
-    await turns()
-    paper.links[0].answer(0, "A")
-    assert await taking == ["B", "A"]
-
-
-async def test_leaving_a_map_cancels_what_is_ahead(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2)
-    async with pool.embed.map("abcd", limit=3) as results:
-        taking = asyncio.ensure_future(anext(results))
-        await turns()
-        paper.links[0].answer(0, "A")
-        assert await taking == "A"
-    assert [link.cancelled for link in paper.links] == [1, 1]
-    await turns()
+    unanswered = len(actors.links[0].calls) + len(actors.links[1].calls) - 1
+    assert sum(link.cancelled for link in actors.links) == unanswered
     assert pool._finalizer.scheduler._calls == 0
 
 
-# When its actors are ready, and when they end.
+# Growing and shrinking.
 
 
-async def test_it_is_awaited_until_all_are_ready(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2)
+async def test_it_grows_when_all_have_enough_to_do(actors: FakeActors) -> None:
+    pool = await ready_pool(actors, min_size=1, max_size=3, target=2)
+    call(pool, 2)
+    assert len(pool) == 1
+    call(pool)
+    assert (len(pool), actors.loads) == (2, [3, 0])  # it is not ready yet
+    actors.live()
+    await turns()
+    call(pool, 3)
+    assert (len(pool), actors.loads) == (3, [3, 3, 0])
+    actors.live()
+    await turns()
+    call(pool, 9)
+    assert (len(pool), actors.loads) == (3, [5, 5, 5])
 
-    async def wait() -> Any:
-        return await pool
 
-    waiting = [asyncio.ensure_future(wait()) for _ in range(2)]
-    paper.links[1].live()
+async def test_it_does_not_grow_without_need(actors: FakeActors) -> None:
+    """An actor that is being made counts, and so does one with little to do."""
+    pool = await ready_pool(actors, min_size=1, max_size=9, target=4)
+    call(pool, 8)
+    assert len(pool) == 2
+    call(pool)
+    assert len(pool) == 3
+    others = FakeActors()
+    pool = await ready_pool(others, 2, max_size=3)
+    call(pool, 2)
+    others.links[1].answer()
+    await turns()
+    call(pool)
+    assert (len(pool), others.loads) == (2, [1, 2])
+
+
+async def test_a_pool_without_actors_makes_one_for_a_call(actors: FakeActors) -> None:
+    pool = await ready_pool(actors, min_size=0, max_size=2)
+    assert (len(pool), actors.links) == (0, [])
+    (handle,) = call(pool)
+    assert (len(pool), actors.loads) == (1, [1])
+    actors.live()
+    actors.links[0].answer(value="a")
+    assert await handle == "a"
+
+
+async def test_it_shrinks_when_there_is_nothing_to_do(actors: FakeActors) -> None:
+    loop, idle_after = asyncio.get_running_loop(), 0.05
+
+    async def shrunk(pool: Any, size: int) -> float:
+        while len(pool) > size:
+            await asyncio.wait([asyncio.ensure_future(turns(1))])
+        return loop.time()
+
+    began = loop.time()
+    pool = await ready_pool(actors, 3, min_size=1, idle_after=idle_after)
+    call(pool, 2)
+    assert await shrunk(pool, 2) - began >= idle_after - 0.002
+    assert actors.stories == [[], [], ["terminate"]]
+    answered = loop.time()
+    actors.links[0].answer()
+    assert await shrunk(pool, 1) - answered >= idle_after - 0.002
+    assert actors.stories == [["terminate"], [], ["terminate"]]
+    actors.links[1].answer()
+    await asyncio.wait([loop.create_future()], timeout=2 * idle_after)
+    assert len(pool) == 1
+    call(pool)
+    assert actors.loads == [1, 2, 0]
+
+
+async def test_of_actors_that_may_end_the_last_end_first(actors: FakeActors) -> None:
+    pool = await ready_pool(actors, 4, min_size=2, idle_after=0.05)
+    now = asyncio.get_running_loop().time()
+    for member in pool._finalizer.scheduler._actors:
+        member.idle_since = now
+    while len(pool) > 2:
+        await asyncio.sleep(0)
+    assert actors.stories == [[], [], ["terminate"], ["terminate"]]
+
+
+async def test_an_actor_that_is_not_ready_is_not_idle(actors: FakeActors) -> None:
+    pool: Any = aiogpu.ActorPool(actors.make, 2, min_size=0, idle_after=0)
+    await turns()
+    assert len(pool) == 2
+    actors.live()
+    while len(pool):
+        await asyncio.sleep(0)
+
+
+# Deaths.
+
+
+async def test_an_actor_that_dies_in_a_call_is_replaced(
+    actors: FakeActors, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under its number: of equals the lowest is next, also if it is the youngest."""
+    pool = await ready_pool(actors, 2)
+    handles = call(pool, 2)
+    actors.links[0].answer()
+    await turns()
+    handles += call(pool)
+    with caplog.at_level(logging.WARNING):
+        actors.links[0].die("it was killed")
+        await turns()
+    assert (len(pool), len(actors.links)) == (2, 3)
+    assert caplog.messages == ["a pool has lost its actor 0: it was killed"]
+    assert isinstance((await ends_of(handles[2:]))[0], ActorDiedError)
+    call(pool)
+    assert actors.loads == [2, 2, 0]  # it is not ready yet
+    actors.live()
+    await turns()
+    assert repr(pool) == "<ActorPool of Model: 2 actors, 2 ready, 2 calls, 1 died>"
+    actors.links[1].answer(0)
+    actors.links[1].answer(1)
+    await turns()
+    call(pool)
+    assert actors.loads == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("min_size", "made"), [(2, 3), (1, 2)])
+async def test_an_idle_actor_that_dies_is_replaced_if_it_is_needed(
+    actors: FakeActors, min_size: int, made: int
+) -> None:
+    pool = await ready_pool(actors, 2, min_size=min_size)
+    call(pool, 2)
+    actors.links[1].answer()
+    await turns()
+    actors.links[1].die(is_gone=True)
+    await turns()
+    assert (len(pool), len(actors.links)) == (min_size, made)
+
+
+async def test_an_actor_that_restarts_gets_calls_when_it_lives_again(
+    actors: FakeActors,
+) -> None:
+    pool = await ready_pool(actors, 2)
+    handles = call(pool, 2)
+    actors.links[0].restart()
+    await turns()
+    call(pool, 2)
+    assert actors.loads == [1, 3]
+    actors.links[0].live()
+    await turns()
+    call(pool)
+    assert actors.loads == [2, 3]
+    assert len(actors.links) == 2
+    assert [error.is_restarting for error in await ends_of(handles[:1])] == [True]
+
+
+async def test_another_actors_death_is_not_its_own(actors: FakeActors) -> None:
+    """A method may raise the error of a call of another actor, which it awaited."""
+    pool = await ready_pool(actors, 1)
+    handles = call(pool)
+    actors.links[0].calls[0].settle(ActorDiedError("Other is dead", "Other"))
+    await turns()
+    assert (len(pool), len(actors.links)) == (1, 1)
+    call(pool)
+    assert actors.loads == [2]
+    assert [str(error) for error in await ends_of(handles)] == ["Other is dead"]
+
+
+async def test_actors_that_die_before_they_answer_are_made_later_and_later(
+    actors: FakeActors,
+) -> None:
+    loop = asyncio.get_running_loop()
+    pool: Any = aiogpu.ActorPool(actors.make, 1)
+    scheduler = pool._finalizer.scheduler
+    pauses = []
+    for attempt in range(1, 10):
+        before = loop.time()
+        actors.links[-1].die("its constructor raised")
+        await turns()
+        assert (len(pool), len(actors.links)) == (0, attempt)
+        pauses.append(scheduler._not_before - before)
+        with pytest.raises(ActorDiedError, match="have died, and the last") as caught:
+            call(pool)
+        assert str(caught.value.__cause__) == "its constructor raised"
+        scheduler._not_before = 0.0  # the time has come
+        scheduler._fill()
+        assert len(actors.links) == attempt + 1
+    for pause, least in zip(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
+        assert least <= pause < least + 1
+    assert LONGEST_PAUSE == 60
+    actors.links[-1].live()
+    await pool
+    call(pool)
+    actors.links[-1].answer()
+    await turns()
+    actors.links[-1].die()
+    await turns()
+    assert len(pool) == 1  # one that has answered is replaced at once
+
+
+async def test_the_next_attempt_is_made_when_it_is_time(
+    actors: FakeActors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.api.actors.pool.LONGEST_PAUSE", 0.02)
+    pool: Any = aiogpu.ActorPool(actors.make, 1)
+    actors.links[0].die()
+    await turns()
+
+    async def live() -> None:
+        while len(actors.links) < 2:
+            await asyncio.sleep(0)
+        actors.links[1].live()
+
+    living = asyncio.ensure_future(live())
+    assert await pool is pool
+    assert len(pool) == 1
+    await living
+
+
+async def test_an_actor_that_cannot_be_made_is_tried_again(
+    actors: FakeActors, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = await ready_pool(actors, 1)
+    call(pool)
+    actors.links[0].answer()
+    await turns()
+    actors.refuses = OSError("no weights")
+    actors.links[0].die(is_gone=True)
+    await turns()
+    assert len(pool) == 0
+    with pytest.raises(ActorDiedError) as caught:
+        call(pool)
+    assert caught.value.__cause__ is actors.refuses
+    assert "a pool cannot make another actor" in caplog.messages
+    actors.refuses = None
+    pool._finalizer.scheduler._not_before = 0.0
+    call(pool)
+    assert actors.loads == [1, 1]
+
+
+def close_node(actors: FakeActors) -> None:
+    for link in actors.links:
+        link.die(NodeClosedError("this node is shut down"), is_gone=True)
+
+
+def lose_node(actors: FakeActors) -> None:
+    for link in actors.links:
+        link.lose_node(NodeDiedError("the node has ended"))
+
+
+def close_node_after_a_death(actors: FakeActors) -> None:
+    actors.refuses = NodeClosedError("this node is shut down")
+    actors.links[0].answer()
+    actors.links[0].die(is_gone=True)
+
+
+@pytest.mark.parametrize("end", [close_node, lose_node, close_node_after_a_death])
+async def test_the_pool_ends_with_its_node(
+    actors: FakeActors, end: Callable[[FakeActors], None]
+) -> None:
+    """And nothing is raised where nobody could catch it."""
+    pool = await ready_pool(actors, 2)
+    handles = call(pool, 2)
+    end(actors)
+    await turns()
+    with pytest.raises(MisuseError, match="is closed and takes no calls") as caught:
+        call(pool)
+    assert isinstance(caught.value.__cause__, NodeClosedError | NodeDiedError)
+    assert len(actors.links) == 2
+    if end is close_node:
+        assert {type(each) for each in await ends_of(handles)} == {NodeClosedError}
+
+
+# Whatever happens.
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_its_counts_are_right_whatever_happens(
+    actors: FakeActors, seed: int
+) -> None:
+    chance = Random(seed)
+    pool = await ready_pool(actors, 2, min_size=1, max_size=5, idle_after=0)
+    scheduler = pool._finalizer.scheduler
+    handles: list[Any] = []
+    for _ in range(300):
+        what = chance.random()
+        link: FakeActor = chance.choice(actors.links)
+        if what < 0.5:
+            scheduler._not_before = 0.0
+            handles += call(pool, chance.randint(1, 4))
+        elif what < 0.8 and link.calls:
+            link.answer(chance.randrange(len(link.calls)))
+        elif what < 0.85 and handles:
+            chance.choice(handles).cancel()
+        elif what < 0.9:
+            link.live()
+        elif what < 0.93:
+            link.die(is_gone=True)
+        elif what < 0.95:
+            link.restart()
+        else:
+            actors.live()
+        await turns(chance.randint(0, 3))
+        members = scheduler._actors
+        assert [each.number for each in members] == sorted(
+            {each.number for each in members}
+        )
+        assert len(members) <= 5
+        assert set(scheduler._takers) <= set(members)
+        assert bool(scheduler._takers) == bool(members)
+    await turns()
+    unanswered = sum(not handle.done() for handle in handles)
+    assert scheduler._calls == unanswered
+    assert sum(member.calls for member in scheduler._actors) <= unanswered
+    for handle in handles:
+        handle.cancel()
+    await turns()
+    assert scheduler._calls == 0
+    assert {member.calls for member in scheduler._actors} <= {0}
+    scheduler.close(at_once=True)
+    await ends_of(handles)
+
+
+# Its beginning and its end.
+
+
+async def test_it_is_awaited_until_all_are_ready(actors: FakeActors) -> None:
+    pool: Any = aiogpu.ActorPool(actors.make, 2)
+    waiting = [await started(pool) for _ in range(2)]
+    actors.links[1].live()
     await turns()
     assert not waiting[0].done()
     waiting[1].cancel()
-    paper.links[0].live()
+    actors.links[0].live()
     assert await waiting[0] is pool
     assert await pool is pool
-    assert stories(paper) == [[], []]
+    assert actors.stories == [[], []]
 
 
-async def test_a_constructor_that_fails_is_raised_by_await(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2)
-    paper.links[0].live()
-    paper.links[1].die("its constructor raised")
-    with pytest.raises(ActorDiedError, match="its constructor raised"):
-        await pool
+class Block:
+    """`async with ActorPool(...)` in a task, which may raise in the block."""
+
+    def __init__(self, actors: FakeActors, error: Exception | None = None) -> None:
+        self.pool: Any = aiogpu.ActorPool(actors.make, 2)
+        self.error = error
+        self.story: list[str] = []
+        self.task = asyncio.ensure_future(self.run())
+
+    async def run(self) -> None:
+        async with self.pool as entered:
+            assert entered is self.pool
+            self.story.append("entered")
+            if self.error is not None:
+                raise self.error
+        self.story.append("left")
 
 
-async def test_the_block_begins_when_all_are_ready_and_ends_them(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2)
-    story = []
-
-    async def block() -> None:
-        async with pool as entered:
-            assert entered is pool
-            story.append("entered")
-        story.append("left")
-
-    running = asyncio.ensure_future(block())
+async def test_the_block_begins_when_all_are_ready_and_ends_them(
+    actors: FakeActors,
+) -> None:
+    block = Block(actors)
     await turns()
-    assert story == []
-    paper.live()
+    assert block.story == []
+    actors.live()
     await turns()
-    assert story == ["entered"]
-    assert stories(paper) == [["terminate"], ["terminate"]]
-    end(paper)
-    await running
-    assert story == ["entered", "left"]
+    assert block.story == ["entered"]
+    assert actors.stories == [["terminate"], ["terminate"]]
+    actors.end()
+    await block.task
+    assert block.story == ["entered", "left"]
     with pytest.raises(MisuseError, match="the pool of Model is closed"):
-        pool.embed.remote("a")
+        call(block.pool)
     with pytest.raises(MisuseError, match="is closed"):
-        await pool
-    assert repr(pool).startswith("<ActorPool of Model: closed, 0 actors")
+        await block.pool
+    assert repr(block.pool).startswith("<ActorPool of Model: closed, 0 actors")
 
 
-async def test_an_error_in_the_block_ends_them_at_once(paper: Paper) -> None:
-    async def block() -> None:
-        async with aiogpu.ActorPool(paper.make, 2):
-            raise LookupError
-
-    running = asyncio.ensure_future(block())
+@pytest.mark.parametrize("how", ["error", "cancel", "death", "early death"])
+async def test_a_block_that_fails_kills_its_actors(
+    actors: FakeActors, how: str
+) -> None:
+    block = Block(actors, LookupError() if how == "error" else None)
+    await turns(1 if how == "early death" else 5)
+    if how == "error":
+        actors.live()
+    elif how == "cancel":
+        block.task.cancel()
+    else:
+        actors.links[0].die(ActorDiedError("its constructor raised", "Model"))
     await turns()
-    paper.live()
-    await turns()
-    assert stories(paper) == [["kill"], ["kill"]]
-    end(paper)
-    with pytest.raises(LookupError):
-        await running
+    dead = "death" in how
+    assert actors.stories[dead:] == [["kill"]] * (2 - dead)
+    assert not block.task.done()
+    actors.end()
+    error = (await ends_of([block.task]))[0]
+    kinds = {"error": LookupError, "cancel": asyncio.CancelledError}
+    assert isinstance(error, kinds.get(how, ActorDiedError))
+    assert block.story == ["entered"] * (how == "error")
 
 
-async def test_a_block_that_cannot_begin_leaves_none(paper: Paper) -> None:
-    async def block() -> None:
-        async with aiogpu.ActorPool(paper.make, 2):
-            raise AssertionError("it began")
-
-    running = asyncio.ensure_future(block())
-    await turns()
-    paper.links[0].die("its constructor raised")
-    await turns()
-    assert stories(paper)[1:] == [["kill"]]
-    assert not running.done()
-    end(paper)
-    with pytest.raises(ActorDiedError, match="its constructor raised"):
-        await running
-
-
-async def test_a_cancelled_beginning_leaves_none(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2)
-    running = asyncio.ensure_future(pool.__aenter__())
-    await turns()
-    running.cancel()
-    await turns()
-    assert stories(paper) == [["kill"], ["kill"]]
-    end(paper)
-    await asyncio.wait([running])
-    assert running.cancelled()
+@pytest.mark.parametrize("rooms", [(2, 2, 2), (2, 3, 2), (None, None, None)])
+async def test_a_pool_for_which_there_is_never_room_is_closed(
+    actors: FakeActors, rooms: tuple[int | None, ...]
+) -> None:
+    """Where its actors ask for different things, nobody can say."""
+    pool = aiogpu.ActorPool(actors.make, 3)
+    for link, most in zip(actors.links, rooms, strict=True):
+        link.most = most
+    ready = await started(pool.__aenter__())
+    if len(set(rooms)) > 1 or None in rooms:
+        actors.live()
+        assert await ready is pool
+        return
+    actors.end()
+    told = "pool of 3 Model, each with half a GPU, .* room for 2 at once"
+    with pytest.raises(InfeasibleError, match=told):
+        await ready
+    assert actors.stories == [["kill"]] * 3
+    with pytest.raises(MisuseError, match="closed"):
+        call(pool)
 
 
-async def test_closing_waits_for_those_that_go_already(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 2, min_size=1, idle_after=0)
-    paper.live()
+async def test_closing_waits_for_actors_that_end_already(actors: FakeActors) -> None:
+    pool = await ready_pool(actors, 2, min_size=1, idle_after=0)
     while len(pool) > 1:
         await asyncio.sleep(0)
-    closing = asyncio.ensure_future(pool.aclose())
-    await turns()
-    assert stories(paper) == [["terminate"], ["terminate"]]
-    paper.links[0].end()
+    closing = await started(pool.aclose())
+    assert actors.stories == [["terminate"], ["terminate"]]
+    actors.links[0].end()
     await turns()
     assert not closing.done()
-    paper.links[1].end()
+    actors.links[1].end()
     await closing
     await pool.aclose()
-    assert stories(paper) == [["terminate"], ["terminate"]]
+    assert actors.stories == [["terminate"], ["terminate"]]
 
 
-async def test_closing_while_one_is_to_be_replaced(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 1)
-    paper.links[0].die()
-    paper.links[0].end()
+async def test_closing_while_one_is_to_be_replaced(actors: FakeActors) -> None:
+    pool: Any = aiogpu.ActorPool(actors.make, 1)
+    actors.links[0].die(is_gone=True)
     await turns()
     await pool.aclose()
-    crew = pool._finalizer.scheduler
-    crew._not_before = 0.0
-    crew._fill()
-    assert len(paper.links) == 1
+    scheduler = pool._finalizer.scheduler
+    scheduler._not_before = 0.0
+    scheduler._fill()
+    assert len(actors.links) == 1
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-async def test_without_a_pool_its_actors_end(paper: Paper, is_elsewhere: bool) -> None:
-    kept: list[Any] = [aiogpu.ActorPool(paper.make, 2)]
-    paper.live()
-    await kept[0]
-    handle = kept[0].embed.remote("a")
+async def test_a_dropped_pool_ends_its_actors_after_their_calls(
+    actors: FakeActors, is_elsewhere: bool
+) -> None:
+    """Wherever it is dropped, and not while one of its methods is kept."""
+    kept: list[Any] = [await ready_pool(actors, 2)]
+    embed = kept[0].embed
     gc.collect()
     gc.disable()
     try:
@@ -331,36 +616,148 @@ async def test_without_a_pool_its_actors_end(paper: Paper, is_elsewhere: bool) -
         else:
             kept.clear()
         await turns()
+        assert actors.stories == [[], []]
+        handle = embed.remote("a")
+        del embed
+        await turns()
     finally:
         gc.enable()
-    assert stories(paper) == [["terminate"], ["terminate"]]
-    paper.links[0].answer(value="a")
+    assert actors.stories == [["terminate"], ["terminate"]]
+    actors.links[0].answer(value="a")
     assert await handle == "a"
 
 
-async def test_a_method_keeps_the_actors(paper: Paper) -> None:
-    pool: Any = aiogpu.ActorPool(paper.make, 1)
-    embed = pool.embed
-    del pool
-    gc.collect()
-    await turns()
-    assert stories(paper) == [[]]
-    embed.remote("a")
-    assert paper.loads == [1]
-    del embed
-    gc.collect()
-    await turns()
-    assert stories(paper) == [["terminate"]]
-
-
 def test_a_pool_may_outlive_its_loop() -> None:
-    paper = Paper()
+    actors = FakeActors()
     kept: list[Any] = []
 
     async def main() -> None:
-        kept.append(aiogpu.ActorPool(paper.make, 1))
+        kept.append(aiogpu.ActorPool(actors.make, 1))
 
     asyncio.run(main())
     kept.clear()
     gc.collect()
-    assert stories(paper) == [[]]
+    assert actors.stories == [[]]
+
+
+# What it is given, and what it looks like.
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (Model, "was given <class .*Model'>; give it a class under @aiogpu.remote"),
+        (8, "was given 8; give it a class under @aiogpu.remote"),
+        ([Remote], r"was given \[<RemoteClass .*>\]; give it a class"),
+        (aiogpu.remote(lambda: 7), "was given <RemoteFunction .*>; give it a class"),
+        (lambda: 7, "gave 7; it must give an actor's handle"),
+        (lambda: Remote, "gave <RemoteClass .*>; it must give an actor's handle"),
+    ],
+)
+async def test_what_makes_no_actors_is_refused(thing: Any, words: str) -> None:
+    with pytest.raises(MisuseError, match=words):
+        aiogpu.ActorPool(thing, 2)
+    if isinstance(thing, list):
+        with pytest.raises(MisuseError, match="give it a class under"):
+            aiogpu.ActorPool(thing)  # as Ray's pool takes them
+
+
+def test_without_a_loop_it_says_so() -> None:
+    with pytest.raises(NoLoopError, match=r"ActorPool\(\) needs a running event loop"):
+        aiogpu.ActorPool(Remote, 2)
+
+
+async def test_if_one_cannot_be_made_none_is_left(actors: FakeActors) -> None:
+    with pytest.raises(OptionError, match="was not told how many"):
+        aiogpu.ActorPool(actors.make)
+    assert actors.links == []
+
+    def make() -> Any:
+        if len(actors.links) == 2:
+            raise LookupError("no third one")
+        return actors.make()
+
+    with pytest.raises(LookupError, match="no third one"):
+        aiogpu.ActorPool(make, 3)
+    assert actors.stories == [["kill"], ["kill"]]
+
+
+async def test_it_looks_like_what_it_is(actors: FakeActors) -> None:
+    pool: Any = aiogpu.ActorPool(actors.make, 2)
+    assert repr(pool) == "<ActorPool of Model: 2 actors, 0 ready, 0 calls, 0 died>"
+    assert repr(pool.embed) == "<PoolMethod Model.embed>"
+    assert pool.embed is pool.embed
+    assert len(pool) == 2
+    empty: Any = aiogpu.ActorPool(actors.make, min_size=0, max_size=1)
+    assert repr(empty) == "<ActorPool of actors: 0 actors, 0 ready, 0 calls, 0 died>"
+    assert empty
+    assert aiogpu.typed(empty) is empty
+    of_class: Any = aiogpu.ActorPool(Remote, min_size=0, max_size=1)
+    for look, words in (
+        (lambda: pool.embd, r"no method embd\. Did you mean embed\?"),
+        (lambda: pool._secret, "_secret of Model is private"),
+        (lambda: pool.__len_, "no attribute __len_"),
+        (lambda: of_class.embd, "no method embd"),
+        (empty.embd.remote, "no method embd"),  # where no actor was made yet
+    ):
+        with pytest.raises(AttributeError, match=words):
+            look()
+    with pytest.raises(MisuseError, match=r"await pool\.embed\.remote\(\.\.\.\)"):
+        pool.embed("a")
+
+
+# Its limits.
+
+
+def limits(**given: Any) -> PoolLimits:
+    names = ("size", "min_size", "max_size", "target", "idle_after")
+    return check_bounds(*(given.get(name) for name in names))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"size": 4}, (4, 4, 4, 1, 60)),
+        ({"min_size": 2}, (2, 2, 2, 1, 60)),
+        ({"min_size": 1, "max_size": 8}, (1, 1, 8, 1, 60)),
+        ({"min_size": 0, "max_size": 1}, (0, 0, 1, 1, 60)),
+        ({"size": 2, "max_size": 8, "target": 16}, (2, 2, 8, 16, 60)),
+        ({"size": 4, "min_size": 1, "idle_after": 0}, (4, 1, 4, 1, 0)),
+        ({"size": 0, "max_size": 3, "idle_after": 2.5}, (0, 0, 3, 1, 2.5)),
+    ],
+)
+def test_limits_that_are_not_given_follow_from_the_others(
+    given: Any, found: Any
+) -> None:
+    assert limits(**given) == found
+
+
+ORDER = "must have min_size <= size <= max_size"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, r"was not told how many .* size=4, or min_size=1 and max_size=4"),
+        ({"max_size": 3}, "was not told how many"),
+        ({"size": -1}, "size=-1 must be a whole number of actors, 0 or more"),
+        *(({"size": size}, f"size={size!r} must be") for size in (1.0, True, "4")),
+        ({"min_size": -1}, "min_size=-1 must be"),
+        ({"size": 1, "max_size": 0}, "max_size=0 must be a whole number .* 1 or more"),
+        ({"size": 0}, "a max_size of 1 or more"),
+        ({"size": 3, "max_size": 2}, ORDER),
+        ({"size": 1, "min_size": 2}, ORDER),
+        ({"min_size": 3, "max_size": 2}, ORDER),
+        ({"size": 1, "max_size": 2, "target": 0}, "target=0 must be a whole number"),
+        (
+            {"size": 1, "max_size": 2, "idle_after": -1},
+            "idle_after=-1 must be a number",
+        ),
+        ({"size": 1, "max_size": 2, "idle_after": True}, "idle_after=True must be"),
+        ({"size": 4, "target": 2}, "target= says when a pool grows .* always has 4"),
+        ({"size": 4, "idle_after": 2}, "idle_after= says when a pool grows or shrinks"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_in_words(given: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        limits(**given)
