@@ -1,29 +1,36 @@
-"""[B10] [B21] Every option's good and bad values, and what is said of the bad."""
+"""[B10] [B21] Options of tasks and nodes: what is allowed, what is said of the rest."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 import aiogpu
+from aiogpu.accelerators import registry
+from aiogpu.accelerators.registry import variables
 from aiogpu.api.keywords import ActorKeywords, Options
+from aiogpu.api.node import check_declared, check_node_options
 from aiogpu.api.options import (
     LARGEST_COUNT,
     LONGEST_TIME,
     TaskOptions,
     check_options,
-    check_seconds,
 )
+from aiogpu.client.current import current
 from aiogpu.core.model.request import TaskSpec
 from aiogpu.core.model.units import BY_SHARE
+from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
+from tests.unit.accelerators.vendors import Fpga
 
 
 def checked(**options: Any) -> TaskOptions:
@@ -38,9 +45,10 @@ class Flag(str):
     """A text of a class of its own."""
 
 
+# Values of the options of tasks.
+
 QUANTITIES = [
     (0, 0),
-    (0.0, 0),
     (0.25, 2_500),
     (1, 10_000),
     (2.0, 20_000),
@@ -52,12 +60,7 @@ QUANTITIES = [
 ]
 
 NO_QUANTITIES = [
-    (-1, "not a quantity"),
-    (-0.5, "not a quantity"),
-    (math.nan, "not a quantity"),
-    (math.inf, "not a quantity"),
-    (-math.inf, "not a quantity"),
-    (10**400, "not a quantity"),
+    *((value, "not a quantity") for value in (-1, -0.5, math.nan, math.inf, 10**400)),
     (1e-5, "finer than 1/10000"),
     ("1", "is a str"),
     (b"1", "is a bytes"),
@@ -68,326 +71,163 @@ NO_QUANTITIES = [
 ]
 
 
-@pytest.mark.parametrize("option", ["num_cpus", "num_gpus"])
 @pytest.mark.parametrize(("value", "parts"), QUANTITIES)
-def test_quantities(option: str, value: object, parts: int) -> None:
-    assert check_options({option: value}) == {option: parts}
-
-
-@pytest.mark.parametrize("option", ["num_cpus", "num_gpus"])
-@pytest.mark.parametrize(("value", "why"), NO_QUANTITIES)
-def test_what_is_no_quantity(option: str, value: object, why: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        check_options({option: value})
-    assert f"{option}={value!r}" in str(caught.value)
-    assert why in str(caught.value)
+def test_quantities(value: object, parts: int) -> None:
+    for option in ("num_cpus", "num_gpus"):
+        assert check_options({option: value}) == {option: parts}
 
 
 @pytest.mark.parametrize(("value", "why"), NO_QUANTITIES)
-def test_custom_resources_are_quantities_too(value: object, why: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        check_options({"resources": {"license": value}})
-    assert f"resources['license']={value!r}" in str(caught.value)
-    assert why in str(caught.value)
+def test_what_is_no_quantity(value: object, why: str) -> None:
+    for options, named in (
+        ({"num_cpus": value}, "num_cpus"),
+        ({"num_gpus": value}, "num_gpus"),
+        ({"resources": {"license": value}}, "resources['license']"),
+    ):
+        with pytest.raises(OptionError) as caught:
+            check_options(options)
+        assert f"{named}={value!r}" in str(caught.value)
+        assert why in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [1.5, 2.0001, 1.1])
-def test_devices_above_one_are_whole(value: float) -> None:
-    assert checked(num_cpus=value).num_cpus == round(value * 10_000)
-    with pytest.raises(OptionError, match=rf"num_gpus={value} mixes whole devices"):
-        checked(num_gpus=value)
+GOOD: Final[dict[str, list[tuple[object, object]]]] = {
+    "num_cpus": [(1.5, 15_000)],
+    "resources": [
+        ({}, {}),
+        ({"license": 2, "tpu": 0.5}, {"license": 20_000, "tpu": 5_000}),
+        (OrderedDict(a=1), {"a": 10_000}),
+        (MappingProxyType({"a": 1}), {"a": 10_000}),
+        ({"accelerator_type:A100": 0.001}, {"accelerator_type:A100": 10}),
+    ],
+    "accelerator_type": [("A100", "A100"), (None, None)],
+    "strategy": [("pack", "pack"), (Flag("spread"), "spread"), (None, "pack")],
+    "max_calls": [(0, 0), (12, 12), (None, None)],
+    "max_retries": [(-1, -1), (0, 0)],
+    "retry_exceptions": [
+        *((value, value) for value in (True, False)),
+        (OSError, (OSError,)),
+        ([OSError, KeyError], (OSError, KeyError)),
+        ((ExceptionGroup,), (ExceptionGroup,)),
+    ],
+    "num_returns": [(1, 1), (None, 1), (1000, 1000)],
+    "name": [("embed", "embed"), (Flag("embed"), "embed")],
+    "priority": [(value, value) for value in (-5, LARGEST_COUNT, -LARGEST_COUNT)],
+    "timeout": [(1, 1.0), (0.001, 0.001), (LONGEST_TIME, LONGEST_TIME)],
+    "cancel_grace": [(None, None), (0, 0.0), (30, 30.0), (0.05, 0.05)],
+    "runtime_env": [
+        ({}, {}),
+        ({"env_vars": {}}, {}),
+        ({"env_vars": {"A": "b=c\n", "B": ""}}, {"A": "b=c\n", "B": ""}),
+        ({"env_vars": {"A": "\udc80"}}, {"A": "\udc80"}),
+        (MappingProxyType({"env_vars": {"A": "1"}}), {"A": "1"}),
+    ],
+    "lifetime": [(None, None), (Flag("detached"), "detached")],
+}
 
 
-GOOD = [
-    ("resources", {}, {}),
-    ("resources", {"license": 2, "tpu": 0.5}, {"license": 20_000, "tpu": 5_000}),
-    ("resources", OrderedDict(a=1), {"a": 10_000}),
-    ("resources", MappingProxyType({"a": 1}), {"a": 10_000}),
-    ("resources", {"accelerator_type:A100": 0.001}, {"accelerator_type:A100": 10}),
-    ("accelerator_type", "A100", "A100"),
-    ("accelerator_type", None, None),
-    ("strategy", "pack", "pack"),
-    ("strategy", "spread", "spread"),
-    ("strategy", Flag("spread"), "spread"),
-    ("strategy", None, "pack"),
-    ("max_calls", 0, 0),
-    ("max_calls", 12, 12),
-    ("max_calls", None, None),
-    ("max_retries", -1, -1),
-    ("max_retries", 0, 0),
-    ("retry_exceptions", True, True),
-    ("retry_exceptions", False, False),
-    ("retry_exceptions", OSError, (OSError,)),
-    ("retry_exceptions", [OSError, KeyError], (OSError, KeyError)),
-    ("retry_exceptions", (ExceptionGroup,), (ExceptionGroup,)),
-    ("num_returns", 1, 1),
-    ("num_returns", None, 1),
-    ("num_returns", 1000, 1000),
-    ("name", "embed", "embed"),
-    ("name", Flag("embed"), "embed"),
-    ("priority", -5, -5),
-    ("priority", LARGEST_COUNT, LARGEST_COUNT),
-    ("priority", -LARGEST_COUNT, -LARGEST_COUNT),
-    ("timeout", 1, 1.0),
-    ("timeout", 0.001, 0.001),
-    ("timeout", LONGEST_TIME, LONGEST_TIME),
-    ("cancel_grace", None, None),
-    ("cancel_grace", 0, 0.0),
-    ("cancel_grace", 0.0, 0.0),
-    ("cancel_grace", 30, 30.0),
-    ("cancel_grace", 0.05, 0.05),
-    ("runtime_env", {}, {}),
-    ("runtime_env", {"env_vars": {}}, {}),
-    ("runtime_env", {"env_vars": {"A": "1", "B": ""}}, {"A": "1", "B": ""}),
-    ("runtime_env", {"env_vars": {"A": "b=c\n"}}, {"A": "b=c\n"}),
-    ("runtime_env", {"env_vars": {"A": "\udc80"}}, {"A": "\udc80"}),
-    ("runtime_env", MappingProxyType({"env_vars": {"A": "1"}}), {"A": "1"}),
-    ("lifetime", None, None),
-    ("lifetime", "detached", "detached"),
-    ("lifetime", Flag("detached"), "detached"),
-]
+@pytest.mark.parametrize("option", GOOD)
+def test_what_a_task_may_ask_for(option: str) -> None:
+    for value, held in GOOD[option]:
+        assert check_options({option: value}) == {option: held}
 
 
-@pytest.mark.parametrize(("option", "value", "held"), GOOD)
-def test_what_is_allowed(option: str, value: object, held: object) -> None:
-    assert check_options({option: value}) == {option: held}
+def test_times_are_floats() -> None:
+    assert isinstance(check_options({"timeout": 3})["timeout"], float)
 
 
-class Weird:
+class NoException:
     """No exception, though it is a class."""
 
 
-RETRIED = "True, False, or exception classes"
-ENVIRONMENT = "'env_vars'"
-STRATEGIES = (
-    "must be 'pack', a share goes to the fullest GPU with room for it, or 'spread'"
-)
-TEXTS = "a dict of texts to texts"
-BAD = [
-    *(("resources", value, "a dict of names") for value in ([("a", 1)], "a", 1, {"a"})),
-    ("resources", {"": 1}, "names are strings"),
-    ("resources", {1: 1}, "names are strings"),
-    ("resources", {"a": None}, "NoneType"),
-    *(("accelerator_type", value, "a text") for value in ("", 1, b"A100", ["A100"])),
-    *(
-        ("strategy", value, STRATEGIES)
-        for value in ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2))
-    ),
-    *(
-        ("lifetime", value, "must be None, a task ends with")
-        for value in ("", "Detached", True, 0, ["detached"], np.zeros(2))
-    ),
-    *(("max_calls", value, "0 for no limit") for value in (-1, 1.0, True, "1")),
-    *(("max_retries", value, "-1 for no limit") for value in (-2, 1.0, False, "1")),
-    *(("priority", value, "higher goes first") for value in (1.5, True, "high")),
-    *(
-        ("num_returns", value, "a handle of its own")
-        for value in (0, -1, True, 2.0, "2", "dynamic", [2])
-    ),
-    *(("name", value, "a text") for value in ("", 1, b"a")),
-    *(
-        ("timeout", value, "seconds above 0")
-        for value in (0, -1, True, "1", math.nan, math.inf, 10**400)
-    ),
-    *(
-        ("cancel_grace", value, "seconds, 0 to kill at once, or None")
-        for value in (-1, -0.1, False, True, "1", math.nan, math.inf, np.zeros(2))
-    ),
-    *(
-        ("retry_exceptions", value, RETRIED)
-        for value in (
-            *([], (), 1, "OSError", {OSError}, OSError(), Weird, list[int]),
-            *(BaseException, KeyboardInterrupt, SystemExit, asyncio.CancelledError),
-            *([OSError, GeneratorExit], [OSError, None], [True], BaseExceptionGroup),
-        )
-    ),
-    *(
-        ("runtime_env", value, ENVIRONMENT)
-        for value in ([], "env", {"pip": []}, {"env_vars": {}, "pip": []}, {1: 2})
-    ),
-    *(
-        ("runtime_env", {"env_vars": value}, TEXTS)
-        for value in (
-            *(None, [], "A=1", {"A": 1}, {1: "A"}, {"A": None}, {"": "1"}),
-            *({"A=B": "1"}, {"A\0": "1"}, {"A": "\0"}, {"A": "\ud800"}),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("option", "value", "allowed"), BAD)
-def test_what_is_not(option: str, value: object, allowed: str) -> None:
-    """[B9] The message names the option, the value and what is allowed."""
-    with pytest.raises(OptionError) as caught:
-        check_options({option: value})
-    message = str(caught.value)
-    assert message.startswith(option)
-    assert allowed in message
-    told = value
-    if isinstance(value, dict) and len(value) == 1:
-        ((key, told),) = value.items()  # the part that is wrong is enough
-        assert repr(key) in message
-        told = key if allowed == "names are strings" else told
-    assert repr(told) in message
-
-
-@pytest.mark.parametrize(("name", "option"), [("CPU", "num_cpus"), ("GPU", "num_gpus")])
-def test_resources_leave_cpus_and_gpus_to_their_options(name: str, option: str) -> None:
-    with pytest.raises(OptionError, match=f"{name!r}; say {option}=0.5 instead"):
-        check_options({"resources": {name: 0.5}})
-
-
-@pytest.mark.parametrize("on", ["1", "true", " Yes ", "ON"])
-def test_the_devices_may_be_set_by_who_asks_for_it(on: str) -> None:
-    """[B25]"""
-    variables = {
-        "CUDA_VISIBLE_DEVICES": "0",
-        "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES": on,
-    }
-    assert checked(runtime_env={"env_vars": variables}).runtime_env == variables
-
-
-@pytest.mark.parametrize("more", [{}, {"AIOGPU_NOSET_CUDA_VISIBLE_DEVICES": "0"}])
-def test_the_devices_are_otherwise_aiogpus_to_set(more: dict[str, str]) -> None:
-    variables = {"CUDA_VISIBLE_DEVICES": "0", **more}
-    with pytest.raises(OptionError, match="AIOGPU_NOSET_CUDA_VISIBLE_DEVICES='1'"):
-        check_options({"runtime_env": {"env_vars": variables}})
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("num_gpu", "num_gpus"),
-        ("num_cpu", "num_cpus"),
-        ("resource", "resources"),
-        ("max_retry", "max_retries"),
-        ("time_out", "timeout"),
-        ("runtime_envs", "runtime_env"),
+BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
+    "num_gpus": [((1.5, 2.0001, 1.1), "mixes whole devices")],
+    "resources": [
+        (([("a", 1)], "a", 1, {"a"}), "a dict of names"),
+        (({"": 1}, {1: 1}), "names are strings"),
+        (({"a": None},), "NoneType"),
+        (({"CPU": 0.5},), "say num_cpus=0.5 instead"),
+        (({"GPU": 0.5},), "say num_gpus=0.5 instead"),
     ],
-)
-def test_an_unknown_option_brings_the_nearest_to_mind(name: str, nearest: str) -> None:
-    with pytest.raises(
-        OptionError, match=rf"^{name} is not an .* Did you mean {nearest}\?"
-    ):
-        check_options({name: 1})
+    "accelerator_type": [(("", 1, b"A100", ["A100"]), "a text")],
+    "strategy": [
+        (
+            ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2)),
+            "must be 'pack', a share goes to the fullest GPU with room for it, or '",
+        )
+    ],
+    "lifetime": [
+        (
+            ("", "Detached", True, 0, ["detached"], np.zeros(2)),
+            "must be None, a task ends with",
+        )
+    ],
+    "max_calls": [((-1, 1.0, True, "1"), "0 for no limit")],
+    "max_retries": [((-2, 1.0, False, "1"), "-1 for no limit")],
+    "priority": [((1.5, True, "high"), "higher goes first")],
+    "num_returns": [((0, -1, True, 2.0, "2", "dynamic", [2]), "a handle of its own")],
+    "name": [(("", 1, b"a"), "a text")],
+    "timeout": [
+        ((0, -1, True, "1", math.nan, math.inf, 10**400), "seconds above 0"),
+    ],
+    "cancel_grace": [
+        (
+            (-1, -0.1, False, True, "1", math.nan, math.inf, np.zeros(2)),
+            "seconds, 0 to kill at once, or None",
+        )
+    ],
+    "retry_exceptions": [
+        (
+            (
+                *([], (), 1, "OSError", {OSError}, OSError(), NoException, list[int]),
+                *(BaseException, KeyboardInterrupt, SystemExit, asyncio.CancelledError),
+                *(
+                    [OSError, GeneratorExit],
+                    [OSError, None],
+                    [True],
+                    BaseExceptionGroup,
+                ),
+            ),
+            "True, False, or exception classes",
+        )
+    ],
+    "runtime_env": [
+        (([], "env", {"pip": []}, {"env_vars": {}, "pip": []}, {1: 2}), "'env_vars'"),
+        (
+            (
+                *({"env_vars": value} for value in (None, [], "A=1", {"A": 1})),
+                *({"env_vars": value} for value in ({1: "A"}, {"A": None}, {"": "1"})),
+                *({"env_vars": value} for value in ({"A=B": "1"}, {"A\0": "1"})),
+                *({"env_vars": value} for value in ({"A": "\0"}, {"A": "\ud800"})),
+            ),
+            "a dict of texts to texts",
+        ),
+    ],
+}
 
 
-def test_an_option_like_no_other() -> None:
-    with pytest.raises(OptionError) as caught:
-        check_options({"zzz": 1})
-    assert "Did you mean" not in str(caught.value)
-    assert "There are: num_cpus, num_gpus, " in str(caught.value)
-
-
-def test_none_means_the_default() -> None:
-    names = Options.__annotations__
-    assert checked(**dict.fromkeys(names)) == checked() == TaskOptions()
-    both = check_options(dict.fromkeys(names)) | check_options(
-        dict.fromkeys(ActorKeywords.__annotations__), "actor"
-    )
-    assert set(both) == set(TaskOptions._fields)
+@pytest.mark.parametrize("option", BAD)
+def test_what_a_task_may_not_ask_for(option: str) -> None:
+    """[B9] The message names the option, the value and what is allowed."""
+    for values, allowed in BAD[option]:
+        for value in values:
+            with pytest.raises(OptionError) as caught:
+                check_options({option: value})
+            message = str(caught.value)
+            assert message.startswith(option)
+            assert allowed in message
+            told = value
+            if isinstance(value, dict) and len(value) == 1:
+                ((key, told),) = value.items()  # the part that is wrong is enough
+                assert repr(key) in message
+                told = key if allowed == "names are strings" else told
+            assert repr(told) in message or "instead" in allowed
 
 
 def test_the_error_is_a_value_error_too() -> None:
     """[B40]"""
-    with pytest.raises(ValueError, match="num_gpus"):
-        check_options({"num_gpus": -1})
-    with pytest.raises(aiogpu.AiogpuError):
-        check_options({"num_gpus": -1})
-
-
-def test_what_was_given_is_copied() -> None:
-    resources, variables = {"a": 1}, {"A": "1"}
-    options = checked(resources=resources, runtime_env={"env_vars": variables})
-    resources["a"], variables["A"] = 2, "2"
-    assert (options.resources, options.runtime_env) == ({"a": 10_000}, {"A": "1"})
-
-
-@pytest.mark.parametrize(
-    ("options", "max_calls"),
-    [
-        ({}, 0),
-        ({"num_gpus": 0}, 0),
-        ({"num_gpus": 0.25}, 1),
-        ({"num_gpus": 2}, 1),
-        ({"num_gpus": 0.25, "max_calls": 0}, 0),
-        ({"num_gpus": 0.25, "max_calls": 5}, 5),
-        ({"max_calls": 5}, 5),
-        ({"num_gpus": 1, "max_calls": None}, 1),
-    ],
-)
-def test_a_gpu_task_has_a_process_of_its_own_unless_said(
-    options: dict[str, Any], max_calls: int
-) -> None:
-    """[B26]"""
-    assert spec(**options).max_calls == max_calls
-
-
-def test_the_request() -> None:
-    """[B34] A type is worth a thousandth of its own resource."""
-    asked = spec(num_cpus=0, num_gpus=0.5, resources={"a": 2}, accelerator_type="A100")
-    assert str(asked.shape.request) == "{a: 2, accelerator_type:A100: 0.001, GPU: 0.5}"
-    assert asked.shape.request.accelerator_type == "A100"
-    assert spec().shape.request.as_numbers() == {"CPU": 1.0}
-
-
-def test_who_says_which_gpus_asks_for_some() -> None:
-    """Perhaps by `.options`, so it is not asked before the first call."""
-    where = {"memory": "40GiB", "name": "*H100*"}
-    alone = checked(gpu_where=where)
-    with pytest.raises(OptionError) as caught:
-        alone.spec("train", 7)
-    assert str(caught.value) == (
-        "gpu_where asks for GPUs with memory of 40GiB or more and a name like "
-        "'*h100*', but no GPU is asked for; say num_gpus= or gpu_memory= as well."
-    )
-    assert alone._replace(num_gpus=5_000).request().where == alone.gpu_where
-    assert alone._replace(gpu_memory=1).request().where == alone.gpu_where
-
-
-def test_who_is_tried_again_for_want_of_gpu_memory_asks_for_some() -> None:
-    alone = checked(retry_oom="exclusive")
-    with pytest.raises(OptionError, match=r"retry_oom='exclusive' .* say num_gpus= or"):
-        alone.spec("train", 7)
-    assert alone._replace(gpu_memory=1).spec("train", 7).retries_oom
-
-
-def test_a_share_of_the_memory_is_that_of_a_share() -> None:
-    alone = checked(gpu_memory="share")
-    with pytest.raises(OptionError, match="num_gpus is 0; say num_gpus=, or gpu_m"):
-        alone.request()
-    assert alone._replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
-
-
-def test_only_a_detached_task_outlives_its_parent() -> None:
-    assert not spec().is_detached
-    assert spec(lifetime="detached").is_detached
-
-
-def test_the_strategy_is_part_of_the_request() -> None:
-    """[B24] Packing is what is done unless said otherwise."""
-    pack, spread = (spec(num_gpus=0.5, strategy=name) for name in ("pack", "spread"))
-    assert spec(num_gpus=0.5).shape == pack.shape
-    assert pack.shape != spread.shape
-    assert (pack.shape.request.spread, spread.shape.request.spread) == (False, True)
-
-
-def test_the_spec() -> None:
-    asked = spec(priority=3, timeout=2, max_retries=-1)
-    assert (asked.name, asked.function) == ("train", 7)
-    assert (asked.priority, asked.timeout, asked.max_retries) == (3, 2.0, -1)
-    assert spec(name="embed").name == "embed"
-
-
-def test_variables_make_a_shape_whatever_their_order() -> None:
-    one = spec(runtime_env={"env_vars": {"A": "1", "B": "2"}})
-    other = spec(runtime_env={"env_vars": {"B": "2", "A": "1"}})
-    assert one.shape == other.shape
-    assert one.shape != spec().shape
-
-
-def test_seconds_are_floats() -> None:
-    assert isinstance(check_seconds("timeout", 3), float)
+    for kind in (ValueError, aiogpu.AiogpuError):
+        with pytest.raises(kind, match="num_gpus"):
+            check_options({"num_gpus": -1})
 
 
 @pytest.mark.parametrize(
@@ -408,3 +248,463 @@ def test_a_forgotten_unit(ask: Callable[[], object]) -> None:
     """Two bytes are nobody's wish; whoever writes 2 means gigabytes."""
     with pytest.raises(OptionError, match=r'=2 is read as 2 bytes, .*="2GiB"\.'):
         ask()
+
+
+# Bounds of numbers, wherever an option takes one.
+
+
+@aiogpu.remote
+def give() -> int:
+    return 1
+
+
+@aiogpu.remote
+class Giver:
+    def give(self) -> int:
+        return 1
+
+
+def method(**options: Any) -> object:
+    return aiogpu.method(**options)(Giver)
+
+
+def batch(**options: Any) -> object:
+    return aiogpu.batch(**{"max_size": 1, **options})(lambda items: items)
+
+
+COUNT: Final = 2**31 - 1
+TIME: Final = 10**9
+TAKERS: Final[list[tuple[Callable[..., object], str, int, int]]] = [
+    (give.options, "max_calls", 0, COUNT),
+    (give.options, "max_retries", -1, COUNT),
+    (give.options, "num_returns", 1, 100_000),
+    (give.options, "max_buffered", 1, COUNT),
+    (give.options, "priority", -COUNT, COUNT),
+    (give.options, "timeout", 0, TIME),
+    (give.options, "cancel_grace", 0, TIME),
+    (give.options, "bundle", -1, 255),
+    (give.options, "num_cpus", 0, 10**14),
+    (give.options, "num_gpus", 0, 10**14),
+    (give.options, "memory", 0, 2**60),
+    (give.options, "gpu_memory", 0, 2**60),
+    (Giver.options, "max_restarts", -1, COUNT),
+    (Giver.options, "max_task_retries", -1, COUNT),
+    (Giver.options, "max_concurrency", 1, COUNT),
+    (Giver.options, "priority", -COUNT, COUNT),
+    (method, "num_returns", 1, 100_000),
+    (method, "max_buffered", 1, COUNT),
+    (batch, "max_size", 1, COUNT),
+    (batch, "max_wait", 0, TIME),
+]
+"""What takes a numeric option, the option, and its bounds."""
+
+
+@pytest.mark.parametrize(("take", "option", "least", "most"), TAKERS)
+def test_a_number_beyond_its_bounds_is_refused(
+    take: Callable[..., object], option: str, least: int, most: int
+) -> None:
+    """By an error that names the option, the value and what is allowed."""
+    for value in (most + 1, 2**70, least - 1, -(2**70), math.inf, -math.inf, math.nan):
+        with pytest.raises(OptionError) as caught:
+            take(**{option: value})
+        told = str(caught.value)
+        assert told.startswith(f"{option}={value!r}")
+        is_size = "memory" in option
+        bound = f"{most:.0e}" if most == 10**14 else f"{most:_}"
+        assert is_size or bound in told, told
+
+
+async def test_so_are_those_of_groups_pools_and_maps() -> None:
+    limits = {"size": 1, "min_size": 1, "max_size": 2, "target": 1}
+    for option in limits:
+        with pytest.raises(OptionError, match=f"{option}={2**70} .* most {COUNT:_}"):
+            aiogpu.ActorPool(Giver, **limits | {option: 2**70})
+    with pytest.raises(OptionError, match=f"idle_after=1e[+]300 .* most is {TIME:_}"):
+        aiogpu.ActorPool(Giver, min_size=1, max_size=2, idle_after=1e300)
+    for option in ("limit", "chunk"):
+        with pytest.raises(OptionError, match=f"{option}={2**70} .* most {COUNT:_}"):
+            give.map([1], **{option: 2**70})
+    with pytest.raises(OptionError, match=r"concurrency_groups\['io'\]=2147483648"):
+        Giver.options(concurrency_groups={"io": COUNT + 1})
+    Giver.options(concurrency_groups={"io": COUNT})
+
+
+# What a task's options come to.
+
+
+def test_none_means_the_default() -> None:
+    names = Options.__annotations__
+    assert checked(**dict.fromkeys(names)) == checked() == TaskOptions()
+    both = check_options(dict.fromkeys(names)) | check_options(
+        dict.fromkeys(ActorKeywords.__annotations__), "actor"
+    )
+    assert set(both) == set(TaskOptions._fields)
+
+
+def test_options_are_copied() -> None:
+    resources, variables, preload = {"a": 1}, {"A": "1"}, ["json"]
+    options = checked(resources=resources, runtime_env={"env_vars": variables})
+    of_node = node_options(resources=resources, preload=preload)
+    resources["a"], variables["A"] = 2, "2"
+    preload.append("numpy")
+    assert (options.resources, options.runtime_env) == ({"a": 10_000}, {"A": "1"})
+    assert (of_node.resources, of_node.preload) == ({"a": 1}, ("json",))
+
+
+@pytest.mark.parametrize(
+    ("options", "max_calls"),
+    [
+        ({}, 0),
+        ({"num_gpus": 0}, 0),
+        ({"num_gpus": 0.25}, 1),
+        ({"num_gpus": 2}, 1),
+        ({"num_gpus": 0.25, "max_calls": 0}, 0),
+        ({"num_gpus": 0.25, "max_calls": 5}, 5),
+        ({"max_calls": 5}, 5),
+        ({"num_gpus": 1, "max_calls": None}, 1),
+        ({"resources": {"neuron_cores": 1}}, 1),
+        ({"resources": {"NPU": 0.5}}, 1),
+        ({"resources": {"NPU": 0.5}, "max_calls": 0}, 0),
+        ({"resources": {"TPU": 0, "license": 1}}, 0),
+    ],
+)
+def test_a_task_with_a_device_has_a_process_of_its_own_unless_said(
+    options: dict[str, Any], max_calls: int
+) -> None:
+    """[B26]"""
+    assert spec(**options).max_calls == max_calls
+
+
+def test_the_spec() -> None:
+    """[B34] An accelerator's type is worth a thousandth of its own resource."""
+    asked = spec(num_cpus=0, num_gpus=0.5, resources={"a": 2}, accelerator_type="A100")
+    assert str(asked.shape.request) == "{a: 2, accelerator_type:A100: 0.001, GPU: 0.5}"
+    assert asked.shape.request.accelerator_type == "A100"
+    assert spec().shape.request.as_numbers() == {"CPU": 1.0}
+    asked = spec(priority=3, timeout=2, max_retries=-1)
+    assert (asked.name, asked.function) == ("train", 7)
+    assert (asked.priority, asked.timeout, asked.max_retries) == (3, 2.0, -1)
+    assert spec(name="embed").name == "embed"
+    assert (spec().is_detached, spec(lifetime="detached").is_detached) == (False, True)
+
+
+def test_the_shape() -> None:
+    """[B24] Packing is what is done unless said otherwise."""
+    pack, spread = (spec(num_gpus=0.5, strategy=name) for name in ("pack", "spread"))
+    assert spec(num_gpus=0.5).shape == pack.shape
+    assert pack.shape != spread.shape
+    assert (pack.shape.request.spread, spread.shape.request.spread) == (False, True)
+    one = spec(runtime_env={"env_vars": {"A": "1", "B": "2"}})
+    other = spec(runtime_env={"env_vars": {"B": "2", "A": "1"}})
+    assert one.shape == other.shape
+    assert one.shape != spec().shape
+
+
+def test_options_that_need_a_gpu() -> None:
+    """Perhaps by `.options`, so they are not refused before the first call."""
+    alone = checked(gpu_where={"memory": "40GiB", "name": "*H100*"})
+    with pytest.raises(OptionError) as caught:
+        alone.spec("train", 7)
+    assert str(caught.value) == (
+        "gpu_where asks for GPUs with memory of 40GiB or more and a name like "
+        "'*h100*', but no GPU is asked for; say num_gpus= or gpu_memory= as well."
+    )
+    for more in ({"num_gpus": 5_000}, {"gpu_memory": 1}):
+        assert alone._replace(**more).request().where == alone.gpu_where
+    alone = checked(retry_oom="exclusive")
+    with pytest.raises(OptionError, match=r"retry_oom='exclusive' .* say num_gpus= or"):
+        alone.spec("train", 7)
+    assert alone._replace(gpu_memory=1).spec("train", 7).retries_oom
+    alone = checked(gpu_memory="share")
+    with pytest.raises(OptionError, match="num_gpus is 0; say num_gpus=, or gpu_m"):
+        alone.request()
+    assert alone._replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
+
+
+# Variables of a task that would fight what it is assigned.
+
+
+def environment(**given: str) -> dict[str, str]:
+    found = checked(runtime_env={"env_vars": given}).runtime_env
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", variables())
+def test_the_variables_of_all_vendors_are_set_by_aiogpu(name: str) -> None:
+    """[B25] Unless the task says by the vendor's own switch that it sets them."""
+    switch = f"AIOGPU_NOSET_{name}"
+    for more in ({}, {switch: "0"}):
+        with pytest.raises(OptionError) as caught:
+            environment(**{name: "0"}, **more)
+        assert str(caught.value) == (
+            f"runtime_env['env_vars'] sets {name}, which aiogpu sets to the devices "
+            f"that the task is given. Leave it out, or add {switch}='1' to see to it "
+            f"yourself."
+        )
+    for on in ("1", "true", " Yes ", "ON"):
+        given = {name: "0", switch: on}
+        assert environment(**given) == given
+    other = next(each for each in variables() if each != name)
+    with pytest.raises(OptionError, match=f"sets {other}, which"):
+        environment(**given, **{other: "0"})
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "told", "switch"),
+    [
+        (
+            *("CUDA_DEVICE_ORDER", "FASTEST_FIRST"),
+            *("sets CUDA_DEVICE_ORDER='FASTEST_FIRST', but", "CUDA_VISIBLE_DEVICES"),
+        ),
+        (
+            *("ROCR_VISIBLE_DEVICES", "1"),
+            *("sets ROCR_VISIBLE_DEVICES, and HIP_VIS", "HIP_VISIBLE_DEVICES"),
+        ),
+    ],
+)
+def test_variables_that_change_what_an_index_means_are_refused(
+    name: str, bad: str, told: str, switch: str
+) -> None:
+    with pytest.raises(OptionError, match=told):
+        environment(**{name: bad})
+    given = {name: bad, f"AIOGPU_NOSET_{switch}": "1"}
+    assert environment(**given) == given
+    assert environment(CUDA_DEVICE_ORDER="PCI_BUS_ID")
+
+
+# [B35] Resources by name: which are devices, and how many may be asked for.
+
+
+@pytest.mark.parametrize(
+    ("resources", "devices"),
+    [
+        ({"neuron_cores": 2}, (("neuron_cores", 20_000),)),
+        ({"TPU": 4, "license": 1}, (("TPU", 40_000),)),
+        ({"HPU": 8.0}, (("HPU", 80_000),)),
+        ({"NPU": 0.25}, (("NPU", 2_500),)),
+        ({"neuron_cores": 0, "TPU": 0}, ()),
+        ({"tpu": 0.5}, ()),
+    ],
+)
+def test_kinds_of_devices_are_asked_for_as_devices(
+    resources: dict[str, float], devices: object
+) -> None:
+    request = spec(resources=resources).shape.request
+    assert request.devices == devices
+    names = {name for name, _ in request.scalars} - {"CPU"}
+    assert names == set(resources) & {"license", "tpu"}
+
+
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        ({"neuron_cores": 0.5}, "a NeuronCore cannot be shared; give a whole number"),
+        ({"TPU": 3}, "is no number of chips that a process can have; give 1, 2, 4 or"),
+        ({"HPU": 1.5}, "a Gaudi cannot be shared"),
+        ({"NPU": 1.5}, "mixes whole devices and a share"),
+        ({"TPU": "1"}, "is a str"),
+    ],
+)
+def test_the_vendor_refuses_quantities_at_decoration(
+    resources: dict[str, Any], why: str
+) -> None:
+    ((name, value),) = resources.items()
+    for remote in (give, Giver):
+        with pytest.raises(OptionError) as caught:
+            remote.options(resources=resources)
+        assert str(caught.value).startswith(f"resources[{name!r}]={value!r}")
+        assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (
+            {"num_gpus": 1, "resources": {"neuron_cores": 1}},
+            "num_gpus and resources['n",
+        ),
+        ({"num_gpus": 0.5, "resources": {"TPU": 1}}, "num_gpus and resources['TPU'] "),
+        ({"gpu_memory": "1GiB", "resources": {"TPU": 1}}, "gpu_memory and resources["),
+        ({"resources": {"neuron_cores": 1, "TPU": 1}}, "resources['neuron_cores'] and"),
+    ],
+)
+def test_a_process_has_the_devices_of_one_vendor(
+    options: dict[str, Any], names: str
+) -> None:
+    """The effective options are what counts."""
+    for remote in (give, Giver):
+        with pytest.raises(OptionError) as caught:
+            remote.options(**options)
+        assert "in one request: a process has the devices of one" in str(caught.value)
+        assert str(caught.value).startswith(names)
+    made = aiogpu.remote(num_gpus=1)(lambda: None)
+    with pytest.raises(OptionError, match=r"^num_gpus and resources\['neuron_cores'\]"):
+        made.options(resources={"neuron_cores": 1})
+    made.options(num_gpus=0, resources={"neuron_cores": 1})
+    made.options(resources={"neuron_cores": 0, "license": 1})
+
+
+class WholeFpga(Fpga):
+    """One whose quantities are whole."""
+
+    def quantity(self, value: object) -> int:
+        assert isinstance(value, int)
+        return value * 10_000
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    aiogpu.accelerators.register(WholeFpga())
+    yield
+    registry._registered.clear()
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_kind_is_one_of_devices() -> None:
+    assert spec(resources={"FPGA": 2}).shape.request.devices == (("FPGA", 20_000),)
+    both = spec(num_gpus=1, resources={"FPGA": 1}).shape.request
+    assert both.devices == (("FPGA", 10_000), ("GPU", 10_000))
+
+
+def test_in_a_worker_the_nodes_kinds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spec(resources={"FPGA": 0.5}).shape.request.devices == ()
+    monkeypatch.setattr(current, "accelerators", {"GPU": (), "FPGA": ()})
+    assert spec(resources={"FPGA": 0.5}).shape.request.devices == (("FPGA", 5_000),)
+    with pytest.raises(OptionError, match=r"resources\['FPGA'\]=1\.5 mixes"):
+        spec(resources={"FPGA": 1.5})
+
+
+def test_a_node_has_any_whole_number_of_devices() -> None:
+    for resources in ({"neuron_cores": 2, "TPU": 5, "license": 0.5}, {"NPU": 2.0}, {}):
+        assert check_declared("resources", resources) == resources
+    for name in ("neuron_cores", "NPU"):
+        for value in (1.5, 10**6 + 1):
+            with pytest.raises(OptionError) as caught:
+                check_declared("resources", {name: value})
+            told = f"init(resources={{{name!r}: {value!r}}}): a n"
+            assert str(caught.value).startswith(told)
+
+
+# [B1] [B3] The options of `init`.
+
+
+def node_options(**options: Any) -> NodeOptions:
+    """Check options as `init` does, with its own defaults for the others."""
+    parameters = inspect.signature(aiogpu.init).parameters.items()
+    return check_node_options(
+        **{name: each.default for name, each in parameters} | options
+    )
+
+
+NODE_GOOD: Final[dict[str, list[tuple[object, object]]]] = {
+    "num_cpus": [(0, 0.0), (4, 4.0), (0.5, 0.5)],
+    "num_gpus": [(0, 0), (8, 8)],
+    "resources": [
+        ({}, {}),
+        (OrderedDict(license=2), {"license": 2}),
+        ({"accelerator_type:A100": 1}, {"accelerator_type:A100": 1}),
+    ],
+    "accelerator_type": [("A100", "A100")],
+    "preload": [(["numpy", "json.decoder"], ("numpy", "json.decoder")), ((), ())],
+    "log_to_driver": [(False, False)],
+    "cancel_grace": [(1, 1.0), (0.05, 0.05)],
+    "spare_workers": [(0, 0), (1024, 1024)],
+    "memory": [
+        *((value, value) for value in (0, 1 << 33)),
+        *(("6GiB", 6 << 30), ("1.5 GB", 1_500_000_000)),
+    ],
+    "memory_guard": [(False, False)],
+    "object_memory": [(0, 0), ("2GiB", 2 << 30)],
+    "spill_directory": [("/", "/"), (Path("/"), "/")],
+}
+
+
+@pytest.mark.parametrize("option", NODE_GOOD)
+def test_what_a_node_may_be_given(option: str) -> None:
+    assert node_options() == NodeOptions()
+    for value, held in NODE_GOOD[option]:
+        found = getattr(node_options(**{option: value}), option)
+        assert found == held
+        assert type(found) is type(held)
+
+
+NODE_BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
+    "num_cpus": [
+        (("1", True, [1]), "give an int or a float"),
+        ((-1, math.nan, math.inf), "not a quantity"),
+        ((1e-5,), "at least 0.0001"),
+    ],
+    "num_gpus": [
+        ((1.5, 1.0, -1, "1", True, math.nan, math.inf, 10**7), "a whole number of GPUs")
+    ],
+    "resources": [
+        (([1], "license", 1), "a dict of names"),
+        (({"CPU": 1},), "say num_cpus=1 instead"),
+        (({"GPU": 1},), "say num_gpus=1 instead"),
+        (({"gpu_memory": 1},), "say gpu_memory=1 instead"),
+        (({"memory": 1},), "say memory=1 instead"),
+        (({"license": -1},), "not a quantity"),
+        (({"license": True},), "is a bool"),
+    ],
+    "gpu_memory": [(("0GiB",), "a GPU without memory serves nobody")],
+    "accelerator_type": [(("", 1, ["A100"]), "a text")],
+    "preload": [
+        (
+            ("numpy", None, {"numpy"}, [""], [1], ["numpy", b"json"]),
+            "a sequence of module names",
+        )
+    ],
+    "log_to_driver": [((0, 1, None, "no"), "True or False")],
+    "cancel_grace": [
+        ((0, -1, None, True, "2", math.nan, math.inf, 10**400), "seconds above 0")
+    ],
+    "spare_workers": [((-1, 1.5, True, None, "2", 1025), "a whole number from 0")],
+    "memory": [
+        (
+            (-1, 1.5, True, "6", "GiB", "-1GB", "nanGB", "1e99GB", [1]),
+            "not an amount of memory",
+        )
+    ],
+    "object_memory": [(("lots",), "not an amount of memory")],
+    "spill_directory": [
+        ((5, b"/tmp"), "must be the path of a directory"),
+        (("/no/such",), "there is no such directory"),
+    ],
+    "memory_guard": [((0, None), "True or False")],
+    "ignore_reinit_error": [((0, 1, None), "True or False")],
+    "address": [(("", 1, b"local"), "a text")],
+}
+
+
+@pytest.mark.parametrize("option", NODE_BAD)
+def test_what_a_node_may_not_be_given(option: str) -> None:
+    """It is told where `init` is called, not at the await."""
+    for values, allowed in NODE_BAD[option]:
+        for value in values:
+            with pytest.raises(OptionError) as caught:
+                aiogpu.init(**{option: value})  # type: ignore[arg-type]
+            message = str(caught.value)
+            assert option in message
+            assert allowed in message
+            told = next(iter(value.values())) if isinstance(value, dict) else value
+            assert repr(told) in message
+    with pytest.raises(TypeError):
+        aiogpu.init("local")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("preload", "modules", "learns"),
+    [
+        ("auto", (), True),
+        (("auto",), (), True),
+        (["numpy", "auto", "json"], ("numpy", "json"), True),
+        ((), (), False),
+        (["json"], ("json",), False),
+    ],
+)
+def test_what_is_preloaded(
+    preload: object, modules: tuple[str, ...], learns: bool
+) -> None:
+    options = node_options(preload=preload)
+    assert (options.preload, options.learns) == (modules, learns)
