@@ -24,18 +24,17 @@ async def loop_and_debug() -> tuple[type, bool]:
     return type(loop), loop.get_debug()
 
 
-def test_it_runs_on_uvloop() -> None:
-    assert aiogpu.run(loop_and_debug()) == (uvloop.Loop, False)
-    assert aiogpu.run(loop_and_debug(), debug=True) == (uvloop.Loop, True)
-
-
 async def fail() -> None:
     raise KeyError("a")
 
 
-def test_an_error_comes_out() -> None:
+def test_it_runs_a_coroutine_on_uvloop() -> None:
+    assert aiogpu.run(loop_and_debug()) == (uvloop.Loop, False)
+    assert aiogpu.run(loop_and_debug(), debug=True) == (uvloop.Loop, True)
     with pytest.raises(KeyError):
         aiogpu.run(fail())
+    with pytest.raises(ValueError, match="coroutine"):
+        aiogpu.run(fail)  # type: ignore[arg-type]
 
 
 PROGRAM = """
@@ -75,16 +74,12 @@ def test_open_descriptors_are_left_alone() -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_it_runs_coroutines_alone() -> None:
-    with pytest.raises(ValueError, match="coroutine"):
-        aiogpu.run(fail)  # type: ignore[arg-type]
-
-
 async def test_it_begins_no_loop_within_another() -> None:
     coroutine = fail()
-    with pytest.raises(RuntimeError, match="running event loop") as raised:
+    with pytest.raises(aiogpu.NoLoopError, match=r"write `await main\(\)`") as raised:
         aiogpu.run(coroutine)
-    assert "write `await main()`" in str(raised.value)
+    assert isinstance(raised.value, RuntimeError)
+    assert "running event loop" in str(raised.value)
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 

@@ -1,12 +1,13 @@
-"""[B5] [B6] The tie between a loop and its node, over an engine of paper."""
+"""[B1] [B5] [B6] The node of a loop: `init`, `shutdown`, and calls in between."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import uvloop
 
 import aiogpu
 from aiogpu.api import session as module
-from aiogpu.api import session as sessions
 from aiogpu.api.node import node_of
 from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
@@ -28,18 +28,29 @@ from aiogpu.client.current import current
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import (
     InfeasibleError,
+    MisuseError,
     NodeClosedError,
     NodeError,
+    NodeRunningError,
     NodeStartError,
     NoLoopError,
 )
 from aiogpu.serialization.serializer import dump_result
-from tests.unit.api.paper_engine import PaperEngine, func
+from tests.support.turns import turns
+from tests.unit.api.fakes import (
+    FakeEngine,
+    function_spec,
+    opened,
+    opening,
+    outcome,
+    started,
+)
 
 LOOPS = [
     pytest.param(asyncio.new_event_loop, id="asyncio"),
     pytest.param(uvloop.new_event_loop, id="uvloop"),
 ]
+ORDERLY = ["open", "opened", "close", "closed"]
 
 
 @pytest.fixture(autouse=True)
@@ -52,105 +63,70 @@ def no_sessions_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def engine() -> PaperEngine:
-    return PaperEngine()
+def engine() -> FakeEngine:
+    """An engine that is not open yet."""
+    return FakeEngine()
 
 
-@pytest.fixture
-async def complaints() -> list[dict[str, Any]]:
-    """What asyncio tells the loop's exception handler."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
-    return told
+def call(session: Session, name: str = "train") -> Any:
+    return session.submit(function_spec(name), b"")
 
 
-def opening(engine: PaperEngine) -> Session:
-    session = Session(engine, asyncio.get_running_loop())  # type: ignore[arg-type]
-    session.start_opening()
-    return session
+# The session: opening, calls, closing.
 
 
-@asynccontextmanager
-async def block(engine: PaperEngine) -> AsyncIterator[Session]:
-    """The block of `async with aiogpu.init()`."""
+async def test_its_life(engine: FakeEngine) -> None:
     session = opening(engine)
-    async with node_of(session):
-        yield session
-
-
-async def opened(engine: PaperEngine) -> Session:
-    session = opening(engine)
-    await session.opened()
-    return session
-
-
-async def ended(awaitable: asyncio.Future[Any]) -> Any:
-    (found,) = await asyncio.gather(awaitable, return_exceptions=True)
-    return found
-
-
-async def test_its_life(engine: PaperEngine) -> None:
-    session = opening(engine)
-    loop = asyncio.get_running_loop()
+    node, loop = node_of(session), asyncio.get_running_loop()
     assert session_of(loop) is session is current_session()
     assert not session.is_open
-    assert repr(session) == "<Session opening <PaperEngine>>"
-    await session.opened()
-    assert session.is_open
-    assert repr(session) == "<Session open <PaperEngine>>"
-    await session.shutdown()
-    assert not session.is_open
-    assert repr(session) == "<Session closed <PaperEngine>>"
-    assert session_of(loop) is None
-    assert engine.story == ["open", "opened", "close", "closed"]
-
-
-async def test_it_passes_questions_on(engine: PaperEngine) -> None:
-    session = opening(engine)
-    node = node_of(session)
+    assert repr(session) == "<Session opening <FakeEngine>>"
     with pytest.raises(NodeClosedError):
         await node.status()
     await session.opened()
-    assert await node.cluster_resources() == {"CPU": 4.0}
-    assert await node.available_resources() == {"CPU": 3.0}
-    assert await node.status() == "status"
-    found = await aiogpu.cluster_resources()
-    assert {"CPU": 4.0}.items() <= found.items()
-    found = await aiogpu.available_resources()
-    assert {"CPU": 3.0}.items() <= found.items()
-    assert await aiogpu.status() == "status"
+    assert session.is_open
+    assert repr(session) == "<Session open <FakeEngine>>"
+    for total, available, status in (
+        (node.cluster_resources, node.available_resources, node.status),
+        (aiogpu.cluster_resources, aiogpu.available_resources, aiogpu.status),
+    ):
+        assert {"CPU": 4.0}.items() <= (await total()).items()
+        assert {"CPU": 3.0}.items() <= (await available()).items()
+        assert await status() == "status"
     await aiogpu.shutdown()
+    assert not session.is_open
+    assert repr(session) == "<Session closed <FakeEngine>>"
+    assert session_of(loop) is None
+    assert engine.story == ORDERLY
     for ask in (node.cluster_resources, node.available_resources, node.status):
         with pytest.raises(NodeClosedError, match=r"aiogpu\.init"):
             await ask()
 
 
-async def test_a_call(engine: PaperEngine) -> None:
+async def test_a_call(engine: FakeEngine) -> None:
     session = await opened(engine)
-    handle = session.submit(func(), b"")
+    handle = call(session)
     assert (handle.task_name, handle.task_id) == ("train", 1)
     engine.receivers[1].settle(dump_result(3))
     assert await handle == 3
-    session.submit(func(), b"").cancel()
+    call(session).cancel()
     assert engine.story[2:] == ["submit train", "submit train", "cancel 2"]
     engine.infeasible.add("train")
     with pytest.raises(InfeasibleError):
-        session.submit(func(), b"")
+        call(session)
     await session.shutdown()
     with pytest.raises(NodeClosedError):
-        session.submit(func(), b"")
+        call(session)
 
 
-async def test_why(engine: PaperEngine) -> None:
+async def test_why(engine: FakeEngine) -> None:
     """[B23]"""
     engine.may_open.clear()
     session = opening(engine)
-    early = session.submit(func(), b"")
+    early = call(session)
     why = await early.why()
-    assert (why.state, str(why)) == (
-        "opening",
-        "train waits for its node, which is being opened.",
-    )
+    told = "train waits for its node, which is being opened."
+    assert (why.state, str(why)) == ("opening", told)
     engine.may_open.set()
     await session.opened()
     assert (await early.why()).state == "running"
@@ -165,131 +141,94 @@ async def test_why(engine: PaperEngine) -> None:
 
 
 async def test_early_calls_are_made_in_order_once_it_is_open(
-    engine: PaperEngine,
+    engine: FakeEngine,
 ) -> None:
     engine.infeasible.add("huge")
     engine.may_open.clear()
     session = opening(engine)
-    names = ("a", "b", "huge", "c")
-    first, cancelled, huge, last = (session.submit(func(n), b"") for n in names)
-    assert [h.task_id for h in (first, cancelled, huge, last)] == [0, 0, 0, 0]
+    handles = [call(session, name) for name in ("a", "b", "huge", "c")]
+    first, cancelled, huge, last = handles
+    assert [handle.task_id for handle in handles] == [0, 0, 0, 0]
     assert cancelled.cancel()
     assert engine.story == ["cancel 0"]
     engine.may_open.set()
     await session.opened()
     assert engine.story[1:] == ["open", "opened", "submit a", "submit c"]
     assert (first.task_id, last.task_id) == (1, 2)
-    assert isinstance(await ended(huge), InfeasibleError)
+    assert isinstance(await outcome(huge), InfeasibleError)
     last.cancel()
     assert engine.story[-1] == "cancel 2"
     assert cancelled.cancelled()
     await session.shutdown()
 
 
-@pytest.mark.parametrize("error", [NodeStartError("no zygote"), OSError("no socket")])
-async def test_what_keeps_it_from_opening_is_told_to_all(
-    error: Exception, engine: PaperEngine, complaints: list[dict[str, Any]]
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_an_error_of_opening_is_told_to_all(
+    is_awaited: bool, engine: FakeEngine, complaints: list[str]
 ) -> None:
-    engine.open_error = error
+    engine.open_error = error = OSError("no socket")
     session = opening(engine)
-    handles = [session.submit(func(), b"") for _ in range(2)]
-    assert [await ended(handle) for handle in handles] == [error, error]
-    with pytest.raises(type(error)):
-        await session.opened()
-    with pytest.raises(NodeClosedError):
-        session.submit(func(), b"")
+    handles = [call(session) for _ in range(2)]
+    assert [await outcome(handle) for handle in handles] == [error, error]
+    if is_awaited:
+        with pytest.raises(OSError, match="no socket"):
+            await session.opened()
+        with pytest.raises(NodeClosedError):
+            call(session)
+        await session.shutdown()
+        await aiogpu.shutdown()
     assert session_of(asyncio.get_running_loop()) is None
-    await session.shutdown()
-    await aiogpu.shutdown()
     assert engine.story == ["open"]
     del session, handles
     gc.collect()
     assert complaints == []
 
 
-async def test_the_handles_alone_tell_why_it_did_not_open(
-    engine: PaperEngine, complaints: list[dict[str, Any]]
-) -> None:
-    engine.open_error = OSError("no socket")
-    session = opening(engine)
-    handle = session.submit(func(), b"")
-    assert isinstance(await ended(handle), OSError)
-    del session, handle
-    gc.collect()
-    assert complaints == []
-
-
-async def test_shutdown_while_it_cannot_open(engine: PaperEngine) -> None:
-    """Who shuts down does not care why it did not open."""
-    engine.may_open.clear()
-    engine.open_error = OSError("no socket")
-    session = opening(engine)
-    closing = asyncio.ensure_future(session.shutdown())
-    await asyncio.sleep(0)
-    engine.may_open.set()
-    await closing
-    assert engine.story == ["open"]
-
-
-async def test_shutdown_while_it_opens(engine: PaperEngine) -> None:
+@pytest.mark.parametrize("is_failing", [True, False])
+async def test_shutdown_while_it_opens(engine: FakeEngine, is_failing: bool) -> None:
     """It may hang in an import of the user's, so it is not waited for."""
     engine.may_open.clear()
+    engine.open_error = OSError("nobody cares") if is_failing else None
     session = opening(engine)
-    closing = asyncio.ensure_future(session.shutdown())
-    await asyncio.sleep(0)
-    handle = session.submit(func(), b"")
+    closing = await started(session.shutdown(), 1)
+    handle = call(session)
+    if is_failing:
+        engine.may_open.set()
     await closing
     assert engine.story == ["open"]
     with pytest.raises(NodeClosedError, match="given up before it was open"):
         await handle
 
 
-async def test_shutdown_is_done_once(engine: PaperEngine) -> None:
+async def test_shutdown_is_done_once(engine: FakeEngine) -> None:
     session = await opened(engine)
     engine.may_close.clear()
-    closings = [asyncio.ensure_future(session.shutdown()) for _ in range(3)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert repr(session) == "<Session closing <PaperEngine>>"
+    closings = [await started(session.shutdown(), 2) for _ in range(3)]
+    assert repr(session) == "<Session closing <FakeEngine>>"
     assert session_of(asyncio.get_running_loop()) is session
     with pytest.raises(NodeClosedError):
-        session.submit(func(), b"")
+        call(session)
     closings[0].cancel()
-    assert isinstance(await ended(closings[0]), asyncio.CancelledError)
+    assert isinstance(await outcome(closings[0]), asyncio.CancelledError)
     engine.may_close.set()
     await asyncio.gather(*closings[1:])
     await session.shutdown()
-    assert engine.story == ["open", "opened", "close", "closed"]
+    assert engine.story == ORDERLY
 
 
-async def test_a_second_ctrl_c_in_its_block_hastens(engine: PaperEngine) -> None:
-    """`asyncio.run` raises it wherever it lands, here in the program's own code."""
-
-    async def main() -> None:
-        async with block(engine):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        await main()
-    assert engine.story == ["open", "opened", "force_close", "close", "closed"]
-
-
-async def test_a_shutdown_under_way_is_hastened(engine: PaperEngine) -> None:
+async def test_a_shutdown_under_way_is_hastened(engine: FakeEngine) -> None:
     session = await opened(engine)
     engine.may_close.clear()
-    orderly = asyncio.ensure_future(session.shutdown())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    at_once = asyncio.ensure_future(session.shutdown(at_once=True))
-    await asyncio.sleep(0)
+    orderly = await started(session.shutdown(), 2)
+    at_once = await started(session.shutdown(at_once=True), 1)
     engine.may_close.set()
     await asyncio.gather(orderly, at_once)
     await session.shutdown(at_once=True)
     assert engine.story == ["open", "opened", "close", "force_close", "closed"]
 
 
-async def test_an_error_of_closing_is_told_and_the_loop_is_free(
-    engine: PaperEngine,
+async def test_an_error_of_closing_is_raised_and_the_loop_is_free(
+    engine: FakeEngine,
 ) -> None:
     session = await opened(engine)
     engine.close_error = OSError("busy")
@@ -298,21 +237,13 @@ async def test_an_error_of_closing_is_told_and_the_loop_is_free(
     assert session_of(asyncio.get_running_loop()) is None
 
 
-async def test_it_is_a_block(engine: PaperEngine) -> None:
-    async with block(engine) as session:
-        assert session.is_open
-    assert engine.story[-1] == "closed"
-    engine = PaperEngine()
-    with pytest.raises(KeyError):
-        async with block(engine):
-            raise KeyError("a")
-    assert engine.story[-1] == "closed"
+# The ends of loops and processes.
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
 @pytest.mark.parametrize("when", ["opening", "open"])
 def test_it_closes_with_its_loop(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], when: str, engine: PaperEngine
+    new_loop: Callable[[], asyncio.AbstractEventLoop], when: str, engine: FakeEngine
 ) -> None:
     """Nobody shuts it down; `shutdown_asyncgens` does."""
     told: list[dict[str, Any]] = []
@@ -324,9 +255,9 @@ def test_it_closes_with_its_loop(
             session = opening(engine)
         else:
             session = await opened(engine)
-        handle = session.submit(func(), b"")
+        handle = call(session)
         await asyncio.sleep(0)
-        return handle
+        return handle  # type: ignore[no-any-return]
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         handle = runner.run(main())
@@ -342,7 +273,7 @@ def test_it_closes_with_its_loop(
 
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_a_shutdown_cut_short_is_begun_anew(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], engine: PaperEngine
+    new_loop: Callable[[], asyncio.AbstractEventLoop], engine: FakeEngine
 ) -> None:
     """Ctrl-C in the last `await`: the loop cancels all tasks, then closes it."""
 
@@ -358,7 +289,7 @@ def test_a_shutdown_cut_short_is_begun_anew(
         inner = session._closing
         assert inner is not None
         inner.cancel()
-        assert isinstance(await ended(inner), asyncio.CancelledError)
+        assert isinstance(await outcome(inner), asyncio.CancelledError)
         with suppress(asyncio.CancelledError):
             await closing
 
@@ -368,16 +299,25 @@ def test_a_shutdown_cut_short_is_begun_anew(
 
 
 async def test_a_fork_is_inert(
-    engine: PaperEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also one that was made by other means than `os.fork`."""
     session = await opened(engine)
     story = list(engine.story)
     parent = session._pid
+    monkeypatch.setattr(session, "_pid", os.getpid() + 1)
+    await session.shutdown()
+    session.close_now()
+    assert engine.story == story
+    monkeypatch.undo()
     monkeypatch.setattr(session, "_state", session._state)
     session.after_fork()
     assert session.is_forked
-    with pytest.raises(NodeError, match=f"belongs to process {parent}"):
-        session.submit(func(), b"")
+    told = f"belongs to process {parent}"
+    with pytest.raises(NodeError, match=told):
+        call(session)
+    with pytest.raises(NodeError, match=told):
+        await asyncio.to_thread(current_session)
     with pytest.raises(NodeError, match="fork"):
         await node_of(session).status()
     await session.shutdown()
@@ -388,60 +328,39 @@ async def test_a_fork_is_inert(
     await session.shutdown()
 
 
-async def test_a_process_that_is_not_its_own_leaves_it_alone(
-    engine: PaperEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the fork was made by other means than `os.fork`."""
+async def test_the_interpreters_end_closes_what_is_left(engine: FakeEngine) -> None:
     session = await opened(engine)
-    monkeypatch.setattr(session, "_pid", os.getpid() + 1)
-    await session.shutdown()
-    session.close_now()
-    assert engine.story == ["open", "opened"]
-    monkeypatch.undo()
-    await session.shutdown()
-
-
-def test_a_fork_without_a_loop_says_whose_it_is(engine: PaperEngine) -> None:
-    async def main() -> None:
-        async with block(engine) as session:
-            session._state = SessionState.FORKED
-            await asyncio.get_running_loop().run_in_executor(None, ask)
-            session._state = SessionState.OPEN
-
-    def ask() -> None:
-        with pytest.raises(NodeError, match="belongs to process"):
-            current_session()
-
-    asyncio.run(main())
-
-
-async def test_what_the_interpreter_leaves_is_abandoned(engine: PaperEngine) -> None:
-    session = await opened(engine)
-    sessions._close_all_now()
+    module._close_all_now()
     assert engine.story[-1] == "close_now"
     await session.shutdown()
-    sessions._close_all_now()
+    module._close_all_now()
     assert engine.story.count("close_now") == 1
 
 
-async def test_each_loop_has_its_own(engine: PaperEngine) -> None:
-    other = PaperEngine()
+async def test_each_loop_has_its_own(engine: FakeEngine) -> None:
+    other = FakeEngine()
 
     async def main() -> None:
-        async with block(other) as session:
+        session = opening(other)
+        async with node_of(session):
             assert current_session() is session
 
-    async with block(engine) as session:
-        await asyncio.get_running_loop().run_in_executor(None, asyncio.run, main())
+    session = opening(engine)
+    async with node_of(session) as node:
+        await asyncio.to_thread(asyncio.run, main())
+        assert node is node_of(session)
         assert current_session() is session
-    assert other.story == engine.story
+    assert other.story == engine.story == ORDERLY
 
 
 def test_without_a_loop_there_is_none() -> None:
-    with pytest.raises(NoLoopError, match=r"^\.remote.*aiogpu\.run\(main\(\)\)"):
-        current_session()
-    with pytest.raises(NoLoopError, match=r"^aiogpu\.get_actor\(\) needs a running"):
-        aiogpu.get_actor("model")
+    assert not aiogpu.is_initialized()
+    for use, told in (
+        (current_session, r"^\.remote.*aiogpu\.run\(main\(\)\)"),
+        (lambda: aiogpu.get_actor("model"), r"^aiogpu\.get_actor\(\) needs a running"),
+    ):
+        with pytest.raises(NoLoopError, match=told):
+            use()
 
 
 async def test_a_worker_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,16 +375,100 @@ async def test_a_worker_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
             await ask()
 
 
-@pytest.mark.parametrize(
-    ("value", "address"), [(None, None), ("", None), ("local", "local")]
-)
-def test_the_default_address(
-    value: str | None, address: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# `init` and `shutdown` as users write them.
+
+
+class Engines:
+    """Makes an engine for each session.
+
+    Attributes:
+        made: all of them; the first is there before it is asked for.
+        asked: the address and the options of each that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.made = [FakeEngine()]
+        self.asked: list[tuple[str | None, NodeOptions]] = []
+
+    def create(
+        self,
+        address: str | None,
+        options: NodeOptions,
+        loop: asyncio.AbstractEventLoop,
+    ) -> FakeEngine:
+        if self.asked:
+            self.made.append(FakeEngine())
+        self.asked.append((address, options))
+        return self.made[-1]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    engines = Engines()
+    monkeypatch.setattr(module, "create_engine", engines.create)
     monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
-    if value is not None:
-        monkeypatch.setenv("AIOGPU_ADDRESS", value)
-    assert default_address() == address
+    return engines
+
+
+async def test_init_is_awaited(engines: Engines) -> None:
+    node = await aiogpu.init(num_cpus=2, num_gpus=1)
+    assert node.is_open
+    assert node is node_of(session_of(asyncio.get_running_loop()))
+    assert aiogpu.is_initialized()
+    assert not await asyncio.to_thread(aiogpu.is_initialized)
+    assert engines.asked == [(None, NodeOptions(num_cpus=2.0, num_gpus=1))]
+    await aiogpu.shutdown()
+    assert not aiogpu.is_initialized()
+    await aiogpu.shutdown()
+    assert engines.made[0].story == ORDERLY
+
+
+@pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
+async def test_init_is_a_block(
+    engines: Engines, error: type[BaseException] | None
+) -> None:
+    """A second Ctrl-C, which `asyncio.run` raises wherever it lands, hastens it."""
+
+    async def main() -> None:
+        entering = aiogpu.init()
+        assert engines.asked == [], "nothing is made before it is awaited"
+        async with entering as node:
+            assert node.is_open
+            if error is not None:
+                raise error
+
+    if error is None:
+        await main()
+    else:
+        with pytest.raises(error):
+            await main()
+    hastened = ["force_close"] * (error is KeyboardInterrupt)
+    story = ["open", "opened", *hastened, "close", "closed"]
+    assert engines.made[0].story == story
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "address"),
+    [
+        (None, None, None),
+        ("", None, None),
+        ("local", None, "local"),
+        ("elsewhere", "local", "local"),
+    ],
+)
+async def test_the_address(
+    variable: str | None,
+    given: str | None,
+    address: str | None,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("AIOGPU_ADDRESS", variable)
+    if given is None:
+        assert default_address() == address
+    async with aiogpu.init(address=given):
+        assert engines.asked[0][0] == address
 
 
 async def test_an_unknown_address_makes_no_session() -> None:
@@ -473,3 +476,106 @@ async def test_an_unknown_address_makes_no_session() -> None:
     with pytest.raises(aiogpu.OptionError, match="nowhere"):
         start_session("nowhere", NodeOptions(), loop)
     assert session_of(loop) is None
+
+
+async def test_one_node_for_each_loop(engines: Engines) -> None:
+    async with aiogpu.init():
+        with pytest.raises(NodeRunningError, match=r"aiogpu\.shutdown\(\).*share it"):
+            await aiogpu.init()
+        with pytest.raises(NodeRunningError):
+            async with aiogpu.init():
+                raise AssertionError("there are two")
+        assert len(engines.asked) == 1
+    async with aiogpu.init():
+        assert len(engines.asked) == 2
+
+
+async def test_a_node_is_shared_if_asked_for(engines: Engines) -> None:
+    """The inner block ends nothing: it is not its own."""
+    engines.made[0].may_open.clear()
+    first = await started(aiogpu.init())
+    second = await started(aiogpu.init(ignore_reinit_error=True))
+    assert not second.done()
+    engines.made[0].may_open.set()
+    outer = await first
+    assert await second is outer
+    async with aiogpu.init(ignore_reinit_error=True) as inner:
+        assert inner is outer
+    assert outer.is_open
+    await outer.shutdown()
+    assert len(engines.asked) == 1
+    async with aiogpu.init(ignore_reinit_error=True) as own:
+        assert own is not outer
+    assert engines.made[1].story == ORDERLY
+
+
+async def test_an_error_of_opening_is_raised_by_init(engines: Engines) -> None:
+    engines.made[0].open_error = NodeStartError("no zygote")
+    with pytest.raises(NodeStartError, match="no zygote"):
+        await aiogpu.init()
+    async with aiogpu.init():
+        assert len(engines.asked) == 2
+
+
+async def test_cancelling_init_takes_it_back(engines: Engines) -> None:
+    engines.made[0].may_open.clear()
+    task = await started(aiogpu.init())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engines.made[0].story == ["open"]
+    assert session_of(asyncio.get_running_loop()) is None
+
+
+@pytest.mark.parametrize("wait", [aiogpu.init, aiogpu.cluster_resources, aiogpu.status])
+async def test_a_shutdown_by_another_task_is_an_error_of_what_waits(
+    wait: Any, engines: Engines
+) -> None:
+    """It is no cancellation, for nobody cancelled that task."""
+    engines.made[0].may_open.clear()
+    task = await started(wait())
+    await aiogpu.shutdown()
+    with pytest.raises(NodeClosedError, match="before it was open"):
+        await task
+    assert not task.cancelled()
+
+
+async def test_init_waits_for_a_shutdown_that_has_begun(engines: Engines) -> None:
+    await aiogpu.init()
+    engines.made[0].may_close.clear()
+    closing = await started(aiogpu.shutdown())
+    task = await started(aiogpu.init())
+    assert len(engines.asked) == 1
+    engines.made[0].may_close.set()
+    node = await task
+    assert node.is_open
+    assert engines.made[0].story == ORDERLY
+    await closing
+    await node.shutdown()
+
+
+@pytest.mark.parametrize(
+    "ask", [aiogpu.cluster_resources, aiogpu.available_resources, aiogpu.status]
+)
+async def test_a_question_opens_a_node_and_shutdown_does_not(
+    engines: Engines, ask: Callable[[], Any]
+) -> None:
+    """[B5] [B8]"""
+    await aiogpu.shutdown()
+    assert engines.asked == []
+    assert await ask()
+    assert engines.asked == [(None, NodeOptions())]
+    await aiogpu.shutdown()
+
+
+async def test_an_init_that_is_not_awaited_is_warned_of(engines: Engines) -> None:
+    with pytest.warns(RuntimeWarning, match=r"never awaited.*async with") as caught:
+        aiogpu.init()
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(MisuseError), aiogpu.init():  # type: ignore[attr-defined]
+            pass
+        async with aiogpu.init():
+            await turns()
+        gc.collect()
