@@ -11,12 +11,12 @@ from aiogpu.cli.tables import plain
 from aiogpu.cli.top import render_body
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus
-from tests.core.placement_group_world import GangWorld
+from tests.core.builders import GroupWorld
 
 
 def shown() -> NodeStatus:
     """One that is held and used, one that waits, and one that ends."""
-    w = GangWorld(cpus=8, gpus=3)
+    w = GroupWorld(cpus=8, gpus=3)
     w.placement_group("held", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("held", "m", 0, num_gpus=0.25, num_cpus=1)
     w.placement_group("ends", {"GPU": 1})

@@ -27,9 +27,7 @@ from aiogpu.core.resources.placement_group import (
     why_infeasible,
     would_help,
 )
-from tests.core.placement_group_world import bundle, placement_group_of, request_of
-
-GIB = 1 << 30
+from tests.core.builders import GIB, bundle, placement_group_of, request_of
 
 
 def ledger_of(gpus=2, cpus=4, types=(), memory=0, **scalars) -> Ledger:
@@ -77,8 +75,19 @@ def _in(mask):
     return [at for at in range(mask.bit_length()) if mask >> at & 1]
 
 
-def test_a_gang_holds_all_of_its_bundles():
+def within(key, index=ANY, **amounts):
+    """A request of a member."""
+    return replace(request_of(amounts), placement_group=BundleRef(key, key, index))
+
+
+def test_a_group_holds_all_of_its_bundles_or_takes_nothing():
     ledger = ledger_of(gpus=2)
+    assert take_in(ledger, GPU=0.5) is None, "there is no group yet"
+    assert ledger.homes(within("gang", GPU=0.5)) == ()
+    held = ledger.take(request_of({"GPU": 0.1}))
+    assert take(ledger, {"GPU": 1}, {"GPU": 1}) is None
+    assert ledger.available()["GPU"] == pytest.approx(1.9)
+    ledger.give_back(held)
     lease = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     assert where(lease) == [[0], [1]]
     assert ledger.available() == {"CPU": 2.0, "GPU": 0.5}
@@ -88,45 +97,25 @@ def test_a_gang_holds_all_of_its_bundles():
     ledger.check()
 
 
-def test_a_gang_that_lacks_one_bundle_takes_nothing():
-    ledger = ledger_of(gpus=2)
-    held = ledger.take(request_of({"GPU": 0.1}))
-    assert take(ledger, {"GPU": 1}, {"GPU": 1}) is None
-    assert ledger.available()["GPU"] == pytest.approx(1.9)
-    ledger.give_back(held)
-    assert take(ledger, {"GPU": 1}, {"GPU": 1}) is not None
-
-
-@pytest.mark.parametrize("strategy", ["PACK", STRICT_PACK])
-def test_packed_bundles_share_a_device(strategy):
-    lease = take(ledger_of(), {"GPU": 0.5}, {"GPU": 0.5}, strategy=strategy)
-    assert where(lease) == [[0], [0]]
-
-
-def test_spread_bundles_are_on_different_devices_while_there_are_some():
-    lease = take(ledger_of(), *[{"GPU": 0.3}] * 3, strategy=SPREAD)
-    assert where(lease) == [[0], [1], [0]]
-
-
-def test_spread_goes_to_the_less_free_device_rather_than_twice_to_one():
+@pytest.mark.parametrize(
+    ("strategy", "taken", "bundles", "devices"),
+    [
+        ("PACK", [], [0.5, 0.5], [[0], [0]]),
+        (STRICT_PACK, [], [0.5, 0.5], [[0], [0]]),
+        (SPREAD, [], [0.3] * 3, [[0], [1], [0]]),
+        (SPREAD, [0.6], [0.2, 0.2], [[1], [0]]),
+        (STRICT_SPREAD, [], [1], [[0]]),
+        ("PACK", [0.9, 0.5], [0.1, 0.5], [[0], [1]]),
+    ],
+    ids=str,
+)
+def test_where_bundles_are_laid_out(strategy, taken, bundles, devices):
+    """The greatest first; spread ones on different devices while there are some."""
     ledger = ledger_of()
-    ledger.take(request_of({"GPU": 0.6}))
-    lease = take(ledger, {"GPU": 0.2}, {"GPU": 0.2}, strategy=SPREAD)
-    assert where(lease) == [[1], [0]]
-
-
-def test_a_gang_of_one_may_be_spread_strictly():
-    assert take(ledger_of(), {"GPU": 1}, strategy=STRICT_SPREAD) is not None
-
-
-def test_the_greatest_bundle_is_placed_first():
-    ledger = ledger_of(gpus=2)
-    ledger.take(request_of({"GPU": 0.4}))
-    ledger.take(request_of({"GPU": 0.5}))
-    assert ledger.device_sets["GPU"].free == [1000, UNIT]
-    ledger.take(request_of({"GPU": 0.5}))
-    assert ledger.device_sets["GPU"].free == [1000, 5000]
-    assert where(take(ledger, {"GPU": 0.1}, {"GPU": 0.5})) == [[0], [1]]
+    for amount in taken:
+        ledger.take(request_of({"GPU": amount}))
+    lease = take(ledger, *({"GPU": amount} for amount in bundles), strategy=strategy)
+    assert where(lease) == devices
 
 
 def test_another_layout_is_tried_where_the_best_fit_fails():
@@ -141,33 +130,18 @@ def test_another_layout_is_tried_where_the_best_fit_fails():
     assert where(lease) == [[0], [0], [1], [1]]
 
 
-def test_a_member_has_a_part_of_its_bundles_share():
+def test_a_member_takes_from_its_bundle_or_from_the_first_that_has_it():
     ledger = ledger_of()
-    take(ledger, {"GPU": 1}, {"GPU": 0.5, "CPU": 1})
+    take(ledger, {"GPU": 0.5}, {"GPU": 0.5, "CPU": 1})
     one = take_in(ledger, 1, GPU=0.25, CPU=1)
-    other = take_in(ledger, 1, GPU=0.25)
-    assert one.shares == other.shares == (((1, 2500),),)
+    assert one.shares == take_in(ledger, 1, GPU=0.25).shares == (((0, 2500),),)
     assert take_in(ledger, 1, GPU=0.1) is None
     assert take_in(ledger, 1, CPU=0.5) is None
-    assert ledger.available() == {"CPU": 3.0, "GPU": 0.5}
+    assert ledger.available() == {"CPU": 3.0, "GPU": 1.0}
     ledger.give_back(one)
-    assert take_in(ledger, 1, GPU=0.25) is not None
-
-
-def test_a_member_of_any_bundle_takes_the_first_with_room():
-    ledger = ledger_of()
-    take(ledger, {"GPU": 0.5}, {"GPU": 1})
     assert take_in(ledger, GPU=0.5).home.index == 0
-    assert take_in(ledger, GPU=0.5).home.index == 1
-    assert take_in(ledger, GPU=1) is None
-
-
-def test_nobody_is_in_a_gang_that_is_not_there():
-    ledger = ledger_of()
-    assert take_in(ledger, GPU=0.5) is None
-    request = request_of({"GPU": 0.5})
-    member = replace(request, placement_group=BundleRef("gang", "gang"))
-    assert ledger.homes(member) == ()
+    assert take_in(ledger, GPU=0.25).home.index == 1
+    assert take_in(ledger, GPU=0.25) is None
 
 
 def test_a_member_lends_its_cpus_within_its_bundle():
@@ -184,14 +158,18 @@ def test_a_member_lends_its_cpus_within_its_bundle():
     ledger.give_back(lease)
 
 
-def test_gpu_memory_is_the_part_of_its_share():
+def test_gpu_memory_of_a_bundle_is_its_share_or_what_it_names():
     ledger = ledger_of(gpus=1, memory=80 * GIB)
     take(ledger, {"GPU": 0.5}, {"GPU": 0.5})
-    assert take_in(ledger, 0, GPU=0.25, gpu_memory=41 * GIB) is None
-    assert take_in(ledger, 0, GPU=0.25, gpu_memory=30 * GIB) is not None
-    assert take_in(ledger, 0, GPU=0.25, gpu_memory=11 * GIB) is None
-    assert take_in(ledger, 0, GPU=0.25, gpu_memory=10 * GIB) is not None
+    for gib, fits in ((41, False), (30, True), (11, False), (10, True)):
+        lease = take_in(ledger, 0, GPU=0.25, gpu_memory=gib * GIB)
+        assert (lease is not None) == fits
     assert take_in(ledger, 1, GPU=0.5) is not None
+    ledger = ledger_of(gpus=1, memory=16 * GIB)
+    took = take(ledger, {"GPU": 0.3, "gpu_memory": 1 * GIB + 7})
+    assert took.memories == ((1 * GIB + 7,),)
+    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 8) is None
+    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 7)
 
 
 def test_a_bundle_of_a_type_has_its_members_on_that():
@@ -237,7 +215,7 @@ def test_what_can_never_be_granted(bundles, strategy, reason):
     assert told is None if reason is None else reason in told
 
 
-def test_how_many_members_there_is_room_for():
+def test_how_many_members_a_group_can_hold():
     ledger = ledger_of()
     within = BundleRef("gang", "gang")
     quarter = replace(request_of({"GPU": 0.25, "CPU": 1}), placement_group=within)
@@ -253,40 +231,52 @@ def test_how_many_members_there_is_room_for():
     assert room_for(ledger, outside) == ledger.room_for(outside)
 
 
-def test_whom_a_lease_would_help():
+def test_which_lease_would_help_whom():
     ledger = ledger_of()
     plain = ledger.take(request_of({"CPU": 1}))
-    placement_group = placement_group_of({"GPU": 0.5}, {"GPU": 0.5})
-    take_grouped(ledger, placement_group.request())
+    take(ledger, {"GPU": 0.5}, {"GPU": 0.5})
     member = take_in(ledger, 0, GPU=0.5)
     other = placement_group_of({"CPU": 4}, name="other").request()
-
-    def within(key, index):
-        return replace(
-            request_of({"GPU": 0.5}), placement_group=BundleRef(key, key, index)
-        )
-
-    assert would_help(ledger, plain, other)
-    assert not would_help(ledger, member, other)
-    assert not would_help(ledger, member, request_of({"GPU": 1}))
-    assert would_help(ledger, member, within("gang", 0))
-    assert would_help(ledger, member, within("gang", ANY))
-    assert not would_help(ledger, member, within("gang", 1))
-    assert not would_help(ledger, member, within("other", 0))
-    assert not would_help(ledger, plain, within("gang", 0))
+    helps = [
+        *((plain, other, True), (member, other, False)),
+        (member, request_of({"GPU": 1}), False),
+        (member, within("gang", 0, GPU=0.5), True),
+        (member, within("gang", GPU=0.5), True),
+        (member, within("gang", 1, GPU=0.5), False),
+        (member, within("other", 0, GPU=0.5), False),
+        (plain, within("gang", 0, GPU=0.5), False),
+    ]
+    for lease, request, expected in helps:
+        assert would_help(ledger, lease, request) == expected, request
 
 
-def test_what_a_bundle_could_hold():
-    of = bundle({"GPU": 0.5, "CPU": 2})
-    assert of.could_hold(request_of({"GPU": 0.5}))
-    assert of.could_hold(request_of({"GPU": 0.25, "CPU": 1}, "A100"))
-    assert not of.could_hold(request_of({"GPU": 1}))
-    assert not of.could_hold(request_of({"CPU": 3}))
-    assert not of.could_hold(request_of({"license": 1}))
-    assert not bundle({"CPU": 1}).could_hold(request_of({"CPU": 1, "GPU": 0.1}))
+@pytest.mark.parametrize(
+    ("of", "request_", "fits"),
+    [
+        ({"GPU": 0.5, "CPU": 2}, request_of({"GPU": 0.5}), True),
+        ({"GPU": 0.5, "CPU": 2}, request_of({"GPU": 0.25, "CPU": 1}, "A100"), True),
+        ({"GPU": 0.5, "CPU": 2}, request_of({"GPU": 1}), False),
+        ({"GPU": 0.5, "CPU": 2}, request_of({"CPU": 3}), False),
+        ({"GPU": 0.5, "CPU": 2}, request_of({"license": 1}), False),
+        ({"CPU": 1}, request_of({"CPU": 1, "GPU": 0.1}), False),
+        (
+            {"GPU": 0.5, "gpu_memory": 6},
+            request_of({"GPU": 0.25}, gpu_memory=6),
+            True,
+        ),
+        (
+            {"GPU": 0.5, "gpu_memory": 6},
+            request_of({"GPU": 0.25}, gpu_memory=7),
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_bundle_could_hold(of, request_, fits):
+    assert bundle(of).could_hold(request_) == fits
 
 
-def test_how_they_are_told():
+def test_groups_and_members_in_words():
     placement_group = placement_group_of({"GPU": 0.5, "CPU": 2}, {"CPU": 1})
     assert str(placement_group) == "[{CPU: 2, GPU: 0.5}, {CPU: 1}]"
     told = str(placement_group.request())
@@ -310,7 +300,7 @@ def test_layouts_are_tried_for_a_while_only():
     assert shares.free == before
 
 
-def test_a_gang_goes_without_what_is_kept_for_another():
+def test_a_group_goes_without_what_is_kept_for_another():
     ledger = ledger_of(gpus=2)
     placement_group = placement_group_of({"GPU": 0.5}, {"CPU": 1}, strategy=SPREAD)
     request = placement_group.request()
@@ -324,9 +314,9 @@ def test_a_gang_goes_without_what_is_kept_for_another():
     assert where(lease) == [[1], []]
 
 
-# Against brute force.
-
 AMOUNTS = st.sampled_from([0.2, 0.3, 0.5, 0.6, 1])
+
+
 TAKEN = st.lists(st.sampled_from([0.1, 0.2, 0.5, 0.7, 1]), max_size=3)
 
 
@@ -348,7 +338,7 @@ def fits_by_force(free, amounts):
     wanted=st.lists(AMOUNTS, min_size=1, max_size=5),
     strategy=st.sampled_from(["PACK", "SPREAD", "STRICT_PACK"]),
 )
-def test_a_gang_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strategy):
+def test_a_group_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strategy):
     ledger = ledger_of(gpus=gpus)
     for amount in taken:
         ledger.take(request_of({"GPU": amount}))
@@ -398,28 +388,3 @@ def test_bundles_reserve_bytes_of_their_gpus():
     ledger.give_back(lease)
     ledger.check()
     assert ledger.available()["gpu_memory"] == 16 * GIB
-
-
-def test_bytes_beside_whole_gpus_say_which_are_large_enough():
-    devices = [Device(0, memory=8 * GIB), Device(1, memory=16 * GIB)]
-    ledger = Ledger({"CPU": UNIT}, [DeviceSet("GPU", devices)])
-    lease = take(ledger, {"GPU": 1, "gpu_memory": 10 * GIB})
-    assert where(lease) == [[1]]
-    whole = take_in(ledger, GPU=1, gpu_memory=16 * GIB)
-    assert ledger.reserved(whole) == (("GPU", 1, 16 * GIB),)
-    why = why_infeasible(ledger, placement_group_of({"gpu_memory": 17 * GIB}).request())
-    assert "for bundle 0" in why
-
-
-def test_a_bundle_has_no_more_bytes_than_it_names():
-    ledger = ledger_of(gpus=1, memory=16 * GIB)
-    took = take(ledger, {"GPU": 0.3, "gpu_memory": 1 * GIB + 7})
-    assert took.memories == ((1 * GIB + 7,),)
-    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 8) is None
-    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 7)
-
-
-def test_a_bundle_could_hold_no_more_bytes_than_it_names():
-    one = bundle({"GPU": 0.5, "gpu_memory": 6 * GIB})
-    assert one.could_hold(request_of({"GPU": 0.25}, gpu_memory=6 * GIB))
-    assert not one.could_hold(request_of({"GPU": 0.25}, gpu_memory=6 * GIB + 1))

@@ -1,7 +1,5 @@
 """Waits that can never end fail with the reason; no other wait does. All of [B12]."""
 
-import pytest
-
 from aiogpu.testing import World
 
 
@@ -74,25 +72,14 @@ def test_all_have_to_fail_that_can_never_run_and_no_more():
     assert w.blocked == set()
 
 
-def test_a_task_that_runs_will_give_back_what_is_needed():
-    """It is not among those that wait: no alarm."""
+def test_a_task_that_runs_or_goes_on_will_give_back_what_is_needed():
     w = World(gpus=2)
     w.submit("a", num_gpus=1)
     w.submit("b", num_gpus=1)
     wait(w, "a", "below a", num_gpus=1)
-    assert w.told == {}
-    assert w.blocked == {"a"}
-    w.finish("b")
-    assert w.running == {"a", "below a"}
-
-
-def test_one_that_waits_will_give_back_what_is_needed_when_it_goes_on():
-    w = World(gpus=2)
-    w.submit("a", num_gpus=1)
-    w.submit("b", num_gpus=1)
     wait(w, "b", "below b")
-    wait(w, "a", "below a", num_gpus=1)
     assert w.told == {}
+    assert w.blocked == {"a", "b"}
     w.finish("below b")
     w.finish("b")
     assert w.running == {"a", "below a"}
@@ -115,13 +102,14 @@ def test_one_that_waits_for_what_is_still_to_run_will_go_on():
     assert set(w.told.values()) == {"settled"}
 
 
-def test_cpus_alone_are_no_reason_to_wait_for_ever():
-    w = World(cpus=1)
-    w.submit("a")
+def test_cpus_alone_are_no_reason_to_wait_for_ever_nor_is_one_that_starts():
+    w = World(cpus=1, gpus=2)
+    w.submit("a", num_gpus=1)
     wait(w, "a", "b")
-    wait(w, "b", "c")
+    w.starts = False
+    wait(w, "b", "c", num_gpus=1)
     assert w.told == {}
-    assert w.running == {"a", "b", "c"}
+    assert (w.running, w.starting) == ({"a", "b"}, {"c"})
 
 
 def test_a_custom_resource_can_be_what_is_waited_for():
@@ -151,15 +139,6 @@ def test_a_share_does_not_span_what_is_left_of_two_devices():
     assert w.told == {"c": "deadlocked"}
 
 
-def test_a_child_that_starts_or_runs_will_end():
-    w = World(gpus=2, starts=False)
-    w.submit("a", num_gpus=1)
-    w.start("a")
-    wait(w, "a", "b", num_gpus=1)
-    assert w.starting == {"b"}
-    assert w.told == {}
-
-
 def test_a_wait_that_failed_may_be_tried_with_less():
     w = World(gpus=1)
     w.submit("a", num_gpus=0.75)
@@ -187,17 +166,43 @@ def test_what_has_failed_takes_along_what_it_has_started():
     assert w.running == {"a", "b"}
 
 
-@pytest.mark.parametrize("trees", [10, 60])
-def test_many_trees_are_told_apart(trees):
+def test_many_trees_are_distinguished():
     """All but the last hold what the last one's child needs; one wait has to fail."""
-    w = World(cpus=4, gpus=trees)
-    for number in range(trees):
+    w = World(cpus=4, gpus=60)
+    for number in range(60):
         w.submit(f"t{number}", num_cpus=0, num_gpus=1)
-    for number in range(trees):
+    for number in range(60):
         assert w.told == {}
         wait(w, f"t{number}", f"below {number}", num_cpus=0, num_gpus=1)
-    assert w.told == {f"below {trees - 1}": "deadlocked"}
-    w.finish(f"t{trees - 1}")
+    assert w.told == {"below 59": "deadlocked"}
+    w.finish("t59")
     assert w.running >= {"below 0"}
     w.run_dry()
     assert list(w.told.values()).count("deadlocked") == 1
+
+
+def test_a_wait_for_what_is_taken_back_into_a_deadlock() -> None:
+    """Both wait before it is known that the child has not begun."""
+    world = World(cpus=8, gpus=1, resources={"license": 1}, took=1e-5, revokes=False)
+    for number in range(30):
+        world.submit(f"short{number}", num_gpus=1)
+    for number in range(30):
+        world.finish(f"short{number}")
+    world.submit("one", resources={"license": 1})
+    world.submit("first", num_gpus=1)
+    world.submit("two", num_gpus=1, priority=4)
+    world.submit("child of one", num_gpus=1, parent="one")
+    for number in range(20):
+        world.submit(f"behind{number}", num_gpus=1, priority=-5)
+    world.wait_for("one", "child of one")
+    world.finish("first")
+    child = world.scheduler.tasks[world.tasks["child of one"].id]
+    assert child.state.value == "queued"
+    world.submit("child of two", resources={"license": 1}, parent="two")
+    world.wait_for("two", "child of two")
+    world.revoked("two")
+    told = [world.tasks[f"child of {name}"].news for name in ("one", "two")]
+    assert told == [None, "deadlocked"]
+    assert "one holds" in world.tasks["child of two"].reason
+    world.finish("two")
+    assert child.state.value == "running"

@@ -1,10 +1,17 @@
-"""Where shares go: the rules of Ray's page on fractional accelerators."""
+"""Which devices a share goes to: packing, memory, links, MIG instances.
+
+That the choice is right in every other case is held by `test_every_small_case` and
+`test_devices_properties`.
+"""
 
 import pytest
 
-from aiogpu.core.model.request import Device, Request
-from aiogpu.core.model.units import UNIT, device_quantity
+from aiogpu.core.model.request import Device, DeviceSelector, Request, named_bytes
+from aiogpu.core.model.units import BY_SHARE, GPU, UNIT, device_quantity
 from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.resources.topology import TRIED, Topology
+from tests.core.builders import GIB
 
 
 def gpus(*free: float, types: str = "") -> DeviceSet:
@@ -51,76 +58,6 @@ def test_packing_as_observed_on_ray(free, asked, got):
     assert [place(devices, amount) for amount in asked] == got
 
 
-@pytest.mark.parametrize(
-    ("free", "asked", "got"),
-    [
-        ((1, 1, 1), [0.25] * 4, [[0], [1], [2], [0]]),
-        ((1, 1, 1), [0.7, 0.5, 0.2, 0.3, 0.5], [[0], [1], [2], [2], [1]]),
-        ((0.3, 0.6, 0.5), [0.5, 0.5, 0.5], [[1], [2], []]),
-        ((0.5, 1, 1), [2, 0.5], [[1, 2], [0]]),
-        ((0.9, 1), [1, 0.9, 0.1], [[1], [0], []]),
-        ((0.3, 0.3), [0.5], [[]]),
-        ((), [0.5, 1], [[], []]),
-    ],
-)
-def test_spreading_goes_to_the_emptiest_device(free, asked, got):
-    """[B24]"""
-    devices = gpus(*free)
-    assert [place(devices, amount, spread=True) for amount in asked] == got
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_barred_devices_are_not_used(spread):
-    devices = gpus(1, 1, 1, types="A100 A100 T4")
-    assert place(devices, 0.5, barred=0b001, spread=spread) == [1]
-    assert place(devices, 0.5, barred=0b010, spread=spread) == [0]
-    assert place(devices, 0.5, "A100", barred=0b011, spread=spread) == []
-    assert place(devices, 1, barred=0b100, spread=spread) == []
-    assert place(devices, 1, "T4", barred=0b011, spread=spread) == [2]
-
-
-@pytest.mark.parametrize(("share", "times"), [(0.1, 10), (1 / 3, 3), (0.25, 4)])
-def test_equal_shares_fill_one_device_to_the_last(share, times):
-    devices = gpus(1)
-    assert [place(devices, share) for _ in range(times + 1)] == [[0]] * times + [[]]
-
-
-def test_the_lowest_device_that_came_free_is_used_first():
-    devices = gpus(0, 0, 0)
-    devices.give_back([(2, UNIT)])
-    devices.give_back([(1, UNIT)])
-    assert place(devices, 1) == [1]
-    assert place(devices, 0.5) == [2]
-
-
-def test_choosing_takes_nothing():
-    devices = gpus(1)
-    half = Request.of({}, {"GPU": 5_000})
-    assert devices.choose(5_000, half) == devices.choose(5_000, half) == ((0, 5_000),)
-    assert devices.free == [UNIT]
-
-
-def test_only_devices_of_the_type_that_is_asked_for():
-    devices = gpus(1, 1, 1, 1, types="T4 A100 T4 A100")
-    assert place(devices, 0.5, "A100") == [1]
-    assert place(devices, 1, "A100") == [3]
-    assert place(devices, 1, "A100") == []
-    assert place(devices, 0.6, "A100") == []
-    assert place(devices, 2, "T4") == [0, 2]
-
-
-def test_masks_name_the_devices_of_a_type_and_those_that_are_free():
-    devices = gpus(1, 0.5, 1, 0, types="T4 A100 T4 A100")
-    assert devices.mask_of_type("T4") == 0b0101
-    assert devices.mask_of_type("H200") == 0
-    assert devices.mask_of_type(None) == 0b1111
-    assert devices.free_mask == 0b0101
-    devices.give_back([(3, UNIT)])
-    assert place(devices, 1) == [0]
-    assert devices.free_mask == 0b1100
-    assert gpus().free_mask == gpus().mask_of_type(None) == 0
-
-
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("level", [0, 5_000, UNIT])
 def test_check_notices_a_device_that_is_filed_wrongly(index, level):
@@ -135,5 +72,153 @@ def test_check_notices_a_device_that_is_filed_wrongly(index, level):
             devices.check()
 
 
-def test_a_set_shows_what_is_free():
-    assert repr(gpus(1, 0.25)) == "<DeviceSet GPU: 1.25/2>"
+def test_a_set_shows_what_is_free_and_finds_no_device_of_a_type_that_it_lacks():
+    devices = gpus(1, 0.25, types="T4 A100")
+    assert repr(devices) == "<DeviceSet GPU: 1.25/2>"
+    assert [devices.mask_of_type(kind) for kind in ("T4", "H200", None)] == [1, 0, 3]
+    assert place(devices, 0.5, "H200") == []
+
+
+@pytest.mark.parametrize("spoil", ["named", "capacity", "mask", "apart"])
+def test_check_notices_memory_that_is_given_twice(spoil):
+    devices = DeviceSet("GPU", [Device(0, memory=80)])
+    request = Request.of({}, {"GPU": 2_500}, gpu_memory=40)
+    node = Ledger({}, [devices])
+    node.take(request)
+    node.check()
+    if spoil == "named":
+        devices.named[0] += 1
+    elif spoil == "capacity":
+        devices.capacity = (10,)
+    elif spoil == "mask":
+        devices.named_mask = 0
+    else:
+        devices._apart[0] = 5_000
+    with pytest.raises(AssertionError):
+        devices.check() if spoil != "named" else node.check()
+
+
+def test_only_a_share_or_less_is_reserved_by_name():
+    assert named_bytes(5_000, 10) == named_bytes(0, 10) == 10
+    assert named_bytes(UNIT, 10) == named_bytes(5_000, 0) == 0
+    assert named_bytes(5_000, BY_SHARE) == 0
+
+
+def test_which_devices_are_large_enough_is_remembered_for_some_sizes():
+    devices = DeviceSet(GPU, [Device(0, memory=80 * GIB), Device(1, memory=300)])
+    for size in (*range(1, 400), 300, 301):
+        request = Request.of({}, {GPU: 5_000}, gpu_memory=size)
+        assert devices.usable(5_000, request) == (0b11 if size <= 300 else 0b01)
+
+
+A100 = Device(
+    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
+)
+
+
+H100 = Device(
+    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
+)
+
+
+def test_which_devices_fulfil_a_condition_is_looked_up_once():
+    devices = DeviceSet("GPU", [A100, H100])
+    asked = []
+
+    class Counted(DeviceSelector):
+        def fits(self, device):
+            asked.append(device.id)
+            return super().fits(device)
+
+    request = Request.of({}, {"GPU": UNIT}, where=Counted(least_memory=GIB))
+    for _ in range(5):
+        devices.choose(UNIT, request)
+    assert asked == [0, 1]
+    for least in range(2, 600):
+        devices.choose(UNIT, Request.of({}, {"GPU": UNIT}, where=DeviceSelector(least)))
+    assert len(devices._where) <= 256
+
+
+def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = None):
+    """Devices of which these pairs are linked."""
+    return [
+        Device(
+            index,
+            uuid=f"GPU-{index}",
+            links=frozenset(f"GPU-{b}" for a, b in pairs if a == index),
+            parent=(parents or {}).get(index),
+        )
+        for index in range(count)
+    ]
+
+
+def mask(*indices: int) -> int:
+    return sum(1 << index for index in indices)
+
+
+def placed(devices: DeviceSet, count: int, **options) -> list[int]:
+    """Take so many whole devices."""
+    shares = devices.choose(
+        count * UNIT, Request.of({}, {"GPU": count * UNIT}), **options
+    )
+    devices.take(shares or ())
+    return [index for index, _ in shares or ()]
+
+
+def test_a_single_device_and_a_share_go_to_the_lowest_whatever_is_linked():
+    """[B22]"""
+    devices = DeviceSet("GPU", box(4, (2, 3)))
+    assert placed(devices, 1) == [0]
+    half = Request.of({}, {"GPU": UNIT // 2})
+    assert devices.choose(UNIT // 2, half) == ((1, UNIT // 2),)
+    assert Topology([Device(0, links=frozenset({"GPU-1"}))]).matter is False
+
+
+def test_of_what_is_left_the_best_joined_are_taken():
+    devices = DeviceSet("GPU", box(6, (0, 3), (1, 4), (2, 5)))
+    devices.take([(0, UNIT)])
+    assert placed(devices, 3) == [1, 2, 4]
+    assert placed(devices, 2) == [3, 5]
+
+
+def test_one_end_that_knows_of_a_link_is_enough():
+    devices = [
+        Device(0, uuid="GPU-0"),
+        Device(1, uuid="GPU-1"),
+        Device(2, uuid="GPU-2", links=frozenset({"GPU-0", "GPU-2", "GPU-7"})),
+    ]
+    links = Topology(devices)
+    assert links.matter
+    assert links.count(mask(0, 2)) == 1
+    assert links.count(mask(0, 1, 2)) == 1
+    assert placed(DeviceSet("GPU", devices), 2) == [0, 2]
+
+
+def test_a_warm_set_goes_before_links():
+    devices = DeviceSet("GPU", box(4, (2, 3)))
+    assert placed(devices, 2, warm=(0, (mask(0, 1),))) == [0, 1]
+    assert placed(devices, 2, warm=(0, (mask(1, 2),))) == [2, 3]
+
+
+def test_what_is_joined_wholly_is_not_searched(monkeypatch):
+    pairs = [(a, b) for a in range(8) for b in range(a)]
+    assert not Topology(box(8, *pairs)).matter
+    links = Topology(box(9, *pairs))
+    assert links.matter
+    monkeypatch.setattr("aiogpu.core.resources.topology.combinations", None)
+    assert links.best(mask(*range(8)), 4) == mask(0, 1, 2, 3)
+    assert links.best(mask(*range(1, 5)), 4) == mask(1, 2, 3, 4)
+
+
+def test_in_a_large_box_the_lowest_are_taken(monkeypatch):
+    links = Topology(box(24, (0, 23)))
+    monkeypatch.setattr("aiogpu.core.resources.topology.combinations", None)
+    assert links.best(mask(*range(24)), 8) == mask(*range(8))
+    assert TRIED >= 70  # four of eight
+
+
+def test_a_process_has_one_mig_instance():
+    """CUDA sees one of them, whichever are named."""
+    devices = DeviceSet("GPU", box(4, parents={0: "GPU-a", 2: "GPU-a"}))
+    assert [placed(devices, count) for count in (3, 2, 2)] == [[], [1, 3], []]
+    assert [placed(devices, 1) for _ in range(3)] == [[0], [2], []]

@@ -1,10 +1,12 @@
-"""The index of the devices against a plain search of them all.
+"""The index of the devices, and their links, against a look at every single device.
 
 Whatever is taken and given back, in whatever order: the choice is the one that a
-look at every single device would make.
+search of them all would make.
 """
 
-from hypothesis import HealthCheck, settings
+from itertools import combinations
+
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,12 +22,22 @@ from aiogpu.core.resources.devices import DeviceSet, Share
 from tests.support.sampling import examples
 
 COMMON = st.sampled_from([1_000, 2_500, 3_333, 5_000, 7_000])
+
+
 AMOUNTS = st.one_of(
     COMMON, st.integers(1, UNIT - 1), st.integers(1, 5).map(lambda n: n * UNIT)
 )
+
+
 TYPES = st.sampled_from([None, "A100", "T4"])
+
+
 SIZES = st.sampled_from([0, 40, 80, 80])
+
+
 MEMORY = st.sampled_from([0, 0, 0, BY_SHARE, 1, 10, 33, 50, 80])
+
+
 MASKS = st.one_of(st.just(0), st.integers(0, (1 << 70) - 1))
 
 
@@ -161,6 +173,8 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
+
+
 TestIndex.settings = settings(
     derandomize=True,
     database=None,
@@ -169,3 +183,44 @@ TestIndex.settings = settings(
     stateful_step_count=60,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@st.composite
+def boxes(draw):
+    """Some devices, their links, and which of them are taken."""
+    count = draw(st.integers(2, 8))
+    pairs = list(combinations(range(count), 2))
+    linked = set(draw(st.lists(st.sampled_from(pairs), unique=True)))
+    taken = draw(st.sets(st.integers(0, count - 1), max_size=count - 2))
+    return count, linked, taken
+
+
+def joined(chosen, linked) -> int:
+    """How many pairs of them are linked."""
+    return sum(pair in linked for pair in combinations(sorted(chosen), 2))
+
+
+@settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
+@given(boxes(), st.integers(2, 8))
+def test_the_best_joined_set_is_chosen(box, wanted):
+    count, linked, taken = box
+    devices = DeviceSet(
+        "GPU",
+        [
+            Device(
+                index,
+                uuid=f"GPU-{index}",
+                links=frozenset(f"GPU-{b}" for a, b in linked if a == index),
+            )
+            for index in range(count)
+        ],
+    )
+    devices.take([(index, UNIT) for index in taken])
+    shares = devices.choose(wanted * UNIT, Request.of({}, {"GPU": wanted * UNIT}))
+    free = [index for index in range(count) if index not in taken]
+    best = min(
+        combinations(free, wanted),
+        key=lambda chosen: (-joined(chosen, linked), chosen),
+        default=None,
+    )
+    assert shares == (best and tuple((index, UNIT) for index in best))

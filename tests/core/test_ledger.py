@@ -1,11 +1,18 @@
-"""Leases are taken whole or not at all, and what is free is always exact."""
+"""Leases are taken whole or not at all; what is free, or can never be had, is exact."""
 
 import pytest
 
-from aiogpu.core.model.request import Device, Request
-from aiogpu.core.model.units import UNIT, device_quantity, quantity
-from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.model.request import Device, DeviceSelector, Request
+from aiogpu.core.model.units import (
+    BY_SHARE,
+    TYPE_PREFIX,
+    UNIT,
+    device_quantity,
+    quantity,
+)
+from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
+from tests.core.builders import GIB
 
 
 def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
@@ -17,36 +24,54 @@ def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
     )
 
 
-def asking(
-    cpus: float = 0, gpus: float = 0, *, kind: str | None = None, spread=False, **others
-):
+def node(*devices: Device, kind: str = "GPU") -> Ledger:
+    """A node of four CPUs and these devices."""
+    scalars = {"CPU": 4 * UNIT}
+    scalars.update({TYPE_PREFIX + one.type: UNIT for one in devices if one.type})
+    return Ledger(scalars, [DeviceSet(kind, devices)])
+
+
+def sized(*sizes: int) -> Ledger:
+    """GPUs with so many GiB; 0 for unknown."""
+    cards = [Device(number, memory=size * GIB) for number, size in enumerate(sizes)]
+    return Ledger({}, [DeviceSet("GPU", cards)])
+
+
+def cards(
+    count: int, kind: str | None = None, memory: int = 0, **facts
+) -> list[Device]:
+    """Devices that are alike."""
+    return [
+        Device(number, kind, memory=memory * GIB, **facts) for number in range(count)
+    ]
+
+
+def asking(cpus: float = 0, gpus: float = 0, **others) -> Request:
     """A request in the user's numbers."""
     scalars = {"CPU": cpus, **others}
     return Request.of(
         {name: quantity(name, amount) for name, amount in scalars.items()},
         {"GPU": device_quantity("GPU", gpus)},
-        kind,
-        spread=spread,
     )
 
 
-def test_a_lease_is_taken_and_given_back():
+def need(gpus: float, memory=0, *, kind="GPU", gpu_memory=0, **options) -> Request:
+    """A request for devices and so many GiB of each, or so many bytes."""
+    gpu_memory = gpu_memory or (BY_SHARE if memory == BY_SHARE else int(memory * GIB))
+    amounts = {kind: int(gpus * UNIT)}
+    return Request.of({}, amounts, gpu_memory=gpu_memory, **options)
+
+
+def test_a_lease_is_taken_and_given_back_once():
     node = ledger()
     lease = node.take(asking(1, 0.25))
-    assert lease is not None
     assert lease.shares == (((0, 2_500),),)
     assert node.available() == {"CPU": 3.0, "GPU": 1.75}
+    assert repr(node) == "<Ledger CPU 3/4, GPU 1.75/2; 1 leases>"
     node.check()
     node.give_back(lease)
     assert node.available() == node.totals() == {"CPU": 4.0, "GPU": 2.0}
     node.check()
-
-
-def test_a_lease_is_given_back_once():
-    node = ledger()
-    lease = node.take(asking(1))
-    assert lease is not None
-    node.give_back(lease)
     with pytest.raises(KeyError):
         node.give_back(lease)
 
@@ -61,135 +86,46 @@ def test_nothing_is_taken_where_one_thing_is_short():
     assert not node.leases
 
 
-def test_devices_of_a_kind_that_is_not_there_are_not_found():
-    node = Ledger({"CPU": UNIT})
-    assert node.take(asking(1, 0.5)) is None
-    assert node.why_infeasible(asking(0, 0.5)) == "it lacks GPU 0.5 of 0"
-    assert node.available() == {"CPU": 1.0}
-
-
-def test_a_thousand_tenths_do_not_drift():
-    node = ledger(cpus=100)
-    tenth = asking(0.1)
-    leases = [node.take(tenth) for _ in range(1000)]
-    assert node.available()["CPU"] == 0.0
-    assert node.take(tenth) is None
-    for lease in leases:
-        assert lease is not None
-        node.give_back(lease)
-    assert node.free == node.capacity
-
-
-def test_shares_are_packed_unless_the_request_spreads_them():
+def test_a_request_leaves_what_is_barred_or_kept_from_it():
     """[B24]"""
-    node = ledger()
-    requests = [asking(0, 0.25), asking(0, 0.25, spread=True), asking(0, 0.25)]
-    leases = [node.take(request) for request in requests]
-    assert [lease and lease.shares[0][0][0] for lease in leases] == [0, 1, 0]
-    node.check()
-
-
-def test_a_request_stays_off_the_devices_that_are_barred_to_it():
-    """[B24]"""
-    node = ledger(gpus=3)
+    node = ledger(cpus=4, gpus=3, license=1)
     assert node.take(asking(1, 0.5), barred={"GPU": 0b111}) is None
     assert node.take(asking(1, 2), barred={"GPU": 0b101}) is None
-    assert node.available() == node.totals()
-    first = node.take(asking(1, 0.5), barred={"GPU": 0b011})
-    assert first is not None
-    assert first.shares == (((2, 5_000),),)
-    other = node.take(asking(1, 1), barred={"TPU": 0b111})
-    assert other is not None
-    assert other.shares == (((0, UNIT),),)
-    assert node.take(asking(1), barred={"GPU": 0b111}) is not None
-    node.check()
-
-
-def test_a_request_leaves_what_is_kept_from_it():
-    """[B24]"""
-    node = ledger(cpus=4, license=1)
     kept = {"CPU": 3 * UNIT, "TPU": UNIT}
     assert node.take(asking(2), kept=kept) is None
     assert node.take(asking(1, 1, license=1), kept={"license": 1}) is None
     assert node.available() == node.totals()
-    assert node.take(asking(1, 1, license=1), kept=kept) is not None
+    first = node.take(asking(1, 0.5, license=1), barred={"GPU": 0b011}, kept=kept)
+    assert first.shares == (((2, 5_000),),)
     assert node.take(asking(0.5), kept=kept) is None
-    assert node.take(asking(0, 1), kept=kept) is not None
-    assert node.take(asking(3), kept={}) is not None
+    other = node.take(asking(0, 1), barred={"TPU": 0b111}, kept=kept)
+    assert other.shares == (((0, UNIT),),)
+    assert node.take(asking(1), barred={"GPU": 0b111}) is not None
+    assert node.take(asking(2), kept={}) is not None
     node.check()
 
 
-@pytest.mark.parametrize(
-    ("request_", "reason"),
-    [
-        (asking(4, 2), None),
-        (asking(0, 0.25), None),
-        (asking(5), "it lacks CPU 5 of 4"),
-        (asking(0, 3), "it lacks GPU 3 of 2"),
-        (asking(0, 0, license=1), "it lacks license 1 of 0"),
-        (asking(0, 1, kind="T4"), "there is no GPU of type 'T4' (there are: 2 x A100)"),
-    ],
-)
-def test_what_a_node_can_never_meet_is_said_in_words(request_, reason):
-    assert ledger().why_infeasible(request_) == reason
-
-
-def test_too_few_devices_of_a_type():
-    node = ledger(**{"accelerator_type:A100": 1})
-    assert (
-        node.why_infeasible(asking(0, 3, kind="A100"))
-        == "it lacks GPU 3 of 2 of type A100"
-    )
-
-
-def test_a_busy_node_is_not_an_infeasible_one():
-    node = ledger(cpus=1)
-    assert node.take(asking(1)) is not None
-    assert node.why_infeasible(asking(1)) is None
-
-
-def test_the_cpus_of_one_who_waits_are_lent_and_nothing_else():
-    """[B12]"""
+def test_the_cpus_of_one_who_waits_are_lent_and_taken_back_at_once():
+    """[B12] And nothing else is; others may have them, so less than nothing is free."""
     node = ledger(cpus=2, gpus=1, license=1)
-    lease = node.take(asking(2, 0.5, license=1))
-    assert lease is not None
-    node.lend(lease)
-    assert lease.is_lent
+    lent = node.take(asking(2, 0.5, license=1))
+    node.lend(lent)
+    assert lent.is_lent
     assert node.available() == {"CPU": 2.0, "license": 0.0, "GPU": 0.5}
     node.check()
-    node.resume(lease)
-    assert not lease.is_lent
-    assert node.available() == {"CPU": 0.0, "license": 0.0, "GPU": 0.5}
-    node.check()
-
-
-def test_who_goes_on_takes_his_cpus_at_once_though_others_have_them():
-    """[B12]"""
-    node = ledger(cpus=2)
-    lent = node.take(asking(2))
-    assert lent is not None
-    node.lend(lent)
     other = node.take(asking(1))
-    assert other is not None
     node.resume(lent)
-    assert node.free == {"CPU": -UNIT}
+    assert not lent.is_lent
+    assert node.free["CPU"] == -UNIT
     assert node.is_overdrawn
-    assert node.available()["CPU"] == 0.0
+    assert node.available() == {"CPU": 0.0, "license": 0.0, "GPU": 0.5}
     assert node.take(asking(0.5)) is None
     node.check()
     node.give_back(other)
     assert not node.is_overdrawn
+    node.lend(lent)
     node.give_back(lent)
-    assert node.free == node.capacity
-
-
-def test_a_lease_that_is_lent_can_be_given_back():
-    node = ledger(cpus=2)
-    lease = node.take(asking(2))
-    assert lease is not None
-    node.lend(lease)
-    node.give_back(lease)
-    assert node.free == node.capacity
+    assert node.available() == node.totals()
     node.check()
 
 
@@ -203,64 +139,286 @@ def test_a_lease_helps_who_is_short_of_what_it_holds():
     assert node.would_help(licensed, short)
 
 
-def test_a_ledger_shows_what_is_free():
+@pytest.mark.parametrize("what", ["scalar", "device"])
+def test_check_notices_what_nobody_holds(what):
     node = ledger()
     node.take(asking(1, 0.5))
-    assert repr(node) == "<Ledger CPU 3/4, GPU 1.5/2; 1 leases>"
-
-
-def test_check_notices_an_amount_that_nobody_holds():
-    node = ledger()
-    node.take(asking(1, 0.5))
-    node.free["CPU"] += 1
-    with pytest.raises(AssertionError):
-        node.check()
-
-
-def test_check_notices_a_share_that_nobody_holds():
-    node = ledger()
-    node.take(asking(1, 0.5))
-    node.device_sets["GPU"].free[1] -= 1
+    if what == "scalar":
+        node.free["CPU"] += 1
+    else:
+        node.device_sets["GPU"].free[1] -= 1
     with pytest.raises(AssertionError):
         node.check()
 
 
 @pytest.mark.parametrize(
-    ("asked", "room"),
+    ("node", "asked", "most"),
     [
-        (asking(1), 4),
-        (asking(1.5), 2),
-        (asking(5), 0),
-        (asking(1, 1), 2),
-        (asking(0, 1), 2),
-        (asking(0, 0.3), 6),
-        (asking(0, 0.5), 4),
-        (asking(0, 2), 1),
-        (asking(0, 3), 0),
-        (asking(0, 0.5, kind="A100"), 4),
-        (asking(0, 0.5, kind="H100"), 0),
-        (asking(0, 0.25, license=1), 3),
-        (asking(0, 0, phone=1), 0),
-        (asking(), None),
+        *((ledger(license=3), asking(1.5), 2), (ledger(), asking(), None)),
+        *((ledger(), asking(1, 1), 2), (ledger(), asking(0, 0.3), 6)),
+        *((ledger(), asking(0, 2), 1), (ledger(), asking(0, 3), 0)),
+        (ledger(license=3), asking(0, 0.25, license=1), 3),
+        *((sized(80, 20), need(0, 30), 2), (sized(80, 0), need(0.5, 30), 2)),
+        *((sized(80, 80), need(0.25, 30), 4), (sized(80, 80), need(0.75, 30), 2)),
+        *((sized(80, 0), need(0.25, BY_SHARE), 4), (sized(80, 40), need(2, 60), 0)),
     ],
     ids=str,
 )
-def test_how_many_leases_an_idle_node_has_room_for(asked, room):
+def test_an_idle_node_can_hold_as_many_as_can_be_taken(node, asked, most):
+    assert node.room_for(asked) == most
+    leases = [node.take(asked) for _ in range(most or 0)]
+    assert all(leases)
+    assert most is None or node.take(asked) is None
+    assert node.room_for(asked) == most
+    for lease in leases:
+        node.give_back(lease)
+
+
+def test_how_many_a_node_can_hold_of_a_type_or_with_cpus_that_are_lent():
     node = ledger(license=3, **{"accelerator_type:A100": 1})
-    node.take(asking(2, 1))
-    assert node.room_for(asked) == room
-
-
-def test_who_gives_his_cpus_back_needs_no_room_for_them():
-    node = ledger()
+    assert node.room_for(need(0.5, accelerator_type="A100")) == 4
+    assert node.room_for(need(0.5, accelerator_type="H100")) == 0
     assert node.room_for(asking(1), are_lent=True) is None
     assert node.room_for(asking(1, 0.5), are_lent=True) == 4
-    assert node.room_for(asking(1, license=1), are_lent=True) == 0
+    assert node.room_for(asking(1, phone=1), are_lent=True) == 0
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 1, 2])
-def test_there_is_room_for_as_many_as_can_be_taken(share):
-    node = ledger(cpus=0, gpus=3)
-    room = node.room_for(asking(0, share))
-    assert all(node.take(asking(0, share)) for _ in range(room))
-    assert node.take(asking(0, share)) is None
+def test_what_a_lease_holds_of_the_memory_is_known_to_the_byte():
+    ledger = sized(80, 80, 0)
+    leases = {
+        "named": ledger.take(need(0.25, 10)),
+        "alone": ledger.take(need(0, 20)),
+        "share": ledger.take(need(0.25)),
+        "by share": ledger.take(need(0.3333, BY_SHARE)),
+        "unknown": ledger.take(need(1, where=None)),
+    }
+    third = 80 * GIB * 3333 // UNIT
+    held = {name: ledger.reserved(lease) for name, lease in leases.items() if lease}
+    assert held == {
+        "named": (("GPU", 0, 10 * GIB),),
+        "alone": (("GPU", 0, 20 * GIB),),
+        "share": (("GPU", 0, 20 * GIB),),
+        "by share": (("GPU", 0, third),),
+        "unknown": (("GPU", 1, 80 * GIB),),
+    }
+    devices = ledger.device_sets["GPU"]
+    used = 50 * GIB + (80 * GIB * 5833 // UNIT - 20 * GIB)
+    assert [devices.memory_reserved(index) for index in range(3)] == [used, 80 * GIB, 0]
+    assert ledger.available()["gpu_memory"] == 80 * GIB - used
+    assert ledger.totals()["gpu_memory"] == 160 * GIB
+    several = sized(80, 40)
+    both = several.take(need(2, 30))
+    assert both is not None
+    assert several.reserved(both) == (("GPU", 0, 80 * GIB), ("GPU", 1, 40 * GIB))
+
+
+def test_memory_is_a_resource_where_that_of_a_gpu_is_known():
+    assert "gpu_memory" not in sized(0, 0).totals()
+    assert "gpu_memory" not in sized(0, 0).available()
+    assert sized(0, 8).totals()["gpu_memory"] == 8 * GIB
+    ledger = sized(8, 8)
+    ledger.device_sets["GPU"].availability.note(0, Cause.UNSETTLED, "it is stuck")
+    assert ledger.available()["gpu_memory"] == 8 * GIB
+    assert ledger.totals()["gpu_memory"] == 16 * GIB
+
+
+def test_devices_kept_until_their_driver_agrees_keep_their_memory():
+    ledger = sized(80)
+    lease = ledger.take(need(0, 60))
+    assert lease is not None
+    ledger.keep_devices(lease)
+    ledger.check()
+    assert ledger.take(need(0, 30)) is None
+    ledger.give_back(lease)
+    assert ledger.available() == ledger.totals()
+
+
+def test_bytes_in_words():
+    for request, numbers, words in (
+        (need(0.5, 6), {"GPU": 0.5, "gpu_memory": 6.0 * GIB}, "gpu_memory: 6GiB"),
+        (need(0, 6), {"gpu_memory": 6.0 * GIB}, "gpu_memory: 6GiB"),
+        (need(0.5, BY_SHARE), {"GPU": 0.5}, "gpu_memory: share"),
+    ):
+        assert request.as_numbers() == numbers
+        assert words in str(request)
+    ledger = sized(80)
+    ledger.take(need(0, 20))
+    assert repr(ledger) == "<Ledger GPU 1/1, gpu_memory 60GiB/80GiB; 1 leases>"
+
+
+MIXED = node(*cards(4, "A100", 80), *cards(2, "H100", 94))
+NAMED = node(
+    *cards(2, "H100", 80, name="NVIDIA H100 PCIe", compute_capability=(9, 0)),
+    *cards(1, name="NVIDIA T4"),
+)
+SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
+
+
+@pytest.mark.parametrize(
+    ("ledger", "request_", "reason"),
+    [
+        (MIXED, need(6), None),
+        (MIXED, need(2, gpu_memory=94 * GIB), None),
+        (MIXED, need(0.5, gpu_memory=BY_SHARE), None),
+        (MIXED, Request.of({"CPU": 5 * UNIT}, {}), "it lacks CPU 5 of 4"),
+        (
+            MIXED,
+            Request.of({"gpu": UNIT}, {}),
+            "it lacks gpu 1 of 0 (did you mean 'GPU'?)",
+        ),
+        (
+            MIXED,
+            need(1, accelerator_type="A1000"),
+            "there is no GPU of type 'A1000' (there are: 4 x A100, 2 x H100; did you "
+            "mean 'A100'?)",
+        ),
+        (
+            node(*cards(2)),
+            need(1, accelerator_type="A100"),
+            "there is no GPU of type 'A100' (there are: 2 x of unknown type; if "
+            'they are, start it with init(accelerator_type="...") or `aiogpu start '
+            "--accelerator-type ...`)",
+        ),
+        (
+            node(),
+            need(1, accelerator_type="A100"),
+            "there is no GPU of type 'A100' (there is none at all)",
+        ),
+        (
+            # Declared as a resource, but no device is of it.
+            Ledger({TYPE_PREFIX + "T4": UNIT}, [DeviceSet("GPU", cards(2, "A100"))]),
+            need(1, accelerator_type="T4"),
+            "there is no GPU of type 'T4' (there are: 2 x A100)",
+        ),
+        (
+            node(*cards(1, name="NVIDIA L4", memory=24), *cards(1)),
+            need(0.5, gpu_memory=30 * GIB),
+            "it lacks 1 GPU with gpu_memory 30GiB (there are: 1 x NVIDIA L4 of 24GiB, "
+            "1 x of unknown type)",
+        ),
+        (MIXED, need(3, accelerator_type="H100"), "it lacks GPU 3 of 2 of type H100"),
+        (MIXED, need(1, kind="NPU"), "it lacks NPU 1 of 0"),
+        (
+            MIXED,
+            need(3, where=DeviceSelector(90 * GIB)),
+            "of its 6 GPUs, only 2 fulfil memory of 90GiB or more (there are: 4 x A100 "
+            "of 80GiB, 2 x H100 of 94GiB)",
+        ),
+        (
+            MIXED,
+            need(1, accelerator_type="H100", where=DeviceSelector(name="*sxm*")),
+            "of its 2 GPUs of type H100, none fulfils a name like '*sxm*' (there are: "
+            "2 x H100 of 94GiB without a name)",
+        ),
+        (
+            NAMED,
+            need(1, where=DeviceSelector(name="h100")),
+            "of its 3 GPUs, none fulfils a name like 'h100' (there are: 2 x 'NVIDIA "
+            "H100 PCIe' of 80GiB, 1 x 'NVIDIA T4'; did you mean '*h100*'?)",
+        ),
+        (
+            node(*cards(1, memory=80)),
+            need(1, where=DeviceSelector(100 * GIB)),
+            "of its 1 GPU, none fulfils memory of 100GiB or more (there are: 1 x "
+            "80GiB)",
+        ),
+        (
+            NAMED,
+            need(1, where=DeviceSelector(least_capability=(10, 0))),
+            "of its 3 GPUs, none fulfils compute capability 10.0 or more (there are: 2 "
+            "x H100 of 80GiB (compute capability 9.0), 1 x NVIDIA T4 (compute "
+            "capability not known))",
+        ),
+        (
+            SPLIT,
+            need(2),
+            "a process can use one MIG instance only, and all but 1 of its 4 GPUs are "
+            "MIG instances: ask for GPU 1 at most",
+        ),
+        (
+            node(*cards(2, parent="GPU-1")),
+            need(2),
+            "a process can use one MIG instance only, and its 2 GPUs are MIG "
+            "instances: ask for GPU 1 at most",
+        ),
+        (
+            MIXED,
+            need(3, gpu_memory=90 * GIB),
+            "it lacks 3 GPUs with gpu_memory 90GiB (there are: 4 x A100 of 80GiB, 2 x "
+            "H100 of 94GiB)",
+        ),
+        (
+            node(*cards(2)),
+            need(0.5, gpu_memory=GIB),
+            "it does not know how much memory its GPUs have: start it "
+            'with init(gpu_memory="80GiB") or `aiogpu start --gpu-memory 80GiB`, or '
+            "leave gpu_memory= out",
+        ),
+        (
+            node(*cards(2), *cards(1, memory=80)),
+            need(2, gpu_memory=BY_SHARE),
+            "it does not know how much memory 2 of its GPUs have: start it "
+            'with init(gpu_memory="80GiB") or `aiogpu start --gpu-memory 80GiB`, or '
+            "leave gpu_memory= out",
+        ),
+        (
+            MIXED,
+            need(0, gpu_memory=BY_SHARE),
+            "gpu_memory='share' is the part of a GPU's memory that num_gpus is of the "
+            "GPU, and num_gpus is 0",
+        ),
+    ],
+)
+def test_what_a_node_can_never_give_in_words(ledger, request_, reason):
+    """[B23]"""
+    assert ledger.why_infeasible(request_) == reason
+
+
+def test_of_many_sorts_the_commonest_are_named():
+    devices = [Device(number, memory=number * GIB) for number in range(1, 12)]
+    reason = node(*devices).why_infeasible(need(1, where=DeviceSelector(name="x")))
+    assert reason.endswith("1 x 8GiB without a name, and others)")
+
+
+def test_gpu_memory_says_nothing_of_other_kinds():
+    ledger = node(*cards(2, kind="TPU"), kind="TPU")
+    request = Request((), (("TPU", UNIT),), gpu_memory=GIB)
+    assert ledger.why_infeasible(request) is None
+    lease = ledger.take(request)
+    assert lease is not None
+    assert ledger.reserved(lease) == (("TPU", 0, 0),)
+    ledger.check()
+    ledger.give_back(lease)
+    ledger.check()
+
+
+A100 = Device(
+    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
+)
+
+
+H100 = Device(
+    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
+)
+
+
+def test_beside_gpus_a_type_and_conditions_are_said_of_these():
+    boards = DeviceSet("FPGA", [Device(0), Device(1, "U250")])
+    gpus = DeviceSet("GPU", [A100, H100])
+    ledger = Ledger({"accelerator_type:H100": UNIT}, [gpus, boards])
+    wanted = {"GPU": UNIT // 2, "FPGA": UNIT}
+    request = Request.of(
+        {}, wanted, "H100", where=DeviceSelector(least_memory=90 * GIB)
+    )
+    assert ledger.why_infeasible(request) is None
+    lease = ledger.take(request)
+    assert lease is not None
+    assert dict(zip(["FPGA", "GPU"], lease.shares, strict=True)) == {
+        "FPGA": ((0, UNIT),),
+        "GPU": ((1, UNIT // 2),),
+    }
+    ledger.check()
+    unknown = ledger.why_infeasible(Request.of({}, wanted, "U250"))
+    assert unknown == "there is no GPU of type 'U250' (there are: 1 x A100, 1 x H100)"
+    alone = Request.of({}, {"FPGA": UNIT}, "U250")
+    assert boards.choose(UNIT, alone) == ((1, UNIT),)

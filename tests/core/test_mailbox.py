@@ -1,12 +1,19 @@
-"""Mailboxes against a model: order kept, nothing twice, nothing lost."""
+"""Mailboxes and stream windows against models: order kept, nothing twice or lost."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-from aiogpu.core.mailbox import Mailbox
+from aiogpu.core.mailbox import Mailbox, Window
 from tests.support.sampling import examples
 
 
@@ -16,76 +23,6 @@ def filled(window: int = 2, calls: int = 4, is_serial: bool = True) -> Mailbox:
         assert not mailbox.post(call)
     assert mailbox.open() == list(range(1, min(window, calls) + 1))
     return mailbox
-
-
-def test_it_sends_as_much_as_its_window_holds() -> None:
-    mailbox = filled()
-    assert not mailbox.post(5)
-    assert mailbox.take() == []
-    assert mailbox.finish(1)
-    assert mailbox.take() == [3]
-    assert len(mailbox) == 4
-    assert repr(mailbox) == "<Mailbox 2 waiting, 2 sent>"
-
-
-def test_an_empty_one_sends_at_once_and_in_order() -> None:
-    mailbox = filled(calls=0)
-    assert mailbox.post(1)
-    assert mailbox.post(2)
-    assert not mailbox.post(3)
-    assert mailbox.finish(2)
-    assert not mailbox.post(4), "3 goes first"
-    assert mailbox.take() == [3]
-
-
-def test_who_runs_one_at_a_time_is_sent_more_when_half_is_left() -> None:
-    assert [Mailbox(window, is_serial=True).low for window in (1, 2, 256)] == [
-        0,
-        1,
-        128,
-    ]
-    assert [Mailbox(window, is_serial=False).low for window in (1, 2, 9)] == [0, 1, 8]
-
-
-def test_who_cancels() -> None:
-    mailbox = filled()
-    assert not mailbox.cancel(4), "it was never sent"
-    assert mailbox.cancel(2)
-    assert not mailbox.cancel(2), "it was told"
-    assert not mailbox.cancel(9)
-    assert not mailbox.finish(2), "nobody wants the answer"
-    assert mailbox.take() == [3]
-    assert not mailbox.finish(7)
-
-
-def test_what_a_serial_process_takes_with_it() -> None:
-    mailbox = filled(window=3, calls=5)
-    mailbox.finish(1)
-    mailbox.cancel(3)
-    assert mailbox.lose(2, []) == [2]
-    assert mailbox.take() == []
-    assert mailbox.open() == [4, 5], "3 was cancelled"
-
-
-def test_what_is_tried_again_keeps_its_place() -> None:
-    mailbox = filled(window=3, calls=5)
-    assert mailbox.lose(1, [1]) == []
-    assert mailbox.open() == [1, 2, 3]
-
-
-def test_a_concurrent_process_may_have_begun_all() -> None:
-    mailbox = filled(window=3, calls=5, is_serial=False)
-    assert mailbox.lose(0, [2]) == [1, 3]
-    assert mailbox.open() == [2, 4, 5]
-
-
-def test_the_end() -> None:
-    mailbox = filled(window=2, calls=4)
-    mailbox.cancel(1)
-    assert mailbox.close() == [2, 3, 4]
-    assert len(mailbox) == 0
-    assert not mailbox.finish(2)
-    assert not mailbox.post(5)
 
 
 class Post(RuleBasedStateMachine):
@@ -164,6 +101,114 @@ class Post(RuleBasedStateMachine):
 
 
 TestPost = Post.TestCase
+
+
 TestPost.settings = settings(
     max_examples=examples(150), stateful_step_count=40, deadline=None
 )
+
+
+def test_a_mailbox_sends_as_much_as_its_window_holds_in_order() -> None:
+    mailbox = filled()
+    assert not mailbox.post(5)
+    assert mailbox.take() == []
+    assert mailbox.finish(1)
+    assert mailbox.take() == [3]
+    assert len(mailbox) == 4
+    assert repr(mailbox) == "<Mailbox 2 waiting, 2 sent>"
+    assert not mailbox.finish(7), "it was not sent"
+    serial = [Mailbox(window, is_serial=True).low for window in (1, 2, 256)]
+    assert serial == [0, 1, 128], "it has enough to do until half are left"
+    assert [Mailbox(window, is_serial=False).low for window in (1, 2, 9)] == [0, 1, 8]
+
+
+def test_a_mailbox_is_closed_for_good() -> None:
+    mailbox = filled(window=2, calls=4)
+    mailbox.cancel(1)
+    assert mailbox.close() == [2, 3, 4]
+    assert len(mailbox) == 0
+    assert not mailbox.finish(2)
+    assert not mailbox.post(5)
+    assert mailbox.take() == []
+
+
+def test_with_one_each_item_waits_for_the_one_before():
+    window = Window(1)
+    assert window.limit == 1
+    assert [window.take() for _ in range(3)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [2, 3, 64, 65])
+def test_few_messages_pass(size):
+    window = Window(size)
+    told = [limit for limit in (window.take() for _ in range(10 * size)) if limit]
+    assert len(told) <= 20
+    assert told == sorted(set(told))
+    assert told[-1] == window.limit
+
+
+class Streaming(RuleBasedStateMachine):
+    """A producer, a consumer, and two wires between them that deliver some time."""
+
+    @initialize(size=st.integers(1, 9))
+    def begin(self, size: int) -> None:
+        self.window = Window(size)
+        self.allowed = size
+        self.yielded = 0
+        self.buffered = 0
+        self.items_under_way = 0
+        self.limits_under_way: list[int] = []
+
+    @precondition(lambda self: self.yielded < self.allowed)
+    @rule()
+    def produce(self) -> None:
+        self.yielded += 1
+        self.items_under_way += 1
+
+    @precondition(lambda self: self.items_under_way)
+    @rule()
+    def arrive(self) -> None:
+        self.buffered += self.items_under_way
+        self.items_under_way = 0
+
+    @precondition(lambda self: self.buffered)
+    @rule()
+    def consume(self) -> None:
+        self.buffered -= 1
+        limit = self.window.take()
+        if limit:
+            self.limits_under_way.append(limit)
+
+    @precondition(lambda self: self.limits_under_way)
+    @rule()
+    def hear(self) -> None:
+        self.allowed = max(self.allowed, self.limits_under_way.pop(0))
+
+    @invariant()
+    def it_is_never_further_ahead_than_it_may(self) -> None:
+        assert self.yielded - self.window.taken <= self.window.size
+        assert self.buffered <= self.window.size
+
+    @invariant()
+    def somebody_can_always_go_on(self) -> None:
+        is_held = self.yielded >= self.allowed
+        is_quiet = not self.items_under_way and not self.limits_under_way
+        assert self.buffered or not is_held or not is_quiet
+
+    @invariant()
+    def it_is_said_to_be_held_if_it_is(self) -> None:
+        if not self.items_under_way and not self.limits_under_way:
+            is_held = self.yielded >= self.allowed
+            assert self.window.holds(self.buffered) == is_held
+
+
+Streaming.TestCase.settings = settings(max_examples=50, deadline=None)
+
+
+TestStreaming = Streaming.TestCase
+
+
+def test_a_window_shows_its_counts():
+    window = Window(4)
+    window.take()
+    assert repr(window) == "<Window 1 taken, 4 allowed>"

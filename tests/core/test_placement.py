@@ -1,9 +1,12 @@
-"""What waits meets what is free, in order of priority and submission."""
+"""What waits meets what is free: order, shares, and the memory of devices."""
 
 import pytest
 
-from aiogpu.errors import InfeasibleError
+from aiogpu.core.model.request import Device, DeviceSelector
+from aiogpu.core.resources.devices import Cause
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
+from tests.core.builders import GIB, status_of, why_of
 
 
 def submit_all(w: World, *fractions: float) -> list[str]:
@@ -17,9 +20,7 @@ def submit_all(w: World, *fractions: float) -> list[str]:
 @pytest.mark.parametrize(
     ("fractions", "devices"),
     [
-        ((0.5, 0.5, 0.5, 0.3, 0.3), [0, 0, 1, 1, 2]),
         ((0.7, 0.5, 0.2, 0.3, 0.5), [0, 1, 0, 1, 2]),
-        ((1 / 3, 1 / 3, 1 / 3, 1 / 3), [0, 0, 0, 1]),
         ((0.1,) * 11, [0] * 10 + [1]),
         ((0.5, 1, 0.5, 1), [0, 1, 0, 2]),
     ],
@@ -55,58 +56,16 @@ def test_a_whole_device_waits_while_every_device_is_partly_used():
     assert w.gpus_of("t2") == [0]
 
 
-def test_two_whole_devices_go_round_a_shared_one():
-    w = World(gpus=3)
-    submit_all(w, 1, 0.5)
-    w.finish("t0")
-    w.submit("two", num_gpus=2)
-    w.submit("half", num_gpus=0.5)
-    assert w.gpus_of("two") == [0, 2]
-    assert w.gpus_of("half") == [1]
-
-
-def test_the_lowest_device_that_came_free_is_used_first():
-    w = World(gpus=3)
-    submit_all(w, 1, 1, 1)
-    w.finish("t2")
-    w.finish("t0")
-    w.submit("next", num_gpus=1)
-    assert w.gpus_of("next") == [0]
-
-
-def test_a_type_is_honoured():
-    w = World(gpu_types=["T4", "A100"])
-    w.submit("a", num_gpus=0.5, accelerator_type="A100")
-    w.submit("b", num_gpus=1, accelerator_type="A100")
-    assert w.gpus_of("a") == [1]
-    assert w.waiting == {"b"}
-    with pytest.raises(InfeasibleError, match="GPU 2 of 1 of type A100"):
-        w.submit("c", num_gpus=2, accelerator_type="A100")
-    with pytest.raises(InfeasibleError, match="no GPU of type 'H200'"):
-        w.submit("d", num_gpus=1, accelerator_type="H200")
-
-
-def test_first_come_first_served():
-    w = World(cpus=1)
-    for name in "abc":
-        w.submit(name)
-    assert w.running == {"a"}
-    w.finish("a")
-    assert w.running == {"b"}
-    w.finish("b")
-    assert w.running == {"c"}
-
-
-def test_higher_priority_goes_first_over_all_shapes():
+def test_the_order_is_priority_and_arrival_over_all_shapes():
     w = World(cpus=1, resources={"license": 1})
     w.submit("running")
-    w.submit("first come")
+    for name in ("first", "second"):
+        w.submit(name)
     w.submit("urgent", resources={"license": 1}, priority=1)
     w.submit("least", priority=-1)
-    w.finish("running")
-    assert w.running == {"urgent"}
-    w.finish("urgent")
-    assert w.running == {"first come"}
+    for name in ("running", "urgent", "first", "second", "least"):
+        assert w.running == {name}
+        w.finish(name)
 
 
 def test_one_that_does_not_fit_holds_up_its_own_shape_only():
@@ -115,7 +74,8 @@ def test_one_that_does_not_fit_holds_up_its_own_shape_only():
     w.submit("two", num_cpus=2)
     w.submit("two again", num_cpus=2)
     w.submit("one more")
-    assert w.running == {"one", "one more"}
+    w.submit("nothing", num_cpus=0)
+    assert w.running == {"one", "one more", "nothing"}
     assert w.waiting == {"two", "two again"}
 
 
@@ -128,13 +88,6 @@ def test_one_end_lets_several_begin():
     assert w.running == {f"one {number}" for number in range(4)}
 
 
-def test_what_asks_for_nothing_never_waits():
-    w = World(cpus=0)
-    w.submit("a", num_cpus=0)
-    w.submit("b", num_cpus=0)
-    assert w.running == {"a", "b"}
-
-
 def test_cpu_custom_resources_and_gpus_are_taken_together():
     w = World(cpus=1, gpus=1, resources={"license": 0.5})
     w.submit("a", num_cpus=0.5, num_gpus=0.25, resources={"license": 0.25})
@@ -144,3 +97,241 @@ def test_cpu_custom_resources_and_gpus_are_taken_together():
     assert w.free == {"CPU": 0.5, "license": 0.25, "GPU": 0.75}
     w.finish("a")
     assert w.free == {"CPU": 0.5, "license": 0.0, "GPU": 0.75}
+
+
+A100 = Device(
+    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
+)
+
+
+H100 = Device(
+    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
+)
+
+
+PLAIN = Device(2)
+
+
+def test_who_waits_for_such_a_device_holds_up_nobody_else():
+    w = World(devices=[A100, H100, PLAIN])
+    fast = DeviceSelector(least_capability=(9, 0))
+    w.submit("a", num_gpus=1, where=fast)
+    w.submit("b", num_gpus=1, where=fast)
+    w.submit("c", num_gpus=2)
+    assert w.gpus_of("a") == [1]
+    assert w.waiting == {"b"}
+    shown = str(status_of(w))
+    assert "1 x {CPU: 1, GPU: 1} of compute capability 9.0 or more: b first" in shown
+    assert w.gpus_of("c") == [0, 2]
+    w.finish("c")
+    assert w.waiting == {"b"}
+    w.finish("a")
+    assert w.gpus_of("b") == [1]
+
+
+def test_a_request_without_devices_has_no_conditions():
+    w = World(devices=[A100])
+    w.submit("a", where=DeviceSelector(least_memory=1 << 50))
+    assert w.running == {"a"}
+
+
+# [B44] Memory of devices.
+
+
+def reason(w: World) -> str:
+    """Why the first of those that wait does, in a line."""
+    return status_of(w).shapes[0].reason
+
+
+def test_a_task_that_asks_for_memory_waits_for_it_and_says_who_holds_it():
+    w = World(gpus=2, gpu_memory="80GiB")
+    w.submit("zeroth", num_cpus=0)
+    w.submit("a", gpu_memory="60GiB")
+    w.submit("b", num_gpus=0.25, gpu_memory="70GiB")
+    w.submit("c", gpu_memory="40GiB")
+    assert [w.gpus_of(name) for name in "ab"] == [[0], [1]]
+    short = "waits for GPU memory 40GiB (free by device: 0: 20GiB, 1: 10GiB)"
+    assert reason(w) == short
+    assert str(why_of(w, "c")) == (
+        "c (task 3) has waited 0.0 s for {CPU: 1, gpu_memory: 40GiB}\n"
+        "  GPU memory 40GiB: 30GiB of 160GiB free (0: 20GiB, 1: 10GiB)\n"
+        "    60GiB of GPU 0: held by a (pid 102, for 0.0 s)\n"
+        "    70GiB of GPU 1: held by b (pid 103, for 0.0 s)"
+    )
+    w.finish("b")
+    assert w.gpus_of("c") == [1]
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "expected"),
+    [
+        (
+            {"gpu_memory": "60GiB"},
+            {"num_gpus": 0.5},
+            "waits for GPU memory 40GiB (free by device: 0: 20GiB)",
+        ),
+        (
+            {"gpu_memory": "1GiB"},
+            {"num_gpus": 1},
+            "waits for GPU memory 80GiB (free by device: 0: 79GiB)",
+        ),
+        (
+            {"num_gpus": 0.7, "gpu_memory": "1GiB"},
+            {"num_gpus": 0.5, "gpu_memory": "1GiB"},
+            "waits for GPU 0.5 (free by device: 0: 0.3)",
+        ),
+    ],
+    ids=["a share", "a whole device", "a share that is short"],
+)
+def test_shares_and_bytes_are_both_waited_for(held, asked, expected):
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.submit("a", **held)
+    w.submit("b", **asked)
+    assert reason(w) == expected
+    w.finish("a")
+    assert w.running == {"b"}
+
+
+def test_only_devices_that_could_serve_it_are_named():
+    cards = [Device(0, memory=16 * GIB), Device(1, memory=80 * GIB), Device(2)]
+    w = World(devices=cards)
+    w.submit("a", num_gpus=0.5, gpu_memory="70GiB")
+    w.submit("b", num_gpus=0.5, gpu_memory="20GiB")
+    assert reason(w) == "waits for GPU memory 20GiB (free by device: 1: 10GiB)"
+    w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
+    assert reason(w) == "waits for GPU 0.5 (free by device: 1: set aside)"
+
+
+def test_status_shows_who_has_reserved_how_much_until_the_device_is_seen_free():
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.settles = True
+    w.submit("a", gpu_memory="20GiB", max_calls=1)
+    w.submit("b", num_gpus=0.25)
+    status = status_of(w)
+    (device,) = status.devices
+    assert (device.free, device.memory_reserved) == (0.75, 40 * GIB)
+    assert [one.memory for one in device.holders] == [20 * GIB, 20 * GIB]
+    assert (status.total["gpu_memory"], status.available["gpu_memory"]) == (
+        80 * GIB,
+        40 * GIB,
+    )
+    for line in ("gpu_memory  40GiB of 80GiB free", "\n  20GiB  a  ", "\n  0.25   b  "):
+        assert line in str(status)
+    w.finish("a")
+    w.submit("c", gpu_memory="50GiB")
+    assert w.waiting == {"c"}
+    assert "20GiB  (ended)" in str(status_of(w))
+    w.run_dry()
+    assert set(w.told.values()) == {"settled"}
+    assert "gpu_memory" not in str(status_of(w))
+
+
+def test_what_a_large_one_needs_is_kept_for_it():
+    """[B24]"""
+    w = World(gpus=2, gpu_memory="80GiB")
+    w.submit("a", gpu_memory="30GiB", timeout=60, cancel_grace=0)
+    w.submit("b", gpu_memory="30GiB", timeout=20, cancel_grace=0)
+    w.submit("other", gpu_memory="30GiB", timeout=90, cancel_grace=0)
+    assert [w.gpus_of(name) for name in ("a", "b", "other")] == [[0], [0], [1]]
+    w.submit("large", gpu_memory="60GiB")
+    w.advance(2)
+    w.submit("late", gpu_memory="20GiB")
+    reservation = w.scheduler.reservation
+    assert (reservation.barred, reservation.until) == ({"GPU": 0b01}, 60)
+    assert w.gpus_of("late") == [1]
+    w.submit("later", gpu_memory="31GiB")
+    assert w.waiting == {"large", "later"}
+    w.advance(19)  # what is left of "b" is not enough
+    assert w.waiting == {"large", "later"}
+    w.finish("a")
+    assert w.gpus_of("large") == [0]
+
+
+def test_a_whole_device_is_kept_where_memory_comes_free_soonest():
+    w = World(gpus=2, gpu_memory="80GiB")
+    w.submit("a", gpu_memory="60GiB", timeout=60, cancel_grace=0)
+    w.submit("b", gpu_memory="60GiB", timeout=30, cancel_grace=0)
+    w.submit("whole", num_gpus=1)
+    w.advance(2)
+    w.submit("c", num_gpus=0.1)
+    assert w.scheduler.reservation.barred == {"GPU": 0b10}
+    assert w.gpus_of("c") == [0]
+
+
+def test_memory_that_is_held_for_life_is_not_waited_for():
+    """[B24]"""
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.submit("actor", gpu_memory="60GiB", is_endless=True)
+    w.submit("a", gpu_memory="10GiB")
+    w.submit("large", gpu_memory="30GiB")
+    w.advance(2)
+    w.submit("b", gpu_memory="10GiB")
+    assert w.scheduler.reservation is None
+    assert w.running == {"actor", "a", "b"}
+    assert "held without end" in str(why_of(w, "large"))
+
+
+def test_a_child_that_needs_the_memory_of_its_parent_can_never_run():
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.submit("parent", gpu_memory="60GiB")
+    w.submit("small", gpu_memory="20GiB", parent="parent")
+    w.wait_for("parent", "small")
+    assert w.running == {"parent", "small"}
+    w.finish("small")
+    w.submit("child", gpu_memory="30GiB", parent="parent")
+    w.wait_for("parent", "child")
+    assert w.told["child"] == "deadlocked"
+    assert w.tasks["child"].reason == (
+        "child asks for {CPU: 1, gpu_memory: 30GiB}, and those that wait hold it: "
+        "parent holds {CPU: 1, gpu_memory: 60GiB} and waits for child"
+    )
+
+
+def test_a_worker_is_used_again_by_those_with_its_limit():
+    """[B27]"""
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.submit("a", gpu_memory="10GiB")
+    first = w.worker_of("a")
+    w.finish("a")
+    w.submit("b", gpu_memory="20GiB")
+    assert w.worker_of("b") != first
+    w.submit("c", gpu_memory="10GiB")
+    assert w.worker_of("c") == first
+    w.submit("d", num_gpus=0.25, gpu_memory="share")
+    by_share = w.worker_of("d")
+    w.finish("d")
+    w.submit("e", num_gpus=0.5, gpu_memory="share")
+    assert w.worker_of("e") not in (first, by_share)
+    w.finish("e")
+    w.submit("f", num_gpus=0.25)
+    assert w.worker_of("f") not in (first, by_share)
+    w.submit("g", num_gpus=0.25, gpu_memory="share")
+    assert w.worker_of("g") == by_share
+
+
+def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = None):
+    """Devices of which these pairs are linked."""
+    return [
+        Device(
+            index,
+            uuid=f"GPU-{index}",
+            links=frozenset(f"GPU-{b}" for a, b in pairs if a == index),
+            parent=(parents or {}).get(index),
+        )
+        for index in range(count)
+    ]
+
+
+def test_who_wants_two_waits_for_what_is_no_mig_instance():
+    w = World(devices=box(4, parents={0: "GPU-a", 1: "GPU-a"}))
+    w.submit("a", num_gpus=0.5)
+    w.submit("b", num_gpus=1)
+    w.submit("c", num_gpus=1)
+    w.submit("d", num_gpus=2)
+    assert (w.gpus_of("a"), w.gpus_of("b"), w.gpus_of("c")) == ([0], [1], [2])
+    w.advance(2)
+    w.submit("e", num_gpus=0.1)
+    assert w.scheduler.reservation.barred == {"GPU": 0b1100}
+    assert w.gpus_of("e") == [0]
+    w.finish("c")
+    assert w.gpus_of("d") == [2, 3]

@@ -1,4 +1,4 @@
-"""Placement groups in the queue, those who run in them, and how both end."""
+"""Placement groups in the queue, those that run in them, and how both end."""
 
 from dataclasses import replace
 
@@ -23,32 +23,12 @@ from aiogpu.core.scheduler.reservation import reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import REMEMBERED
 from aiogpu.errors import InfeasibleError
-from aiogpu.observe.snapshot import snapshot, why
-from tests.core.placement_group_world import GangWorld, placement_group_of, request_of
+from aiogpu.observe.snapshot import snapshot
+from tests.core.builders import GroupWorld, request_of, status_of, why_of
 
 
-def why_of(w: GangWorld, name: str):
-    record = w.scheduler.tasks.get(w.tasks[name].id)
-    return why(
-        w.scheduler, record, dict.fromkeys(w.placement_groups.values(), 4711), w.now
-    )
-
-
-def test_a_gang_is_granted_at_once_and_without_a_worker():
-    w = GangWorld(gpus=2)
-    w.placement_group("gang", {"GPU": 1}, {"GPU": 0.5})
-    assert list(w.placement_groups) == ["gang"]
-    assert not w.workers
-    assert w.free_gpus == [0, 0.5]
-    w.cancel("gang")
-    assert w.free_gpus == [1, 1]
-    assert w.forgotten == {"gang"}
-    assert w.told == {}
-    assert not w.scheduler.placement_groups
-
-
-def test_a_gang_waits_whole_and_in_its_turn():
-    w = GangWorld(cpus=8, gpus=2)
+def test_a_group_waits_whole_and_in_its_turn():
+    w = GroupWorld(cpus=8, gpus=2)
     w.submit("before", num_gpus=0.1)
     w.placement_group("gang", {"GPU": 1}, {"GPU": 1})
     w.submit("after", num_gpus=1)
@@ -60,8 +40,8 @@ def test_a_gang_waits_whole_and_in_its_turn():
     assert list(w.placement_groups) == ["gang"]
 
 
-def test_members_wait_for_their_gang_and_run_in_its_bundles():
-    w = GangWorld(cpus=8, gpus=2)
+def test_members_wait_for_their_group_and_run_in_its_bundles():
+    w = GroupWorld(cpus=8, gpus=2)
     w.submit("before", num_gpus=1)
     w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1})
     w.submit_in("gang", "first", 0, num_cpus=1, num_gpus=1)
@@ -79,18 +59,25 @@ def test_members_wait_for_their_gang_and_run_in_its_bundles():
     assert w.running == {"first", "third"}
 
 
-def test_who_stands_alone_takes_nothing_of_a_gang():
-    w = GangWorld(cpus=8, gpus=1)
-    w.placement_group("gang", {"GPU": 1})
-    w.submit("alone", num_gpus=0.5)
+def test_a_group_is_granted_without_a_worker_and_alone_serves_its_members():
+    w = GroupWorld(cpus=8, gpus=2)
+    w.placement_group("gang", {"GPU": 1}, {"GPU": 0.5})
+    assert list(w.placement_groups) == ["gang"]
+    assert not w.workers
+    w.placement_group("twin", {"GPU": 0.5}, key="gang")
+    assert w.told == {"twin": "misfit"}, "it is not asked for twice"
+    assert w.free_gpus == [0, 0.5]
+    w.submit("alone", num_gpus=1)
     assert w.waiting == {"alone"}
     assert "held by gang" in str(why_of(w, "alone"))
     w.cancel("gang")
     assert w.running == {"alone"}
+    assert w.forgotten >= {"gang"}
+    assert not w.scheduler.placement_groups
 
 
-def test_a_gang_that_is_removed_ends_its_members():
-    w = GangWorld(cpus=8, gpus=1)
+def test_a_group_that_is_removed_ends_its_members():
+    w = GroupWorld(cpus=8, gpus=1)
     w.placement_group("gang", {"GPU": 1, "CPU": 2})
     w.submit_in("gang", "runs", num_gpus=1, num_cpus=1)
     w.submit_in("gang", "waits", num_gpus=0.5)
@@ -105,8 +92,8 @@ def test_a_gang_that_is_removed_ends_its_members():
     assert w.running == {"alone"}
 
 
-def test_a_member_that_will_not_stop_is_killed_and_holds_its_gang_till_then():
-    w = GangWorld(cpus=8, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
+def test_a_member_that_will_not_stop_is_killed_and_holds_its_group_till_then():
+    w = GroupWorld(cpus=8, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "stubborn", num_gpus=1, max_calls=1)
     w.cancel("gang")
@@ -118,8 +105,8 @@ def test_a_member_that_will_not_stop_is_killed_and_holds_its_gang_till_then():
     assert w.forgotten == {"stubborn", "gang"}
 
 
-def test_devices_of_a_member_are_seen_free_before_its_gang_ends():
-    w = GangWorld(cpus=8, gpus=1)
+def test_devices_of_a_member_are_seen_free_before_its_group_ends():
+    w = GroupWorld(cpus=8, gpus=1)
     w.settles = True
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "member", num_gpus=0.5, max_calls=1)
@@ -131,48 +118,50 @@ def test_devices_of_a_member_are_seen_free_before_its_gang_ends():
     assert w.free_gpus == [1]
 
 
-def test_a_gang_that_waits_is_withdrawn_with_its_members():
-    w = GangWorld(gpus=1)
+def test_a_group_that_waits_is_withdrawn_with_its_members():
+    w = GroupWorld(gpus=1)
     w.submit("before", num_gpus=1)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "member", num_gpus=1)
+    w.submit_in("gang", "cancelled", num_gpus=1)
+    w.cancel("cancelled")
+    assert w.forgotten == {"cancelled"}
     w.cancel("gang")
     assert w.told == {"member": "evicted"}
-    assert w.forgotten == {"member", "gang"}
+    assert w.forgotten == {"cancelled", "member", "gang"}
     w.finish("before")
     assert w.free_gpus == [1]
 
 
-def test_nobody_joins_a_gang_that_is_not_there():
-    w = GangWorld(gpus=1)
+def test_a_member_that_is_cancelled_while_its_group_waits_is_gone():
+    w = GroupWorld(gpus=1)
+    w.submit("before", num_gpus=1)
+    w.placement_group("gang", {"GPU": 1})
+    w.submit_in("gang", "member", num_gpus=1)
+    w.cancel("member")
+    w.finish("before")
+    assert list(w.placement_groups) == ["gang"]
+    assert not w.running
+
+
+def test_nobody_joins_a_group_that_is_not_there_or_is_being_removed():
+    w = GroupWorld(gpus=1)
     w.submit_in("gang", "stray", num_gpus=1)
     assert w.told == {"stray": "evicted"}
     assert w.tasks["stray"].reason == UNKNOWN
     assert w.forgotten == {"stray"}
-
-
-def test_nobody_joins_a_gang_that_is_being_removed():
-    w = GangWorld(gpus=1)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "runs", num_gpus=0.5)
     w.cancel("gang")
     w.submit_in("gang", "late", num_gpus=0.5)
-    assert w.told == {"runs": "evicted", "late": "evicted"}
+    assert w.told["late"] == "evicted"
     w.finish("runs")
     assert w.free_gpus == [1]
 
 
-def test_a_gang_is_not_asked_for_twice():
-    w = GangWorld(gpus=1)
-    w.placement_group("gang", {"GPU": 0.5})
-    w.placement_group("twin", {"GPU": 0.5}, key="gang")
-    assert w.told == {"twin": "misfit"}
-    assert w.free_gpus == [0.5]
-
-
 @pytest.mark.parametrize("is_granted", [True, False])
-def test_who_can_never_run_in_its_gang_is_told(is_granted):
-    w = GangWorld(gpus=1)
+def test_a_member_that_can_never_run_in_its_group_fails(is_granted):
+    w = GroupWorld(gpus=1)
     if not is_granted:
         w.submit("before", num_gpus=1)
     w.placement_group("gang", {"GPU": 1})
@@ -190,7 +179,7 @@ def test_who_can_never_run_in_its_gang_is_told(is_granted):
 
 
 def test_a_bundle_that_is_not_there_holds_nobody():
-    w = GangWorld(gpus=1)
+    w = GroupWorld(gpus=1)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "member", 7, num_gpus=0.5)
     assert w.told == {"member": "misfit"}
@@ -198,7 +187,7 @@ def test_a_bundle_that_is_not_there_holds_nobody():
 
 
 def test_a_member_waits_for_its_arguments_too():
-    w = GangWorld(cpus=8, gpus=1)
+    w = GroupWorld(cpus=8, gpus=1)
     w.submit("before", num_gpus=1)
     w.submit("made")
     w.placement_group("gang", {"GPU": 1})
@@ -219,32 +208,8 @@ def test_a_member_waits_for_its_arguments_too():
     assert w.running == {"made", "both", "third"}
 
 
-def test_a_member_that_is_cancelled_while_its_gang_waits_is_gone():
-    w = GangWorld(gpus=1)
-    w.submit("before", num_gpus=1)
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "member", num_gpus=1)
-    w.cancel("member")
-    w.finish("before")
-    assert list(w.placement_groups) == ["gang"]
-    assert not w.running
-
-
-def test_children_run_in_the_same_gang():
-    w = GangWorld(cpus=1, gpus=1)
-    w.placement_group("gang", {"GPU": 1, "CPU": 1})
-    w.submit_in("gang", "parent", num_cpus=1, num_gpus=0.5)
-    w.submit_in("gang", "child", num_cpus=1, num_gpus=0.5, parent="parent")
-    assert w.waiting == {"child"}
-    w.wait_for("parent", "child")
-    assert w.running == {"parent", "child"}
-    w.finish("child")
-    w.finish("parent")
-    assert w.told == {"parent": "settled", "child": "settled"}
-
-
 def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
-    w = GangWorld(cpus=4, gpus=2)
+    w = GroupWorld(cpus=4, gpus=2)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "parent", num_gpus=0.6)
     w.submit_in("gang", "child", num_gpus=0.6, parent="parent")
@@ -258,17 +223,8 @@ def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
     assert w.running == {"parent", "small", "outside"}
 
 
-def test_a_child_of_a_kind_that_its_gang_has_none_of_never_fits():
-    w = GangWorld(cpus=4, gpus=2)
-    w.placement_group("gang", {"CPU": 1})
-    w.submit("parent", num_gpus=1)
-    w.submit_in("gang", "child", num_cpus=1, parent="parent")
-    w.wait_for("parent", "child")
-    assert w.running == {"parent", "child"}
-
-
-def test_a_gang_that_its_waiters_keep_from_being_granted_fails_with_its_members():
-    w = GangWorld(cpus=4, gpus=1)
+def test_a_group_that_its_waiters_keep_from_being_granted_fails_with_its_members():
+    w = GroupWorld(cpus=4, gpus=1)
     w.submit("parent", num_gpus=0.5)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "child", num_gpus=1, parent="parent")
@@ -280,8 +236,8 @@ def test_a_gang_that_its_waiters_keep_from_being_granted_fails_with_its_members(
     assert "fits" in w.running
 
 
-def test_small_tasks_do_not_starve_a_gang():
-    w = GangWorld(cpus=8, gpus=2)
+def test_small_tasks_do_not_starve_a_group():
+    w = GroupWorld(cpus=8, gpus=2)
     for number in range(4):
         w.submit(f"s{number}", num_gpus=0.5)
     w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1}, strategy=SPREAD)
@@ -297,20 +253,8 @@ def test_small_tasks_do_not_starve_a_gang():
     assert w.free_gpus == [0, 0]
 
 
-def test_nothing_is_kept_for_a_gang_that_waits_for_what_is_held_without_end():
-    w = GangWorld(cpus=8, gpus=2)
-    w.lease("mine", num_gpus=1)
-    w.placement_group("gang", {"GPU": 1}, {"GPU": 1})
-    w.submit("s0", num_gpus=0.5)
-    w.advance(2.0)
-    w.submit("s1", num_gpus=0.5)
-    assert {"s0", "s1"} <= w.running
-    assert w.scheduler.reservation is None
-    assert "held without end" in str(why_of(w, "gang"))
-
-
 def test_small_members_do_not_starve_a_great_one():
-    w = GangWorld(cpus=8, gpus=2)
+    w = GroupWorld(cpus=8, gpus=2)
     w.placement_group("gang", {"CPU": 1}, {"GPU": 1})
     w.submit_in("gang", "s0", num_gpus=0.5)
     w.submit_in("gang", "s1", num_gpus=0.5)
@@ -331,7 +275,7 @@ def test_small_members_do_not_starve_a_great_one():
 
 def test_small_members_do_not_starve_one_beside_a_sick_device():
     """[B24] What is kept for it is on the device that is well."""
-    w = GangWorld(gpus=2)
+    w = GroupWorld(gpus=2)
     w.placement_group("gang", {"GPU": 2})
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
@@ -351,7 +295,7 @@ def test_small_members_do_not_starve_one_beside_a_sick_device():
 
 def test_a_member_of_any_bundle_waits_for_one_that_ends():
     """Not for the first, which is sick or held without end."""
-    w = GangWorld(gpus=3)
+    w = GroupWorld(gpus=3)
     w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, {"GPU": 1})
     w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
     w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
@@ -370,26 +314,8 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
     assert w.gpus_of("at last") == [1]
 
 
-def test_what_was_kept_in_a_bundle_is_kept_there_on():
-    w = GangWorld(gpus=2)
-    w.placement_group("gang", {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1})
-    w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
-    w.submit_in("gang", "computes", 0, num_cpus=1)
-    w.submit_in("gang", "long", 1, num_gpus=1)
-    w.submit_in("gang", "great", num_cpus=1, num_gpus=1)
-    w.advance(2.0)
-    w.tell(Scheduler.wake)
-    assert w.scheduler.reservation.home.index == 1
-    w.finish("endless")
-    w.advance(2.0)
-    w.tell(Scheduler.wake)
-    assert w.scheduler.reservation.home.index == 1
-    w.finish("long")
-    assert w.gpus_of("great") == [1]
-
-
 def test_members_that_follow_each_other_leave_the_ledger_alone():
-    w = GangWorld(cpus=4, gpus=1, took=1e-5)
+    w = GroupWorld(cpus=4, gpus=1, took=1e-5)
     w.placement_group("gang", {"CPU": 1}, {"GPU": 0.5})
     pace = DurationEstimate()
     for number in range(6):
@@ -403,22 +329,8 @@ def test_members_that_follow_each_other_leave_the_ledger_alone():
     assert not w.scheduler.ledger.placement_groups["gang"][0].leases
 
 
-def test_an_overdrawn_bundle_lets_nobody_follow():
-    w = GangWorld(cpus=4, took=1e-5)
-    w.placement_group("gang", {"CPU": 1})
-    w.submit_in("gang", "parent", num_cpus=1)
-    w.submit_in("gang", "child", num_cpus=1, parent="parent")
-    w.wait_for("parent", "child")
-    w.submit_in("gang", "next", num_cpus=1)
-    w.wait_for("parent")
-    w.finish("child")
-    assert w.running == {"parent"}
-    w.finish("parent")
-    assert w.running == {"next"}
-
-
 def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
-    w = GangWorld(cpus=4, gpus=2)
+    w = GroupWorld(cpus=4, gpus=2)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "m", num_gpus=0.5, retries_oom=True, max_calls=1)
     w.finish("m", ran_out=True)
@@ -434,8 +346,8 @@ def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
     assert w.told["n"] == "settled"
 
 
-def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_gang():
-    w = GangWorld(cpus=4, gpus=1)
+def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_group():
+    w = GroupWorld(cpus=4, gpus=1)
     w.placement_group("gang", {"CPU": 1})
     w.submit("other")
     w.submit_in("gang", "m", num_cpus=1)
@@ -445,8 +357,8 @@ def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_gang():
     assert w.running == {"m"}
 
 
-def test_a_gang_closes_with_its_node():
-    w = GangWorld(cpus=4, gpus=2)
+def test_a_group_closes_with_its_node():
+    w = GroupWorld(cpus=4, gpus=2)
     w.placement_group("gang", {"GPU": 1})
     w.placement_group("late", {"GPU": 2})
     w.submit_in("gang", "runs", num_gpus=0.5)
@@ -460,7 +372,7 @@ def test_a_gang_closes_with_its_node():
 
 
 def test_ended_members_are_forgotten():
-    w = GangWorld(cpus=1)
+    w = GroupWorld(cpus=1)
     w.placement_group("gang", {"CPU": 1})
     for number in range(4 * REMEMBERED):
         w.submit_in("gang", f"t{number}", num_cpus=1)
@@ -468,8 +380,8 @@ def test_ended_members_are_forgotten():
     assert len(w.scheduler.placement_groups["gang"].members) <= 2 * REMEMBERED
 
 
-def test_a_gang_counts_for_its_program_and_its_members_do_not():
-    w = GangWorld(cpus=8, gpus=4)
+def test_a_group_counts_for_its_program_and_its_members_do_not():
+    w = GroupWorld(cpus=8, gpus=4)
     w.join(1)
     w.join(2)
     w.placement_group("gang", {"GPU": 2}, client=1)
@@ -484,7 +396,7 @@ def test_a_gang_counts_for_its_program_and_its_members_do_not():
 
 
 def test_a_program_that_has_come_anew_is_not_forgotten_with_what_was_before():
-    w = GangWorld(cpus=8, gpus=2)
+    w = GroupWorld(cpus=8, gpus=2)
     w.join(1)
     w.placement_group("gang", {"GPU": 1})
     w.exits = False
@@ -496,14 +408,14 @@ def test_a_program_that_has_come_anew_is_not_forgotten_with_what_was_before():
     assert w.told["again"] == "settled"
 
 
-def test_a_gang_that_can_never_be_granted_is_refused():
-    w = GangWorld(gpus=2)
+def test_a_group_that_can_never_be_granted_is_refused():
+    w = GroupWorld(gpus=2)
     with pytest.raises(InfeasibleError, match="on a machine of its own"):
         w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, strategy=STRICT_SPREAD)
 
 
-def test_why_a_gang_waits():
-    w = GangWorld(cpus=4, gpus=2)
+def test_why_a_group_waits():
+    w = GroupWorld(cpus=4, gpus=2)
     w.submit("before", num_gpus=0.7)
     w.submit("other", num_gpus=0.7)
     w.placement_group("gang", {"GPU": 0.3}, {"GPU": 0.4})
@@ -516,38 +428,22 @@ def test_why_a_gang_waits():
     assert "GPU 0.1" not in told
 
 
-def test_what_a_gang_leaves_is_told_of_who_holds_what():
-    w = GangWorld(cpus=4, gpus=1)
+def test_status_shows_what_a_group_leaves_and_what_its_members_hold():
+    w = GroupWorld(cpus=4, gpus=1)
     w.placement_group("gang", {"GPU": 0.5, "CPU": 2})
     w.submit_in("gang", "m", num_gpus=0.2, num_cpus=1)
-    seen = snapshot(w.scheduler, {}, w.now)
+    seen = status_of(w)
     held = {one.task: one.share for one in seen.devices[0].holders}
     assert held == {"gang": 0.3, "m": 0.2}
     assert seen.devices[0].free == 0.5
     w.submit_in("gang", "n", num_gpus=0.3, num_cpus=1)
-    seen = snapshot(w.scheduler, {}, w.now)
+    seen = status_of(w)
     held = {one.task: one.share for one in seen.devices[0].holders}
     assert held == {"n": 0.3, "m": 0.2}
 
 
-def test_the_request_of_a_gang_is_the_sum_of_its_bundles():
-    request = placement_group_of(
-        {"GPU": 1, "CPU": 1}, {"GPU": 0.5}, {"CPU": 2}
-    ).request()
-    assert request.as_numbers() == {"CPU": 3.0, "GPU": 1.5}
-
-
-def test_a_child_looks_at_all_bundles_before_its_wait_is_given_up():
-    w = GangWorld(cpus=4, gpus=1)
-    w.placement_group("gang", {"CPU": 1}, {"GPU": 1})
-    w.submit_in("gang", "parent", num_gpus=0.6)
-    w.submit_in("gang", "child", num_gpus=0.6, parent="parent")
-    w.wait_for("parent", "child")
-    assert w.told == {"child": "deadlocked"}
-
-
-def test_a_gang_that_is_awaited_within_another_is_no_deadlock():
-    w = GangWorld(cpus=4, gpus=2)
+def test_a_group_that_is_awaited_within_another_is_no_deadlock():
+    w = GroupWorld(cpus=4, gpus=2)
     w.submit("before", num_gpus=1)
     w.placement_group("gang", {"GPU": 1}, {"CPU": 1})
     w.submit_in("gang", "parent", num_gpus=1)
@@ -560,7 +456,7 @@ def test_a_gang_that_is_awaited_within_another_is_no_deadlock():
 
 
 def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
-    w = GangWorld(cpus=1, gpus=1, took=1e-5)
+    w = GroupWorld(cpus=1, gpus=1, took=1e-5)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "m0", num_gpus=1)
     w.submit_in("gang", "m1", num_gpus=1)
@@ -574,22 +470,8 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     assert w.running == {"m0", "p1"}
 
 
-def test_a_gang_whose_holders_lend_their_cpus_is_planned_with_what_they_have():
-    w = GangWorld(cpus=2, gpus=1)
-    w.submit("parent", num_gpus=1)
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
-    w.placement_group("gang", {"GPU": 1, "CPU": 2})
-    w.advance(2.0)
-    assert w.scheduler.reservation is not None
-    assert w.scheduler.reservation.record.spec.name == "gang"
-    w.finish("child")
-    w.finish("parent")
-    assert list(w.placement_groups) == ["gang"]
-
-
-def test_a_gang_that_waits_for_children_of_who_holds_cpus_is_found_out():
-    w = GangWorld(cpus=2, resources={"license": 1})
+def test_a_group_that_waits_for_children_of_who_holds_cpus_is_found_out():
+    w = GroupWorld(cpus=2, resources={"license": 1})
     w.submit("parent", resources={"license": 1})
     w.placement_group("gang", {"license": 1, "CPU": 1})
     w.submit_in("gang", "child", num_cpus=1, parent="parent")
@@ -598,37 +480,24 @@ def test_a_gang_that_waits_for_children_of_who_holds_cpus_is_found_out():
 
 
 def test_the_picture_says_for_which_placement_one_waits():
-    w = GangWorld(cpus=2, gpus=1)
+    w = GroupWorld(cpus=2, gpus=1)
     w.submit("before", num_gpus=1)
     w.submit("made")
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "early", num_gpus=1, needs=["made"])
     w.supply("early")
-    seen = snapshot(w.scheduler, {}, w.now)
+    seen = status_of(w)
     told = {one.name: one.reason for one in seen.waiting}
     assert told["early"] == "waits for gang, its placement"
     w.finish("before")
     w.submit_in("gang", "second", num_gpus=0.5)
-    seen = snapshot(w.scheduler, {}, w.now)
+    seen = status_of(w)
     told = {one.name: one.reason for one in seen.waiting}
     assert told["second"].endswith("in any bundle of gang")
 
 
-def test_what_is_kept_of_a_bundle_is_nothing_of_another_gangs():
-    w = GangWorld(cpus=1, gpus=2, took=1e-5)
-    for placement_group in ("kept", "other"):
-        w.placement_group(placement_group, {"GPU": 1})
-        w.submit_in(placement_group, f"{placement_group}0", num_gpus=1)
-        w.submit_in(placement_group, f"{placement_group}1", num_gpus=1)
-    w.advance(2.0)
-    w.tell(Scheduler.wake)
-    assert w.scheduler.reservation.record.spec.name == "kept1"
-    w.finish("other0")
-    assert w.running == {"kept0", "other1"}
-
-
-def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
-    w = GangWorld(cpus=1, gpus=1)
+def test_of_a_group_that_is_not_there_nothing_is_kept_or_said():
+    w = GroupWorld(cpus=1, gpus=1)
     request = replace(request_of({"GPU": 1}), placement_group=BundleRef("gone", "gone"))
     record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0.0, OWN)
     assert reserve(w.scheduler, record) is None
@@ -636,7 +505,7 @@ def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
 
 
 def test_placements_in_words():
-    w = GangWorld(cpus=SHOWN + 1, gpus=2)
+    w = GroupWorld(cpus=SHOWN + 1, gpus=2)
     w.placement_group("first", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("first", "m", 0, num_gpus=0.25, num_cpus=1)
     w.placement_group("second", *[{"CPU": 1}] * (SHOWN + 1))
@@ -650,8 +519,8 @@ def test_placements_in_words():
     assert "and 1 more" in told
 
 
-def test_a_gang_whose_program_has_other_tasks_is_asked_whether_it_fits():
-    w = GangWorld(cpus=4, gpus=2)
+def test_a_group_whose_program_has_other_tasks_is_asked_whether_it_fits():
+    w = GroupWorld(cpus=4, gpus=2)
     w.join(1)
     w.join(2)
     w.submit("all", num_gpus=2, client=2)
@@ -664,12 +533,12 @@ def test_a_gang_whose_program_has_other_tasks_is_asked_whether_it_fits():
     w.scheduler.check()
 
 
-def test_a_bundle_tells_what_is_free_of_its_bytes():
-    w = GangWorld(cpus=2, gpus=1, gpu_memory=10)
+def test_status_shows_what_is_free_of_the_bytes_of_a_bundle():
+    w = GroupWorld(cpus=2, gpus=1, gpu_memory=10)
     w.placement_group("gang", {"GPU": 0.5, "gpu_memory": 6}, {"CPU": 1})
-    told = snapshot(w.scheduler, {}, w.now).placements[0].bundles
+    told = status_of(w).placements[0].bundles
     assert told[0].free["gpu_memory"] == 6
     assert "gpu_memory" not in told[1].free
     w.submit_in("gang", "m", 0, request=request_of({"GPU": 0.25}, gpu_memory=2))
-    told = snapshot(w.scheduler, {}, w.now).placements[0].bundles
+    told = status_of(w).placements[0].bundles
     assert told[0].free["gpu_memory"] == 4

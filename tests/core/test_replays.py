@@ -155,7 +155,7 @@ def test_a_task_that_goes_on_leaves_no_cpu_to_be_handed_over():
     assert w.running == {"t0"}
 
 
-def test_of_several_that_can_never_run_all_are_told():
+def test_several_that_can_never_run_all_fail():
     """One failed, and whoever gathers failures too waited for the other for ever."""
     w = World(gpus=1)
     w.submit("parent", num_gpus=1)
@@ -212,7 +212,7 @@ def test_who_waits_for_a_task_that_a_stopped_worker_never_began_goes_on():
     w.finish("parent")
 
 
-def test_who_answers_before_the_kill_that_makes_room_is_starved_no_more():
+def test_who_answers_before_the_kill_for_memory_is_starved_no_more():
     """Its next try was to run alone if a worker failed to start: it never had run."""
     w = World(cpus=1, exits=False)
     w.submit("a")
@@ -225,7 +225,7 @@ def test_who_answers_before_the_kill_that_makes_room_is_starved_no_more():
     assert w.starting == {"a"}
 
 
-def test_who_is_to_run_alone_needs_room_as_well():
+def test_who_is_to_run_alone_needs_a_worker_as_well():
     """He began beside a worker that had gone, whose device was not seen free."""
     w = World(cpus=4, gpus=2)
     w.scheduler.worker_limit.bound(1)

@@ -1,4 +1,4 @@
-"""Nobody waits for ever while others go past him: what is kept, for whom, how long.
+"""Nobody waits for ever while others go past: what is kept, for whom, how long.
 
 All of it is [B24].
 """
@@ -10,20 +10,25 @@ import pytest
 
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
-from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.request import Device, DeviceSelector, Request, Shape, TaskSpec
 from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.reservation import STANDS, STANDS_LONGEST, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.placement_group_world import GangWorld
+from tests.core.builders import GroupWorld, kept_for, pass_over
 
 AFTER = 1.0
+
+
 PATIENCE = SchedulerConfig(reserve_after=AFTER, cancel_grace=2.0)
+
+
 STEP = 0.125
+
+
 LASTS = 2.0
-"""Seconds that each quarter task of the stream runs."""
 
 
 class Stream:
@@ -51,6 +56,15 @@ class Stream:
         self._submit()
 
 
+def kept_after(w: World, seconds: float = AFTER) -> dict[str, int] | None:
+    """The devices that are kept, once those that wait now have done so for long."""
+    pass_over(w)
+    w.advance(seconds)
+    pass_over(w)
+    reservation = w.scheduler.reservation
+    return reservation.barred if reservation else None
+
+
 def ready_for_two(**options) -> World:
     """On two GPUs "long" holds one and "big" waits for both; its second is over."""
     w = World(gpus=2, config=PATIENCE)
@@ -61,46 +75,8 @@ def ready_for_two(**options) -> World:
     return w
 
 
-def pass_over(w: World) -> None:
-    """A small task comes and goes, past all that wait."""
-    name = f"small {len(w.tasks)}"
-    w.submit(name, num_cpus=0)
-    w.finish(name)
-
-
-def kept_for(w: World) -> str | None:
-    """For whom something is kept."""
-    reservation = w.scheduler.reservation
-    return reservation.record.spec.name if reservation else None
-
-
-def test_four_gpus_come_free_under_an_endless_stream_of_quarters():
-    """It waits for its second, for the next end, and for what runs then."""
-    w = World(cpus=64, gpus=4, config=PATIENCE)
-    stream = Stream(w)
-    w.submit("big", num_gpus=4)
-    bound = STEP + AFTER + STEP + LASTS
-    while "big" not in w.running:
-        assert w.now <= bound
-        stream.step()
-    assert w.now > AFTER
-    assert w.gpus_of("big") == [0, 1, 2, 3]
-    waiting = w.waiting
-    w.finish("big")
-    assert w.running <= waiting
-    assert len(w.running) == 16
-
-
-def test_without_it_the_stream_would_go_past_for_ever():
-    w = World(cpus=64, gpus=4, config=SchedulerConfig(reserve_after=inf))
-    stream = Stream(w)
-    w.submit("big", num_gpus=4)
-    for _ in range(400):
-        stream.step()
-    assert "big" in w.waiting
-
-
-def test_one_big_task_after_the_other_runs():
+def test_big_tasks_run_one_after_the_other_under_an_endless_stream_of_quarters():
+    """Each waits for its second, for the next end, and for what runs then."""
     w = World(cpus=64, gpus=4, config=PATIENCE)
     stream = Stream(w)
     for number in range(3):
@@ -110,7 +86,18 @@ def test_one_big_task_after_the_other_runs():
         while f"big {number}" not in w.running:
             assert w.now - began <= STEP + AFTER + STEP + LASTS
             stream.step()
+        assert w.gpus_of(f"big {number}") == [0, 1, 2, 3]
         w.finish(f"big {number}")
+    assert len(w.running) == 16
+
+
+def test_without_it_the_stream_would_go_past_for_ever():
+    w = World(cpus=64, gpus=4, config=SchedulerConfig(reserve_after=inf))
+    stream = Stream(w)
+    w.submit("big", num_gpus=4)
+    for _ in range(100):
+        stream.step()
+    assert "big" in w.waiting
 
 
 def test_nothing_is_kept_before_its_time():
@@ -130,7 +117,7 @@ def test_nothing_is_kept_before_its_time():
     assert w.gpus_of("big") == [0, 1]
 
 
-def test_nothing_is_kept_for_those_behind_the_first_of_their_kind():
+def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
     """A backlog goes on at full speed, however long it has waited."""
     w = World(cpus=1, config=PATIENCE)
     for number in range(100):
@@ -140,23 +127,6 @@ def test_nothing_is_kept_for_those_behind_the_first_of_their_kind():
         w.finish(f"t{number}")
         pass_over(w)
         assert kept_for(w) is None
-
-
-def test_what_is_left_goes_to_others():
-    w = World(cpus=8, gpus=3, config=PATIENCE)
-    w.submit("long", num_gpus=1)
-    w.submit("half", num_gpus=0.5)
-    w.submit("big", num_gpus=2)
-    w.finish("long")
-    w.submit("bigger", num_gpus=3)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert kept_for(w) == "bigger"
-    w.cancel("bigger")
-    assert kept_for(w) is None
-    w.submit("quarter", num_gpus=0.25)
-    assert w.running >= {"half", "big", "quarter"}
 
 
 def test_only_as_much_is_kept_as_is_needed():
@@ -264,12 +234,22 @@ def test_that_nothing_can_be_planned_stands_for_a_while():
 
 def test_what_is_held_for_life_is_never_waited_for():
     w = ready_for_two(is_endless=True)
-    for _ in range(20):
-        pass_over(w)
-        w.advance(STEP)
-        assert kept_for(w) is None
+    pass_over(w)
+    assert kept_for(w) is None
     w.submit("small", num_gpus=0.5)
     assert w.running == {"long", "small"}
+    w = World(cpus=3, gpus=2, config=PATIENCE)
+    w.submit("actor", num_gpus=1, is_endless=True)
+    w.submit("no hope", num_gpus=2, num_cpus=0)
+    w.submit("all cpus", num_cpus=3)
+    w.submit("a")
+    w.submit("b", num_cpus=2)
+    assert kept_after(w) == {}
+    assert kept_for(w) == "b", "the others do not stand in its way"
+    w.finish("actor")
+    w.advance(STEP)
+    pass_over(w)
+    assert kept_for(w) == "all cpus"
 
 
 def test_what_others_hold_is_kept_beside_what_is_held_for_life():
@@ -286,106 +266,41 @@ def test_what_others_hold_is_kept_beside_what_is_held_for_life():
     assert w.gpus_of("big") == [1, 2]
 
 
-def test_something_is_kept_soon_after_what_was_held_for_life_is_given_up():
-    w = World(gpus=3, config=PATIENCE)
-    w.submit("actor", num_gpus=1, is_endless=True)
-    w.submit("a", num_gpus=0.5)
-    w.submit("big", num_gpus=3)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert kept_for(w) is None
-    w.finish("actor")
-    w.advance(STEP)
-    pass_over(w)
-    assert kept_for(w) == "big"
-
-
-def test_cpus_that_are_held_for_life_are_never_waited_for():
-    w = World(cpus=2, config=PATIENCE)
-    w.submit("actor", is_endless=True)
-    w.submit("big", num_cpus=2)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert kept_for(w) is None
-    w.submit("small")
-    assert w.running == {"actor", "small"}
-
-
-def test_one_for_whom_nothing_can_be_kept_does_not_stand_in_the_way():
-    w = World(cpus=3, gpus=2, config=PATIENCE)
-    w.submit("actor", num_gpus=1, num_cpus=0, is_endless=True)
-    w.submit("hopeless", num_gpus=2, num_cpus=0)
-    w.submit("a", num_cpus=2)
-    w.submit("b", num_cpus=3)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert kept_for(w) == "b"
-
-
-def test_what_is_kept_may_be_no_device():
-    w = World(cpus=8, resources={"license": 1}, config=PATIENCE)
-    w.submit("half", resources={"license": 0.5})
-    w.submit("whole", resources={"license": 1})
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    w.submit("half again", resources={"license": 0.5})
-    w.submit("none")
-    assert w.running == {"half", "none"}
-    w.finish("half")
-    assert "whole" in w.running
-
-
-def test_of_several_ends_the_latest_that_is_needed_counts():
-    w = World(cpus=4, config=PATIENCE)
+def test_the_latest_end_that_is_needed_counts_and_the_device_that_serves_sooner():
+    w = World(cpus=4, gpus=2, config=PATIENCE)
     for seconds in (30.0, 10.0, 20.0):
         w.submit(f"{seconds:g}", timeout=seconds)
     w.submit("three", num_cpus=3)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
+    assert kept_after(w) == {}
     assert w.scheduler.reservation.until == 22.0
-
-
-def test_a_device_that_serves_sooner_is_kept():
     w = World(gpus=2, config=PATIENCE)
     w.submit("30", num_gpus=1, timeout=30.0)
     w.submit("10", num_gpus=1, timeout=10.0)
     w.submit("next", num_gpus=1)
-    w.submit("beside", num_gpus=0.5)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    reservation = w.scheduler.reservation
-    assert (reservation.barred, reservation.until) == ({"GPU": 0b10}, 12.0)
-
-
-def test_a_process_that_ends_gives_back_at_once():
+    assert kept_after(w) == {"GPU": 0b10}
+    assert w.scheduler.reservation.until == 12.0
     w = World(gpus=2, exits=False, config=PATIENCE)
     w.submit("ends", num_gpus=1, max_calls=1)
     w.submit("long", num_gpus=1, timeout=30.0)
     w.finish("ends")
     w.submit("next", num_gpus=1)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert w.scheduler.reservation.barred == {"GPU": 0b01}
+    assert kept_after(w) == {"GPU": 0b01}, "it gives back at once"
 
 
-def test_only_devices_of_the_type_are_kept():
+def test_only_devices_that_fulfil_type_and_conditions_are_kept():
     w = World(gpu_types=["T4", "A100", "A100"], config=PATIENCE)
     w.submit("a", num_gpus=0.5, accelerator_type="A100")
     w.submit("b", num_gpus=0.5, accelerator_type="A100")
     w.submit("both", num_gpus=2, accelerator_type="A100")
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert w.scheduler.reservation.barred == {"GPU": 0b110}
+    assert kept_after(w) == {"GPU": 0b110}
     w.submit("on T4", num_gpus=0.5)
     assert w.gpus_of("on T4") == [0]
+    cards = [Device(0), Device(1, compute_capability=(9, 0))]
+    w = World(devices=cards, config=PATIENCE)
+    fast = DeviceSelector(least_capability=(9, 0))
+    w.submit("c", num_gpus=0.5, where=fast)
+    w.submit("d", num_gpus=1, where=fast)
+    assert kept_after(w) == {"GPU": 0b10}
 
 
 def test_each_kind_of_device_is_kept_by_itself():
@@ -400,87 +315,38 @@ def test_each_kind_of_device_is_kept_by_itself():
     assert (reservation.barred, reservation.until) == ({"NPU": 0b11}, 2.0)
 
 
-def test_higher_priority_takes_what_is_kept():
-    w = ready_for_two()
-    pass_over(w)
-    w.submit("small", num_gpus=0.5)
-    w.submit("urgent", num_gpus=0.5, priority=1)
-    assert w.running == {"long", "urgent"}
-    assert w.waiting == {"big", "small"}
-
-
-def test_the_children_of_those_that_run_take_what_is_kept():
+@pytest.mark.parametrize(
+    "options", [{"priority": 1}, {"priority": -7, "parent": "long"}]
+)
+def test_higher_priority_and_children_of_those_that_run_take_what_is_kept(options):
     """Their parents may be the ones that are waited for."""
-    w = ready_for_two()
-    pass_over(w)
-    w.submit("child", num_gpus=0.5, priority=-7, parent="long")
-    assert w.running == {"long", "child"}
-
-
-def test_a_new_task_takes_nothing_of_what_is_kept():
     w = ready_for_two()
     pass_over(w)
     w.submit("small", num_gpus=0.5)
     w.submit("cpu")
-    assert w.running == {"long", "cpu"}
-    w.finish("cpu")
-    w.finish("long")
-    assert w.running == {"big"}
-    w.finish("big")
-    assert w.running == {"small"}
-
-
-def test_nothing_is_kept_any_more_for_one_that_took_over_a_lease():
-    w = World(gpus=1, config=PATIENCE)
-    w.submit("a", num_gpus=1)
-    w.submit("b", num_gpus=1)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert kept_for(w) == "b"
-    w.finish("a")
-    assert w.running == {"b"}
-    assert kept_for(w) is None
-
-
-def test_what_is_kept_for_a_task_that_is_gone_is_free():
-    w = ready_for_two()
-    pass_over(w)
-    w.submit("small", num_gpus=0.5)
+    w.submit("urgent", num_gpus=0.5, **options)
+    assert w.running == {"long", "urgent", "cpu"}
     assert w.waiting == {"big", "small"}
-    w.cancel("big")
-    assert kept_for(w) is None
-    assert w.running == {"long", "small"}
 
 
-def test_what_is_kept_for_a_task_whose_time_is_up_is_free():
+@pytest.mark.parametrize("how", ["cancelled", "expired", "granted"])
+def test_what_was_kept_is_free_when_the_task_is_gone_or_runs(how):
     w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=2, timeout=2.0)
+    assert kept_after(w) == {"GPU": 0b11}
     w.submit("small", num_gpus=0.5)
-    w.advance(AFTER)
-    pass_over(w)
-    w.finish("small")
-    w.submit("small again", num_gpus=0.5)
-    w.advance(5.0)
-    assert w.told["big"] == "expired"
-    assert w.running == {"long", "small again"}
-
-
-def test_one_reservation_at_a_time():
-    w = World(gpus=2, config=PATIENCE)
-    w.submit("long", num_gpus=1)
-    w.submit("big", num_gpus=2)
-    w.submit("half", num_gpus=0.5)
-    w.submit("whole", num_gpus=1)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    assert kept_for(w) == "big"
-    w.finish("half")
-    assert w.waiting == {"big", "whole"}
-    w.finish("long")
-    assert w.running == {"big"}
+    assert w.waiting == {"big", "small"}
+    if how == "cancelled":
+        w.cancel("big")
+    elif how == "expired":
+        w.advance(5.0)
+    else:
+        w.finish("long")
+        assert w.running == {"big"}
+        w.finish("big")
+    assert kept_for(w) is None
+    assert "small" in w.running
 
 
 def test_cpus_serve_others_while_devices_are_awaited():
@@ -528,7 +394,7 @@ def test_a_plan_stands_for_longer_where_nothing_has_come_back():
 
 def test_what_is_only_tried_does_not_change_a_plan():
     """A group that does not fit takes one bundle and gives it back, at each look."""
-    w = GangWorld(gpus=3, config=PATIENCE)
+    w = GroupWorld(gpus=3, config=PATIENCE)
     w.submit("long", num_gpus=1)
     w.placement_group("gang", {"GPU": 0.7}, {"GPU": 0.7}, {"GPU": 0.6})
     w.advance(AFTER)

@@ -1,7 +1,10 @@
-"""Stories of one node: what it does with a task in each state."""
+"""Stories of one node: what becomes of a task in each state, and how a node closes."""
+
+from typing import get_args
 
 import pytest
 
+from aiogpu.core import effects
 from aiogpu.core.effects import (
     Assign,
     Effect,
@@ -13,15 +16,19 @@ from aiogpu.core.effects import (
     Spawn,
 )
 from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.queue.timers import AT_ONCE
-from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED
+from aiogpu.core.records import TaskState
+from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED, Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
+from tests.core.builders import GroupWorld, kinds, record_of
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
+
+
 SPEC = TaskSpec("f", Shape(Request.of({"CPU": UNIT}, {})))
 
 
@@ -32,18 +39,23 @@ def fails(effect: Effect, failure: Failure) -> bool:
 def test_a_task_from_its_submission_to_its_answer():
     w = World(cpus=2, gpus=1, starts=False)
     w.submit("a", num_gpus=0.5)
-    assert [type(effect) for effect in w.effects] == [Spawn]
+    assert kinds(w) == [Spawn]
     assert w.starting == {"a"}
     assert w.free_gpus == [0.5]
     w.start("a")
+    assert not w.scheduler.worker_started(w.now, w.worker_of("a")), "it starts once"
     [assign] = w.effects
     assert isinstance(assign, Assign)
     assert (assign.is_first, assign.is_last) == (True, False)
     assert w.running == {"a"}
+    assert repr(w.scheduler).startswith("<Scheduler 1 tasks, <Workers 1: 0 idle>, <Le")
     w.finish("a")
     assert w.effects == [Settle(w.tasks["a"].id)]
     assert w.told == {"a": "settled"}
     assert w.free == {"CPU": 2.0, "GPU": 1.0}
+    w.cancel("a")
+    assert w.effects == []
+    assert w.told == {"a": "settled"}
 
 
 def test_what_can_never_run_is_refused():
@@ -58,46 +70,32 @@ def test_what_can_never_run_is_refused():
     assert w.waiting == {"c"}
 
 
-def test_a_waiting_task_is_cancelled_at_once():
-    w = World(cpus=1)
-    w.submit("a")
-    w.submit("b")
-    w.cancel("b")
-    assert w.effects == [Forget(w.tasks["b"].id)]
-    w.finish("a")
-    assert w.running == set()
-
-
-def test_a_cancelled_task_makes_room_for_those_behind_it():
-    w = World(cpus=2)
+def test_a_task_that_waits_or_starts_is_cancelled_at_once():
+    w = World(cpus=2, starts=False)
     w.submit("a")
     w.submit("b", num_cpus=2)
-    w.cancel("b")
-    w.submit("c")
-    assert w.running == {"a", "c"}
-
-
-def test_a_starting_task_is_cancelled_at_once():
-    w = World(cpus=1, starts=False)
-    w.submit("a")
-    w.submit("b")
-    w.cancel("a")
-    assert w.effects == [Forget(w.tasks["a"].id)]
-    assert w.starting == {"b"}
-    w.start("b")
-    assert w.running == {"b"}
+    w.submit("c", num_cpus=2)
+    for name in ("b", "a"):
+        w.cancel(name)
+        assert Forget(w.tasks[name].id) in w.effects
+    assert w.starting == {"c"}
+    w.start("c")
+    assert w.running == {"c"}
 
 
 def test_a_running_task_that_heeds_the_interrupt_keeps_its_worker():
     w = World(cpus=1, config=PATIENCE)
-    w.submit("a")
+    w.submit("a", timeout=1.0)
     worker = w.worker_of("a")
     w.cancel("a")
     assert w.effects == [Interrupt(w.tasks["a"].id, worker, 0)]
     assert w.free["CPU"] == 0.0
+    w.cancel("a")
+    assert w.effects == []
+    w.advance(1.2)
+    assert not w.told, "its timeout comes too late"
     w.finish("a")
     assert w.effects == [Forget(w.tasks["a"].id)]
-    assert not w.told
     w.advance(10)
     w.submit("b")
     assert w.worker_of("b") == worker
@@ -146,28 +144,7 @@ def test_a_task_may_have_a_grace_of_its_own(grace):
     assert "other" in w.running
 
 
-def test_cancelling_again_changes_nothing():
-    w = World(config=PATIENCE)
-    w.submit("a")
-    w.cancel("a")
-    w.cancel("a")
-    assert w.effects == []
-    w.finish("a")
-    w.cancel("a")
-    assert w.effects == []
-    assert w.forgotten == {"a"}
-
-
-def test_cancelling_what_has_ended_changes_nothing():
-    w = World()
-    w.submit("a")
-    w.finish("a")
-    w.cancel("a")
-    assert w.effects == []
-    assert w.told == {"a": "settled"}
-
-
-def test_a_worker_under_sentence_gets_no_work_though_it_answers():
+def test_a_killed_worker_gets_no_work_though_it_answers():
     w = World(cpus=1, exits=False, config=PATIENCE)
     w.submit("a")
     w.submit("b", max_retries=0)
@@ -182,77 +159,26 @@ def test_a_worker_under_sentence_gets_no_work_though_it_answers():
     assert w.told == {"b": "settled"}
 
 
-def test_a_timeout_ends_a_task_that_waits():
-    w = World(cpus=1)
-    w.submit("a")
-    w.submit("b", timeout=1.0)
-    w.advance(0.9)
-    assert not w.told
-    w.advance(0.1)
-    assert w.told == {"b": "expired"}
-    assert w.forgotten == {"b"}
-    assert w.running == {"a"}
-
-
-def test_a_timeout_ends_a_task_that_starts():
-    w = World(cpus=1, starts=False)
-    w.submit("a", timeout=1.0)
-    w.advance(1.0)
-    assert w.told == {"a": "expired"}
-    assert w.forgotten == {"a"}
-    assert w.free["CPU"] == 1.0
-
-
-def test_a_timeout_stops_a_task_that_runs():
-    w = World(cpus=1, config=PATIENCE)
+@pytest.mark.parametrize("state", ["waits", "starts", "runs", "runs again"])
+def test_a_timeout_ends_a_task_in_each_state(state):
+    w = World(cpus=1, config=PATIENCE, starts=state != "starts")
+    if state == "waits":
+        w.submit("before")
     w.submit("a", timeout=1.0)
     w.submit("b")
-    w.advance(1.0)
-    assert w.told == {"a": "expired"}
-    assert w.tasks["a"].interrupts == 1
-    assert w.waiting == {"b"}
-    w.finish("a")
-    assert w.forgotten == {"a"}
-    assert w.running == {"b"}
-
-
-def test_a_timeout_comes_too_late_for_a_cancelled_task():
-    w = World(config=PATIENCE)
-    w.submit("a", timeout=1.0)
-    w.cancel("a")
-    w.advance(1.5)
-    assert not w.told
-    w.advance(0.5)
-    assert w.killed == [1]
-    assert w.forgotten == {"a"}
-
-
-def test_a_timeout_comes_too_late_for_an_answered_task():
-    w = World()
-    w.submit("a", timeout=1.0)
-    w.finish("a")
-    w.advance(2.0)
-    assert w.told == {"a": "settled"}
-
-
-def test_a_timeout_counts_from_submission_over_all_retries():
-    w = World()
-    w.submit("a", timeout=1.0)
     w.advance(0.9)
-    w.die("a")
-    assert w.running == {"a"}
+    assert not w.told
+    if state == "runs again":
+        w.die("a")
+        assert w.running == {"a"}, "the time counts from submission"
     w.advance(0.1)
     assert w.told == {"a": "expired"}
-
-
-def test_a_task_that_stops_may_take_its_worker_with_it():
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("a", timeout=1.0)
-    w.advance(1.0)
-    w.die("a")
-    assert w.told == {"a": "expired"}
+    if state.startswith("runs"):
+        assert w.tasks["a"].interrupts == 1
+        assert w.waiting == {"b"}
+        (w.finish if state == "runs" else w.die)("a")
     assert w.forgotten == {"a"}
-    assert w.free["CPU"] == 1.0
+    assert (w.running | w.starting) == ({"before"} if state == "waits" else {"b"})
 
 
 def test_timeouts_of_tasks_that_ended_do_not_pile_up():
@@ -265,7 +191,7 @@ def test_timeouts_of_tasks_that_ended_do_not_pile_up():
     assert most < 100
 
 
-def test_of_thousands_whose_time_is_up_each_is_told_and_the_loop_has_time_between():
+def test_of_thousands_that_expire_at_once_some_are_reported_in_the_next_step():
     w = World(cpus=1)
     spec = TaskSpec("f", SPEC.shape, timeout=1.0)
     for number in range(AT_ONCE + 10):
@@ -278,6 +204,9 @@ def test_of_thousands_whose_time_is_up_each_is_told_and_the_loop_has_time_betwee
     rest = w.scheduler.wake(1.0)
     assert len([effect for effect in rest if fails(effect, Failure.EXPIRED)]) == 10
     assert not w.scheduler.tasks
+
+
+# How a node closes.
 
 
 def test_closing_in_every_state():
@@ -315,35 +244,23 @@ def test_closing_in_every_state():
     assert w.forgotten == {"running", "starting", "stopping", "waiting"}
 
 
-def test_closing_tries_nothing_again():
+def test_closing_tries_nothing_again_and_abandons_what_comes_later():
     w = World(config=PATIENCE)
     w.submit("a", max_retries=-1)
     w.submit("b", max_retries=-1)
     w.close()
+    w.close()
+    assert w.effects == []
     w.finish("a", retry=True)
     w.die("b")
     assert w.told == {"a": "abandoned", "b": "abandoned"}
+    w.submit("c")
+    late = w.tasks["c"].id
+    assert w.effects == [Fail(late, Failure.ABANDONED), Forget(late)]
     assert w.scheduler.is_closed
 
 
-def test_closing_twice_tells_nobody_twice():
-    w = World()
-    w.submit("a")
-    w.close()
-    w.close()
-    assert w.effects == []
-
-
-def test_what_comes_after_closing_is_abandoned():
-    w = World()
-    w.close()
-    w.submit("a")
-    a = w.tasks["a"].id
-    assert w.effects == [Fail(a, Failure.ABANDONED), Forget(a)]
-    assert w.scheduler.is_closed
-
-
-def test_closing_tells_those_who_wait_in_slices():
+def test_closing_reports_to_those_who_wait_in_slices():
     """The loop has time for other things in between."""
     w = World(cpus=1, config=PATIENCE)
     for number in range(2 * ABANDONED + 10):
@@ -368,49 +285,39 @@ def test_closing_tells_those_who_wait_in_slices():
 
 def test_closing_at_once_gives_nobody_time():
     w = World(cpus=3, config=PATIENCE)
-    w.submit("answers")
-    w.submit("deaf", cancel_grace=60)
-    w.submit("idle")
+    for name in ("answers", "never stops", "idle", "waits"):
+        w.submit(name, cancel_grace=60)
     w.finish("idle")
+    w.starts = False
+    w.submit("starts", num_cpus=0, environment={"X": "1"})
+    w.cancel("waits")
     w.close()
-    assert (w.running, w.killed) == ({"answers", "deaf"}, [])
-    theirs = {w.worker_of("answers"), w.worker_of("deaf")}
+    running = {"answers", "never stops"}
+    assert w.running - {"waits"} == running
+    theirs = {worker.id for worker in w.scheduler.workers}
     w.close(at_once=True)
     assert not w.running
-    assert set(w.killed) == theirs
-    assert w.scheduler.is_closed
-
-
-def test_closing_at_once_without_closing_before():
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("deaf", cancel_grace=60)
-    w.submit("waits")
-    w.close(at_once=True)
+    assert set(w.killed) | set(w.retired) >= theirs
     assert w.scheduler.is_closed
     assert not w.scheduler.tasks
 
 
-def test_closing_at_once_ends_those_who_idle_or_start():
-    idle, starting = World(cpus=1), World(cpus=1)
-    idle.submit("a")
-    idle.finish("a")
-    starting.starts = False
-    starting.submit("a")
-    for w in (idle, starting):
-        [worker] = w.scheduler.workers
-        w.close(at_once=True)
-        assert w.killed == [worker.id]
-        assert w.scheduler.is_closed
+@pytest.mark.parametrize("state", ["runs", "idle", "starts"])
+def test_closing_at_once_without_closing_before(state):
+    w = World(cpus=1, config=PATIENCE, starts=state != "starts")
+    w.submit("a", cancel_grace=60)
+    w.submit("waits")
+    [worker] = w.scheduler.workers
+    if state == "idle":
+        w.cancel("waits")
+        w.finish("a")
+    w.close(at_once=True)
+    assert w.killed == [worker.id]
+    assert w.scheduler.is_closed
+    assert not w.scheduler.tasks
 
 
-def test_what_comes_between_two_slices_is_abandoned_as_well():
-    w = World(cpus=1)
-    for number in range(ABANDONED + 10):
-        w.scheduler.submit(w.now, TaskId(number), SPEC)
-    w.scheduler.close(w.now)
-    late = TaskId(ABANDONED + 10)
-    effects = w.scheduler.submit(w.now, late, SPEC)
-    assert effects == [Fail(late, Failure.ABANDONED), Forget(late)]
+# Events about what is not there any more, and the scheduler's own checks.
 
 
 def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
@@ -422,17 +329,209 @@ def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
     assert w.running == {"a"}
 
 
-def test_a_worker_starts_once():
+def test_events_about_what_is_not_there_change_nothing():
+    scheduler: Scheduler = World().scheduler
+    for step, *args in (
+        (Scheduler.cancel, TaskId(9)),
+        (Scheduler.finish, TaskId(9), WorkerId(9)),
+        (Scheduler.worker_started, WorkerId(9)),
+        (Scheduler.worker_gone, WorkerId(9)),
+        (Scheduler.wait_for, TaskId(9), ()),
+        (Scheduler.wait_for, TaskId(9), (TaskId(8),)),
+        (Scheduler.task_skipped, TaskId(9), WorkerId(9)),
+        (Scheduler.revoked, WorkerId(9), 1, TaskId(9)),
+        (Scheduler.wake,),
+    ):
+        assert not step(scheduler, 0.0, *args)
+        scheduler.check()
+
+
+def test_events_about_a_worker_that_has_another_task_change_nothing():
     w = World()
     w.submit("a")
-    assert not w.scheduler.worker_started(w.now, w.worker_of("a"))
-
-
-def test_a_scheduler_shows_what_it_has():
-    w = World(cpus=1)
-    w.submit("a")
     w.submit("b")
-    assert repr(w.scheduler) == (
-        "<Scheduler 2 tasks, <Workers 1: 0 idle>, <Ledger CPU 0/1, GPU 0/0; 1 leases>>"
-    )
-    assert repr(w) == f"<World at 0s: {w.scheduler!r}>"
+    a, b = (w.tasks[name].id for name in "ab")
+    worker = w.worker_of("b")
+    for step, *args in (
+        (Scheduler.finish, a, worker),
+        (Scheduler.task_skipped, a, worker),
+        (Scheduler.revoked, worker, 1, b),
+        (Scheduler.worker_started, worker),
+    ):
+        assert not step(w.scheduler, 0.0, *args)
+        w.check()
+    assert w.running == {"a", "b"}
+
+
+TOLD = ("settled", "lost", "expired", "deadlocked", "disowned")
+
+
+class Diary(GroupWorld):
+    """Notes every effect, whatever led to it."""
+
+    def __init__(self, *arguments, **options):
+        self.seen = []
+        super().__init__(*arguments, **options)
+
+    def _apply(self, effect):
+        self.seen.append(effect)
+        super()._apply(effect)
+
+
+def test_a_short_life_shows_every_effect():
+    w = Diary(cpus=2, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
+    w.submit("settled")
+    w.finish("settled")
+    w.submit("lost", max_retries=0)
+    w.die("lost")
+    w.submit("expired", timeout=1.0)
+    w.advance(2.0)
+    w.submit("parent", num_gpus=1)
+    w.submit("deadlocked", num_gpus=1, parent="parent")
+    w.wait_for("parent", "deadlocked")
+    w.submit("disowned", parent="parent")
+    w.finish("parent")
+    w.finish("disowned")
+    w.lease("reclaimed", num_gpus=1)
+    w.submit("warned", num_gpus=1)
+    w.advance(5.0)
+    w.cancel("warned")
+    w.cancel("reclaimed")
+    w.give_back("reclaimed")
+    w.placement_group("gang", {"GPU": 0.5})
+    w.submit_in("gang", "evicted")
+    w.submit_in("gang", "misfit", num_gpus=0.6)
+    w.cancel("gang")
+    w.finish("evicted")
+    w.took = 1e-5
+    for number in range(8):
+        w.submit(f"abandoned {number}")
+    w.finish("abandoned 0")
+    assert w.queued
+    w.close()
+    w.run_dry()
+    assert {type(effect) for effect in w.seen} == set(get_args(effects.Effect))
+    for name in (*TOLD, "evicted", "misfit"):
+        assert w.told[name] == name
+    assert [w.told[f"abandoned {n}"] for n in range(1, 8)] == ["abandoned"] * 7
+
+
+@pytest.fixture
+def w() -> World:
+    """A node in the middle of its life, and in order.
+
+    "parent" is blocked by "child", "first" runs with others queued behind it,
+    "other" waits.
+    """
+    w = World(cpus=2, took=1e-5)
+    w.submit("parent", num_cpus=1)
+    w.submit("child", num_cpus=1, environment={"X": "1"}, parent="parent")
+    w.wait_for("parent", "child")
+    for name in ("before", "first", "second", "third", "fourth", "other"):
+        w.submit(name)
+    w.finish("before")
+    assert w.blocked == {"parent"}
+    assert w.running == {"parent", "child", "first"}
+    assert w.queued == {"second"}
+    assert w.waiting == {"third", "fourth", "other"}
+    w.check()
+    return w
+
+
+def mark_running(w):
+    record_of(w, "other").state = TaskState.RUNNING
+
+
+def mark_ended(w):
+    record_of(w, "first").state = TaskState.ENDED
+
+
+def lose_from_queue(w):
+    bucket = next(w.scheduler.ready.buckets())
+    bucket.pop()
+
+
+def count_wrong(w):
+    next(w.scheduler.ready.buckets()).size += 1
+
+
+def give_back_too_early(w):
+    w.scheduler.ledger.give_back(record_of(w, "first").worker.lease)
+
+
+def lose_lease(w):
+    record_of(w, "first").worker.lease = None
+
+
+def lose_place_behind(w):
+    record_of(w, "second").worker.queue.clear()
+
+
+def lose_task(w):
+    record_of(w, "first").worker.task = None
+
+
+def give_worker_to_one_that_waits(w):
+    record_of(w, "other").worker = record_of(w, "first").worker
+
+
+def run_last_with_others_behind(w):
+    record_of(w, "first").worker.is_last = True
+
+
+def forget_to_lend(w):
+    w.scheduler.ledger.resume(record_of(w, "parent").worker.lease)
+
+
+def lend_of_one_that_runs(w):
+    w.scheduler.ledger.lend(record_of(w, "first").worker.lease)
+
+
+def keep_child_that_ended(w):
+    record_of(w, "parent").kin.children[99] = record_of(w, "first")
+
+
+def forget_parent(w):
+    record_of(w, "child").kin.parent = None
+
+
+def forget_who_waits(w):
+    record_of(w, "child").kin.awaited_by = None
+
+
+def have_parent_that_ended(w):
+    kin = record_of(w, "child").kin
+    del w.scheduler.tasks[kin.parent.id]
+
+
+def wait_while_running(w):
+    record_of(w, "parent").state = TaskState.RUNNING
+    w.scheduler.ledger.resume(record_of(w, "parent").worker.lease)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        mark_running,
+        mark_ended,
+        lose_from_queue,
+        count_wrong,
+        give_back_too_early,
+        lose_lease,
+        lose_place_behind,
+        lose_task,
+        give_worker_to_one_that_waits,
+        run_last_with_others_behind,
+        forget_to_lend,
+        lend_of_one_that_runs,
+        keep_child_that_ended,
+        forget_parent,
+        forget_who_waits,
+        have_parent_that_ended,
+        wait_while_running,
+    ],
+)
+def test_what_is_broken_is_noticed(w, spoil):
+    spoil(w)
+    with pytest.raises(AssertionError):
+        w.scheduler.check()

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: no share is lost, no owner left untold.
+"""Whatever happens, in whatever order: no share is lost, every owner is told once.
 
 `World.check()` holds the scheduler to its invariants after every single event;
 the rules only choose what happens. At the end all that runs is let end, and then
@@ -37,22 +37,31 @@ from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import BOUNDLESS
 from aiogpu.errors import InfeasibleError, LimitError
-from tests.core.placement_group_world import GangWorld
+from tests.core.builders import GIB, GroupWorld
 from tests.support.sampling import examples
 
-GIB = 1 << 30
 TYPES = ["A100", "A100", "T4"]
+
+
 SIZES = {"A100": 80 * GIB, "T4": 16 * GIB}
+
+
 DEVICES = [
     Device(index, kind, uuid=f"GPU-{index}", memory=SIZES[kind], links=links)
     for index, (kind, links) in enumerate(
         zip(TYPES, [frozenset({"GPU-2"}), frozenset(), frozenset()], strict=True)
     )
 ]
+
+
 SHARES = st.integers(1, 10_000).map(lambda parts: parts / 10_000)
+
+
 GPUS = st.one_of(
     st.just(0), st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.7]), SHARES, st.integers(1, 4)
 )
+
+
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
@@ -75,6 +84,8 @@ OPTIONS = st.fixed_dictionaries(
         "client": st.integers(0, 3),
     },
 )
+
+
 PATIENCE = st.builds(
     SchedulerConfig,
     cancel_grace=st.sampled_from([0, 0.3, 2.0]),
@@ -97,16 +108,20 @@ PATIENCE = st.builds(
     sound_after=st.sampled_from([0.0, 60.0]),
     restarts_in_a_row=st.sampled_from([0, 2, 12]),
 )
+
+
 LIMITS = [
     Limits(),
     Limits(),
     Limits(max_waiting=6, max_share={"GPU": 0.5, "CPU": 0.5}),
     Limits(max_share={"gpu_memory": 0.5}),
 ]
+
+
 BEGUN = (TaskState.STARTING, TaskState.RUNNING)
 
 
-class Judge(GangWorld):
+class Judge(GroupWorld):
     """A world that holds every single event to the rules of precedence."""
 
     def __init__(self, **options) -> None:
@@ -734,3 +749,120 @@ class TestNodeAtLength(NodeMachine.TestCase):
     """Other stories each time. Write what it finds into `test_replays`."""
 
     settings = settings(SETTINGS, derandomize=False, max_examples=2_500)
+
+
+BUNDLES = st.lists(
+    st.sampled_from(
+        [
+            {"GPU": 1},
+            {"GPU": 0.5},
+            {"GPU": 0.3, "CPU": 1},
+            {"CPU": 1},
+            {"GPU": 1, "CPU": 1, "type": "A100"},
+            {"license": 0.5},
+            {"GPU": 0.5, "gpu_memory": 3 << 30},
+            {"gpu_memory": 5 << 30},
+        ]
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def is_placement_group(task) -> bool:
+    """Whether a paper task is a placement group."""
+    return lies_in_bundles(task.spec.shape.request)
+
+
+class SharedGroupMachine(NodeMachine):
+    """A node of several programs, some of which ask for placement groups."""
+
+    @rule(
+        bundles=BUNDLES,
+        strategy=st.sampled_from(["PACK", "SPREAD"]),
+        priority=st.integers(-1, 1),
+        client=st.integers(0, 3),
+    )
+    def ask_for_a_group(self, bundles, strategy, priority, client):
+        name = f"t{len(self.w.tasks)}"
+        options = {
+            "strategy": strategy,
+            "priority": priority,
+            "client": self.joined(client),
+        }
+        with suppress(LimitError, InfeasibleError):
+            self.w.placement_group(name, *bundles, **options)
+
+    @rule(
+        data=st.data(),
+        index=st.integers(-1, 1),
+        amounts=st.sampled_from([(0, 0.25), (0, 0.5), (1, 0), (1, 0.5), (0, 1)]),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "max_calls": st.integers(0, 2),
+                "is_endless": st.booleans(),
+                "retries_oom": st.booleans(),
+                "timeout": st.sampled_from([0.5, 3.0]),
+                "priority": st.integers(-1, 1),
+            },
+        ),
+    )
+    def submit_in_a_group(self, data, index, amounts, options):
+        placement_groups = [
+            name for name, task in self.w.tasks.items() if is_placement_group(task)
+        ]
+        if not placement_groups:
+            return
+        placement_group = data.draw(st.sampled_from(placement_groups))
+        bundles = self.w.tasks[
+            placement_group
+        ].spec.shape.request.placement_group.bundles
+        parents = sorted(self.w.running | self.w.blocked)
+        parent = data.draw(st.sampled_from([None, *parents])) if parents else None
+        cpus, gpus = amounts
+        with suppress(LimitError):
+            self.w.submit_in(
+                placement_group,
+                f"t{len(self.w.tasks)}",
+                min(index, len(bundles) - 1),
+                num_cpus=cpus,
+                num_gpus=gpus,
+                parent=parent,
+                **options,
+            )
+
+    @precondition(lambda self: self.w.placement_groups)
+    @rule(data=st.data())
+    def remove_a_group(self, data):
+        self.w.cancel(data.draw(st.sampled_from(sorted(self.w.placement_groups))))
+
+
+class GroupMachine(SharedGroupMachine):
+    """The same where one program has the node."""
+
+    @initialize(
+        starts=st.booleans(),
+        exits=st.booleans(),
+        revokes=st.booleans(),
+        config=PATIENCE,
+        most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
+    )
+    def begin(self, starts, exits, revokes, config, most) -> None:
+        super().begin(starts, exits, revokes, config, most, [])
+
+    def join(self) -> None:
+        """Nobody else joins."""
+
+
+class TestGroups(GroupMachine.TestCase):
+    """The same stories each time, in some seconds."""
+
+    settings = settings(SETTINGS, max_examples=examples(150))
+
+
+@pytest.mark.slow
+class TestGroupsAtLength(SharedGroupMachine.TestCase):
+    """Other stories each time."""
+
+    settings = settings(SETTINGS, derandomize=False, max_examples=1_000)

@@ -1,22 +1,20 @@
-"""[B23] Why a task is where it is: figures, and the same in words."""
+"""[B23] Why a task is where it is, as data and in words; and what it is warned of."""
 
 import pytest
 
+from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import DeviceSelector
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.queue.ready import SEARCHED
-from aiogpu.core.scheduler.scheduler import ABANDONED
+from aiogpu.core.resources.devices import Cause
+from aiogpu.core.scheduler.scheduler import ABANDONED, Scheduler
+from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, ReservationStatus
 from aiogpu.observe.why import Why
 from aiogpu.testing import World
-
-
-def ask(w: World, name: str) -> Why:
-    """Ask why; worker 1 has process 101, and so on."""
-    record = w.scheduler.tasks.get(w.tasks[name].id)
-    assert record is not None, f"{name!r} has ended"
-    return why(w.scheduler, record, {id_: 100 + id_ for id_ in w.workers}, w.now)
+from tests.core.builders import pass_over, why_of
 
 
 def zeroth(w: World) -> World:
@@ -27,14 +25,14 @@ def zeroth(w: World) -> World:
     return w
 
 
-def test_a_task_tells_what_is_short_and_who_holds_it():
+def test_a_task_says_what_is_short_and_who_holds_it():
     w = zeroth(World(cpus=4, gpus=2))
     w.submit("first", num_gpus=0.7)
     w.submit("second", num_gpus=0.7)
     w.advance(30)
     w.submit("third", num_gpus=0.5)
     w.advance(0.5)
-    told = ask(w, "third")
+    told = why_of(w, "third")
     assert (told.name, told.task, told.state) == ("third", 3, "waiting")
     assert (told.seconds, told.request) == (0.5, {"CPU": 1.0, "GPU": 0.5})
     assert (told.position, told.of) == (1, 1)
@@ -64,7 +62,7 @@ def test_a_scalar_is_held_by_those_who_asked_for_it():
     w.submit("a", resources={"license": 1})
     w.submit("b")
     w.submit("c", num_cpus=2, resources={"license": 1})
-    told = ask(w, "c")
+    told = why_of(w, "c")
     cpu, license_ = told.reasons
     assert (cpu.resource, cpu.asked, cpu.free, cpu.total) == ("CPU", 2, 1, 3)
     assert [holder.task for holder in cpu.holders] == ["a", "b"]
@@ -78,17 +76,6 @@ def test_a_scalar_is_held_by_those_who_asked_for_it():
     ]
 
 
-def test_who_waits_for_his_children_holds_no_cpu():
-    w = World(cpus=1, resources={"license": 1})
-    w.submit("parent", resources={"license": 1})
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
-    w.submit("other", resources={"license": 1})
-    cpu, license_ = ask(w, "other").reasons
-    assert [holder.task for holder in cpu.holders] == ["child"]
-    assert [holder.task for holder in license_.holders] == ["parent"]
-
-
 def test_the_place_in_line_is_that_among_equals():
     w = zeroth(World(cpus=1))
     w.submit("runs")
@@ -97,17 +84,17 @@ def test_the_place_in_line_is_that_among_equals():
         w.submit(f"t{number}")
     w.submit("urgent", priority=1)
     w.cancel("t1")
-    told = ask(w, "t3")
+    told = why_of(w, "t3")
     assert (told.position, told.of) == (4, 5)
-    assert [ask(w, name).position for name in ("urgent", "t0", "t4")] == [1, 2, 5]
-    assert ask(w, "other").of == 1
+    assert [why_of(w, name).position for name in ("urgent", "t0", "t4")] == [1, 2, 5]
+    assert why_of(w, "other").of == 1
     assert str(told).startswith(
         "t3 (task 6) has waited 0.0 s, as number 4 of 5 that ask for {CPU: 1}\n"
     )
 
 
 @pytest.mark.parametrize("left", [0, 3 * SEARCHED])
-def test_the_place_of_one_far_behind_is_found(left):
+def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
     """Those who have left before it may count, but not beyond the end of the line."""
     w = World(cpus=1)
     w.submit("runs")
@@ -125,22 +112,13 @@ def test_the_place_of_one_far_behind_is_found(left):
         assert told.position == (number if not left else last - left)
 
 
-def test_devices_of_another_type_do_not_count():
-    w = World(gpu_types=["A100", "T4"])
-    w.submit("a", num_gpus=1, accelerator_type="T4")
-    w.submit("b", num_gpus=1, accelerator_type="T4")
-    (short,) = ask(w, "b").reasons
-    assert (short.free, short.total) == (0, 1)
-    assert [device.id for device in short.devices] == [1]
-
-
 def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
     w = zeroth(World(cpus=1))
     w.exits = False
     w.submit("a", max_calls=1)
     w.submit("b")
     w.finish("a")
-    assert str(ask(w, "b")).splitlines()[2] == (
+    assert str(why_of(w, "b")).splitlines()[2] == (
         "    1: held by a process that is ending (pid 102)"
     )
     w.starts = False
@@ -158,7 +136,7 @@ def test_those_who_hold_it_longest_come_first_and_the_rest_is_counted():
         w.submit(f"t{number}")
         w.advance(1)
     w.submit("waits")
-    lines = str(ask(w, "waits")).splitlines()
+    lines = str(why_of(w, "waits")).splitlines()
     assert lines[2] == "    1: held by t0 (pid 102, for 11 s)"
     assert lines[9:] == [
         "    1: held by t7 (pid 109, for 4.0 s)",
@@ -166,28 +144,14 @@ def test_those_who_hold_it_longest_come_first_and_the_rest_is_counted():
     ]
 
 
-def test_devices_are_listed_in_part():
-    w = World(gpus=12)
-    w.submit("a", num_gpus=12)
-    w.submit("b", num_gpus=1)
-    shares = ", ".join(f"{index}: 0" for index in range(8))
-    assert f"  GPU 1: 0 of 12 free ({shares}, and 4 more)" in str(ask(w, "b"))
-
-
-def go_past(w: World, name: str) -> None:
-    """Let a task come and go, so that all who wait are looked at."""
-    w.submit(name, num_cpus=0)
-    w.finish(name)
-
-
 def reserved(**options: object) -> World:
     """A world in which something is kept for `big`."""
     w = zeroth(World(cpus=4, gpus=2))
     w.submit("long", num_gpus=0.5, **options)
     w.submit("big", num_gpus=2)
-    go_past(w, "before")
+    pass_over(w)
     w.advance(1)
-    go_past(w, "after")
+    pass_over(w)
     w.submit("tick")
     w.submit("small", num_gpus=0.25)
     return w
@@ -195,7 +159,7 @@ def reserved(**options: object) -> World:
 
 def test_the_one_for_whom_something_is_kept_says_so():
     w = reserved()
-    told = ask(w, "big")
+    told = why_of(w, "big")
     kept = ReservationStatus(2, "big", {"GPU": (0, 1)}, {}, None)
     assert (told.reservation, told.is_held_endlessly) == (kept, False)
     assert [short.kept for short in told.reasons] == [0]
@@ -205,7 +169,7 @@ def test_the_one_for_whom_something_is_kept_says_so():
 
 
 def test_it_says_by_when_where_that_is_known():
-    told = ask(reserved(timeout=10), "big")
+    told = why_of(reserved(timeout=10), "big")
     assert told.reservation is not None
     assert told.reservation.seconds == 11
     assert str(told).endswith("kept for it: GPU 0, 1; it begins within 11 s")
@@ -213,7 +177,7 @@ def test_it_says_by_when_where_that_is_known():
 
 def test_the_others_name_the_one_that_goes_first():
     w = reserved()
-    told = ask(w, "small")
+    told = why_of(w, "small")
     assert told.reservation is not None
     assert (told.reservation.name, told.reservation.task) == ("big", 2)
     (short,) = told.reasons
@@ -230,27 +194,19 @@ def short_of_cpus() -> World:
     w = zeroth(World(cpus=4))
     w.submit("long", num_cpus=2)
     w.submit("big", num_cpus=3)
-    go_past(w, "before")
+    pass_over(w)
     w.advance(1)
-    go_past(w, "after")
+    pass_over(w)
     return w
-
-
-def test_a_scalar_is_kept_as_well():
-    w = short_of_cpus()
-    w.submit("many", num_cpus=2)
-    (short,) = ask(w, "many").reasons
-    assert (short.resource, short.free, short.kept) == ("CPU", 2, 2)
-    assert ask(w, "many").reservation.name == "big"
 
 
 def test_what_will_be_kept_once_it_is_free_is_named_too():
     w = short_of_cpus()
     w.submit("pair", num_cpus=2, priority=1)
     w.submit("later")
-    (short,) = ask(w, "later").reasons
+    (short,) = why_of(w, "later").reasons
     assert (short.free, short.kept) == (0, 0)
-    assert ask(w, "later").reservation.name == "big"
+    assert why_of(w, "later").reservation.name == "big"
 
 
 def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
@@ -259,18 +215,18 @@ def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=1)
     w.submit("licensed", num_cpus=0, resources={"license": 1})
-    go_past(w, "before")
+    pass_over(w)
     w.advance(1)
-    go_past(w, "after")
-    assert ask(w, "big").reservation is not None
-    assert ask(w, "licensed").reservation is None
+    pass_over(w)
+    assert why_of(w, "big").reservation is not None
+    assert why_of(w, "licensed").reservation is None
 
 
-def test_a_task_that_may_pass_is_not_told_of_it():
+def test_a_task_that_may_pass_hears_nothing_of_it():
     w = reserved()
     w.submit("urgent", num_gpus=1, priority=1)
     w.submit("more", num_gpus=1, priority=1)
-    told = ask(w, "more")
+    told = why_of(w, "more")
     assert told.reservation is None
     assert [short.kept for short in told.reasons] == [0]
 
@@ -282,7 +238,7 @@ def test_what_is_held_without_end_is_named_and_nothing_is_kept():
     w.submit("big", num_gpus=2)
     w.advance(5)
     w.submit("tick", num_gpus=0.5)
-    told = ask(w, "big")
+    told = why_of(w, "big")
     assert (told.is_held_endlessly, told.reservation) == (True, None)
     assert str(told).splitlines()[2:] == [
         "    0.5 of GPU 0: held by model (pid 102, without end)",
@@ -292,14 +248,14 @@ def test_what_is_held_without_end_is_named_and_nothing_is_kept():
         "without end",
     ]
     w.submit("fits", num_gpus=1)
-    assert not ask(w, "fits").is_held_endlessly
+    assert not why_of(w, "fits").is_held_endlessly
 
 
 def test_a_running_task_says_where_and_for_how_long():
     w = zeroth(World(cpus=1))
     w.submit("a")
     w.advance(3)
-    told = ask(w, "a")
+    told = why_of(w, "a")
     assert (told.state, told.worker, told.pid, told.runs_for) == ("running", 2, 102, 3)
     assert (told.position, told.of, told.reasons) == (None, 0, ())
     assert str(told) == "a (task 1) runs on worker 2 (pid 102), for 3.0 s now."
@@ -310,15 +266,15 @@ def test_of_one_that_has_just_begun_it_is_not_known_for_how_long():
     w.submit("a")
     w.submit("b")
     w.finish("a")
-    assert ask(w, "b").runs_for is None
-    assert str(ask(w, "b")) == "b (task 2) runs on worker 2 (pid 102)."
+    assert why_of(w, "b").runs_for is None
+    assert str(why_of(w, "b")) == "b (task 2) runs on worker 2 (pid 102)."
 
 
 def test_a_task_whose_worker_is_being_forked_says_so():
     w = World(starts=False)
     w.submit("zeroth")
     w.submit("a", num_cpus=2)
-    assert str(ask(w, "a")) == (
+    assert str(why_of(w, "a")) == (
         "a (task 1) holds {CPU: 2}; a worker is being forked for it."
     )
 
@@ -329,7 +285,7 @@ def test_a_task_that_was_sent_ahead_names_those_before_it():
     for name in "abcdef":
         w.submit(name)
     w.finish("zeroth")
-    told = ask(w, "c")
+    told = why_of(w, "c")
     assert (told.state, told.behind, told.count) == ("queued", ("a", "b"), 2)
     assert told.runs_for is None
     assert str(told) == (
@@ -342,13 +298,13 @@ def test_a_task_that_waits_for_its_children_names_them():
     w.submit("parent")
     w.submit("child", parent="parent")
     w.wait_for("parent", "child")
-    assert str(ask(w, "parent")) == (
+    assert str(why_of(w, "parent")) == (
         "parent (task 1) waits for its child child; meanwhile it holds no CPU."
     )
     for number in range(10):
         w.submit(f"c{number}", parent="parent")
     w.wait_for("parent", "child", *(f"c{number}" for number in range(10)))
-    told = ask(w, "parent")
+    told = why_of(w, "parent")
     assert (len(told.children), told.count, told.state) == (8, 11, "blocked")
     assert "its children child, c0, c1, c2, c3, c4, c5, c6, and 3 more;" in str(told)
 
@@ -357,7 +313,7 @@ def test_a_task_that_is_being_stopped_says_so():
     w = zeroth(World())
     w.submit("a")
     w.cancel("a")
-    assert str(ask(w, "a")) == (
+    assert str(why_of(w, "a")) == (
         "a (task 1) is being stopped; its code on worker 2 (pid 102) has not ended yet."
     )
 
@@ -370,12 +326,12 @@ def test_on_a_node_that_closes_a_task_waits_for_its_turn():
     w.close()
     w.finish("a")
     last = f"t{ABANDONED}"
-    told = ask(w, last)
+    told = why_of(w, last)
     assert (told.reasons, told.is_held_endlessly) == ((), False)
     assert str(told) == f"{last} (task 501) has waited 0.0 s for its turn: 0 before it"
 
 
-def test_what_has_ended_or_not_begun_is_told_without_a_node():
+def test_what_has_ended_or_not_begun_needs_no_node():
     assert str(Why("a", 0, "opening")) == (
         "a waits for its node, which is being opened."
     )
@@ -384,27 +340,18 @@ def test_what_has_ended_or_not_begun_is_told_without_a_node():
     assert str(ended) == "a (task 7) has ended: it was cancelled."
 
 
-def test_asking_changes_nothing():
-    w = reserved()
-    before = w.scheduler.reservation
-    for name in ("long", "big", "small", "tick"):
-        ask(w, name)
-    assert w.scheduler.reservation is before
-    w.check()
-
-
-def test_conditions_on_gpus_are_told():
+def test_conditions_on_gpus_are_named():
     w = World(cpus=4, gpus=1)
     w.submit("first", num_gpus=1)
     w.submit("second", num_gpus=1, where=DeviceSelector(name="*"))
-    told = ask(w, "second")
+    told = why_of(w, "second")
     assert told.where == "a name like '*'"
     assert str(told).startswith(
         "second (task 1) has waited 0.0 s for {CPU: 1, GPU: 1} of a name like '*'\n"
     )
 
 
-def test_what_a_cluster_tells_comes_below():
+def test_what_a_cluster_says_comes_below():
     sent = Why("f", 3, "sent", 2.0, {"GPU": 0.5}, notes=("nothing waits", "so it runs"))
     assert str(sent).splitlines() == [
         "f (task 3) asks for {GPU: 0.5} and was sent 2.0 s ago.",
@@ -417,3 +364,197 @@ def test_what_a_cluster_tells_comes_below():
         "f (task 3) has waited 2.0 s for its turn: 0 before it",
         "  node a: short",
     ]
+
+
+# What waits for what is held without end is warned of by itself, once.
+
+
+AFTER = SchedulerConfig().warn_after
+
+
+def held() -> World:
+    """One GPU, of which an actor holds half."""
+    w = World(gpus=1)
+    w.submit("server", num_gpus=0.5, is_endless=True)
+    w.advance(2 * AFTER)
+    return w
+
+
+def test_a_task_that_needs_more_than_an_actor_has_left():
+    w = held()
+    w.submit("train", num_gpus=1)
+    w.advance(AFTER - 0.01)
+    assert w.warnings == []
+    w.advance(0.01)
+    ((name, text),) = w.warnings
+    assert name == "train"
+    assert text.startswith(
+        "train (task 1) has waited 5.0 s for {CPU: 1, GPU: 1}, and what it needs is "
+        "held without end: server holds 0.5 of GPU 0. It can start when a holder ends"
+    )
+    w.advance(10 * AFTER)
+    assert len(w.warnings) == 1
+    assert w.scheduler.deadline() is None
+
+
+def test_a_line_is_warned_once_until_it_is_empty():
+    w = held()
+    for number in range(3):
+        w.submit(f"train {number}", num_gpus=1)
+    w.submit("other", num_gpus=0.75)
+    w.advance(3 * AFTER)
+    assert [name for name, _ in w.warnings] == ["train 0", "other"]
+    w.cancel("train 0")
+    w.submit("short")
+    w.finish("short")
+    w.advance(3 * AFTER)
+    w.submit("train 3", num_gpus=1)
+    w.advance(3 * AFTER)
+    assert len(w.warnings) == 2
+    for number in range(1, 4):
+        w.cancel(f"train {number}")
+    w.submit("again", num_gpus=1)
+    w.advance(3 * AFTER)
+    assert [name for name, _ in w.warnings[2:]] == ["again"]
+
+
+def test_nobody_is_warned_of_what_ends():
+    w = World(gpus=1)
+    w.submit("long", num_gpus=1)
+    w.submit("train", num_gpus=1)
+    w.advance(20 * AFTER)
+    assert w.warnings == []
+    w.finish("long")
+    w.finish("train")
+    w.advance(2 * AFTER)
+    assert w.scheduler.deadline() is None
+
+
+def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
+    w = World(gpus=1)
+    w.submit("long", num_gpus=0.5)
+    w.submit("train", num_gpus=1)
+    w.advance(2 * AFTER)
+    w.submit("server", num_gpus=0.5, is_endless=True, priority=1)
+    assert "server" in w.running
+    w.advance(AFTER - 0.01)
+    assert w.warnings == []
+    w.advance(2 * AFTER)
+    ((_, text),) = w.warnings
+    assert "server holds 0.5 of GPU 0" in text
+    assert "long" not in text
+
+
+def test_what_is_set_aside_may_come_back():
+    w = World(gpus=1)
+    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
+    w.submit("train", num_gpus=1)
+    w.advance(10 * AFTER)
+    assert w.warnings == []
+    w.run_dry()
+    assert w.waiting == {"train"}
+
+
+def test_amounts_and_leases_are_named():
+    w = World(cpus=4, resources={"license": 1})
+    w.submit("server", num_cpus=0, resources={"license": 1}, is_endless=True)
+    w.lease("shell", num_cpus=3)
+    w.advance(AFTER)
+    w.submit("train", num_cpus=2, resources={"license": 1})
+    w.advance(AFTER)
+    ((_, text),) = w.warnings
+    assert "shell holds CPU 3" in text
+    assert "server holds license 1" in text
+
+
+def test_workers_that_are_all_held_are_named():
+    w = World(cpus=4)
+    w.scheduler.worker_limit.bound(1)
+    w.submit("server", num_cpus=0, is_endless=True)
+    w.advance(AFTER)
+    w.submit("train")
+    w.advance(AFTER)
+    ((_, text),) = w.warnings
+    assert text.startswith("train (task 1) has waited 5.0 s for a worker process")
+    assert "there are 1, each is held without end" in text
+
+
+def test_a_programs_own_limit_is_no_stall():
+    w = held()
+    w.join(7, limits=Limits(max_share={"GPU": 0.5}))
+    w.submit("mine", num_gpus=0.5, is_endless=True, client=7)
+    w.submit("more", num_gpus=0.25, client=7)
+    w.advance(3 * AFTER)
+    assert [name for name, _ in w.warnings] == []
+
+
+def test_a_closing_node_warns_nobody():
+    w = held()
+    w.submit("train", num_gpus=1)
+    w.close()
+    w.advance(2 * AFTER)
+    assert w.warnings == []
+
+
+def test_one_alarm_serves_all_that_wait():
+    w = held()
+    before = len(w.scheduler.timers)
+    for number in range(LOOKED_AT + 20):
+        w.submit(f"train {number}", num_gpus=1, num_cpus=number / 64)
+    assert len(w.scheduler.timers) == before + 1
+    w.advance(AFTER)
+    assert len(w.warnings) == LOOKED_AT
+    w.advance(AFTER)
+    assert len(w.warnings) == LOOKED_AT + 20
+
+
+def test_time_goes_on_where_a_figure_is_rounded():
+    w = World(gpus=1)
+    w.advance(1 / 3)
+    w.submit("long", num_gpus=0.5)
+    w.submit("train", num_gpus=1)
+    w.advance(1e4)
+    w.submit("server", num_gpus=0.5, is_endless=True, priority=1)
+    w.advance(AFTER + 1e-6)
+    assert len(w.warnings) <= 1
+    w.advance(2 * AFTER)
+    assert len(w.warnings) == 1
+
+
+def test_others_wait_for_what_is_not_held_without_end():
+    w = World(cpus=4, gpus=1, resources={"license": 1})
+    w.submit("server", num_gpus=1, is_endless=True)
+    w.submit("long", num_cpus=0, resources={"license": 1})
+    w.submit("train", num_cpus=0, resources={"license": 1})
+    w.advance(10 * AFTER)
+    assert w.warnings == []
+    w.submit("other", num_gpus=1)
+    w.advance(2 * AFTER)
+    assert [name for name, _ in w.warnings] == ["other"]
+
+
+def test_each_is_warned_of_when_it_has_waited_long_enough():
+    w = held()
+    w.submit("first", num_gpus=1)
+    w.advance(AFTER / 2)
+    w.submit("second", num_gpus=0.75)
+    w.advance(AFTER / 2)
+    assert [name for name, _ in w.warnings] == ["first"]
+    w.advance(AFTER / 2)
+    assert [name for name, _ in w.warnings] == ["first", "second"]
+
+
+def test_a_holder_that_is_younger_than_the_wait_is_given_time():
+    w = World(cpus=4, gpus=2)
+    w.submit("long", num_gpus=2)
+    w.submit("server", num_gpus=1, is_endless=True)
+    w.submit("train", num_gpus=2, priority=-1)
+    w.advance(3 * AFTER)
+    w.submit("late", num_cpus=2, num_gpus=2, priority=-1)
+    w.advance(AFTER / 2)
+    w.finish("long")
+    assert "server" in w.running
+    w.advance(AFTER - 0.01)
+    assert w.warnings == []
+    w.advance(AFTER)
+    assert {name for name, _ in w.warnings} == {"train", "late"}

@@ -1,16 +1,17 @@
-"""A node that may have so many workers and no more: who waits, who makes way."""
+"""Workers that cannot be had: so many and no more, or none for an environment [B46]."""
 
 from itertools import pairwise
 
 import pytest
 
 from aiogpu.core.model.config import STARTS_ALLOWED, SchedulerConfig
-from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.ids import PROGRAM
+from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import WorkerLimit
-from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
+from tests.core.builders import status_of, why_of
 
 CROWDED_FOR = SchedulerConfig().crowded_for
 
@@ -19,11 +20,6 @@ def world(most: int = 2, cpus: float = 100, **options) -> World:
     w = World(cpus=cpus, **options)
     w.scheduler.worker_limit.bound(most)
     return w
-
-
-def told_why(w: World, name: str) -> str:
-    record = w.scheduler.tasks[TaskId(w.tasks[name].id)]
-    return str(why(w.scheduler, record, {}, w.now))
 
 
 def test_more_tasks_than_workers_wait_although_all_else_is_there():
@@ -38,17 +34,6 @@ def test_more_tasks_than_workers_wait_although_all_else_is_there():
         w.finish(name)
     assert len(w.workers) == 2
     assert set(w.told.values()) == {"settled"}
-
-
-def test_many_of_them_one_after_the_other():
-    w = world(most=3)
-    names = [f"t{number}" for number in range(100)]
-    for number, name in enumerate(names):
-        w.submit(name, max_calls=number % 2, environment={"X": str(number % 5)})
-    while w.running:
-        assert len(w.workers) <= 3
-        w.finish(min(w.running))
-    assert w.told == dict.fromkeys(names, "settled")
 
 
 def test_an_idle_worker_that_does_not_fit_makes_way():
@@ -96,65 +81,23 @@ def test_who_comes_first_has_the_place_of_a_worker_that_would_fit_another():
     assert w.running == {"second"}
 
 
-def test_who_lacks_more_than_a_worker_holds_up_nobody():
-    w = world(most=2, gpus=1)
-    w.submit("train", num_gpus=1)
-    w.submit("a")
-    w.submit("next", num_gpus=1)
-    w.submit("b")
-    w.finish("a")
-    assert (w.running, w.waiting) == ({"train", "b"}, {"next"})
-    assert w.retired == []
-
-
-def test_those_behind_one_that_was_cancelled_go_on():
-    w = world(most=2, exits=False)
-    w.submit("a")
-    w.submit("b", environment={"X": "1"})
-    w.submit("c", environment={"X": "2"})
-    w.submit("d", environment={"X": "1"})
-    w.finish("a")
-    w.finish("b")
-    assert w.waiting == {"c", "d"}, "they ask for the same, and c comes first"
-    assert len(w.retired) == 1
-    w.cancel("c")
-    assert w.running == {"d"}
-
-
-def test_a_starting_worker_without_a_task_is_one_to_be_had():
-    w = world(most=1, starts=False)
-    w.submit("a")
-    w.cancel("a")
-    w.submit("b")
-    assert w.starting == {"b"}
-    assert len(w.workers) == 1
-
-
-def test_spares_are_kept_where_there_is_room_for_them():
-    w = World(cpus=100, config=SchedulerConfig(spare_workers=2))
-    w.scheduler.worker_limit.bound(3)
-    w.submit("a", max_calls=1)
-    assert len(w.workers) == 3
-    w.submit("b", max_calls=1)
-    w.submit("c", max_calls=1)
-    assert w.running == {"a", "b", "c"}
-    w.submit("d", max_calls=1)
-    assert (len(w.workers), w.waiting) == (3, {"d"})
-    w.finish("a")
-    assert w.running == {"b", "c", "d"}
-
-
-def test_a_spare_makes_way_and_is_not_replaced_meanwhile():
+def test_spares_are_kept_where_they_may_be_and_make_way():
     w = World(cpus=100, config=SchedulerConfig(spare_workers=2), exits=False)
     w.scheduler.worker_limit.bound(3)
     w.submit("a", max_calls=1)
+    assert len(w.workers) == 3
     w.submit("b", max_calls=1, environment={"X": "1"})
     w.submit("c", max_calls=1, environment={"X": "1"}, num_cpus=2)
-    assert len(w.retired) == 2
-    assert len(w.workers) == 3
+    assert (len(w.retired), len(w.workers)) == (2, 3)
     for worker in w.retired:
         w.die(worker)
     assert w.running == {"a", "b", "c"}
+    w.submit("d", max_calls=1)
+    assert (len(w.workers), w.waiting) == (3, {"d"})
+    w.exits = True
+    w.finish("a")
+    w.run_dry()
+    assert set(w.told.values()) == {"settled"}
 
 
 def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
@@ -162,12 +105,12 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     w.submit("zeroth")
     w.submit("b")
     w.advance(0.5)
-    assert told_why(w, "b") == (
+    assert str(why_of(w, "b")) == (
         "b (task 1) has waited 0.5 s for its turn: 0 before it\n"
         "  workers: 1, and no room for more at a time; `aiogpu doctor` says "
         "what bounds them"
     )
-    (shape,) = snapshot(w.scheduler, {}, w.now).shapes
+    (shape,) = status_of(w).shapes
     assert shape.reason == "waits for a worker: there are 1, and no room for more"
     w.finish("zeroth")
     w.finish("b")
@@ -178,11 +121,11 @@ def test_why_a_task_waits_where_actors_hold_all_workers():
     w.submit("actor", num_cpus=0, is_endless=True)
     w.submit("other", num_cpus=0, is_endless=True)
     w.submit("b")
-    assert "workers: 2, each held without end, and no room" in told_why(w, "b")
+    assert "workers: 2, each held without end, and no room" in str(why_of(w, "b"))
     w.finish("actor")
     assert w.running == {"other", "b"}
     w.submit("c", environment={"X": "1"})
-    assert "  workers: 2, and no room" in told_why(w, "c")
+    assert "  workers: 2, and no room" in str(why_of(w, "c"))
 
 
 def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
@@ -204,16 +147,6 @@ def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
     w.finish("a")
     w.finish("b")
     assert w.told["b"] == "settled"
-
-
-def test_what_could_not_be_had_is_taken_where_another_worker_ends():
-    w = World(cpus=100, starts=False)
-    w.submit("a")
-    w.start("a")
-    w.submit("b")
-    w.tell(Scheduler.worker_gone, w.worker_of("b"), is_crowded=True)
-    w.finish("a")
-    assert w.running == {"b"}
 
 
 def test_a_worker_that_dies_lets_another_be_tried():
@@ -262,8 +195,8 @@ def test_why_nothing_starts_where_there_is_no_worker():
     w.submit("a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     told = "no worker can be started: no process (1 try has failed in 0.0 s; next try"
-    assert told in told_why(w, "a")
-    seen = snapshot(w.scheduler, {}, w.now)
+    assert told in str(why_of(w, "a"))
+    seen = status_of(w)
     assert [told in str(one) for one in seen.outages] == [True]
     assert told in seen.shapes[0].reason
     assert told in str(seen)
@@ -275,7 +208,7 @@ def test_why_nothing_starts_where_there_is_no_worker():
     w.tell(
         Scheduler.worker_gone, w.worker_of("b"), is_crowded=True, outage="no process"
     )
-    assert snapshot(w.scheduler, {}, w.now).outages == (), "b waits for a's worker"
+    assert status_of(w).outages == (), "b waits for a's worker"
 
 
 def test_failures_are_forgotten_when_nothing_fails_any_more():
@@ -334,19 +267,6 @@ def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
         w.finish(f"t{depth}")
 
 
-def test_a_tree_that_has_one_worker_left_goes_on():
-    w = world(most=2)
-    w.submit("parent")
-    for name in ("a", "b"):
-        w.submit(name, parent="parent")
-    w.wait_for("parent", "a", "b")
-    assert (w.running, w.told) == ({"parent", "a"}, {})
-    w.finish("a")
-    w.finish("b")
-    w.finish("parent")
-    assert set(w.told.values()) == {"settled"}
-
-
 def test_a_device_is_still_named_where_that_is_what_is_held():
     w = world(most=2, gpus=1)
     w.submit("a", num_gpus=1)
@@ -367,3 +287,232 @@ def test_no_spare_is_forked_while_somebody_lacks_a_worker():
         node.effects = []
         refill_spares(node)
         assert bool(node.effects) == is_forked
+
+
+# An environment for which no worker can be started.
+
+
+BROKEN = {"X": "1"}
+
+
+WHY = "the zygote ended with status -9"
+
+
+def fail(w: World, whom: str | int) -> None:
+    """The zygote dies that was to fork a worker."""
+    w.tell(Scheduler.worker_gone, w.worker_of(whom), outage=WHY)
+
+
+def fail_all(w: World) -> int:
+    """All workers that start do so no more; gives how many they were."""
+    starting = list(w.scheduler.workers)
+    for worker in starting:
+        if worker.state.value == "starting":
+            fail(w, worker.id)
+    return len(starting)
+
+
+def test_its_task_waits_and_holds_nothing():
+    w = World(cpus=4, gpus=1, starts=False)
+    w.submit("a", num_gpus=1, environment=BROKEN, max_retries=0)
+    for n in range(50):
+        fail(w, "a")
+        assert w.waiting == {"a"}
+        assert "a" not in w.told
+        assert w.free["GPU"] == 1
+        w.submit(f"b{n}", num_gpus=1)
+        assert w.running | w.starting == {f"b{n}"}
+        if w.starting:
+            w.start(f"b{n}")
+        w.finish(f"b{n}")
+        while "a" not in w.starting:
+            w.advance(0.5)
+    w.start("a")
+    assert w.running == {"a"}
+    assert w.scheduler.outages == {}
+
+
+def test_pauses_grow_up_to_a_bound():
+    config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
+    w = World(cpus=4, starts=False, config=config)
+    w.submit("a", environment=BROKEN)
+    pauses = []
+    for _ in range(6):
+        fail(w, "a")
+        failed_at = w.now
+        while "a" not in w.starting:
+            w.advance(0.125)
+        pauses.append(w.now - failed_at)
+    assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
+
+
+def test_one_at_a_time_is_tried_and_the_others_follow():
+    w = World(cpus=4, starts=False)
+    for name in ("a", "b", "c"):
+        w.submit(name, environment=BROKEN)
+    for name in ("a", "b", "c"):
+        fail(w, name)
+    assert w.waiting == {"a", "b", "c"}
+    assert w.scheduler.outages[("X", "1"),].failures == 1, "they have failed together"
+    w.advance(0.05)
+    assert (w.starting, w.waiting) == ({"a"}, {"b", "c"})
+    w.submit("d", environment=BROKEN)
+    assert "d" in w.waiting
+    w.start("a")
+    assert w.starting == {"b", "c", "d"}
+
+
+def test_a_try_that_is_given_up_makes_way_for_another():
+    w = World(cpus=4, starts=False)
+    w.submit("a", environment=BROKEN)
+    fail(w, "a")
+    w.advance(0.05)
+    worker = w.worker_of("a")
+    w.cancel("a")
+    w.submit("b", environment=BROKEN)
+    assert w.worker_of("b") == worker, "it is being started for whoever comes first"
+    w.cancel("b")
+    w.submit("c", environment={"Y": "1"})
+    w.die(worker)
+    w.submit("d", environment=BROKEN)
+    assert {"c", "d"} <= w.starting
+
+
+def test_its_living_workers_serve_on():
+    w = World(cpus=2, starts=False)
+    w.submit("a", environment=BROKEN)
+    w.start("a")
+    w.submit("b", environment=BROKEN)
+    fail(w, "b")
+    assert w.waiting == {"b"}
+    w.finish("a")
+    assert w.running == {"b"}
+
+
+def test_others_that_ask_for_the_same_are_not_held_up():
+    w = World(cpus=1, starts=False)
+    w.submit("a", environment=BROKEN, priority=1)
+    fail(w, "a")
+    w.submit("b")
+    w.submit("c", environment={"Y": "1"})
+    w.submit("d", environment=BROKEN)
+    assert (w.starting, w.waiting) == ({"b"}, {"a", "c", "d"})
+    w.advance(0.01)
+    w.start("b")
+    w.finish("b")
+    assert w.starting == {"c"}
+    assert w.waiting == {"a", "d"}
+
+
+def test_what_was_reserved_is_let_go_once_it_cannot_start():
+    w = World(cpus=4, gpus=2, starts=False)
+    w.submit("long", num_gpus=1)
+    w.start("long")
+    w.submit("a", num_gpus=2, environment=BROKEN)
+    w.advance(60.0)
+    w.submit("late", num_gpus=1)
+    assert w.scheduler.reservation.record.spec.name == "a"
+    w.submit("first", environment=BROKEN)
+    fail(w, "first")
+    assert w.scheduler.reservation is None
+    assert "late" in w.starting
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_nothing_is_reserved_for_what_cannot_start(is_shared: bool):
+    w = World(cpus=4, gpus=2, starts=False)
+    if is_shared:
+        w.join(1)
+    client = {"client": 1} if is_shared else {}
+    w.submit("long", num_gpus=1)
+    w.start("long")
+    w.submit("a", num_gpus=2, environment=BROKEN, **client)
+    w.submit("first", environment=BROKEN, **client)
+    fail(w, "first")
+    for n in range(20):
+        w.submit(f"short{n}", num_gpus=1)
+        w.advance(1.0)
+        if "first" in w.starting:
+            fail(w, "first")
+        assert w.scheduler.reservation is None
+        w.start(f"short{n}")
+        w.finish(f"short{n}")
+
+
+def test_spares_are_not_asked_for_meanwhile():
+    """Each failed spare once had another forked, thousands in a second."""
+    w = World(cpus=4, starts=False, config=SchedulerConfig(spare_workers=2))
+    w.submit("a", max_calls=1)
+    spawned = 0
+    for _ in range(100):
+        spawned += fail_all(w)
+        w.advance(0.05)
+    assert w.told == {}
+    assert spawned < 100
+
+
+def test_what_nobody_waits_for_is_forgotten():
+    w = World(cpus=4, starts=False)
+    w.submit("a", environment=BROKEN)
+    fail(w, "a")
+    w.cancel("a")
+    assert w.scheduler.outages
+    w.advance(1)
+    assert w.scheduler.outages == {}
+    assert w.scheduler.deadline() is None
+    w.submit("b", environment=BROKEN)
+    assert w.starting == {"b"}
+
+
+def test_what_is_to_run_alone_waits_while_no_worker_can_be_started():
+    w = World(cpus=4, starts=False)
+    w.submit("a", environment=BROKEN)
+    w.start("a")
+    w.submit("b", environment=BROKEN)
+    w.submit("other")
+    w.start("other")
+    fail(w, "b")
+    w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
+    w.finish("other")
+    assert "a" not in w.starting | w.running
+    assert w.retired == [], "nobody has to make way: there is room"
+    w.advance(6.0)
+    assert w.starting == {"a"}
+
+
+def test_status_and_why_say_what_failed_and_when_it_is_tried_again():
+    w = World(cpus=4, starts=False)
+    variables = {**BROKEN, PROGRAM: "key"}
+    w.submit("a", environment=variables)
+    fail(w, "a")
+    w.submit("b", environment={"Y": "1"})
+    told = (
+        "no worker can be started for tasks of a program that has joined with X: the "
+        "zygote ended with status -9 (1 try has failed in 0.0 s; next try in 0.1 s)"
+    )
+    assert str(why_of(w, "a")) == f"a has waited 0.0 s for a worker\n  {told}"
+    seen = status_of(w)
+    assert [str(one) for one in seen.outages] == [told]
+    assert [shape.reason for shape in seen.shapes] == [told]
+    assert told in str(seen).splitlines()
+    w.advance(0.05)
+    (trying,) = status_of(w).outages
+    assert str(trying).endswith("(1 try has failed in 0.1 s; next try now)")
+    fail(w, "a")
+    (again,) = status_of(w).outages
+    assert "(2 tries have failed in 0.1 s; next try in 0.1 s)" in str(again)
+
+
+def test_environments_are_tried_again_each_at_its_own_time():
+    config = SchedulerConfig(crowded_for=1.0, crowded_at_last=1.0)
+    w = World(cpus=4, starts=False, config=config)
+    w.submit("a", environment=BROKEN)
+    fail(w, "a")
+    w.advance(0.5)
+    w.submit("b", environment={"Y": "1"})
+    fail(w, "b")
+    w.advance(0.5)
+    assert w.starting == {"a"}
+    assert w.waiting == {"b"}
+    w.advance(0.5)
+    assert w.starting == {"a", "b"}

@@ -1,11 +1,13 @@
-"""Which process runs what: reuse, bindings, isolation, and how many stay warm."""
+"""Which process runs what: reuse, bindings, isolation, affinity and spare workers."""
 
 import pytest
 
 from aiogpu.core.effects import Assign, Retire, Spawn
 from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.scheduler.workers import Workers
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.workers import MOST, Workers
 from aiogpu.testing import World
+from tests.core.builders import kinds
 
 
 def test_a_cpu_worker_is_used_again():
@@ -41,6 +43,7 @@ def test_another_environment_needs_another_worker():
 
 
 def test_a_worker_keeps_its_devices():
+    """[B27]"""
     w = World(gpus=2)
     w.submit("on 0", num_gpus=1)
     w.submit("on 1", num_gpus=1)
@@ -49,65 +52,47 @@ def test_a_worker_keeps_its_devices():
     w.submit("on 1 again", num_gpus=0.5)
     assert w.worker_of("on 1 again") == second
     w.finish("on 0")
+    w.submit("cpu")
+    assert w.worker_of("cpu") not in {first, second}
     w.submit("on 0 again", num_gpus=1)
     assert w.worker_of("on 0 again") == first
-    w.submit("beside on 1", num_gpus=0.5)
-    assert w.worker_of("beside on 1") not in {first, second}
 
 
-def test_a_cpu_task_does_not_go_to_a_worker_that_has_a_gpu():
-    w = World(gpus=1)
-    w.submit("gpu", num_gpus=1)
-    worker = w.worker_of("gpu")
-    w.finish("gpu")
-    w.submit("cpu")
-    assert w.worker_of("cpu") != worker
-
-
-def test_an_isolated_task_gets_a_process_that_has_run_nothing():
-    w = World(gpus=1)
-    w.submit("a", num_gpus=0.5)
+def test_an_isolated_task_has_a_process_of_its_own_and_its_share_until_that_is_gone():
+    """[B26]"""
+    w = World(gpus=1, exits=False)
+    w.submit("a", num_gpus=1)
     worker = w.worker_of("a")
     w.finish("a")
-    w.submit("b", num_gpus=0.5, max_calls=1)
-    assert w.worker_of("b") != worker
+    w.submit("b", num_gpus=1, max_calls=1)
+    isolated = w.worker_of("b")
+    assert isolated != worker
     [spawn, assign] = w.effects
-    assert isinstance(spawn, Spawn)
-    assert isinstance(assign, Assign)
+    assert (type(spawn), type(assign)) == (Spawn, Assign)
     assert assign.is_first
     assert assign.is_last
-
-
-def test_an_isolated_share_is_free_only_when_the_process_is_gone():
-    w = World(gpus=1, exits=False)
-    w.submit("a", num_gpus=1, max_calls=1)
-    w.submit("b", num_gpus=1, max_calls=1)
-    worker = w.worker_of("a")
-    w.finish("a")
-    assert w.told == {"a": "settled"}
+    w.submit("c", num_gpus=1)
+    w.finish("b")
+    assert w.told["b"] == "settled"
     assert w.free_gpus == [0.0]
-    assert w.waiting == {"b"}
-    w.die(worker)
-    assert w.running == {"b"}
+    assert w.waiting == {"c"}
+    w.die(isolated)
+    assert w.running == {"c"}
 
 
-def test_a_worker_that_does_not_exit_in_time_is_killed():
-    w = World(gpus=1, exits=False, config=SchedulerConfig(exit_grace=5.0))
-    w.submit("a", num_gpus=1, max_calls=1)
+@pytest.mark.parametrize("options", [{"max_calls": 1}, {"max_calls": 0}])
+def test_a_worker_that_does_not_exit_in_time_is_killed(options):
+    config = SchedulerConfig(exit_grace=5.0, idle_workers=0)
+    w = World(exits=False, config=config)
+    w.submit("a", **options)
     worker = w.worker_of("a")
     w.finish("a")
     w.advance(4.9)
     assert w.killed == []
     w.advance(0.1)
     assert w.killed == [worker]
-
-
-def test_a_worker_that_exits_in_time_is_not_killed():
-    w = World(gpus=1)
-    w.submit("a", num_gpus=1, max_calls=1)
-    w.finish("a")
+    w.die(worker)
     w.advance(60)
-    assert w.killed == []
     assert w.scheduler.deadline() is None
 
 
@@ -174,32 +159,7 @@ def test_spare_workers_that_nobody_needs_retire_as_they_start():
     assert w.retired == [1, 2, 3]
 
 
-def test_a_retired_worker_that_stays_is_killed():
-    w = World(exits=False, config=SchedulerConfig(idle_workers=0, exit_grace=1.0))
-    w.submit("a")
-    w.finish("a")
-    assert [type(effect) for effect in w.effects][-1] is Retire
-    w.advance(1.0)
-    assert w.killed == [1]
-
-
-def test_an_idle_worker_that_dies_is_not_used():
-    w = World(cpus=2)
-    w.submit("a")
-    w.submit("b")
-    first, second = w.worker_of("a"), w.worker_of("b")
-    w.finish("a")
-    w.finish("b")
-    w.die(second)
-    w.submit("c")
-    assert w.worker_of("c") == first
-    w.finish("c")
-    w.die(first)
-    w.submit("d")
-    assert w.worker_of("d") not in {first, second}
-
-
-def test_a_starting_worker_whose_task_left_serves_the_next():
+def test_a_starting_worker_whose_task_left_serves_the_next_or_becomes_a_spare():
     w = World(gpus=1, starts=False)
     w.submit("a", num_gpus=1)
     worker = w.worker_of("a")
@@ -207,32 +167,20 @@ def test_a_starting_worker_whose_task_left_serves_the_next():
     assert w.free_gpus == [1.0]
     w.submit("b", num_gpus=0.5, max_calls=1)
     assert w.worker_of("b") == worker
-    w.start("b")
-    assert w.running == {"b"}
-
-
-def test_a_starting_worker_whose_task_left_becomes_a_spare():
-    w = World(starts=False)
-    w.submit("a")
-    worker = w.worker_of("a")
-    w.cancel("a")
+    w.cancel("b")
+    w.submit("other", environment={"X": "1"})
+    assert w.worker_of("other") != worker
     w.start(worker)
     assert w.scheduler.workers.idle == 1
-    w.submit("b", max_calls=1)
-    assert w.worker_of("b") == worker
-    assert w.running == {"b"}
+    w.submit("c", max_calls=1)
+    assert w.worker_of("c") == worker
+    assert w.running == {"c"}
+    w.cancel("other")
+    w.die(max(w.workers))
+    assert list(w.workers) == [worker]
 
 
-def test_a_starting_worker_whose_task_left_may_die():
-    w = World(starts=False)
-    w.submit("a")
-    worker = w.worker_of("a")
-    w.cancel("a")
-    w.die(worker)
-    assert not w.workers
-
-
-def test_nobody_can_be_sent_home_where_nobody_is_idle():
+def test_no_worker_can_be_taken_where_none_is_idle():
     workers = Workers()
     assert workers.take_clean(()) is None
     assert workers.take_bound(((), ())) is None
@@ -241,9 +189,323 @@ def test_nobody_can_be_sent_home_where_nobody_is_idle():
         workers.pop_idle()
 
 
-def test_workers_show_how_many_there_are():
-    w = World()
-    w.submit("a")
-    w.submit("b")
-    w.finish("b")
-    assert repr(w.scheduler.workers) == "<Workers 2: 1 idle>"
+# [B27] A device with an idle worker that fits is preferred.
+
+
+def warm(w, name, gpus, **options):
+    """Leave an idle worker behind."""
+    w.submit(name, num_gpus=gpus, **options)
+    worker, held = w.worker_of(name), w.gpus_of(name)
+    w.finish(name)
+    return worker, held
+
+
+@pytest.mark.parametrize(
+    ("gpus", "others", "asked", "held"),
+    [
+        (3, 1, 1, [1]),
+        (3, 2, 0.5, [2]),
+        (4, 1, 2, [1, 2]),
+    ],
+    ids=["whole", "share", "set"],
+)
+def test_it_goes_where_its_worker_is(gpus, others, asked, held):
+    w = World(gpus=gpus)
+    for number in range(others):
+        w.submit(f"x{number}", num_gpus=1, max_retries=0)
+    worker, devices = warm(w, "a", asked)
+    assert devices == held
+    for number in range(others):
+        w.die(f"x{number}")
+    w.submit("b", num_gpus=asked)
+    assert (w.worker_of("b"), w.gpus_of("b")) == (worker, held)
+
+
+def test_packing_goes_before_a_waiting_worker():
+    w = World(gpus=2)
+    w.submit("x", num_gpus=1, max_retries=0)
+    _, held = warm(w, "a", 0.5)
+    assert held == [1]
+    w.finish("x")
+    w.submit("other", num_gpus=0.25, environment={"X": "1"})
+    assert w.gpus_of("other") == [0]
+    w.submit("b", num_gpus=0.5)
+    assert w.gpus_of("b") == [0]
+
+
+def test_a_set_of_which_one_is_taken_is_not():
+    w = World(gpus=4)
+    w.submit("x", num_gpus=1, max_retries=0)
+    _, held = warm(w, "a", 2)
+    w.submit("y", num_gpus=0.5)
+    assert (held, w.gpus_of("y")) == ([1, 2], [1])
+    w.submit("b", num_gpus=2)
+    assert w.gpus_of("b") == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_calls": 1}, {"environment": {"X": "1"}}, None],
+    ids=["isolated", "environment", "gone"],
+)
+def test_a_worker_that_cannot_be_used_or_has_gone_does_not_count(options):
+    w = World(gpus=2)
+    w.submit("x", num_gpus=1, max_retries=0)
+    worker, _ = warm(w, "a", 1)
+    w.finish("x")
+    if options is None:
+        w.die(worker)
+    w.submit("b", num_gpus=1, **(options or {}))
+    assert w.gpus_of("b") == [0]
+
+
+def test_two_workers_of_one_device_are_both_remembered():
+    w = World(gpus=2)
+    w.submit("x", num_gpus=1, max_retries=0)
+    for name in "ab":
+        w.submit(name, num_gpus=0.5)
+    for name in "ab":
+        w.finish(name)
+    w.die("x")
+    for name in "cd":
+        w.submit(name, num_gpus=0.5)
+        assert w.gpus_of(name) == [1]
+    assert len(w.workers) == 2
+
+
+@pytest.mark.parametrize(("ready", "wanted"), [(2, 3), (3, 2)])
+def test_a_set_of_another_size_is_not_taken(ready, wanted):
+    w = World(gpus=4)
+    w.submit("x", num_gpus=1, max_retries=0)
+    worker, held = warm(w, "a", ready)
+    assert held == [1, 2, 3][:ready]
+    w.finish("x")
+    w.submit("b", num_gpus=wanted)
+    assert w.gpus_of("b") == [0, 1, 2][:wanted]
+    assert w.worker_of("b") != worker
+    assert w.free_gpus == [0] * wanted + [1] * (4 - wanted)
+
+
+# Spare workers.
+
+X = (("X", "1"),)
+
+
+def world(spares=2, **options):
+    config = SchedulerConfig(spare_workers=spares)
+    return World(cpus=4, gpus=2, config=config, **options)
+
+
+def spares_of(w: World, environment=X) -> int:
+    return w.scheduler.workers.spares(environment)
+
+
+def test_spares_are_wanted_once_a_task_has_a_process_of_its_own():
+    w = world()
+    assert repr(w.scheduler.spares) == "<Spares 2 for nobody>"
+    w.submit("reused", num_gpus=0.5)
+    w.finish("reused")
+    assert len(w.workers) == 1
+    w.submit("a", max_calls=1)
+    assert repr(w.scheduler.spares) == "<Spares 2 for 1 environments>"
+    spares = w.workers.keys() - {w.worker_of("a")}
+    w.submit("b", max_calls=1)
+    assert kinds(w)[:2] == [Assign, Spawn], "it is replaced behind the task"
+    assert w.worker_of("b") in spares
+    assert (spares_of(w, ()), w.scheduler.spares.target) == (2, 2)
+    none = world(spares=0)
+    none.submit("a", max_calls=1, environment=dict(X))
+    assert len(none.workers) == 1
+    assert none.scheduler.spares.wanted == {}
+
+
+def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
+    w = World(cpus=4, config=SchedulerConfig(spare_workers=2, refill_after=0.002))
+    w.submit("a", max_calls=1)
+    assert len(w.workers) == 1
+    w.submit("b", max_calls=1)
+    assert len(w.workers) == 2
+    w.advance(0.001)
+    assert len(w.workers) == 2
+    w.advance(0.001)
+    assert len(w.workers) == 4
+    w.submit("c", max_calls=1)
+    w.close()
+    w.advance(1)
+    assert not [e for e in w.effects if isinstance(e, Spawn)]
+
+
+def test_a_starting_spare_serves_who_needs_a_worker_of_its_environment():
+    w = world(starts=False)
+    w.submit("a", max_calls=1)
+    assert kinds(w) == [Spawn] * 3
+    w.submit("b", max_calls=1)
+    assert kinds(w) == [Spawn]
+    assert w.worker_of("b") == 2, "the one that was forked first"
+    w.submit("c", max_calls=1, environment=dict(X))
+    assert w.effects[0].environment == X
+
+
+def test_what_cannot_start_is_not_asked_for_again_and_again():
+    w = world(starts=False)
+    w.submit("a", max_calls=1)
+    w.die(2)
+    w.die(3)
+    assert len(w.workers) == 1
+    w.start("a")
+    w.submit("b", max_calls=1)
+    assert len(w.workers) == 4
+
+
+def test_spares_do_not_count_among_the_idle():
+    config = SchedulerConfig(spare_workers=2, idle_workers=1)
+    w = World(cpus=4, config=config)
+    w.submit("a", max_calls=1)
+    for name in "bc":
+        w.submit(name)
+    for name in "bc":
+        w.finish(name)
+    assert w.scheduler.workers.spares(()) == 2
+    assert w.scheduler.workers.idle == 3
+    assert len(w.retired) == 1
+
+
+def test_clean_workers_beyond_what_is_wanted_go_first():
+    w = World(cpus=4, config=SchedulerConfig(idle_workers=1))
+    w.submit("warm")
+    w.submit("cold")
+    w.finish("warm")
+    w.starts = False
+    w.submit("late")
+    w.submit("later")
+    for name in ("late", "later"):
+        w.cancel(name)
+    assert w.workers[w.worker_of("cold")].binding is not None
+    w.run_dry()
+    assert w.scheduler.workers.spares(()) == 0
+
+
+def test_outdated_ones_are_replaced_unless_the_node_closes():
+    w = world()
+    w.submit("a", max_calls=1)
+    before = set(w.workers) - {w.worker_of("a")}
+    w.tell(Scheduler.environment_outdated, ())
+    assert set(w.retired) == before
+    assert [kind for kind in kinds(w) if kind is not Retire] == [Spawn] * 2
+    w.exits = False
+    w.close()
+    w.tell(Scheduler.environment_outdated, ())
+    assert len(w.workers) == 3
+
+
+def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
+    w = world()
+    w.submit("a", max_calls=1)
+    first = set(w.workers)
+    w.starts = False
+    w.submit("b", max_calls=1)
+    [late] = set(w.workers) - first
+    w.tell(Scheduler.environment_outdated, ())
+    w.starts = True
+    w.submit("c", max_calls=1)
+    assert w.worker_of("c") != late
+    w.start(late)
+    assert late in w.retired
+    w.run_dry()
+    assert w.scheduler.workers.get(late) is None
+
+
+def test_tasks_with_variables_of_their_own_have_spares_too():
+    w = world()
+    w.submit("a", max_calls=1, environment=dict(X))
+    assert spares_of(w) == 2
+    assert spares_of(w, ()) == 0
+    spares = set(w.workers) - {w.worker_of("a")}
+    w.submit("b", max_calls=1, environment=dict(X))
+    assert kinds(w)[:2] == [Assign, Spawn]
+    assert w.worker_of("b") in spares
+    w.submit("c", max_calls=1)
+    assert (spares_of(w), spares_of(w, ())) == (2, 2)
+    w.finish("a")
+    assert (spares_of(w), spares_of(w, ())) == (2, 2), "they are no idle ones too many"
+
+
+def test_spares_that_nobody_uses_any_more_go():
+    config = SchedulerConfig(spare_workers=2, spares_for=10.0)
+    w = World(cpus=4, config=config)
+    w.submit("a", max_calls=1, environment=dict(X))
+    w.submit("own", max_calls=1)
+    w.advance(6)
+    w.submit("b", max_calls=1, environment=dict(X))
+    w.advance(6)
+    assert spares_of(w) == 2, "one was used six seconds ago"
+    w.submit("y", max_calls=1, environment={"Y": "1"})
+    w.advance(5)
+    assert spares_of(w) == 0
+    assert spares_of(w, (("Y", "1"),)) == 2
+    assert len(w.retired) == 2
+    w.advance(100)
+    assert spares_of(w, (("Y", "1"),)) == 0
+    assert spares_of(w, ()) == 2, "those of the node's own program stay"
+    assert w.scheduler.deadline() is None
+    assert w.scheduler.most_idle == config.idle_workers + 2
+
+
+def test_the_alarm_rings_for_the_one_that_was_used_first():
+    w = World(cpus=9, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
+    for n in range(3):
+        w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
+        w.advance(2)
+    w.submit("again", max_calls=1, environment={"N": "0"})
+    left = []
+    for _ in range(6):
+        w.advance(2)
+        left.append([n for n in range(3) if spares_of(w, (("N", str(n)),))])
+    assert left == [[0, 1, 2], [0, 1, 2], [0, 2], [0], [], []]
+
+
+def test_an_alarm_for_spares_is_not_set_again_for_the_moment_at_which_it_rings():
+    """0.2 + 0.5 - 0.2 is less than 0.5; a node woke without end."""
+    w = World(cpus=4, config=SchedulerConfig(spare_workers=1, spares_for=0.5))
+    w.clock.advance_to(0.2)
+    w.submit("a", max_calls=1, environment=dict(X))
+    while (moment := w.scheduler.deadline()) is not None:
+        w.clock.advance_to(moment)
+        w.tell(Scheduler.wake)
+        assert w.scheduler.deadline() != moment
+    assert spares_of(w) == 0
+
+
+def test_so_many_environments_have_spares_and_no_more():
+    w = World(cpus=100, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
+    for n in range(MOST + 2):
+        w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
+    having = [n for n in range(MOST + 2) if spares_of(w, (("N", str(n)),))]
+    assert having == list(range(MOST))
+    w.advance(10)
+    w.submit("later", max_calls=1, environment={"N": str(MOST)})
+    assert spares_of(w, (("N", str(MOST)),)) == 1
+
+
+def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
+    """Or two environments would give up each other's zygotes for ever."""
+    w = world()
+    w.submit("a", max_calls=1, environment=dict(X))
+    w.tell(Scheduler.environment_outdated, X)
+    assert spares_of(w) == 0
+    assert not [e for e in w.effects if isinstance(e, Spawn)]
+    w.submit("b", max_calls=1, environment=dict(X))
+    assert spares_of(w) == 2
+
+
+def test_a_spare_that_fails_concerns_its_own_environment():
+    w = world(starts=False)
+    w.submit("a", max_calls=1, environment=dict(X))
+    for worker in set(w.workers) - {w.worker_of("a")}:
+        w.die(worker)
+    w.submit("b", max_calls=1)
+    assert (spares_of(w), spares_of(w, ())) == (0, 2)
+    w.tell(Scheduler.worker_gone, w.worker_of("b"), outage="no zygote")
+    w.start("a")
+    w.submit("c", max_calls=1, environment=dict(X))
+    assert spares_of(w) == 2

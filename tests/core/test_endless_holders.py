@@ -1,4 +1,6 @@
-"""Leases for code that is no worker's: their turn, their holder, their end."""
+"""What is held without end: leases for code that is no worker's, and residents."""
+
+from __future__ import annotations
 
 import pytest
 
@@ -6,19 +8,8 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
-from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.testing import World
-
-HOLDER = 4711
-
-
-def look_at(w: World):
-    return snapshot(w.scheduler, dict.fromkeys(w.leases.values(), HOLDER), w.now)
-
-
-def why_of(w: World, name: str):
-    record = w.scheduler.tasks.get(w.tasks[name].id)
-    return why(w.scheduler, record, dict.fromkeys(w.leases.values(), HOLDER), w.now)
+from tests.core.builders import HOLDER, status_of, why_of
 
 
 def test_a_lease_is_granted_at_once_and_without_a_worker():
@@ -49,15 +40,6 @@ def test_a_lease_waits_for_its_turn_among_tasks():
     assert w.running == {"whole"}
 
 
-def test_a_higher_priority_goes_first():
-    w = World(gpus=1)
-    w.lease("holds", num_gpus=1)
-    w.submit("task", num_gpus=1)
-    w.lease("urgent", num_gpus=1, priority=1)
-    w.give_back("holds")
-    assert (set(w.leases), w.waiting) == ({"urgent"}, {"task"})
-
-
 def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
     w = World(cpus=1, took=1e-5)
     for number in range(4):
@@ -68,7 +50,7 @@ def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
     assert set(w.leases) == {"lease"}
 
 
-def test_a_lease_needs_no_room_for_a_worker():
+def test_a_lease_needs_no_worker():
     w = World(gpus=2)
     w.scheduler.worker_limit.bound(1)
     w.submit("task")
@@ -76,22 +58,16 @@ def test_a_lease_needs_no_room_for_a_worker():
     assert set(w.leases) == {"lease"}
 
 
-def test_a_lease_that_waits_is_withdrawn_at_once():
-    w = World(gpus=1)
-    w.submit("task", num_gpus=1)
-    w.lease("lease", num_gpus=1)
-    w.cancel("lease")
-    assert w.forgotten == {"lease"}
-
-
-def test_a_lease_that_nobody_wants_any_more_is_held_until_its_processes_have_ended():
+def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_end():
     w = World(gpus=1)
     w.lease("lease", num_gpus=1)
+    w.lease("waits", num_gpus=1)
     w.submit("task", num_gpus=1)
+    w.cancel("waits")
+    assert w.forgotten == {"waits"}
     w.cancel("lease")
     assert w.waiting == {"task"}
-    status = look_at(w)
-    (lease, _) = status.tasks
+    (lease, _) = status_of(w).tasks
     assert lease.state == "stopping"
     assert "have not ended" in lease.reason
     assert "as soon as its processes have ended" in str(why_of(w, "lease"))
@@ -100,70 +76,51 @@ def test_a_lease_that_nobody_wants_any_more_is_held_until_its_processes_have_end
     assert w.running == {"task"}
 
 
-def test_its_devices_may_have_to_be_seen_free():
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_its_devices_may_have_to_be_seen_free(is_stuck):
     w = World(gpus=1)
     w.lease("lease", num_cpus=1, num_gpus=1)
     holder = w.leases["lease"]
     w.give_back("lease", settles=True)
     assert w.free["CPU"] == 16
+    w.tell(Scheduler.lease_returned, holder)
+    w.tell(Scheduler.lease_returned, WorkerId(99))
     assert w.free_gpus == [0]
-    assert look_at(w).devices[0].holders[0].is_settling
-    w.tell(Scheduler.devices_free, holder)
-    assert w.free_gpus == [1]
+    assert status_of(w).devices[0].holders[0].is_settling
+    if is_stuck:
+        w.tell(Scheduler.devices_stuck, holder, "pid 4711 is on it")
+        assert status_of(w).devices[0].aside == "pid 4711 is on it"
+    else:
+        w.tell(Scheduler.devices_free, holder)
+    w.submit("task", num_gpus=1)
+    assert w.waiting == ({"task"} if is_stuck else set())
     assert not w.scheduler.granted
 
 
-def test_devices_that_do_not_become_free_are_set_aside():
-    w = World(gpus=1)
-    w.lease("lease", num_gpus=1)
-    holder = w.leases["lease"]
-    w.give_back("lease", settles=True)
-    w.tell(Scheduler.devices_stuck, holder, "pid 4711 is on it")
-    assert look_at(w).devices[0].aside == "pid 4711 is on it"
-    w.submit("task", num_gpus=1)
-    assert w.waiting == {"task"}
-
-
-def test_what_is_returned_twice_or_never_was_is_no_news():
-    w = World(gpus=1)
-    w.lease("lease", num_gpus=1)
-    holder = w.leases["lease"]
-    w.give_back("lease", settles=True)
-    w.tell(Scheduler.lease_returned, holder)
-    assert w.free_gpus == [0]
-    w.tell(Scheduler.lease_returned, WorkerId(99))
-    w.tell(Scheduler.devices_free, holder)
-    w.tell(Scheduler.lease_returned, holder)
-    assert w.free_gpus == [1]
-
-
-def test_nobody_waits_for_the_end_of_a_lease():
+def test_nobody_waits_for_the_end_of_a_lease_but_something_is_kept_for_one():
     w = World(gpus=2, config=SchedulerConfig(reserve_after=1.0))
     w.lease("lease", num_gpus=1)
     w.submit("needs both", num_gpus=2)
     w.advance(5.0)
-    w.submit("small", num_gpus=0.5)
+    w.submit("small", num_gpus=0.5, retries_oom=True, max_retries=0)
     assert w.running == {"small"}
-    told = why_of(w, "needs both")
-    assert told.is_held_endlessly
-    assert "held by lease (pid 4711, without end)" in str(told)
-
-
-def test_a_share_is_kept_for_a_lease_that_has_waited_long():
-    w = World(gpus=1, config=SchedulerConfig(reserve_after=1.0))
-    w.submit("a", num_gpus=0.5)
-    w.lease("lease", num_gpus=1)
+    reason = why_of(w, "needs both")
+    assert reason.is_held_endlessly
+    assert "held by lease (pid 4711, without end)" in str(reason)
+    w.cancel("needs both")
+    w.lease("late", num_gpus=1)
     w.advance(2.0)
     w.submit("b", num_gpus=0.5)
-    w.finish("a")
-    assert set(w.leases) == {"lease"}
+    assert w.waiting == {"late", "b"}
+    w.finish("small")
+    assert set(w.leases) == {"lease", "late"}
 
 
 def test_status_shows_who_holds_it():
     w = World(gpus=1)
     w.lease("train", num_gpus=0.5)
     w.advance(2.0)
-    status = look_at(w)
+    status = status_of(w)
     (task,) = status.tasks
     assert (task.name, task.state, task.worker) == ("train", "running", None)
     assert (task.pid, task.is_lease, task.is_held) == (HOLDER, True, True)
@@ -175,14 +132,6 @@ def test_status_shows_who_holds_it():
     told = why_of(w, "train")
     assert (told.worker, told.pid, told.is_lease) == (None, HOLDER, True)
     assert str(told) == "train is held by pid 4711, for 2.0 s now."
-
-
-def test_a_task_is_not_given_a_whole_device_that_is_leased():
-    w = World(gpus=1)
-    w.lease("lease", num_gpus=0.5)
-    w.submit("a", num_gpus=0.5, retries_oom=True, max_retries=0)
-    w.finish("a", ran_out=True)
-    assert w.told == {"a": "settled"}
 
 
 def test_closing_ends_all_leases_at_once():
@@ -246,3 +195,64 @@ def test_what_a_program_has_leased_counts_for_its_share():
     assert w.running == {"again 2"}
     w.give_back("held")
     assert w.running == {"again 2", "again 1"}
+
+
+# A resident needs a CPU to be placed, and none from then on [B30].
+
+
+def resident(w: World, name: str = "actor", **options) -> None:
+    """Place an actor, which then gives its CPU back."""
+    w.submit(name, max_calls=1, max_retries=1, is_endless=True, **options)
+    w.tell(Scheduler.release_cpus, w.tasks[name].id)
+
+
+def test_the_cpu_of_a_resident_is_anothers_at_once():
+    w = World(cpus=1, gpus=1)
+    w.submit("actor", num_gpus=0.5, max_calls=1, is_endless=True)
+    w.submit("task")
+    assert w.waiting == {"task"}
+    for who in (w.tasks["actor"].id, w.tasks["actor"].id, 99):
+        w.tell(Scheduler.release_cpus, who)
+    assert w.running == {"actor", "task"}
+    assert w.free == {"CPU": 0.0, "GPU": 0.5}
+    held = {task.name: task.request for task in status_of(w).tasks}
+    assert held == {"actor": {"GPU": 0.5}, "task": {"CPU": 1.0}}
+
+
+@pytest.mark.parametrize("end", ["finish", "die", "cancel"])
+def test_the_end_of_a_resident_gives_back_no_more_than_it_had(end):
+    w = World(cpus=2)
+    resident(w)
+    getattr(w, end)("actor")
+    if end == "die":
+        assert w.free["CPU"] == 1.0, "it begins anew"
+        w.tell(Scheduler.release_cpus, w.tasks["actor"].id)
+        w.die("actor")
+    w.run_dry()
+    assert w.free["CPU"] == 2.0
+
+
+def test_who_waits_for_an_actor_lends_its_cpu():
+    w = World(cpus=1)
+    w.submit("task")
+    w.tell(Scheduler.wait_for, w.tasks["task"].id, (), elsewhere=True)
+    assert (w.blocked, w.free["CPU"]) == ({"task"}, 1.0)
+    assert "waits for an actor" in str(why_of(w, "task"))
+    assert "an actor" in str(status_of(w))
+    w.tell(Scheduler.wait_for, w.tasks["task"].id, ())
+    assert (w.blocked, w.free["CPU"]) == (set(), 0.0)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_resident_has_the_nodes_grace_where_the_node_ends_and_else_its_own(closes):
+    w = World(cpus=1)
+    w.submit("actor", max_calls=1, is_endless=True, cancel_grace=0.0)
+    if closes:
+        w.close()
+        w.advance(w.scheduler.config.cancel_grace - 0.1)
+        assert w.killed == []
+        w.advance(0.2)
+    else:
+        w.cancel("actor")
+        w.advance(0.01)
+    assert w.killed == [1]

@@ -2,13 +2,25 @@
 
 import pytest
 
-from aiogpu.core.effects import Forget, Interrupt, Kill, Revoke, Settle
+from aiogpu.core import effects
+from aiogpu.core.effects import Interrupt, Kill, Revoke, Settle
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.records import Memory
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.revocation import count_begun
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
+from tests.core.builders import kinds
 
 SHORT = 1e-5
+
+
 LONG = 1 / 64
+
+
 PATIENCE = SchedulerConfig(
     long=LONG, unheard=1.0, cancel_grace=2.0, interrupt_every=0.5
 )
@@ -25,9 +37,10 @@ def queue_behind(count: int = 10, **options) -> World:
     return w
 
 
-def kinds(w: World) -> list[type]:
-    """What was asked for by the last step."""
-    return [type(effect) for effect in w.effects]
+def settled_once(w: World, *numbers: int) -> bool:
+    """Whether each of these has run once, and its owner has its result."""
+    tasks = [w.tasks[f"t{number}"] for number in numbers]
+    return {(task.news, task.runs) for task in tasks} == {("settled", 1)}
 
 
 def test_what_stands_behind_a_long_task_is_taken_back():
@@ -40,21 +53,6 @@ def test_what_stands_behind_a_long_task_is_taken_back():
     assert w.waiting == {f"t{number}" for number in range(2, 10)}
     w.finish("t1")
     assert w.running == {"t2"}
-
-
-def test_what_was_taken_back_runs_where_there_is_room():
-    w = World(cpus=2, took=SHORT, config=PATIENCE)
-    for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
-        w.submit(name)
-    w.finish("t0")
-    w.finish("t1")
-    assert w.running == {"t2", "t4"}
-    assert w.queued == {"t3"}
-    for name in ("t4", "t5"):
-        w.finish(name)
-    assert w.free["CPU"] == 1.0
-    w.advance(LONG)
-    assert w.running == {"t2", "t3"}
 
 
 def test_nothing_is_queued_behind_a_function_that_was_found_long():
@@ -80,24 +78,16 @@ def test_a_worker_that_comes_further_keeps_its_queue():
         assert Revoke not in kinds(w)
 
 
-def test_a_worker_without_a_queue_is_looked_at_now_and_then():
-    w = queue_behind(4)
-    for number in range(1, 4):
-        w.finish(f"t{number}")
-    w.submit("long")
-    w.advance(0.5)
-    assert not w.queued
-    w.advance(60)
-    assert w.running == {"long"}
-    assert w.scheduler.deadline() is None
-
-
-def test_a_worker_that_has_become_idle_is_not_looked_at():
+def test_a_worker_without_a_queue_is_looked_at_no_more():
     w = queue_behind(4)
     for number in range(1, 4):
         w.finish(f"t{number}")
     w.advance(60)
     assert w.effects == []
+    assert w.scheduler.deadline() is None
+    w.submit("long")
+    w.advance(3600)
+    assert (w.running, w.killed) == ({"long"}, [])
     assert w.scheduler.deadline() is None
 
 
@@ -122,7 +112,7 @@ def test_a_task_that_is_killed_takes_nobody_along():
     assert w.killed == [1]
     assert w.running == {"t2"}
     w.run_dry()
-    assert {w.told[f"t{number}"] for number in range(2, 10)} == {"settled"}
+    assert settled_once(w, *range(2, 10))
 
 
 def test_what_stands_behind_one_that_waits_is_taken_back():
@@ -135,14 +125,12 @@ def test_what_stands_behind_one_that_waits_is_taken_back():
     assert w.running == {"t1", "child"}
 
 
-def test_a_crash_blames_the_task_that_ran():
+def test_a_crash_blames_the_task_that_ran_alone():
     w = queue_behind()
     w.die("t1")
     assert w.told == {"t0": "settled", "t1": "lost"}
     w.run_dry()
-    others = [f"t{number}" for number in range(2, 10)]
-    assert [w.told[name] for name in others] == ["settled"] * 8
-    assert [w.tasks[name].runs for name in others] == [1] * 8
+    assert settled_once(w, *range(2, 10))
 
 
 def test_a_crash_before_the_worker_has_begun_costs_the_first_in_line_a_start():
@@ -175,15 +163,20 @@ def test_a_cancelled_task_in_the_queue_of_a_dead_worker_is_forgotten():
     assert w.running == {"t2"}
 
 
-def test_a_queued_task_is_cancelled_before_it_has_begun():
+def test_queued_tasks_that_are_cancelled_never_begin():
+    """Both by one revocation."""
     w = queue_behind(revokes=False)
     w.cancel("t3")
     assert kinds(w) == [Revoke]
-    assert "t3" not in w.forgotten
+    w.cancel("t2")
+    assert w.effects == []
+    assert not w.forgotten
     w.revoked(1)
-    assert Forget(w.tasks["t3"].id) in w.effects
+    assert w.forgotten == {"t2", "t3"}
+    assert w.running == {"t1"}
     w.run_dry()
-    assert w.tasks["t3"].runs == 0
+    assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
+    assert settled_once(w, 1, *range(4, 10))
 
 
 def test_a_queued_task_is_cancelled_as_it_begins():
@@ -202,7 +195,7 @@ def test_a_queued_task_is_cancelled_as_it_begins():
     assert "t3" in w.forgotten
     assert "t3" not in w.told
     w.run_dry()
-    assert [w.told[f"t{number}"] for number in range(4, 10)] == ["settled"] * 6
+    assert settled_once(w, *range(4, 10))
 
 
 def test_nothing_is_sent_to_a_worker_that_is_being_taken_back():
@@ -222,35 +215,28 @@ def test_nothing_is_sent_to_a_worker_that_is_being_taken_back():
     assert w.forgotten == {"t5"}
 
 
-def test_two_that_are_cancelled_are_taken_back_by_one_revocation():
-    w = queue_behind(revokes=False)
-    w.cancel("t3")
-    w.cancel("t2")
-    assert w.effects == []
-    w.revoked(1)
-    assert w.forgotten == {"t2", "t3"}
-    assert w.running == {"t1"}
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_turn_that_comes_as_it_is_taken_back_is_skipped(is_late):
     """The worker says so before it is known what was taken back, or after."""
     w = queue_behind(revokes=False)
     w.advance(LONG)
-    assert [type(effect) for effect in w.effects] == [Revoke]
+    assert kinds(w) == [Revoke]
     w.skip("t1", is_late=is_late)
     w.run_dry()
-    assert [w.told[f"t{number}"] for number in range(10)] == ["settled"] * 10
-    assert [w.tasks[f"t{number}"].runs for number in range(10)] == [1] * 10
+    assert settled_once(w, *range(10))
 
 
-def test_a_skipped_task_that_was_cancelled_is_forgotten():
+def test_skipped_tasks_that_were_cancelled_are_forgotten():
     w = queue_behind(revokes=False)
     w.cancel("t2")
+    w.cancel("t3")
     w.skip("t1")
-    assert "t2" in w.forgotten
+    assert w.forgotten == {"t2"}
+    w.revoked(1)
+    assert w.forgotten == {"t2", "t3"}
+    assert w.running == {"t4"}
     w.run_dry()
-    assert w.tasks["t2"].runs == 0
+    assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
 
 
 def test_a_worker_that_has_skipped_all_has_time_for_others():
@@ -264,19 +250,6 @@ def test_a_worker_that_has_skipped_all_has_time_for_others():
     assert w.worker_of("next") == 1
 
 
-def test_the_next_in_line_may_be_cancelled_as_well():
-    w = queue_behind(revokes=False)
-    w.cancel("t2")
-    w.cancel("t3")
-    w.skip("t1")
-    assert w.forgotten == {"t2"}
-    w.revoked(1)
-    assert w.forgotten == {"t2", "t3"}
-    assert w.running == {"t4"}
-    w.run_dry()
-    assert w.tasks["t3"].runs == 0
-
-
 def test_a_skipped_task_is_known_wherever_it_stands():
     w = queue_behind()
     t3 = w.tasks["t3"].id
@@ -284,16 +257,6 @@ def test_a_skipped_task_is_known_wherever_it_stands():
     w.scheduler.check()
     assert "t3" in w.waiting
     assert "t2" in w.queued
-
-
-def test_an_answer_to_an_earlier_revocation_changes_nothing():
-    w = queue_behind(revokes=False)
-    w.cancel("t2")
-    before = w.queued
-    assert not w.scheduler.revoked(w.now, w.worker_of("t1"), 7, None)
-    assert w.queued == before
-    w.revoked(1)
-    assert not w.queued
 
 
 def test_a_stopped_worker_is_given_up_and_its_task_runs_elsewhere_once():
@@ -314,25 +277,6 @@ def test_a_stopped_worker_is_given_up_and_its_task_runs_elsewhere_once():
     assert w.tasks["b"].runs == 1
 
 
-def test_a_worker_stopped_between_two_tasks_loses_all_that_it_was_sent():
-    w = queue_behind()
-    w.stop(1)
-    w.finish("t1")
-    w.advance(2.0)
-    assert w.killed == [1]
-    assert w.running == {"t2"}
-    w.run_dry()
-    assert [w.tasks[f"t{number}"].runs for number in range(10)] == [1] * 10
-
-
-def test_a_worker_that_runs_for_long_is_not_given_up():
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("a")
-    w.advance(3600)
-    assert w.killed == []
-    assert w.running == {"a"}
-
-
 def test_a_worker_that_has_just_been_sent_its_task_may_still_begin_it():
     """What it has not begun is taken back for another reason; it is not given up."""
     w = queue_behind(revokes=False)
@@ -351,23 +295,6 @@ def test_a_worker_that_has_just_been_sent_its_task_may_still_begin_it():
     assert [w.tasks[f"t{n}"].runs for n in range(10) if n != 4] == [1] * 9
 
 
-def test_an_answer_that_comes_when_all_is_over_is_not_taken_for_the_next():
-    """What was sent since is on the worker, and stays there."""
-    w = queue_behind(4, revokes=False)
-    w.cancel("t3")
-    w.cancel("t2")
-    w.skip("t1")
-    for number in range(4, 14):
-        w.submit(f"t{number}")
-    w.finish("t4")
-    before = w.queued
-    assert before
-    w.revoked(1)
-    assert w.queued == before
-    w.run_dry()
-    assert [w.tasks[f"t{number}"].runs for number in range(4, 14)] == [1] * 10
-
-
 def test_what_a_worker_has_begun_is_counted_up_to_the_last():
     w = queue_behind()
     worker = w.scheduler.workers.get(w.worker_of("t1"))
@@ -377,3 +304,69 @@ def test_what_a_worker_has_begun_is_counted_up_to_the_last():
     assert count_begun(inflight, inflight[2].id) == 3
     assert count_begun(inflight, 999) == 0
     assert count_begun([], inflight[0].id) == 0
+
+
+WORKER = WorkerId(1)
+
+
+def a_short_spec():
+    spec = TaskSpec("f", Shape(Request.of({CPU: UNIT}, {}, None)), max_retries=0)
+    spec.pace.note(1e-5)
+    return spec
+
+
+def one_runs_and_one_is_ahead():
+    """A scheduler with one worker that runs task 2, with task 3 behind it."""
+    scheduler, spec = Scheduler(Ledger({CPU: UNIT})), a_short_spec()
+    for number in range(1, 5):
+        scheduler.submit(0.0, TaskId(number), spec)
+    scheduler.worker_started(0.0, WORKER)
+    scheduler.finish(0.0, TaskId(1), WORKER, took=1e-5)
+    scheduler.cancel(0.0, TaskId(4))
+    worker = scheduler.workers.get(WORKER)
+    assert [record.id for record in (worker.task, *worker.queue)] == [2, 3]
+    return scheduler
+
+
+def kinds_of(wanted):
+    return [type(effect) for effect in wanted]
+
+
+def test_a_cancelled_task_that_has_begun_before_the_last_ones_answer_is_interrupted():
+    scheduler = one_runs_and_one_is_ahead()
+    scheduler.wake(0.02)
+    scheduler.cancel(0.02, TaskId(3))
+    scheduler.revoked(0.021, WORKER, 1, TaskId(3))
+    late = scheduler.finish(0.0211, TaskId(2), WORKER, took=0.02)
+    assert kinds_of(late) == [effects.Settle, effects.Interrupt]
+
+
+def test_who_was_killed_over_memory_gets_nothing_more():
+    """Its last answers were under way when it was; then it only ends."""
+    scheduler = one_runs_and_one_is_ahead()
+    for number in (5, 6):
+        scheduler.submit(0.0, TaskId(number), a_short_spec())
+    killed = scheduler.kill_for_memory(0.0, WORKER, Memory.HOST)
+    assert effects.Kill in kinds_of(killed)
+    told = [
+        *scheduler.finish(0.0, TaskId(2), WORKER, took=1e-5),
+        *scheduler.finish(0.0, TaskId(3), WORKER, took=1e-5),
+    ]
+    assert not {effects.Ahead, effects.Assign} & {*kinds_of(told)}
+    told = scheduler.worker_gone(0.0, WORKER, None)
+    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
+    (assigned,) = scheduler.worker_started(0.0, spawned)
+    assert (type(assigned), assigned.task) == (effects.Assign, 5)
+
+
+def test_one_killed_over_memory_that_has_begun_nothing_gets_nothing_more():
+    scheduler = one_runs_and_one_is_ahead()
+    scheduler.kill_for_memory(0.0, WORKER, Memory.HOST)
+    (revoke,) = scheduler.cancel(0.0, TaskId(3))
+    told = scheduler.revoked(0.0, WORKER, revoke.number, None)
+    assert not {effects.Ahead, effects.Assign} & {*kinds_of(told)}
+    assert not scheduler.workers.idle
+    told = scheduler.worker_gone(0.0, WORKER, None)
+    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
+    (assigned,) = scheduler.worker_started(0.0, spawned)
+    assert assigned.task == 2

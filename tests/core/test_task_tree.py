@@ -1,4 +1,4 @@
-"""Tasks that start tasks: who goes first, who holds what meanwhile, who ends when.
+"""Tasks that start tasks or need their results: who goes first, holds what, ends when.
 
 All of it is [B12].
 """
@@ -7,13 +7,15 @@ import pytest
 
 from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
+from tests.core.builders import status_of, why_of
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
 
 
-def family(**options) -> World:
+def tree(**options) -> World:
     """On one CPU a parent waits for its child, which runs."""
     w = World(cpus=1, gpus=1, config=PATIENCE, **options)
     w.submit("parent", num_gpus=0.5)
@@ -60,7 +62,7 @@ def test_who_goes_on_has_its_cpus_at_once():
 
 
 def test_for_a_moment_there_may_be_less_than_nothing_free():
-    w = family()
+    w = tree()
     w.submit("later", priority=1)
     w.submit("child 2", parent="parent")
     w.wait_for("parent")
@@ -73,58 +75,31 @@ def test_for_a_moment_there_may_be_less_than_nothing_free():
     assert w.running == {"parent", "later"}
 
 
-def test_it_goes_on_when_all_have_ended_that_it_waits_for():
-    w = World(cpus=4)
+def test_it_goes_on_when_all_have_ended_that_it_waits_for_last():
+    w = World(cpus=5)
     w.submit("parent")
-    for name in ("a", "b", "c"):
+    for name in "abcd":
         w.submit(name, parent="parent")
+    w.wait_for("parent", "d")
     w.wait_for("parent", "a", "b")
-    w.finish("a")
-    assert w.blocked == {"parent"}
-    w.finish("c")
-    assert w.blocked == {"parent"}
+    for name in "adc":
+        w.finish(name)
+        assert w.blocked == {"parent"}
     w.finish("b")
     assert w.blocked == set()
+    w.wait_for("parent", "b")
+    assert w.blocked == set(), "that has ended"
     w.finish("parent")
     assert set(w.told.values()) == {"settled"}
 
 
-def test_who_waits_for_what_has_ended_does_not_wait():
-    w = World()
-    w.submit("parent")
-    w.submit("child", parent="parent")
-    w.finish("child")
-    w.wait_for("parent", "child")
-    assert w.blocked == set()
-
-
-def test_one_may_wait_for_others_instead():
-    w = World(cpus=3)
-    w.submit("parent")
-    w.submit("a", parent="parent")
-    w.submit("b", parent="parent")
-    w.wait_for("parent", "a")
-    w.wait_for("parent", "b")
-    w.finish("a")
-    assert w.blocked == {"parent"}
-    w.finish("b")
-    assert w.blocked == set()
-
-
-def test_a_task_that_has_started_nobody_does_not_wait():
-    w = World()
+def test_who_waits_for_what_is_not_its_child_keeps_its_cpus():
+    w = World(cpus=4)
     w.submit("a")
     w.submit("b")
     w.wait_for("a", "b")
     w.wait_for("a")
-    assert w.blocked == set()
-
-
-def test_for_each_task_there_is_one_who_waits():
-    """Who waits for another's child keeps his CPUs, and the other has his wait."""
-    w = World(cpus=4)
-    w.submit("a")
-    w.submit("b")
+    assert w.blocked == set(), "it has started nobody"
     w.submit("a's", parent="a")
     w.submit("b's", parent="b")
     w.wait_for("a", "a's")
@@ -132,7 +107,6 @@ def test_for_each_task_there_is_one_who_waits():
     assert w.blocked == {"a"}
     w.finish("a's")
     assert w.blocked == set()
-    w.finish("a")
 
 
 def test_who_is_being_stopped_does_not_begin_to_wait():
@@ -201,52 +175,65 @@ def test_what_a_task_has_started_ends_with_it():
     assert w.forgotten == {"waits", "runs", "runs too", "below"}
 
 
-def test_what_is_started_by_a_cancelled_task_ends_with_it():
-    w = family()
+def end_by_cancel(w):
     w.cancel("parent")
-    assert w.told == {"child": "disowned"}
     assert w.tasks["parent"].interrupts == w.tasks["child"].interrupts == 1
-    w.finish("child")
+
+
+def end_by_timeout(w):
+    w.advance(10.0)
+
+
+def end_by_death(w):
+    w.die("parent")
+
+
+def end_by_retry(w):
+    w.wait_for("parent")
+    w.finish("parent", retry=True)
+
+
+def end_while_blocked(w):
+    """Its wait was cancelled in the worker, and its answer was quicker."""
     w.finish("parent")
-    assert w.forgotten == {"parent", "child"}
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (end_by_cancel, None),
+        (end_by_timeout, "expired"),
+        (end_by_death, None),
+        (end_by_retry, None),
+        (end_while_blocked, "settled"),
+    ],
+)
+def test_however_a_task_ends_what_it_has_started_ends_with_it(end, outcome):
+    w = World(cpus=1, gpus=1, config=PATIENCE)
+    w.submit("parent", num_gpus=0.5, timeout=10.0)
+    w.submit("child", parent="parent")
+    w.wait_for("parent", "child")
+    w.submit("waits", parent="child")
+    end(w)
+    told = {"child": "disowned", "waits": "disowned"}
+    assert w.told == told | ({"parent": outcome} if outcome else {})
+    assert "waits" in w.forgotten
+    if "child" in w.running:
+        w.finish("child")
+    assert w.blocked == set()
+    if end in (end_by_death, end_by_retry):
+        assert w.tasks["parent"].runs == 2
+        w.submit("again", parent="parent")
+        w.wait_for("parent", "again")
+        w.finish("again")
+        w.finish("parent")
+        assert w.told["parent"] == "settled"
+    w.run_dry()
     assert w.free == {"CPU": 1.0, "GPU": 1.0}
 
 
-def test_what_is_started_by_a_task_whose_worker_dies_ends_with_it():
-    w = family()
-    w.submit("waits", parent="child")
-    w.die("parent")
-    assert w.told == {"child": "disowned", "waits": "disowned"}
-    w.finish("child")
-    assert w.running == {"parent"}
-    assert w.blocked == set()
-
-
-def test_what_is_started_by_a_task_that_is_tried_again_ends_first():
-    w = family()
-    w.wait_for("parent")
-    w.finish("parent", retry=True)
-    assert w.told == {"child": "disowned"}
-    w.finish("child")
-    assert w.running == {"parent"}
-    assert w.tasks["parent"].runs == 2
-    w.submit("child 2", parent="parent")
-    w.wait_for("parent", "child 2")
-    w.finish("child 2")
-    w.finish("parent")
-    assert w.told["parent"] == "settled"
-
-
-def test_what_is_started_by_a_task_whose_time_is_up_ends_with_it():
-    w = World(config=PATIENCE)
-    w.submit("parent", timeout=1.0)
-    w.submit("child", parent="parent")
-    w.advance(1.0)
-    assert w.told == {"parent": "expired", "child": "disowned"}
-
-
-def test_a_child_whose_owner_has_cancelled_it_is_told_nothing():
-    w = family()
+def test_a_child_whose_owner_has_cancelled_it_is_not_disowned_as_well():
+    w = tree()
     w.cancel("child")
     w.cancel("parent")
     assert w.told == {}
@@ -254,41 +241,24 @@ def test_a_child_whose_owner_has_cancelled_it_is_told_nothing():
     assert w.forgotten == {"child"}
 
 
-def test_a_parent_whose_child_was_cancelled_goes_on():
-    w = family()
-    w.cancel("child")
-    assert w.blocked == {"parent"}
-    w.finish("child")
-    assert w.blocked == set()
-
-
-def test_a_parent_whose_child_is_lost_goes_on():
-    w = World(config=PATIENCE)
+@pytest.mark.parametrize("how", ["cancelled", "lost", "retried"])
+def test_a_parent_waits_until_its_child_has_ended_in_any_way(how):
+    w = World(cpus=1, config=PATIENCE)
     w.submit("parent")
-    w.submit("child", parent="parent", max_retries=0)
+    w.submit("child", parent="parent", max_retries=how == "retried")
     w.wait_for("parent", "child")
-    w.die("child")
-    assert w.told == {"child": "lost"}
+    if how == "cancelled":
+        w.cancel("child")
+    else:
+        w.die("child")
+    if how != "lost":
+        assert w.blocked == {"parent"}
+        w.finish("child")
     assert w.blocked == set()
-
-
-def test_a_parent_waits_on_while_its_child_is_tried_again():
-    w = family()
-    w.die("child")
-    assert w.blocked == {"parent"}
-    assert w.running == {"parent", "child"}
-    w.finish("child")
-    assert w.blocked == set()
-
-
-def test_a_parent_may_end_while_it_is_blocked():
-    """Its wait was cancelled in the worker, and its answer was quicker."""
-    w = family()
-    w.finish("parent")
-    assert w.told == {"parent": "settled", "child": "disowned"}
-    assert w.free["CPU"] == 0.0
-    w.finish("child")
-    assert w.free == {"CPU": 1.0, "GPU": 1.0}
+    news = {"cancelled": None, "lost": "lost", "retried": "settled"}
+    assert w.tasks["child"].news == news[how]
+    w.cancel("parent")
+    assert w.tasks["child"].news == news[how]
 
 
 def test_a_detached_child_outlives_its_parent():
@@ -316,23 +286,15 @@ def test_a_parent_may_wait_for_a_detached_child():
     assert w.running == {"parent"}
 
 
-def test_a_task_that_has_ended_starts_nobody():
-    w = World()
+@pytest.mark.parametrize("is_over", [True, False], ids=["ended", "being stopped"])
+def test_a_task_that_has_ended_or_is_being_stopped_starts_nobody(is_over):
+    w = World(config=PATIENCE)
     w.submit("parent")
-    w.finish("parent")
+    (w.finish if is_over else w.cancel)("parent")
     w.submit("child", parent="parent")
     child = w.tasks["child"].id
     assert w.effects == [Fail(child, Failure.DISOWNED), Forget(child)]
     assert w.told["child"] == "disowned"
-
-
-def test_a_task_that_is_being_stopped_starts_nobody():
-    w = World(config=PATIENCE)
-    w.submit("parent")
-    w.cancel("parent")
-    w.submit("child", parent="parent")
-    assert w.told == {"child": "disowned"}
-    assert w.forgotten == {"child"}
 
 
 def test_a_child_that_starts_is_ended_before_it_has_begun():
@@ -360,8 +322,8 @@ def test_children_that_are_sent_ahead_end_with_their_parent():
     assert [w.tasks[f"t{number}"].runs for number in range(2, 10)] == [0] * 8
 
 
-def test_closing_ends_a_tree_and_tells_each_of_it_once():
-    w = family()
+def test_closing_ends_a_tree_and_reports_each_of_it_once():
+    w = tree()
     w.submit("waits", parent="child")
     w.submit("detached", parent="child", is_detached=True)
     w.close()
@@ -388,3 +350,88 @@ def test_a_child_whose_handle_is_in_the_result_goes_on():
     w.submit("alone")
     w.tell(Scheduler.detach, w.tasks["alone"].id)
     assert "alone" in w.running
+
+
+# Tasks whose arguments are results of others that are not there yet.
+
+
+def state_of(w, name):
+    record = w.scheduler.tasks.get(w.tasks[name].id)
+    return record and record.state
+
+
+def test_it_begins_in_its_turn_when_all_is_there_and_holds_nothing_before():
+    w = World(cpus=1)
+    w.submit("first")
+    w.submit("then", needs=["first"])
+    w.submit("later")
+    assert state_of(w, "then") is TaskState.EXPECTING
+    w.finish("first")
+    assert w.running == {"later"}
+    w.supply("then")
+    w.supply("then")
+    w.submit("last")
+    assert state_of(w, "then") is TaskState.WAITING
+    w.finish("later")
+    assert w.running == {"then"}
+    w.finish("then")
+    w.supply("then")
+    assert w.told["then"] == "settled"
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (lambda w: w.cancel("a"), None),
+        (lambda w: w.advance(2.0), "expired"),
+        (lambda w: w.finish("parent"), "disowned"),
+        (lambda w: w.close(), "abandoned"),
+        (lambda w: w.close(True), "abandoned"),
+    ],
+    ids=["cancelled", "expired", "its parent ends", "close", "close at once"],
+)
+def test_one_that_expects_arguments_can_end(end, outcome):
+    w = World()
+    w.submit("parent")
+    parent = "parent" if outcome == "disowned" else None
+    w.submit("a", parent=parent, needs=[], timeout=1.0)
+    end(w)
+    assert w.tasks["a"].news == outcome
+    assert w.tasks["a"].is_forgotten
+    assert w.tasks["a"].runs == 0
+    assert not w.scheduler.expecting
+
+
+def test_a_wait_through_an_expected_result_that_can_never_end_fails():
+    w = World(gpus=1)
+    w.submit("parent", num_gpus=1)
+    w.submit("needed", parent="parent", num_gpus=1)
+    w.submit("one", parent="parent", needs=["needed"])
+    w.submit("two", parent="parent", needs=["needed"])
+    w.wait_for("parent", "one", "two")
+    assert w.told == {"needed": "deadlocked"}, "whoever has the values fails the others"
+    w.cancel("one")
+    w.cancel("two")
+    assert "parent" in w.running
+    w.submit("third", parent="parent", num_gpus=1, needs=[])
+    w.wait_for("parent", "third")
+    assert "third" not in w.told
+    w.supply("third")
+    assert w.told["third"] == "deadlocked"
+
+
+def test_status_and_why_name_what_it_waits_for():
+    w = World()
+    w.submit("load")
+    w.submit("train", needs=["load"])
+    found = why_of(w, "train")
+    assert (found.state, found.children, found.count) == ("expecting", ("load",), 1)
+    assert str(found) == (
+        f"train (task {found.task}) waits for its arguments: the result of load."
+    )
+    w.finish("load")
+    assert "an actor's call" in str(why_of(w, "train"))
+    status = status_of(w)
+    (task,) = status.tasks
+    assert (status.waiting_count, task.state, task.worker) == (1, "expecting", None)
+    assert task.reason == "waits for results that are its arguments"

@@ -1,4 +1,4 @@
-"""A world in which placement groups are asked for, and tasks that run in them."""
+"""Shared by the tests of core: requests, placement groups, and what can be asked."""
 
 from dataclasses import replace
 
@@ -12,7 +12,55 @@ from aiogpu.core.model.request import (
     TaskSpec,
 )
 from aiogpu.core.model.units import CPU, GPU, device_quantity, quantity
+from aiogpu.core.records import TaskRecord
+from aiogpu.observe.snapshot import snapshot, why
+from aiogpu.observe.status import NodeStatus
+from aiogpu.observe.why import Why
 from aiogpu.testing import World
+
+GIB = 1 << 30
+HOLDER = 4711
+"""The process that holds leases and placement groups."""
+
+
+def pids_of(w: World) -> dict[int, int]:
+    """Worker 1 has process 101 once it has started, and so on."""
+    held = dict.fromkeys([*w.leases.values(), *w.placement_groups.values()], HOLDER)
+    workers = [worker.id for worker in w.workers.values() if worker.has_started]
+    return {worker: 100 + worker for worker in workers} | held
+
+
+def status_of(w: World, **more) -> NodeStatus:
+    """What `status()` shows."""
+    return snapshot(w.scheduler, pids_of(w), w.now, **more)
+
+
+def record_of(w: World, name: str) -> TaskRecord:
+    """What the scheduler knows of a task."""
+    return w.scheduler.tasks[w.tasks[name].id]
+
+
+def why_of(w: World, name: str) -> Why:
+    """What `why()` says of a task."""
+    return why(w.scheduler, record_of(w, name), pids_of(w), w.now)
+
+
+def pass_over(w: World) -> None:
+    """Let a task come and go, so that all that wait are looked at."""
+    name = f"passes {len(w.tasks)}"
+    w.submit(name, num_cpus=0)
+    w.finish(name)
+
+
+def kept_for(w: World) -> str | None:
+    """The task for which something is reserved."""
+    reservation = w.scheduler.reservation
+    return reservation.record.spec.name if reservation else None
+
+
+def kinds(w: World) -> list[type]:
+    """The classes of the effects of the last event."""
+    return [type(effect) for effect in w.effects]
 
 
 def request_of(
@@ -39,7 +87,7 @@ def placement_group_of(
     return PlacementGroupSpec(name, name, strategy, tuple(map(bundle, bundles)))
 
 
-class GangWorld(World):
+class GroupWorld(World):
     """Knows a placement group by its name."""
 
     def placement_group(

@@ -1,0 +1,710 @@
+"""Programs that share a node: who gets what, whose turn it is, and limits."""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+
+import pytest
+
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.queue import fair_share as clients_module
+from aiogpu.core.queue.fair_share import LONGEST, Limits
+from aiogpu.core.records import Memory
+from aiogpu.core.scheduler.placement import SLICE
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
+from aiogpu.testing import World
+from tests.core.builders import GIB, status_of, why_of
+
+
+@dataclass
+class Contender:
+    """A program that always wants more.
+
+    Attributes:
+        seconds: how long its tasks take in the mean.
+        had: resource-seconds that it has had of the contended one.
+        ran: tasks that have ended.
+    """
+
+    id: int
+    weight: float = 1.0
+    seconds: float = 1.0
+    jitter: float = 0.2
+    cpus: float = 1
+    gpus: float = 0
+    flood: int = 20
+    priority: int = 0
+    has_own_environment: bool = True
+    waits: int = 0
+    had: float = 0.0
+    ran: int = 0
+    longest: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """What one task holds of the contended resource."""
+        return self.gpus or self.cpus
+
+
+class Contest(World):
+    """Lets programs contend, each task for as long as it takes."""
+
+    def __init__(self, contenders, seed=0, **options) -> None:
+        self._seen = 0
+        super().__init__(**options)
+        self._random = Random(seed)
+        self._ends: list[tuple[float, str]] = []
+        self._begun: dict[str, float] = {}
+        self._came: dict[str, float] = {}
+        self.contenders = {each.id: each for each in contenders}
+        for each in contenders:
+            self.join(each.id, each.weight)
+
+    def check(self) -> None:
+        """Look at the books now and then: they are long."""
+        self._seen += 1
+        if self._seen % 97 == 0:
+            super().check()
+
+    def feed(self, contender) -> None:
+        """Have as many of its tasks wait as it floods with."""
+        missing = contender.flood - contender.waits
+        for _ in range(missing):
+            name = f"{contender.id}:{len(self.tasks)}"
+            variables = {"P": str(contender.id)}
+            self._came[name] = self.now
+            contender.waits += 1
+            self.submit(
+                name,
+                num_cpus=contender.cpus,
+                num_gpus=contender.gpus,
+                priority=contender.priority,
+                function=contender.id,
+                environment=variables if contender.has_own_environment else None,
+                client=contender.id,
+            )
+
+    def play(self, seconds: float) -> None:
+        """Let the contest go on."""
+        until = self.now + seconds
+        self._note()
+        while self._ends and self._ends[0][0] <= until:
+            moment, name = heappop(self._ends)
+            self.advance(max(moment - self.now, 0.0))
+            contender = self._whose(name)
+            self.took = moment - self._begun[name]
+            contender.had += contender.size * self.took
+            contender.ran += 1
+            self.finish(name)
+            self._note()
+            self.feed(contender)
+            self._note()
+        self.advance(until - self.now)
+
+    def _whose(self, name: str) -> Contender:
+        return self.contenders[int(name.split(":")[0])]
+
+    def _note(self) -> None:
+        """Those that run now end some time later."""
+        for name in sorted(self.running - self._begun.keys()):
+            contender = self._whose(name)
+            contender.waits -= 1
+            waited = self.now - self._came[name]
+            contender.longest = max(contender.longest, waited)
+            spread = contender.seconds * contender.jitter
+            seconds = contender.seconds + self._random.uniform(-spread, spread)
+            self._begun[name] = self.now
+            heappush(self._ends, (self.now + seconds, name))
+
+
+def jain(amounts) -> float:
+    """Jain's index: 1 where all have the same, 1/n where one has all."""
+    amounts = list(amounts)
+    return sum(amounts) ** 2 / (len(amounts) * sum(each**2 for each in amounts))
+
+
+def play(contenders, seconds, **node) -> list[float]:
+    """What each has had, by weight, when all have wanted more all the time."""
+    contest = Contest(contenders, **node)
+    for each in contenders:
+        contest.feed(each)
+    contest.play(seconds)
+    contest.scheduler.check()
+    return [each.had / each.weight for each in contenders]
+
+
+@pytest.mark.parametrize(
+    ("contenders", "node", "seconds", "least"),
+    [
+        ([Contender(number) for number in range(1, 5)], {"cpus": 3}, 60, 0.99),
+        ([Contender(n, weight=n) for n in (1, 2, 3)], {"cpus": 4}, 90, 0.999),
+        ([Contender(1, seconds=3), Contender(2, seconds=0.1)], {"cpus": 1}, 60, 0.99),
+        # They are sent ahead; a slice of them is one turn.
+        (
+            [Contender(1, seconds=1e-3, flood=50), Contender(2, seconds=0.05)],
+            {"cpus": 2},
+            1,
+            0.96,
+        ),
+        (
+            [Contender(1, gpus=4, seconds=1), Contender(2, gpus=0.25, seconds=0.5)],
+            {"cpus": 16, "gpus": 4},
+            60,
+            0.98,
+        ),
+    ],
+    ids=["equal", "by weight", "long and short", "tiny", "wide and narrow"],
+)
+def test_each_program_has_its_share_of_time(contenders, node, seconds, least):
+    had = play(contenders, seconds, **node)
+    assert jain(had) > least
+    weights = sum(each.weight * one for each, one in zip(contenders, had, strict=True))
+    assert weights > 0.85 * seconds * node.get("gpus", node["cpus"])
+
+
+def test_one_that_floods_slows_only_itself_and_has_what_others_do_not_want():
+    flood = Contender(1, seconds=0.5, flood=1_000)
+    modest = Contender(2, seconds=0.5, flood=1)
+    had = play([flood, modest, Contender(3, flood=0)], 10, cpus=2)
+    assert sum(had) > 0.95 * 20
+    # One at a time is all that it wants.
+    assert modest.ran > 0.8 * flood.ran / 2
+    assert modest.longest < 1.2
+
+
+@pytest.fixture
+def w() -> World:
+    """One CPU, two programs."""
+    w = World(cpus=1)
+    w.join(1)
+    w.join(2)
+    return w
+
+
+def order(w: World, seconds: float = 1.0) -> list[str]:
+    """End what runs, one after the other; the order in which they ran."""
+    names = []
+    while w.running:
+        [name] = w.running
+        names.append(name)
+        w.advance(seconds)
+        w.finish(name)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (1.0, ["a1", "b1", "a2", "b2", "a3", "b3"]),
+        (SLICE / 2, ["a1", "a2", "b1", "b2", "a3", "b3"]),
+    ],
+    ids=["a turn each", "a slice is one turn"],
+)
+def test_programs_take_turns_and_each_has_its_own_order(w, seconds, expected):
+    for name in ("a1", "a2", "a3", "b1", "b2", "b3"):
+        w.submit(name, client=1 if name[0] == "a" else 2)
+    assert order(w, seconds) == expected
+
+
+def test_a_priority_is_one_for_all_programs(w):
+    for number in range(3):
+        w.submit(f"a{number}", client=1)
+    w.submit("b", client=2, priority=1)
+    w.submit("c", client=1, priority=2)
+    assert order(w) == ["a0", "c", "b", "a1", "a2"]
+
+
+def test_children_are_no_way_past_others(w):
+    """They go first in their own program alone."""
+    w.submit("parent", client=1)
+    w.submit("b", client=2)
+    w.submit("a", client=1)
+    for number in range(3):
+        w.submit(f"child{number}", parent="parent")
+    record = w.scheduler.tasks[w.tasks["child0"].id]
+    assert record.client == 1
+    w.advance(1)
+    w.wait_for("parent", "child0", "child1", "child2")
+    for child in ("child0", "child1", "child2"):
+        assert child in w.running | w.waiting
+    seen = []
+    while running := w.running - {"parent"}:
+        [name] = running
+        seen.append(name)
+        w.advance(1)
+        w.finish(name)
+    assert seen == ["b", "child0", "child1", "child2"]
+
+
+def test_who_comes_later_is_owed_nothing_for_the_time_before(w):
+    for number in range(20):
+        w.submit(f"a{number:02}", client=1)
+    for number in range(10):
+        w.advance(1)
+        w.finish(f"a{number:02}")
+    for number in range(3):
+        w.submit(f"b{number}", client=2)
+    ran = order(w)
+    assert ran[:6] == ["a10", "b0", "a11", "b1", "a12", "b2"]
+
+
+def test_who_holds_less_goes_first_though_it_has_had_more():
+    w = World(cpus=2)
+    w.join(1)
+    w.join(2)
+    w.submit("b0", client=2)
+    w.advance(50)
+    w.finish("b0")
+    for number in range(4):
+        w.submit(f"a{number}", client=1)
+    w.submit("b1", client=2)
+    w.submit("b2", client=2)
+    assert w.running == {"a0", "a1"}
+    w.advance(1)
+    w.finish("a0")
+    assert w.running == {"a1", "b1"}
+
+
+def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
+    """A program that has all CPUs has no GPU yet, and waits for both."""
+    w = World(cpus=2, gpus=2)
+    w.join(1)
+    w.join(2)
+    w.submit("cpus", num_cpus=2, client=1)
+    w.submit("gpu", num_cpus=0, num_gpus=1, client=2)
+    w.submit("last", num_cpus=0, num_gpus=0.6, client=2)
+    w.submit("stuck", num_cpus=1, num_gpus=0.5, client=1)
+    w.submit("mine", num_cpus=0, num_gpus=0.7, client=1)
+    w.submit("theirs", num_cpus=0, num_gpus=0.7, client=2)
+    w.advance(0.5)
+    w.finish("last")
+    assert w.running == {"cpus", "gpu", "mine"}
+    assert w.waiting == {"stuck", "theirs"}
+
+
+def test_what_is_kept_for_one_waits_until_it_is_its_turn():
+    """Else a program of wide tasks would have most of a node."""
+    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
+    w.join(1)
+    w.join(2)
+    w.submit("wide0", num_gpus=1, client=1)
+    w.submit("s", num_gpus=0.5, client=2)
+    w.submit("s1", num_gpus=0.5, client=2)
+    w.submit("s2", num_gpus=0.5, client=2)
+    w.submit("s3", num_gpus=0.5, client=2)
+    w.submit("s4", num_gpus=0.5, client=2)
+    w.submit("wide1", num_gpus=1, client=1)
+    w.advance(10)
+    w.finish("wide0")
+    assert w.running == {"s", "s1"}
+    assert w.scheduler.reservation.record.spec.name == "s2"
+    w.advance(1)
+    w.finish("s")
+    assert w.running == {"s1", "s2"}
+    w.advance(12)
+    w.finish("s1")
+    assert w.running == {"s2", "s3"}
+    w.finish("s2")
+    kept = w.scheduler.reservation
+    assert kept is not None
+    assert kept.record.spec.name == "wide1"
+    assert w.running == {"s3"}
+    w.finish("s3")
+    assert w.running == {"wide1"}
+
+
+def test_it_waits_no_longer_than_a_task_counts():
+    """Whose tag is lower may be held up by something else for ever."""
+    w = World(cpus=16, gpus=2, config=SchedulerConfig(reserve_after=0.0))
+    for number in (1, 2, 3):
+        w.join(number)
+    w.submit("old", num_gpus=1, client=1)
+    w.advance(5)
+    w.finish("old")
+    w.submit("life", num_gpus=1, is_endless=True, client=3)
+    w.submit("never", num_gpus=2, client=2)
+    w.submit("half", num_gpus=0.5, client=3)
+    w.submit("one", num_gpus=1, client=1)
+    w.submit("half2", num_gpus=0.5, client=3)
+    assert w.running == {"life", "half", "half2"}
+    w.submit("x", num_cpus=0)
+    w.finish("x")
+    w.advance(LONGEST + 1)
+    w.finish("half")
+    kept = w.scheduler.reservation
+    assert kept is not None
+    assert kept.record.spec.name == "one"
+
+
+def test_a_higher_priority_may_take_what_is_kept_for_another_program():
+    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
+    w.join(1)
+    w.join(2)
+    w.submit("half", num_gpus=0.5, client=1)
+    w.submit("other", num_gpus=0.5, client=1)
+    w.submit("wide", num_gpus=1, client=2)
+    w.submit("low", num_gpus=0.5, client=1)
+    w.advance(1)
+    w.finish("half")
+    assert w.running == {"other"}
+    w.submit("urgent", num_gpus=0.5, client=1, priority=1)
+    assert w.running == {"other", "urgent"}
+    w.submit("urgent wide", num_gpus=1, client=1, priority=1)
+    w.finish("other")
+    kept = w.scheduler.reservation
+    assert kept is not None
+    assert kept.record.spec.name == "urgent wide"
+    w.cancel("urgent wide")
+    w.finish("urgent")
+    assert w.running == {"wide"}
+
+
+def test_who_has_waited_longest_gives_way_to_nobody():
+    """Then what it has had decides, though it holds more than others."""
+    w = World(cpus=4, gpus=2)
+    w.join(1)
+    w.join(2)
+    w.submit("life", num_cpus=0, num_gpus=1, client=1)
+    w.submit("b0", num_gpus=0.5, client=2)
+    w.submit("b1", num_gpus=0.5, client=2)
+    w.submit("a", num_gpus=0.5, client=1)
+    for number in range(2, 200):
+        w.submit(f"b{number}", num_gpus=0.5, client=2)
+    began = 0
+    while "a" in w.waiting:
+        w.advance(1)
+        w.finish(f"b{began}")
+        began += 1
+        assert began < 2 * LONGEST + 5
+    assert began >= LONGEST
+
+
+def test_what_runs_when_a_second_program_joins_counts():
+    w = World(cpus=2)
+    w.submit("a0")
+    w.submit("lent")
+    w.submit("child", parent="lent")
+    w.wait_for("lent", "child")
+    w.submit("a1")
+    w.join(7)
+    w.submit("b0", client=7)
+    own, other = sorted(w.scheduler.clients, key=lambda one: one.id)
+    assert (own.held, own.unfinished) == ({"CPU": 20_000}, 4)
+    assert (other.held, other.unfinished) == ({}, 1)
+    w.advance(1)
+    w.finish("child")
+    assert w.running == {"a0", "lent"}
+    w.finish("a0")
+    assert w.running == {"lent", "b0"}
+
+
+def test_places_among_workers_go_round_too():
+    w = World(cpus=4)
+    w.join(1)
+    w.join(2)
+    w.scheduler.worker_limit.bound(1)
+    for name in ("a1", "a2", "b1", "b2"):
+        w.submit(name, client=1 if name[0] == "a" else 2, environment={"P": name[0]})
+    assert order(w) == ["a1", "b1", "a2", "b2"]
+
+
+def test_a_priority_of_another_program_is_heeded_when_a_slice_ends(w):
+    for number in range(9):
+        w.submit(f"a{number}", client=1)
+    w.submit("b", client=2, priority=1)
+    ran = order(w, SLICE * 0.4)
+    assert ran[:4] == ["a0", "a1", "a2", "b"]
+
+
+def test_nobody_gives_way_to_one_that_is_not_helped():
+    w = World(cpus=2, gpus=1)
+    w.join(1)
+    w.join(2)
+    w.submit("life", num_gpus=1, is_endless=True)
+    for number in range(3):
+        w.submit(f"a{number}", client=1)
+    w.submit("b", num_gpus=1, client=2)
+    for number in range(3):
+        assert w.running == {"life", f"a{number}"}
+        w.advance(1)
+        w.finish(f"a{number}")
+    assert w.waiting == {"b"}
+
+
+def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
+    w = World(cpus=4, gpus=2, config=SchedulerConfig(reserve_after=0.0))
+    w.join(1)
+    w.join(2)
+    w.submit("life", num_gpus=1, is_endless=True)
+    w.submit("half", num_gpus=0.5, client=1)
+    w.submit("wide", num_gpus=1, client=2)
+    w.advance(1)
+    w.submit("x", num_cpus=0)
+    w.finish("x")
+    kept = w.scheduler.reservation
+    assert kept is not None
+    w.submit("never", num_gpus=2, client=1, priority=1)
+    w.submit("y", num_cpus=0)
+    w.finish("y")
+    assert w.scheduler.reservation.record is kept.record
+
+
+def test_a_device_that_settles_counts_for_its_program_until_it_is_free():
+    w = World(cpus=4, gpus=1)
+    w.settles = True
+    w.submit("before", num_gpus=1, max_calls=1)
+    w.finish("before")
+    w.join(1)
+    assert all(not client.held for client in w.scheduler.clients), "nobody's"
+    w.tell(Scheduler.devices_free, w.unsettled[0])
+    w.submit("a", num_gpus=1, max_calls=1, client=1)
+    w.finish("a")
+    [_, client] = w.scheduler.clients
+    assert client.held == {"GPU": 10_000}
+    w.join(2)
+    w.tell(Scheduler.devices_free, w.unsettled[0])
+    assert client.held == {}
+
+
+def test_requests_without_number_are_not_all_remembered(monkeypatch):
+    monkeypatch.setattr(clients_module, "KNOWN", 3)
+    w = World(cpus=1)
+    w.join(1)
+    for number in range(1, 9):
+        w.submit(f"t{number}", num_cpus=number / 10, client=1)
+    assert len(w.scheduler.clients._portions) <= 3
+    w.run_dry()
+    assert not w.scheduler.tasks
+
+
+# What one program may have.
+
+
+@pytest.mark.parametrize(
+    ("terms", "match"),
+    [
+        *(
+            ({"limits": {"max_waiting": most}}, f"max_waiting={most!r} is no number")
+            for most in (0, 1.5, True, "many")
+        ),
+        *(
+            ({"limits": {"max_share": {"CPU": share}}}, r"max_share\['CPU'\].* no part")
+            for share in (0, 1.1)
+        ),
+        (
+            {"limits": {"max_share": {"license": 1}}},
+            "'license' means nothing.*CPU, GPU",
+        ),
+        *(
+            ({"weight": weight}, f"weight={weight!r} is none")
+            for weight in (0, float("inf"), float("nan"))
+        ),
+    ],
+    ids=str,
+)
+def test_terms_that_mean_nothing_are_refused(terms, match):
+    w = World(cpus=2)
+    with pytest.raises(OptionError, match=match):
+        w.join(1, terms.get("weight", 1.0), Limits(**terms.get("limits", {})))
+    assert w.scheduler.clients is None
+
+
+def test_a_program_submits_no_more_than_it_may():
+    w = World(cpus=1)
+    w.join(1, limits=Limits(max_waiting=2))
+    w.submit("a", client=1)
+    w.submit("b", client=1)
+    with pytest.raises(LimitError) as caught:
+        w.submit("c", client=1)
+    assert isinstance(caught.value, AiogpuError)
+    assert str(caught.value) == (
+        "this program has 2 tasks that have not ended, and its node lets it have 2 "
+        "(max_waiting). Await some of them before it submits more, or join the node "
+        "with a higher limit."
+    )
+    w.submit("other")
+    w.finish("a")
+    w.submit("c", client=1)
+    with pytest.raises(LimitError):
+        w.submit("child", client=1, parent="b")
+
+
+def test_a_program_holds_no_more_than_it_may_and_others_go_past():
+    w = World(cpus=8, gpus=4)
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
+    for name in "abc":
+        w.submit(name, num_gpus=1, client=1)
+    assert w.running == {"a", "b"}
+    w.submit("small", num_gpus=0.5, client=1)
+    w.submit("cpus", client=1)
+    w.submit("d", num_gpus=2)
+    assert w.running == {"a", "b", "cpus", "d"}
+    assert w.scheduler.reservation is None
+    w.advance(5)
+    w.submit("x", num_cpus=0)
+    w.finish("x")
+    assert w.scheduler.reservation is None
+    w.finish("a")
+    assert w.running == {"b", "c", "cpus", "d"}
+
+
+def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
+    w = World(cpus=8, gpus=2, gpu_memory="40GiB")
+    w.join(1, limits=Limits(max_share={"gpu_memory": 0.375}))
+    w.submit("a", gpu_memory="20GiB", client=1)
+    w.submit("b", gpu_memory="20GiB", client=1)
+    assert w.running == {"a"}
+    [_, client] = w.scheduler.clients
+    assert client.held == {"CPU": 10_000, "gpu_memory": 20 * GIB * 10_000}
+    with pytest.raises(InfeasibleError, match="asks for 40GiB GPU memory"):
+        w.submit("pair", num_gpus=2, gpu_memory="20GiB", client=1)
+
+
+def test_what_alone_is_too_much_is_refused():
+    w = World(cpus=8, gpus=4)
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
+    with pytest.raises(InfeasibleError) as caught:
+        w.submit("wide", num_gpus=3, client=1)
+    assert str(caught.value) == (
+        "the task asks for 3 GPU, and its node lets this program hold 2 at once: it "
+        "would wait for ever. Ask for less, or join the node with a higher limit."
+    )
+
+
+def test_one_that_waits_for_its_limit_says_so_and_may_get_a_higher_one():
+    w = World(cpus=8, gpus=4)
+    w.join(1, limits=Limits(max_share={"GPU": 0.25, "CPU": 0.25}))
+    w.submit("a", num_cpus=2, num_gpus=1, client=1)
+    w.submit("b", num_gpus=1, client=1)
+    limit = "2 of at most 2 CPU and 1 of at most 1 GPU"
+    [seen] = status_of(w).waiting
+    assert seen.reason == f"waits for its program's own limit: it holds {limit}"
+    reason = why_of(w, "b")
+    assert reason.limit == limit
+    assert str(reason) == (
+        f"b (task 1) has waited 0.0 s for its program's own limit: it holds {limit}"
+    )
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
+    assert w.running == {"a", "b"}
+
+
+def test_a_child_that_its_parent_keeps_from_running_fails():
+    w = World(cpus=8, gpus=4)
+    w.join(1, limits=Limits(max_share={"GPU": 0.25}))
+    w.submit("parent", num_gpus=1, client=1)
+    w.submit("child", num_gpus=1, parent="parent")
+    w.submit("fine", parent="parent")
+    w.wait_for("parent", "child", "fine")
+    assert w.told == {"child": "deadlocked"}
+    assert w.tasks["child"].reason == (
+        "child asks for {CPU: 1, GPU: 1}, and those that wait hold it: parent holds "
+        "{CPU: 1, GPU: 1} and waits for child; this program holds 1 of at most 1 GPU "
+        "that its node lets it have"
+    )
+
+
+def test_a_parent_that_waits_does_not_count_its_cpus():
+    w = World(cpus=8)
+    w.join(1, limits=Limits(max_share={"CPU": 0.125}))
+    w.submit("parent", client=1)
+    w.submit("child", parent="parent")
+    w.submit("next", client=1)
+    w.wait_for("parent", "child")
+    assert w.running == {"parent", "child"}
+    w.wait_for("parent")
+    assert w.running == {"parent", "child"}
+    w.finish("child")
+    assert w.waiting == {"next"}, "its program holds too much as it is"
+    w.finish("parent")
+    assert w.running == {"next"}
+
+
+def test_a_retry_with_a_device_of_its_own_keeps_to_the_limit():
+    w = World(cpus=8, gpus=2)
+    w.join(1, limits=Limits(max_share={"GPU": 0.25}))
+    w.join(2, limits=Limits(max_share={"GPU": 0.5}))
+    w.submit("a", num_gpus=0.5, retries_oom=True, client=1)
+    w.submit("b", num_gpus=0.5, retries_oom=True, client=2)
+    w.finish("a", ran_out=True)
+    assert w.told == {"a": "settled"}
+    w.finish("b", ran_out=True)
+    assert w.running == {"b"}
+
+
+def test_one_that_is_to_run_alone_keeps_to_the_limit():
+    w = World(cpus=8, gpus=2)
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
+    w.submit("greedy", num_gpus=0.5, client=1)
+    w.submit("actor", num_gpus=0.5, client=1, is_endless=True)
+    w.join(1, limits=Limits(max_share={"GPU": 0.25}))
+    w.tell(Scheduler.kill_for_memory, w.worker_of("greedy"), Memory.HOST)
+    assert "greedy" not in w.running
+    w.join(1)
+    assert "greedy" in w.running
+
+
+def test_programs_are_forgotten_when_their_last_task_has_ended():
+    w = World(cpus=1, exits=False)
+    w.leave(9)
+    w.join(1)
+    w.leave(9)
+    w.submit("a", client=1, max_calls=1)
+    w.leave(1)
+    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
+    w.finish("a")
+    assert repr(w.scheduler.clients) == "<Clients [0, 1]>", "its process is there"
+    w.die(1)
+    assert repr(w.scheduler.clients) == "<Clients [0]>"
+    w.submit("b", client=1)
+    w.leave(1)
+    w.join(1)
+    w.finish("b")
+    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
+    w.leave(1)
+    assert repr(w.scheduler.clients) == "<Clients [0]>"
+
+
+def test_a_program_that_left_is_forgotten_with_its_last_wish():
+    w = World(gpus=1)
+    w.join(1)
+    w.join(2)
+    w.submit("holds", num_gpus=1, client=1)
+    w.lease("waits", num_gpus=1, client=2)
+    w.leave(2)
+    w.cancel("waits")
+    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
+    w.lease("waits too", num_gpus=1, client=1)
+    w.cancel("waits too")
+    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
+
+
+# A program that does not read its results.
+
+
+def test_nothing_more_is_started_for_one_that_is_behind_until_it_has_caught_up():
+    w = World(cpus=2)
+    w.fall_behind(7)
+    w.join(1)
+    w.join(2)
+    w.fall_behind(7)
+    for number in range(4):
+        w.submit(f"a{number}", client=1)
+    w.submit("b", client=2)
+    assert len(w.running) == 2
+    w.fall_behind(1)
+    while mine := w.running - {"b"}:
+        w.finish(min(mine))
+    w.submit("a4", client=1)
+    assert w.running == {"b"}, "others have what it leaves"
+    assert "a4" in w.waiting
+    reason = "for its program to read the results that it was sent"
+    assert why_of(w, "a4").is_behind
+    assert reason in str(why_of(w, "a4"))
+    assert {task.reason for task in status_of(w).waiting} == {f"waits {reason}"}
+    w.fall_behind(1, is_behind=False)
+    assert len(w.running) == 2
+    w.fall_behind(1)
+    w.leave(1)
+    w.run_dry()
+    assert not w.waiting

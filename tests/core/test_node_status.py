@@ -1,0 +1,654 @@
+"""What `status()` shows, as data and in words: who holds what, what waits and why."""
+
+from dataclasses import replace
+
+import pytest
+
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import MOST_PARTS, UNIT
+from aiogpu.core.queue import ready as ready_module
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.queue.ready import precedence
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.observe import snapshot as snapshot_module
+from aiogpu.observe.snapshot import LISTED, snapshot, why
+from aiogpu.observe.status import (
+    ActorStatus,
+    ClientStatus,
+    DeviceStatus,
+    FailureStatus,
+    Holder,
+    NodeStatus,
+    Observed,
+    OtherProcess,
+    Program,
+    ReservationStatus,
+    ShapeStatus,
+    TaskStatus,
+    WorkerStatus,
+    held_tasks,
+    report,
+    state_of,
+)
+from aiogpu.testing import World
+from tests.core.builders import GIB, pass_over, status_of
+
+
+def reason_of(w: World, name: str) -> str | None:
+    """Why a task waits."""
+    [status] = [task for task in status_of(w).tasks if task.name == name]
+    return status.reason
+
+
+def table(w: World) -> list[str]:
+    """The lines of `print(status)`."""
+    return str(status_of(w)).splitlines()
+
+
+def test_an_idle_node():
+    status = status_of(World(cpus=2, gpu_types=["A100"]))
+    assert status.total == {"CPU": 2.0, "GPU": 1.0, "accelerator_type:A100": 1.0}
+    assert status.available == status.total
+    assert status.devices == (DeviceStatus("GPU", 0, "A100", None, None, 0, 1.0, ()),)
+    assert status.workers == status.tasks == status.waiting == status.shapes == ()
+    assert (status.waiting_count, status.shape_count) == (0, 0)
+    assert status.reservation is None
+
+
+def test_a_device_shows_who_holds_it():
+    w = World(gpus=2, exits=False)
+    w.submit("a", num_gpus=0.5)
+    w.submit("b", num_gpus=0.25, max_calls=1)
+    w.submit("c", num_gpus=1)
+    w.advance(0.5)
+    w.finish("b")
+    w.submit("cpu")
+    w.advance(3)
+    first, second = status_of(w).devices
+    assert first.free == 0.25
+    assert first.holders == (Holder(0.5, 1, 101, "a", 3.5), Holder(0.25, 2, 102, None))
+    assert second.free == 0.0
+    assert second.holders == (Holder(1.0, 3, 103, "c", 3.5),)
+
+
+def test_how_long_a_worker_has_run_its_task_is_known_to_a_second():
+    w = World(cpus=1, gpus=1)
+    for name in "abc":
+        w.submit(name, num_gpus=1)
+    w.advance(0.3)
+    w.finish("a")
+    (holder,) = status_of(w).devices[0].holders
+    assert (holder.task, holder.seconds) == ("b", None)
+    w.advance(5)
+    (holder,) = status_of(w).devices[0].holders
+    assert 4 <= holder.seconds <= 5
+    w.finish("b")
+    w.advance(2)
+    (holder,) = status_of(w).devices[0].holders
+    assert (holder.task, holder.seconds) == ("c", 2)
+
+
+def test_workers_and_their_tasks():
+    w = World(starts=False, exits=False)
+    for name in "abc":
+        w.submit(name, max_calls=1)
+    w.start("a")
+    w.start("b")
+    w.start("c")
+    w.finish("b")
+    w.cancel("c")
+    w.submit("d")
+    assert status_of(w).workers == (
+        WorkerStatus(1, 101, "busy", "a"),
+        WorkerStatus(2, 102, "ending", None),
+        WorkerStatus(3, 103, "busy", "c"),
+        WorkerStatus(4, 0, "starting", "d"),
+    )
+
+
+def test_tasks_that_run_come_before_those_that_wait_in_their_turn():
+    w = World(cpus=1)
+    w.submit("low", priority=-1)
+    w.submit("a")
+    w.submit("b")
+    w.submit("high", priority=1)
+    status = status_of(w)
+    assert [task.name for task in status.tasks] == ["low", "high", "a", "b"]
+    assert [task.name for task in status.waiting] == ["high", "a", "b"]
+    assert status.waiting_count == 3
+    assert [task.state for task in status.tasks] == ["running"] + ["waiting"] * 3
+    assert [task.worker for task in status.tasks] == [1, None, None, None]
+    assert status.tasks[0].request == {"CPU": 1.0}
+    assert status.tasks[0].reason is None
+
+
+@pytest.mark.parametrize(
+    ("node", "others", "asked", "reason"),
+    [
+        (
+            {"cpus": 2, "resources": {"license": 1}},
+            [{"resources": {"license": 1}}],
+            {"num_cpus": 2, "resources": {"license": 0.5}},
+            "waits for CPU 2 (free: 1) and license 0.5 (free: 0)",
+        ),
+        (
+            {"gpus": 2},
+            [{"num_gpus": 0.7}, {"num_gpus": 0.7}],
+            {"num_gpus": 0.5},
+            "waits for GPU 0.5 (free by device: 0: 0.3, 1: 0.3)",
+        ),
+        (
+            {"cpus": 1, "gpus": 1},
+            [{}],
+            {"num_gpus": 0.5},
+            "waits for CPU 1 (free: 0)",
+        ),
+        (
+            {"cpus": MOST_PARTS},
+            [{"num_cpus": 0.0001}],
+            {"num_cpus": MOST_PARTS},
+            "waits for CPU 1e+14 (free: 1e+14)",
+        ),
+        (
+            {"gpus": 12},
+            [{"num_gpus": 12}],
+            {"num_gpus": 1},
+            "waits for GPU 1 (free by device: 0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0, "
+            "6: 0, 7: 0, and 4 more)",
+        ),
+        (
+            {"gpu_types": ["A100", "T4", "A100"]},
+            [{"num_gpus": 2, "accelerator_type": "A100"}],
+            {"num_gpus": 1, "accelerator_type": "A100"},
+            "waits for GPU 1 (free by device: 0: 0, 2: 0)",
+        ),
+    ],
+    ids=["scalars", "shares", "free device", "exact", "many devices", "of a type"],
+)
+def test_a_task_says_what_is_short(node, others, asked, reason):
+    w = World(**node)
+    for number, other in enumerate(others):
+        w.submit(f"t{number}", **other)
+        assert reason_of(w, f"t{number}") is None
+    w.submit("waits", **asked)
+    assert reason_of(w, "waits") == reason
+
+
+def test_those_that_have_a_worker_say_why_their_code_does_not_run():
+    w = World(cpus=1, took=1e-5)
+    w.submit("zero")
+    for name in ("a", "b", "c", "d", "e", "f"):
+        w.submit(name)
+    w.finish("zero")
+    assert w.queued == {"b", "c"}
+    states = [(task.name, task.state, task.reason) for task in status_of(w).tasks]
+    assert states[:4] == [
+        ("a", "running", None),
+        ("b", "queued", "sent ahead to pid 101, behind a"),
+        ("c", "queued", "sent ahead to pid 101, behind a"),
+        ("d", "waiting", "waits for CPU 1 (free: 0)"),
+    ]
+    assert [task.worker for task in status_of(w).tasks] == [1] * 3 + [None] * 3
+
+
+def test_a_task_names_the_children_that_it_waits_for():
+    w = World(cpus=1)
+    w.submit("parent")
+    children = [f"child{number}" for number in range(10)]
+    for name in children:
+        w.submit(name, parent="parent")
+    w.wait_for("parent", *children)
+    status = status_of(w)
+    assert status.tasks[0] == TaskStatus(
+        *(0, "parent", "blocked", {"CPU": 1.0}, 1),
+        f"waits for its children: {', '.join(children[:8])}, and 2 more",
+        pid=status.workers[0].pid,
+    )
+    assert status.tasks[1].name == "child0"
+
+
+def test_only_the_first_of_those_that_wait_are_listed():
+    w = World(cpus=1)
+    w.submit("runs")
+    for number in range(LISTED + 20):
+        w.submit(f"t{number}", priority=number)
+    status = status_of(w)
+    assert status.waiting_count == LISTED + 20
+    names = [task.name for task in status.waiting]
+    assert names == [f"t{number}" for number in range(LISTED + 19, 19, -1)]
+    (shape,) = status.shapes
+    assert (shape.count, shape.first) == (LISTED + 20, names[0])
+
+
+def test_the_turns_of_all_shapes_are_one_line():
+    w = World(cpus=2, gpus=1)
+    w.submit("runs", num_cpus=2)
+    w.submit("a", num_gpus=1)
+    w.submit("b", num_gpus=0.5)
+    w.submit("c", environment={"A": "1"})
+    w.submit("d", num_gpus=1)
+    w.submit("e", environment={"A": "1"}, priority=1)
+    w.submit("f", environment={"A": "2"})
+    status = status_of(w)
+    assert [task.name for task in status.waiting] == ["e", "a", "b", "c", "d", "f"]
+    assert [shape.first for shape in status.shapes] == ["e", "a", "b", "f"]
+
+
+def test_each_shape_is_shown_once():
+    w = World(cpus=2, gpus=2)
+    w.submit("runs", num_cpus=2)
+    w.advance(1)
+    w.submit("old", num_gpus=0.5, strategy="spread", environment={"B": "2", "A": "1"})
+    w.advance(1)
+    w.submit("next", priority=1)
+    w.submit("new", num_gpus=0.5, strategy="spread", environment={"A": "1", "B": "2"})
+    w.submit("first", num_gpus=0.5, strategy="spread", priority=2)
+    w.cancel("first")
+    w.advance(2)
+    reason = "waits for CPU 1 (free: 0)"
+    assert status_of(w).shapes == (
+        ShapeStatus({"CPU": 1.0}, "pack", (), 1, "next", 2.0, reason),
+        ShapeStatus(
+            {"CPU": 1.0, "GPU": 0.5}, "spread", ("A", "B"), 2, "old", 3.0, reason
+        ),
+    )
+    assert status_of(w).shape_count == 2
+
+
+def reserved() -> World:
+    """A world in which something is kept for `big`."""
+    w = World(cpus=4, gpus=2)
+    w.submit("long", num_gpus=0.5)
+    w.submit("big", num_gpus=2)
+    pass_over(w)
+    w.advance(1)
+    pass_over(w)
+    w.submit("small", num_gpus=0.25)
+    return w
+
+
+def test_what_is_kept_is_shown():
+    status = status_of(reserved())
+    kept = ReservationStatus(1, "big", {"GPU": (0, 1)}, {}, None)
+    assert status.reservation == kept, "its CPU serves others until its GPUs are free"
+    assert str(kept) == "GPU 0, 1"
+    both = ReservationStatus(1, "big", {"GPU": (0, 1)}, {"CPU": 1.0}, None)
+    assert str(both) == "GPU 0, 1 and CPU 1"
+
+
+def test_a_task_says_for_whom_is_kept_what_it_could_have():
+    w = reserved()
+    assert reason_of(w, "small") == (
+        "waits for GPU 0.25 (free by device: 0: 0.5, 1: 1; kept for big)"
+    )
+    assert reason_of(w, "big") == "waits for GPU 2 (free by device: 0: 0.5, 1: 1)"
+
+
+def test_a_line_says_what_matters():
+    w = World(cpus=2, gpus=1, took=1e-5)
+    w.submit("a", num_gpus=0.5)
+    w.submit("b", num_cpus=2)
+    w.submit("c", num_cpus=2)
+    assert repr(status_of(w)) == (
+        "<NodeStatus CPU 1/2, GPU 0.5/1; 1 workers; 1 running, 2 waiting>"
+    )
+    assert repr(status_of(World(cpus=1, gpus=0))) == (
+        "<NodeStatus CPU 1/1, GPU 0/0; 0 workers; no tasks>"
+    )
+
+
+def test_a_great_many_cost_no_more_than_a_few(monkeypatch):
+    """What is looked at and what is made is counted, not timed."""
+    w = World(cpus=1)
+    w.submit("runs")
+    spec = w.scheduler.tasks.get(TaskId(0)).spec
+    for number in range(1, 50_001):
+        w.scheduler.submit(0.0, TaskId(number), spec)
+    looks, seen = count_looks(monkeypatch), count_made(monkeypatch)
+    status = status_of(w)
+    assert status.waiting_count == 50_000
+    assert len(seen) == 1 + LISTED == len(status.tasks)
+    assert len(looks) <= 4 * LISTED
+
+
+def count_made(monkeypatch) -> list[object]:
+    """Everything that is told of a task from now on."""
+    made = []
+
+    def make(*parts):
+        made.append(parts)
+        return TaskStatus(*parts)
+
+    monkeypatch.setattr(snapshot_module, "TaskStatus", make)
+    return made
+
+
+def count_looks(monkeypatch) -> list[object]:
+    """The records whose place in line is asked for from now on."""
+    looks = []
+
+    def note(record):
+        looks.append(record)
+        return precedence(record)
+
+    monkeypatch.setattr(ready_module, "precedence", note)
+    return looks
+
+
+def test_memory_is_shown_where_somebody_has_asked_for_some():
+    w = World(cpus=2, resources={"memory": 4 << 30})
+    w.submit("a")
+    assert "memory" not in str(status_of(w))
+    w.submit("b", resources={"memory": 1 << 30})
+    assert "memory   3GiB of 4GiB free" in str(status_of(w))
+    assert "memory 3GiB/4GiB" in repr(status_of(w))
+
+
+# As people read it.
+
+
+def test_a_busy_node():
+    w = World(cpus=5, gpu_types=["A100", "A100"], exits=False)
+    w.submit("model", num_gpus=0.5, is_endless=True)
+    w.submit("ended", num_gpus=0.25, max_calls=1)
+    w.submit("train", num_cpus=2)
+    w.finish("ended")
+    w.advance(2)
+    w.starts = False
+    w.submit("load", num_gpus=0.25)
+    w.submit("whole", num_gpus=2, environment={"B": "1", "A": "2"})
+    w.submit("half", num_gpus=0.5, strategy="spread")
+    w.submit("half2", num_gpus=0.5, strategy="spread")
+    w.advance(0.5)
+    assert table(w) == [
+        "CPU                    0 of 5 free",
+        "accelerator_type:A100  1 of 1 free",
+        "GPU                    1 of 2 free",
+        "workers                2 busy, 1 ending, 1 starting",
+        "tasks                  2 running, 1 starting, 3 waiting",
+        "GPU 0  0 free  A100",
+        "  0.5   model     pid 101     without end",
+        "  0.25  (ending)  pid 102",
+        "  0.25  load      (starting)",
+        "GPU 1  1 free  A100",
+        "on workers",
+        "  0  model  running   pid 101     {CPU: 1, GPU: 0.5}",
+        "  2  train  running   pid 103     {CPU: 2}",
+        "  3  load   starting  (starting)  {CPU: 1, GPU: 0.25}  "
+        "a worker is being forked for it",
+        "waiting",
+        "  1 x {CPU: 1, GPU: 2} with A, B: whole first, the oldest for 0.5 s",
+        "    waits for CPU 1 (free: 0) and GPU 2 (free by device: 0: 0, 1: 1)",
+        "  2 x {CPU: 1, GPU: 0.5}, spread: half first, the oldest for 0.5 s",
+        "    waits for CPU 1 (free: 0)",
+    ]
+
+
+def test_of_many_the_first_are_shown():
+    w = World(cpus=1, gpus=1)
+    for number in range(10):
+        w.submit(f"t{number}", num_cpus=0.01, num_gpus=0.1)
+    for number in range(10):
+        w.submit(f"w{number}", environment={"N": str(number)})
+    lines = table(w)
+    assert lines[4] == "GPU 0  0 free"
+    assert [line for line in lines if "more" in line] == ["  and 2 more"] * 3
+
+
+def test_a_device_is_shown_with_its_name_and_its_memory():
+    devices = [
+        Device(0, "A100", "GPU-1", "NVIDIA A100-SXM4-80GB", 85_899_345_920),
+        Device("MIG-2", None, None, None, 512 * 2**20),
+        Device(2, "T4", None, None, 1000),
+    ]
+    scheduler = Scheduler(Ledger({"CPU": UNIT}, [DeviceSet("GPU", devices)]))
+    assert str(snapshot(scheduler, {}, 0.0)).splitlines()[-3:] == [
+        "GPU 0      1 free  NVIDIA A100-SXM4-80GB  80 GiB",
+        "GPU MIG-2  1 free                         512 MiB",
+        "GPU 2      1 free  T4",
+    ]
+
+
+def test_actors_and_failures_come_last():
+    status = snapshot(World(cpus=2).scheduler, {}, 0.0)
+    actors = (
+        ActorStatus(4, "serve", "", "Model", "alive", 2, 1, 101, 3, True),
+        ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False),
+    )
+    failures = (
+        FailureStatus(5, "train", "ValueError", "no such key", 1.0),
+        FailureStatus(6, "load", "MemoryError", "", 70.0),
+    )
+    shown = replace(status, actors=actors, failures=failures)
+    assert str(shown).splitlines()[4:] == [
+        "actors",
+        "  4  serve  Model  alive    pid 101  held by 2  3 calls",
+        "  9         Cache  pending           held by 1",
+        "failed",
+        "  1.0 s ago  5  train  ValueError: no such key",
+        "  70 s ago   6  load   MemoryError",
+    ]
+
+
+def test_what_is_held_are_tasks_on_workers_and_leases():
+    asks = {"GPU": 1.0}
+    tasks = (
+        TaskStatus(1, "train", "running", asks, 7, None, pid=107),
+        TaskStatus(2, "train.py", "running", asks, None, None, 0, True, 200),
+        TaskStatus(3, "ends.py", "stopping", asks, None, "is given back", 0, True, 200),
+        TaskStatus(4, "waits.py", "waiting", asks, None, "waits for GPU 1", 0, True),
+        TaskStatus(5, "waits", "delayed", asks, None, "has failed before"),
+    )
+    status = replace(snapshot(World(cpus=2).scheduler, {}, 0.0), tasks=tasks)
+    told = [(task.id, state_of(task)) for task in held_tasks(status)]
+    assert told == [(1, "running"), (2, "leased"), (3, "stopping")]
+
+
+def test_what_was_sent_to_a_cluster_is_listed():
+    status = snapshot(World(cpus=2).scheduler, {}, 0.0)
+    tasks = (
+        TaskStatus(4, "train", "sent", {"GPU": 1.0}, None, "a second ago"),
+        TaskStatus(12, "load", "sent", {"CPU": 1.0}, None, None),
+    )
+    lines = str(replace(status, tasks=tasks)).splitlines()
+    assert lines[3:] == [
+        "tasks    2 sent",
+        "sent",
+        "  4   train  {GPU: 1}  a second ago",
+        "  12  load   {CPU: 1}",
+    ]
+
+
+A100 = Device(0, "A100", "GPU-1", "NVIDIA A100-SXM4-80GB", 80 * GIB)
+
+
+LONG = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
+
+
+def picture(*devices: DeviceStatus) -> list[str]:
+    """The lines that a status has for these devices."""
+    status = NodeStatus({}, {}, devices, (), (), 0, (), 0, None)
+    return report(status).splitlines()[2:]
+
+
+def device(**known: object) -> DeviceStatus:
+    return DeviceStatus(*("GPU", 0, "A100", "u", A100.name, 80 * GIB, 1.0, ()), **known)
+
+
+def test_what_was_seen_is_in_the_picture_of_a_device():
+    w = World(gpus=2, exits=False)
+    w.submit("a", num_gpus=0.5)
+    w.submit("b", num_gpus=0.5)
+    other = OtherProcess(7, "Xorg", GIB)
+    seen = Observed(w.now, 9 * GIB, 87, (other,), {1: 3 * GIB}, frozenset({1}), "why")
+    w.advance(2)
+    pids = {worker: 100 + worker for worker in w.workers}
+    first, second = snapshot(w.scheduler, pids, w.now, {("GPU", 0): seen}).devices
+    assert (first.used, first.utilisation, first.others) == (9 * GIB, 87, (other,))
+    assert (first.seen, first.unknown) == (2.0, "why")
+    a, b = first.holders
+    assert (a.task, a.used, a.has_outgrown) == ("a", 3 * GIB, True)
+    assert (b.task, b.used, b.has_outgrown) == ("b", None, False)
+    assert (second.used, second.utilisation, second.others) == (None, None, None)
+    assert (second.seen, second.unknown) == (None, None)
+
+
+def test_a_look_is_never_younger_than_now():
+    scheduler = Scheduler(Ledger({"CPU": UNIT}, [DeviceSet("GPU", [A100])]))
+    [status] = snapshot(scheduler, {}, 5.0, {("GPU", 0): Observed(6.0)}).devices
+    assert status.seen == 0.0
+
+
+def test_devices_are_shown_one_below_the_other():
+    seen = device(
+        used=3 * GIB, utilisation=7, seen=0.2, memory_reserved=6 * GIB, others=()
+    )
+    full = DeviceStatus(
+        *("GPU", 11, "A100", "u", A100.name, 80 * GIB, 0.25, ()),
+        used=512 << 20,
+        utilisation=100,
+        seen=12.0,
+    )
+    assert picture(seen, full) == [
+        "GPU 0   1 free     NVIDIA A100-SXM4-80GB  3 GiB used of 80 GiB    "
+        "6 GiB reserved  7 % busy",
+        "GPU 11  0.25 free  NVIDIA A100-SXM4-80GB",
+        "  512 MiB used of 80 GiB  100 % busy  seen 12 s ago",
+    ]
+
+
+def test_what_is_too_wide_stands_on_two_lines():
+    wide = DeviceStatus("GPU", 0, None, None, LONG, 96 * GIB, 1.0, (), used=95 * GIB)
+    busy = DeviceStatus(
+        *("GPU", 1, None, None, LONG, 96 * GIB, 1.0, ()), used=0, utilisation=3
+    )
+    rows = picture(wide, busy)
+    assert rows == [
+        f"GPU 0  1 free  {LONG}  95 GiB used of 96 GiB",
+        f"GPU 1  1 free  {LONG}",
+        "  0 used of 96 GiB  3 % busy",
+    ]
+    assert all(len(row) <= 100 for row in rows)
+
+
+def test_holders_show_what_they_use():
+    holders = (
+        Holder(0.5, 1, 101, "a", 3.0, used=(100 << 30) + 1, has_outgrown=True),
+        Holder(0.25, 2, 102, "b", 12.0, used=1000),
+        Holder(0.0, 3, 103, "c", memory=6 * GIB),
+    )
+    assert picture(DeviceStatus("GPU", 0, None, None, None, 0, 0.0, holders)) == [
+        "GPU 0  0 free",
+        "  0.5   a  pid 101  3.0 s  100 GiB used, more than was reserved for it",
+        "  0.25  b  pid 102  12 s   0 used",
+        "  6GiB  c  pid 103",
+    ]
+
+
+def test_processes_that_are_not_ours_are_named():
+    others = (
+        OtherProcess(7, "Xorg", 120 << 20),
+        OtherProcess(9, "", GIB),
+        OtherProcess(11, "python"),
+    )
+    assert picture(device(others=others))[1] == (
+        "  not ours: Xorg pid 7 with 120 MiB, pid 9 with 1 GiB, python pid 11"
+    )
+
+
+def test_what_is_not_known_is_said_once():
+    rows = picture(device(unknown="all"), device(), device(unknown="all"))
+    assert rows[3:] == ["not known of GPU 0, GPU 0: all"]
+
+
+# Programs that share the node.
+
+PROGRAMS = {1: Program("train.py", 4711), 2: Program("", 0)}
+
+
+def test_a_node_that_one_program_has_alone_lists_none():
+    w = World()
+    w.submit("own")
+    assert status_of(w).clients == ()
+    w.join(1)
+    w.leave(1)
+    assert len(status_of(w).clients) == 1
+    assert "programs" not in str(status_of(w))
+    w = World()
+    w.join(1)
+    assert [one.id for one in status_of(w).clients] == [1], "its own does nothing"
+
+
+def test_each_program_shows_what_it_runs_wants_and_holds():
+    w = World(cpus=2, gpus=1)
+    limits = Limits(max_waiting=9)
+    w.join(1, 2.0, limits)
+    w.join(2)
+    w.submit("own")
+    w.submit("a", num_gpus=0.5, client=1)
+    for number in range(3):
+        w.submit(f"t{number}", client=1)
+    w.submit("b", client=2)
+    w.leave(2)
+    status = status_of(w, programs=PROGRAMS)
+    nothing = Limits()
+    assert status.clients == (
+        ClientStatus(0, "the node's own program", 0, 1.0, 1, 0, {"CPU": 1.0}, nothing),
+        ClientStatus(1, "train.py", 4711, 2.0, 1, 3, {"CPU": 1.0, "GPU": 0.5}, limits),
+        ClientStatus(2, "", 0, 1.0, 0, 1, {}, nothing, has_left=True),
+    )
+    assert [shape.client for shape in status.shapes] == [2, 1]
+    assert [task.client for task in status.waiting] == [2, 1, 1, 1]
+    lines = str(status).splitlines()
+    start = lines.index("programs")
+    assert [" ".join(line.split()) for line in lines[start + 1 : start + 4]] == [
+        "train.py pid 4711 1 run 3 wait weight 2 {CPU: 1, GPU: 0.5}",
+        "the node's own program 1 run 0 wait {CPU: 1}",
+        "program 2 0 run 1 wait has left",
+    ]
+
+
+def test_a_node_that_is_being_stopped_says_so():
+    w = World()
+    status = replace(status_of(w), draining=12.0)
+    told = "is being stopped: no new work; what runs has 12 s to end"
+    assert str(status).splitlines()[0] == told
+    assert repr(status).startswith(f"<NodeStatus {told}; CPU ")
+
+
+def test_a_task_says_whose_tasks_go_before_it():
+    w = World(cpus=1)
+    w.join(1)
+    w.join(2)
+    w.submit("own")
+    w.submit("a", client=1)
+    w.submit("b", client=2)
+    w.submit("own2")
+    for name, rivals in (("a", ()), ("own2", ("train.py", "program 2"))):
+        record = w.scheduler.tasks[w.tasks[name].id]
+        told = why(w.scheduler, record, {}, w.now, PROGRAMS)
+        assert (told.rivals, told.rival_count) == (rivals, len(rivals))
+    assert str(told).splitlines()[1] == (
+        "  tasks of other programs go before it: train.py, program 2"
+    )
+    assert (told.position, told.of) == (1, 1)
+
+
+def test_turns_are_foreseen_by_what_tasks_take():
+    w = World(cpus=1)
+    w.join(1)
+    w.join(2, weight=2)
+    w.submit("own")
+    for number in range(6):
+        w.submit(f"a{number}", client=1)
+    for number in range(6):
+        w.submit(f"b{number}", client=2)
+    w.submit("urgent", client=1, priority=1)
+    names = [record.spec.name for record in w.scheduler.ready.in_turn()]
+    assert " ".join(names) == "urgent b0 b1 a0 b2 b3 a1 b4 b5 a2 a3 a4 a5"
+    foreseen = [task.name for task in status_of(w).waiting]
+    assert foreseen == names
+    assert {r.spec.name for r in w.scheduler.ready} == set(names)

@@ -1,0 +1,478 @@
+"""Whose turn is next among those that wait, and how one leaves before its turn."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiogpu.core.model.ids import OWN, TaskId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.queue.ready import SEARCHED, Bucket, ReadyQueue, precedence
+from aiogpu.core.queue.ready import SWEPT as SWEPT_OF_A_BUCKET
+from aiogpu.core.queue.sharded_dict import BITS, ShardedDict
+from aiogpu.core.queue.timers import AT_ONCE, SWEPT, AlarmKind, Timers
+from aiogpu.core.records import TaskRecord, TaskState
+from aiogpu.core.scheduler.task_tree import adopt
+
+ONE = Shape(Request.of({"CPU": UNIT}, {}))
+TWO = Shape(Request.of({"CPU": 2 * UNIT}, {}))
+ENVIRONMENTS = [Shape(ONE.request, (("X", value),)) for value in "12"]
+
+
+def task(number: int, *, shape: Shape = ONE, priority: int = 0) -> TaskRecord:
+    """A waiting task."""
+    spec = TaskSpec(f"t{number}", shape, priority=priority)
+    return TaskRecord(TaskId(number), spec)
+
+
+def queue(*records: TaskRecord) -> ReadyQueue:
+    """A queue of these, in this order."""
+    ready = ReadyQueue()
+    for record in records:
+        ready.push(record)
+    return ready
+
+
+def leave(ready: ReadyQueue, record: TaskRecord) -> None:
+    """Let a task end while it waits."""
+    record.move(TaskState.ENDED)
+    ready.discard(record)
+
+
+def drain(ready: ReadyQueue) -> list[int]:
+    """Take all tasks of the one group that waits; their ids in order."""
+    [group] = ready.groups()
+    ids = []
+    while (first := group.first()) is not None:
+        _, head, bucket = first
+        ids.append(head.id)
+        bucket.pop()
+    return ids
+
+
+def bucket_of(ready: ReadyQueue, shape: Shape) -> Bucket:
+    """The first bucket of a shape."""
+    lanes = ready.by_shape[OWN, shape]
+    return lanes[min(lanes)]
+
+
+def line(count: int) -> tuple[Bucket, list[TaskRecord]]:
+    """One bucket with so many tasks."""
+    records = [task(number) for number in range(count)]
+    [bucket] = queue(*records).buckets()
+    return bucket, records
+
+
+def quit_line(bucket: Bucket, *records: TaskRecord) -> None:
+    """These wait no longer."""
+    for record in records:
+        record.state = TaskState.ENDED
+        bucket.discard()
+
+
+def serve(bucket: Bucket) -> list[int]:
+    """Serve all of a bucket; their ids in order."""
+    served = []
+    while (head := bucket.head()) is not None:
+        served.append(head.id)
+        bucket.pop()
+    return served
+
+
+@pytest.mark.parametrize("step", [1, -1, 7])
+def test_nobody_is_lost_while_a_bucket_is_swept(step):
+    """Whichever way they leave, all others stay in order."""
+    bucket, records = line(500)
+    order = [records[number * step % 500] for number in range(430)]
+    for number, record in enumerate(order):
+        quit_line(bucket, record)
+        assert bucket.size == 499 - number
+    waiting = [record for record in records if record.state is TaskState.WAITING]
+    assert list(bucket) == waiting
+    assert len(bucket._swept) + len(bucket._rest) < 200
+    assert bucket.position(bucket.head()) == 0
+    for number in range(500, 510):
+        bucket.push(task(number))
+    assert serve(bucket)[-10:] == list(range(500, 510))
+
+
+def test_each_that_leaves_looks_at_a_few_and_leaves_nothing_in_order():
+    bucket, records = line(1_000)
+    quit_line(bucket, *records[:499])
+    assert bucket._rest[0] is records[499]
+    assert len(bucket._rest) == 501
+    bucket, records = line(1_000)
+    quit_line(bucket, *reversed(records[1:600]))
+    before = len(bucket._rest)
+    quit_line(bucket, records[0])
+    assert len(bucket._rest) >= before - 2 * SWEPT_OF_A_BUCKET
+
+
+def test_a_position_is_found_by_halves_and_estimated_while_a_bucket_is_swept():
+    bucket, records = line(3 * SEARCHED)
+    assert bucket.position(records[SEARCHED + 7]) == SEARCHED + 7
+    quit_line(bucket, *records[10:20])
+    assert [bucket.position(records[n]) for n in (9, 20, -1)] == [
+        9,
+        10,
+        3 * SEARCHED - 11,
+    ]
+    assert line(3)[0].position(task(9)) == 3, "it is not there"
+    bucket, records = line(10 * SEARCHED)
+    quit_line(bucket, *(record for record in records if record.id % 3))
+    assert len(bucket._swept) > SEARCHED
+    assert bucket._rest
+    rank = SEARCHED + 1_000
+    assert SEARCHED <= bucket.position(records[3 * rank]) <= rank
+    bucket, records = line(30_000)
+    quit_line(bucket, *records[13_000:])
+    for place in (SEARCHED - 1, SEARCHED + 1, 6_000, 12_999):
+        assert bucket.position(records[place]) == place
+
+
+def test_those_with_the_spec_of_the_first_are_taken_together():
+    ready = ReadyQueue()
+    same, other = TaskSpec("f", ONE), TaskSpec("g", ONE)
+    specs = [same, same, same, same, other, same]
+    records = [TaskRecord(TaskId(at), spec) for at, spec in enumerate(specs)]
+    for record in records:
+        ready.push(record)
+    [bucket] = ready.buckets()
+    quit_line(bucket, records[2])
+    assert [record.id for record in bucket.take(2)] == [0, 1]
+    assert [record.id for record in bucket.take(9)] == [3]
+    assert bucket.size == 2
+    bucket.extend([TaskRecord(TaskId(6), other), TaskRecord(TaskId(7), same)])
+    assert [record.id for record in bucket.take(9)] == [4]
+    assert [record.id for record in bucket.take(9)] == [5]
+    assert [record.id for record in bucket.take(9)] == [6]
+    assert [record.id for record in bucket.take(9)] == [7]
+    assert not ready.by_shape
+    assert not ready.of_client
+
+
+def test_the_order_is_priority_then_children_then_arrival():
+    parent, child, grandchild = task(1), task(8), task(9)
+    adopt(parent, child)
+    adopt(child, grandchild)
+    ready = queue(task(2), task(3, priority=5), child, grandchild, task(4, priority=-1))
+    ready.push(task(10, shape=Shape(Request.of({"CPU": UNIT}, {}))))
+    assert drain(ready) == [3, 9, 8, 2, 10, 4]
+    assert not ready.by_shape
+    assert not ready.of_client
+    assert precedence(task(2, priority=5)) < precedence(task(1)) < precedence(task(4))
+
+
+def test_a_shape_that_nobody_waits_for_is_forgotten():
+    one, two = task(1), task(2, shape=TWO)
+    ready = queue(one, two)
+    assert ready.some() is one
+    leave(ready, two)
+    assert repr(ready) == "<ReadyQueue 1 tasks of 1 shapes>"
+    assert repr(bucket_of(ready, ONE)) == "<Bucket of 1 asking for {CPU: 1}>"
+    leave(ready, one)
+    assert not ready.by_shape
+    assert ready.some() is None
+
+
+def test_environments_of_one_request_take_turns_as_one_group():
+    one, two = ENVIRONMENTS
+    first = task(1, shape=one)
+    ready = queue(first, task(5, shape=two), task(6, shape=one))
+    [group] = ready.groups()
+    assert (group.size, group.first()[1]) == (2, first)
+    leave(ready, first)
+    assert group.first()[1].id == 5, "a shape that came again is another"
+    for record in (task(7, shape=two, priority=1), task(2, shape=one, priority=1)):
+        ready.push_back(record)
+        assert group.first()[1] is record
+    assert not ready.is_first(bucket_of(ready, two))
+    assert ready.is_first(bucket_of(ready, one))
+    order = []
+    while (front := group.first()) is not None:
+        turn, head, bucket = front
+        assert turn == precedence(head)
+        order.append(head.id)
+        bucket.pop()
+    assert order == [2, 7, 5, 6]
+    assert group.first() is None
+    assert not ready.of_client
+
+
+def test_a_shape_that_comes_again_is_not_taken_for_its_former_self():
+    one, two = ENVIRONMENTS
+    first = task(1, shape=one)
+    ready = queue(first, task(2, shape=two))
+    leave(ready, first)
+    ready.push(task(3, shape=one))
+    [group] = ready.groups()
+    assert group.first()[1].id == 2
+    assert group.size == 2
+
+
+def test_it_is_a_shapes_turn_if_no_other_goes_before():
+    ready = queue(task(1, shape=TWO), task(2), task(3, shape=TWO))
+    assert ready.is_first(bucket_of(ready, TWO))
+    assert not ready.is_first(bucket_of(ready, ONE))
+    bucket_of(ready, TWO).pop()
+    assert ready.is_first(bucket_of(ready, ONE))
+    bucket_of(ready, ONE).pop()
+    assert ready.is_first(bucket_of(ready, TWO))
+
+
+SHAPES = [
+    Shape(Request.of({"CPU": cpus}, {}), (("N", str(number)),))
+    for cpus in (1, 2)
+    for number in range(3)
+]
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "push", "leave", "begin", "back"]),
+        st.integers(0, len(SHAPES) - 1),
+        st.integers(-1, 1),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+class Line:
+    """A queue, and all that was ever in it."""
+
+    def __init__(self) -> None:
+        self.ready = ReadyQueue()
+        self.last = 0
+        self.begun: list[TaskRecord] = []
+
+    @property
+    def waiting(self) -> list[TaskRecord]:
+        return sorted(self.ready, key=precedence)
+
+    def move(self, what: str, shape: int, priority: int, choice: int) -> None:
+        if what == "push":
+            self.last += 1
+            spec = TaskSpec("t", SHAPES[shape], priority=priority)
+            self.ready.push(TaskRecord(TaskId(self.last), spec, float(self.last)))
+        elif what == "leave" and (waiting := self.waiting):
+            record = waiting[choice % len(waiting)]
+            record.move(TaskState.ENDED)
+            self.ready.discard(record)
+        elif what == "begin" and (
+            lanes := self.ready.by_shape.get((OWN, SHAPES[shape]))
+        ):
+            bucket = lanes[min(lanes)]
+            record = bucket.head()
+            bucket.pop()
+            record.move(TaskState.STARTING)
+            self.begun.append(record)
+        elif what == "back" and self.begun:
+            record = self.begun.pop(choice % len(self.begun))
+            record.move(TaskState.WAITING)
+            self.ready.push_back(record)
+
+
+@given(MOVES)
+def test_all_are_seen_in_the_order_of_their_turn(moves):
+    line = Line()
+    for move in moves:
+        line.move(*move)
+        waiting = line.waiting
+        assert list(line.ready.in_turn()) == waiting
+        heads = [head for head, _ in line.ready.heads_in_turn()]
+        lanes = {}
+        for record in waiting:
+            lanes.setdefault((record.spec.shape, record.spec.lane), record)
+        assert heads == list(lanes.values())
+        for shape in SHAPES:
+            records = [record for record in waiting if record.spec.shape == shape]
+            for place, record in enumerate(records):
+                assert line.ready.position(record) == (place, len(records))
+
+
+def test_not_all_of_those_who_left_are_looked_at():
+    line = Line()
+    for _ in range(3 * SEARCHED):
+        line.move("push", 0, 0, 0)
+    for record in list(line.ready)[1 : SEARCHED - 1]:
+        record.move(TaskState.ENDED)
+        line.ready.discard(record)
+    assert [record.id for record in line.ready.in_turn()] == [1, SEARCHED]
+    assert len(line.ready) == 2 * SEARCHED + 2
+
+
+@given(MOVES)
+def test_looking_changes_nothing(moves):
+    """Two lines with the same story, one of them looked at, go on alike."""
+    seen, unseen = Line(), Line()
+    for move in moves:
+        seen.move(*move)
+        unseen.move(*move)
+        next(seen.ready.in_turn(), None)
+        next(seen.ready.heads_in_turn(), None)
+        assert [r.id for r in seen.waiting] == [r.id for r in unseen.waiting]
+        for one, other in zip(
+            seen.ready.groups(),
+            unseen.ready.groups(),
+            strict=True,
+        ):
+            assert one.first()[1].id == other.first()[1].id
+
+
+def table(*numbers: int) -> ShardedDict[str]:
+    """Each id with its number as text."""
+    made: ShardedDict[str] = ShardedDict()
+    for number in numbers:
+        made[TaskId(number)] = str(number)
+    return made
+
+
+def test_a_sharded_dict_is_a_dict_of_ids():
+    made = table(1, 2, -1, 1 << BITS)
+    assert made[TaskId(1)] == "1"
+    assert made.get(TaskId(1 << BITS)) == "4096"
+    assert (made.get(TaskId(3)), made.get(TaskId(9 << BITS))) == (None, None)
+    assert 1 in made
+    assert 6 not in made
+    assert "1" not in made
+    assert [made.pop(TaskId(-1)), len(made)] == ["-1", 3]
+    assert list(made) == [1, 2, 1 << BITS]
+    assert list(made.values()) == ["1", "2", "4096"]
+    del made[TaskId(1)]
+    for absent in (1, 3, 5 << BITS):
+        with pytest.raises(KeyError):
+            made.pop(TaskId(absent))
+        with pytest.raises(KeyError):
+            made[TaskId(absent)]
+    assert made
+    made.pop_some([TaskId(2), TaskId(1 << BITS)])
+    assert not made
+
+
+def test_no_shard_grows_beyond_its_part_and_an_empty_one_goes():
+    made = table(*range(3 << BITS))
+    assert [len(shard) for shard in made._shards.values()] == [1 << BITS] * 3
+    for number in range(1 << BITS):
+        made.pop(TaskId(number))
+    assert len(made._shards) == 2
+
+
+@pytest.mark.parametrize("first", [1, (1 << BITS) - 2, (3 << BITS) - 1])
+def test_many_are_put_in_found_and_taken_out_together(first: int):
+    made = table()
+    count = (2 << BITS) + 3
+    ids = [TaskId(first + place) for place in range(count)]
+    made.extend(TaskId(first), [str(number) for number in ids])
+    assert list(made) == ids
+    assert made.young.keys() == {one for one in ids if one >> BITS == ids[-1] >> BITS}
+    assert made.some([ids[0], TaskId(1 << 40), ids[-1]]) == [
+        f"{first}",
+        None,
+        str(ids[-1]),
+    ]
+    assert made.some(ids[-1:]) == [str(ids[-1])]
+    made.pop_some(ids)
+    assert not made
+    with pytest.raises(KeyError):
+        made.pop_some(ids[-1:])
+
+
+def subjects(timers: Timers, now: float) -> list[int]:
+    """Whom the alarms concern that ring now."""
+    return [alarm.subject for alarm in timers.due(now)]
+
+
+def test_alarms_ring_in_order_of_time_and_of_setting():
+    timers = Timers()
+    timers.set(2.0, AlarmKind.STOP, 1)
+    timers.set(1.0, AlarmKind.END, 2)
+    timers.set(2.0, AlarmKind.EXPIRE, 3)
+    assert timers.earliest == 1.0
+    assert subjects(timers, 0.9) == []
+    assert subjects(timers, 1.0) == [2]
+    assert timers.earliest == 2.0
+    assert subjects(timers, 9.0) == [1, 3]
+    assert timers.earliest is None
+
+
+def test_of_very_many_alarms_some_ring_in_the_next_go():
+    timers = Timers()
+    for subject in range(AT_ONCE + 2):
+        timers.set(1.0, AlarmKind.EXPIRE, subject)
+    assert subjects(timers, 5.0) == list(range(AT_ONCE))
+    assert timers.earliest == 1.0
+    assert subjects(timers, 5.0) == [AT_ONCE, AT_ONCE + 1]
+    assert timers.earliest is None
+
+
+def test_alarms_of_subjects_that_have_gone_are_swept():
+    timers = Timers()
+    for subject in range(100):
+        timers.set(60.0, AlarmKind.EXPIRE, subject)
+    timers.set(60.0, AlarmKind.STOP, 5)
+    alive = set(range(100))
+    for subject in range(98):
+        alive.remove(subject)
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+    assert len(timers) < 60
+    rung = subjects(timers, 60.0)
+    assert set(rung) >= {98, 99, 5}
+    assert rung == [*sorted(rung[:-1]), 5]
+    assert timers.earliest is None
+
+
+def test_a_few_needless_alarms_are_left_to_ring():
+    timers = Timers()
+    for subject in range(40):
+        timers.set(60.0, AlarmKind.EXPIRE, subject)
+        timers.note_stale(AlarmKind.EXPIRE, ())
+    assert len(timers) == 40
+
+
+class CountedSet(set):
+    """Counts how often somebody asks who is in it."""
+
+    looked_at = 0
+
+    def __contains__(self, subject):
+        self.looked_at += 1
+        return super().__contains__(subject)
+
+
+def test_of_very_many_needless_alarms_each_step_sweeps_a_few():
+    timers, alive = Timers(), CountedSet(range(10_000))
+    for subject in alive:
+        timers.set(60.0 + subject % 7, AlarmKind.EXPIRE, subject)
+    most = 0
+    for subject in range(9_900):
+        alive.discard(subject)
+        before, alive.looked_at = len(timers), 0
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+        most = max(most, alive.looked_at)
+        assert before - len(timers) <= SWEPT
+    assert most == SWEPT
+    assert len(timers) < 1_000
+
+
+def test_alarms_ring_in_order_while_they_are_being_swept():
+    timers, alive = Timers(), set(range(400))
+    for subject in range(400):
+        timers.set(float(subject), AlarmKind.EXPIRE, subject)
+    for subject in range(1, 400, 3):
+        alive.remove(subject)
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+    for subject in range(2, 400, 3):
+        alive.remove(subject)
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+    assert 140 < len(timers) < 400
+    timers.set(9.5, AlarmKind.STOP, 1)
+    early = subjects(timers, 10.0)
+    assert [subject for subject in early if subject in alive] == [0, 3, 6, 9]
+    assert early[early.index(9) + 1] == 1
+    assert timers.earliest is not None
+    assert timers.earliest > 10
+    late = subjects(timers, 400.0)
+    assert timers.earliest is None
+    assert late == sorted(late)
+    assert set(late) >= {subject for subject in alive if subject > 10}
