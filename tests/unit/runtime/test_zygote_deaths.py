@@ -106,6 +106,19 @@ async def test_a_killed_keeper_fails_its_task_and_leaves_nothing(gate: Gate) -> 
         assert await other == "other"
 
 
+async def test_a_path_that_python_ignores_is_not_carried_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Text(str):
+        __slots__ = ()
+
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, Text("/elsewhere")])
+    async with aiogpu.init(num_cpus=1):
+        _, path = await tasks.surroundings.remote()
+        assert "/elsewhere" in path
+        assert str(tmp_path) not in path
+
+
 async def test_stopping_does_not_wait_for_an_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,17 @@ def test_an_import_that_fails_is_the_users_and_the_next_one_counts(
     assert not is_watched()
 
 
+def test_a_torch_that_takes_no_such_call_is_not_limited(
+    capsys: pytest.CaptureFixture[str], torch: Path
+) -> None:
+    torch.write_text("def is_initialized():\n    return False\n")
+    limit_torch((40 * GIB,))
+    load()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aiogpu: PyTorch could not be told")
+    assert "_lazy_call" in line
+
+
 def test_a_loader_that_cannot_be_listened_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
