@@ -512,6 +512,7 @@ def test_terms_that_mean_nothing_are_refused(terms, match):
 
 def test_a_program_submits_no_more_than_it_may():
     w = World(cpus=1)
+    assert Limits(max_waiting=1).max_waiting == 1
     w.join(1, limits=Limits(max_waiting=2))
     w.submit("a", client=1)
     w.submit("b", client=1)

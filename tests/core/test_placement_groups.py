@@ -59,6 +59,17 @@ def test_members_wait_for_their_group_and_run_in_its_bundles():
     assert w.running == {"first", "third"}
 
 
+def test_a_member_behind_one_that_was_cancelled_is_placed():
+    w = GroupWorld(cpus=8, gpus=2)
+    w.submit("before", num_gpus=1)
+    w.placement_group("group", {"GPU": 1, "CPU": 1}, {"GPU": 1})
+    w.submit_in("group", "cancelled", 0, num_gpus=1)
+    w.submit_in("group", "member", 1, num_gpus=1)
+    w.cancel("cancelled")
+    w.finish("before")
+    assert w.running == {"member"}
+
+
 def test_a_group_is_granted_without_a_worker_and_alone_serves_its_members():
     w = GroupWorld(cpus=8, gpus=2)
     w.placement_group("gang", {"GPU": 1}, {"GPU": 0.5})
