@@ -134,7 +134,7 @@ def test_numbers_arrive_without_cloudpickle(kind):
         *(np.float64(1), [1], Mine((1,)), type("int", (int,), {})(1)),
         type("ndarray", (), {})(),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_may_contain_more_than_numbers_is_pickled_by_cloudpickle(value):
     assert not are_numbers([1, value])
