@@ -169,7 +169,7 @@ async def test_a_call_has_a_number_of_results_of_its_own() -> None:
         for method, options, told in (
             (actor.pair, {"concurrency_group": "io"}, "its class names none"),
             (actor.pair, {"max_buffered": 3}, "@aiogpu.method"),
-            (actor.pair, {"num_cpus": 3}, "no option"),
+            (actor.pair, {"num_cpus": 3}, "not an option"),
             (actor.pair, {"num_returns": 0}, "num_returns=0"),
             (actor.each, {"num_returns": 2}, "generator"),
         ):
