@@ -163,6 +163,12 @@ def test_the_order_is_priority_then_children_then_arrival():
     assert precedence(task(2, priority=5)) < precedence(task(1)) < precedence(task(4))
 
 
+def test_buckets_with_equal_turns_have_an_order():
+    """A heap compares them where their turns are equal."""
+    one, two = queue(task(1), task(2, shape=TWO)).buckets()
+    assert (one < two) != (two < one)
+
+
 def test_a_shape_that_nobody_waits_for_is_forgotten():
     one, two = task(1), task(2, shape=TWO)
     ready = queue(one, two)
