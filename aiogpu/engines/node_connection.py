@@ -174,6 +174,8 @@ class NodeConnection:
         self._send_unsent()
 
     def _read(self) -> None:
+        if self._socket is None:
+            return  # closed since it was to be called soon
         try:
             messages = self._receive()
         except ProtocolError as error:
@@ -200,11 +202,7 @@ class NodeConnection:
         if connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._is_reset = True
         if self._is_reset:
-            self._loop.call_soon(self._read_on)
-
-    def _read_on(self) -> None:
-        if self._socket is not None:
-            self._read()
+            self._loop.call_soon(self._read)
 
     def _receive(self) -> list[Message] | None:
         """Return what has come; None where the node has gone."""
@@ -213,6 +211,7 @@ class NodeConnection:
         try:
             data = self._socket.recv(min(size, 4 * CHUNK))
         except BlockingIOError:
+            self._is_reset = False  # its other end is open: reading on would never end
             return []
         except OSError:
             return None
