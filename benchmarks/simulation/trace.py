@@ -1,13 +1,14 @@
 """The tasks of a simulation: drawn from stated distributions, the same for a seed.
 
-The shape is that of published traces, not a fit to any of them: many tasks ask for a
+The shape follows published traces without being fitted to one: many tasks ask for a
 part of a GPU and most others for one (Weng et al., NSDI 2022; Hu et al., SC 2021),
-few ask for many but have most of the GPU time (Jeon et al., ATC 2019), durations are
+few ask for many but use most of the GPU time (Jeon et al., ATC 2019), durations are
 log-normal with a long tail and grow with the size, and arrivals follow the day.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import pi, sin
 from random import Random
@@ -17,13 +18,13 @@ from aiogpu.core.model.units import UNIT
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SizeClass:
     """Tasks of one size.
 
     Attributes:
-        amount: of a GPU, or GPUs, in parts of 1/10 000.
-        weight: how many of a thousand tasks are of this kind.
-        median: seconds that half of them take at most.
+        amount: GPUs, in units of 1/10 000.
+        weight: how many of a thousand tasks have this size.
+        median: median duration in seconds.
     """
 
     amount: int
@@ -32,29 +33,29 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """As the user writes it: "0.25", "8"."""
+        """GPUs as the user writes them: "0.25", "8"."""
         return f"{self.amount / UNIT:g}"
 
 
-KINDS: Final = (
-    Kind(UNIT // 10, 100, 120.0),
-    Kind(UNIT // 4, 150, 120.0),
-    Kind(UNIT // 2, 200, 120.0),
-    Kind(UNIT, 380, 600.0),
-    Kind(2 * UNIT, 70, 1800.0),
-    Kind(4 * UNIT, 50, 1800.0),
-    Kind(8 * UNIT, 40, 1800.0),
-    Kind(16 * UNIT, 8, 1800.0),
-    Kind(32 * UNIT, 2, 1800.0),
+SIZE_CLASSES: Final = (
+    SizeClass(UNIT // 10, 100, 120.0),
+    SizeClass(UNIT // 4, 150, 120.0),
+    SizeClass(UNIT // 2, 200, 120.0),
+    SizeClass(UNIT, 380, 600.0),
+    SizeClass(2 * UNIT, 70, 1800.0),
+    SizeClass(4 * UNIT, 50, 1800.0),
+    SizeClass(8 * UNIT, 40, 1800.0),
+    SizeClass(16 * UNIT, 8, 1800.0),
+    SizeClass(32 * UNIT, 2, 1800.0),
 )
 SIGMA: Final = 1.5
-"""Of the durations' logarithm: the mean is three times the median."""
-SHORTEST, LONGEST = 1.0, 6 * 3600.0
-"""Seconds that a task takes at least, and at most."""
+"""Of the logarithm of the durations: the mean is three times the median."""
+DURATIONS: Final = 1.0, 6 * 3600.0
+"""The shortest and the longest duration, in seconds."""
 LOAD: Final = 0.9
-"""GPU seconds that are asked for, of those that there are, in the mean."""
+"""Requested GPU seconds over available ones, in the mean."""
 WAVE: Final = 0.3
-"""How much more than the mean arrives at the height of a day; so much less at night."""
+"""How much more than the mean arrives at the peak of a day; as much less at night."""
 DAYS: Final = 7
 """Waves in a trace."""
 
@@ -64,50 +65,61 @@ class Trace:
     """Tasks in the order of their arrival.
 
     Attributes:
-        gpus: for how many GPUs it is meant.
-        span: seconds in which they arrive.
-        kinds: the sizes, without such as are more than all GPUs.
-        arrivals: when each comes.
-        sizes: the place of each one's kind.
-        seconds: how long each runs.
+        gpus: GPUs that the trace is meant for.
+        span: seconds from the first possible arrival to the last.
+        classes: the sizes; those above all GPUs are left out.
+        arrivals: arrival time of each task, in seconds.
+        sizes: index into `classes` of each task.
+        durations: seconds that each task runs.
     """
 
     gpus: int
     span: float
-    kinds: tuple[Kind, ...]
+    classes: tuple[SizeClass, ...]
     arrivals: list[float]
     sizes: list[int]
-    seconds: list[float]
+    durations: list[float]
 
     def __len__(self) -> int:
         return len(self.arrivals)
 
+    @property
+    def work(self) -> float:
+        """Requested GPU seconds."""
+        pairs = zip(self.sizes, self.durations, strict=True)
+        return sum(self.classes[size].amount / UNIT * each for size, each in pairs)
 
-def draw(tasks: int, gpus: int, seed: int) -> Trace:
-    """Draw a trace that asks for `LOAD` of so many GPUs."""
-    chance = Random(seed)
-    kinds = tuple(kind for kind in KINDS if kind.amount <= gpus * UNIT)
-    weights = [kind.weight for kind in kinds]
-    sizes = chance.choices(range(len(kinds)), weights, k=tasks)
-    seconds = [_duration(chance, kinds[size]) for size in sizes]
-    work = sum(
-        kinds[size].amount / UNIT * each
-        for size, each in zip(sizes, seconds, strict=True)
-    )
+
+def draw(
+    tasks: int,
+    gpus: int,
+    seed: int,
+    classes: Sequence[SizeClass] = SIZE_CLASSES,
+    durations: tuple[float, float] = DURATIONS,
+) -> Trace:
+    """Draw a trace that requests `LOAD` of the GPUs."""
+    random = Random(seed)
+    fitting = tuple(each for each in classes if each.amount <= gpus * UNIT)
+    weights = [each.weight for each in fitting]
+    sizes = random.choices(range(len(fitting)), weights, k=tasks)
+    shortest, longest = durations
+    drawn = [
+        min(
+            max(fitting[size].median * random.lognormvariate(0, SIGMA), shortest),
+            longest,
+        )
+        for size in sizes
+    ]
+    work = Trace(gpus, 0.0, fitting, [], sizes, drawn).work
     span = work / (LOAD * gpus)
-    arrivals = sorted(_moment(chance) * span for _ in range(tasks))
-    return Trace(gpus, span, kinds, arrivals, sizes, seconds)
+    arrivals = sorted(_time_of_day(random) * span for _ in range(tasks))
+    return Trace(gpus, span, fitting, arrivals, sizes, drawn)
 
 
-def _duration(chance: Random, kind: Kind) -> float:
-    drawn = kind.median * chance.lognormvariate(0.0, SIGMA)
-    return min(max(drawn, SHORTEST), LONGEST)
-
-
-def _moment(chance: Random) -> float:
-    """A moment of a span of 1, more likely by day than by night."""
+def _time_of_day(random: Random) -> float:
+    """Draw a point of the span [0, 1), more likely by day than by night."""
     while True:
-        moment = chance.random()
-        height = 1 + WAVE * sin(2 * pi * DAYS * moment)
-        if chance.random() * (1 + WAVE) <= height:
-            return moment
+        point = random.random()
+        height = 1 + WAVE * sin(2 * pi * DAYS * point)
+        if random.random() * (1 + WAVE) <= height:
+            return point

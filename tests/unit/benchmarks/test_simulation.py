@@ -1,104 +1,126 @@
-"""The simulation of a cluster: the same for a seed, and true to its own rules."""
+"""The simulation gives the same figures for a seed, and its policies keep the rules."""
 
 import json
 from itertools import pairwise
+from random import Random
 
 import pytest
 from click.testing import CliRunner
 
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.units import UNIT
-from benchmarks.simulation.__main__ import main, simulate
-from benchmarks.simulation.boxes import GPUS, Boxes, RayBoxes
-from benchmarks.simulation.core import Core
-from benchmarks.simulation.first_fit import FirstFit
-from benchmarks.simulation.play import play
-from benchmarks.simulation.trace import LOAD, Trace, draw
+from benchmarks.simulation.__main__ import compare, main
+from benchmarks.simulation.policies import (
+    GPUS_PER_NODE,
+    FirstFit,
+    NodesFirstFit,
+    RayPolicy,
+)
+from benchmarks.simulation.scheduler import AiogpuPolicy, SimulatedNode, task_spec
+from benchmarks.simulation.simulate import simulate
+from benchmarks.simulation.trace import LOAD, draw
 
-RULES = [Core, FirstFit, Boxes, RayBoxes]
+POLICIES = [AiogpuPolicy, FirstFit, NodesFirstFit, RayPolicy]
 TRACE = draw(600, 64, seed=3)
 
 
-class Witness:
-    """Holds a rule to what it may do."""
+class Checked:
+    """A policy, checked after each event: every GPU is held once, every task starts."""
 
-    def __init__(self, trace: Trace, rule) -> None:
-        self.name = rule.name
-        self.free = rule.free
-        self._amounts = [trace.kinds[size].amount for size in trace.sizes]
-        self._rule = rule
-        self._coming: set[int] = set()
-        self._running: set[int] = set()
+    def __init__(self, trace, policy):
+        self.name = policy.name
+        self.free = policy.free
+        self._amounts = [trace.classes[size].amount for size in trace.sizes]
+        self._policy = policy
+        self._waiting, self._running = set(), set()
 
     def submit(self, task, size, now):
-        self._coming.add(task)
-        return self._see(self._rule.submit(task, size, now))
+        self._waiting.add(task)
+        return self._check(self._policy.submit(task, size, now))
 
     def end(self, task, now):
         self._running.remove(task)
-        return self._see(self._rule.end(task, now))
+        return self._check(self._policy.end(task, now))
 
-    def _see(self, begun):
-        for task in begun:
-            self._coming.remove(task)
+    def _check(self, started):
+        for task in started:
+            self._waiting.remove(task)
             self._running.add(task)
         assert all(0 <= left <= UNIT for left in self.free)
         held = sum(self._amounts[task] for task in self._running)
         assert sum(self.free) == len(self.free) * UNIT - held
-        return begun
+        return started
 
 
-def test_a_trace_is_the_same_for_a_seed_and_asks_for_what_is_said():
+def test_a_trace_requests_the_stated_load():
     assert draw(600, 64, seed=3) == TRACE != draw(600, 64, seed=4)
-    work = sum(
-        TRACE.kinds[size].amount / UNIT * seconds
-        for size, seconds in zip(TRACE.sizes, TRACE.seconds, strict=True)
-    )
-    assert work / (64 * TRACE.span) == pytest.approx(LOAD)
+    assert TRACE.work / (64 * TRACE.span) == pytest.approx(LOAD)
     assert all(a <= b for a, b in pairwise(TRACE.arrivals))
     assert 0 <= TRACE.arrivals[0] <= TRACE.arrivals[-1] <= TRACE.span
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_all_that_comes_runs_once_and_no_gpu_is_given_twice(rule):
-    kept = rule(TRACE)
-    outcome = play(TRACE, Witness(TRACE, kept))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_task_runs_once_and_no_gpu_is_held_twice(policy):
+    checked = policy(TRACE)
+    outcome = simulate(TRACE, Checked(TRACE, checked))
     assert min(outcome.waits) >= 0
-    assert set(kept.free) == {UNIT}
-    assert outcome == play(TRACE, rule(TRACE))
+    assert set(checked.free) == {UNIT}
+    assert outcome == simulate(TRACE, policy(TRACE))
 
 
-@pytest.mark.parametrize("rule", [Boxes, RayBoxes])
-def test_the_gpus_of_a_task_are_those_of_one_box(rule):
-    boxes = rule(TRACE)
-    size = next(i for i, kind in enumerate(TRACE.kinds) if kind.amount == 4 * UNIT)
-    for task in range(GPUS + 8):
-        boxes.submit(task, size, 0.0)
-    for _, gpus in boxes._held.values():
-        assert len({gpu // GPUS for gpu in gpus}) == 1
+@pytest.mark.parametrize("policy", [NodesFirstFit, RayPolicy])
+def test_the_gpus_of_a_task_are_on_one_node(policy):
+    nodes = policy(TRACE)
+    size = next(i for i, each in enumerate(TRACE.classes) if each.amount == 4 * UNIT)
+    for task in range(GPUS_PER_NODE + 8):
+        nodes.submit(task, size, 0.0)
+    for _, gpus in nodes._held.values():
+        assert len({gpu // GPUS_PER_NODE for gpu in gpus}) == 1
 
 
-def test_under_the_nodes_rule_the_largest_wait_for_a_bounded_time():
+def test_under_aiogpus_policy_large_tasks_wait_for_a_bounded_time():
     """Under first fit they wait until the others let them, here for much longer."""
-    largest = len(TRACE.kinds) - 1
-    mine, theirs = (play(TRACE, rule(TRACE)).waits for rule in (Core, FirstFit))
+    largest = len(TRACE.classes) - 1
+    ours, first_fit = (
+        simulate(TRACE, policy(TRACE)).waits for policy in (AiogpuPolicy, FirstFit)
+    )
     wide = [task for task, size in enumerate(TRACE.sizes) if size >= largest - 1]
     assert wide
-    assert max(mine[task] for task in wide) < max(TRACE.seconds)
-    assert max(mine[task] for task in wide) < max(theirs[task] for task in wide)
+    assert max(ours[task] for task in wide) < max(TRACE.durations)
+    assert max(ours[task] for task in wide) < max(first_fit[task] for task in wide)
 
 
-def test_the_command_tells_the_same_twice(tmp_path):
-    file = tmp_path / "found.json"
+@pytest.mark.parametrize("max_calls", [0, 1])
+def test_a_simulated_node_runs_tasks_sent_ahead_in_order_and_ends_its_workers(
+    max_calls,
+):
+    node, random = SimulatedNode(2, 0, SchedulerConfig(idle_workers=2)), Random(0)
+    spec = task_spec(0, max_calls=max_calls)
+    started, now, ahead = [], 0.0, 0
+    for number in range(1, 301):
+        now += 1e-5
+        started += node.submit(TaskId(number), spec, now)
+    while busy := [worker for worker, tasks in node.running.items() if tasks]:
+        now += 1e-5
+        ahead = max(ahead, *(len(tasks) for tasks in node.running.values()))
+        # Five microseconds each: short enough to be sent ahead of need.
+        started += node.finish(random.choice(busy), now, False, 5e-6)
+    assert sorted(task for task, _ in started) == [*range(1, 301)]
+    assert (ahead > 20) is (max_calls == 0)
+    assert node.spent > 0
+    assert not node.scheduler.tasks
+    assert len(node.scheduler.workers) == (0 if max_calls else 2)
+    node.scheduler.check()
+
+
+def test_the_command_gives_the_same_figures_twice(tmp_path):
+    file = tmp_path / "figures.json"
     arguments = ["--tasks", "200", "--gpus", "16", "--seed", "2", "--json", str(file)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
-    told = json.loads(file.read_text(encoding="utf-8"))
-    assert told["rules"] == simulate(200, 16, 2)["rules"]
-    assert all(rule["rule"] in result.output for rule in told["rules"])
-    assert told["speed"]["tasks_per_second"] > 0
-
-
-def test_gpus_are_whole_boxes():
-    result = CliRunner().invoke(main, ["--gpus", "12"])
-    assert result.exit_code == 2
-    assert "multiple of 8" in result.output
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    assert figures["policies"] == compare(200, 16, 2)["policies"]
+    assert all(each["policy"] in result.output for each in figures["policies"])
+    assert figures["speed"]["tasks_per_second"] > 0
+    assert CliRunner().invoke(main, ["--gpus", "12"]).exit_code == 2

@@ -1,0 +1,140 @@
+"""Run a trace under a policy in simulated time, and summarise what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from statistics import mean
+from typing import Any, Final, NamedTuple
+
+from aiogpu.core.model.units import UNIT
+from benchmarks.simulation.policies import Policy
+from benchmarks.simulation.trace import Trace
+
+SAMPLES: Final = 1_000
+"""How often all GPUs are sampled while tasks arrive."""
+WARM_UP: Final = 0.2
+"""The part of the samples that is dropped: at first everything is free."""
+DAY: Final = 86_400.0
+GROUPS: Final = (
+    ("a part", 0.0, 0.5),
+    ("1", 1.0, 1.0),
+    ("2 and 4", 2.0, 4.0),
+    ("8", 8.0, 8.0),
+    ("16 and 32", 16.0, 32.0),
+)
+"""Sizes that are reported together: name, and least and most GPUs."""
+
+
+class Sample(NamedTuple):
+    """All GPUs at one moment, as parts of all there is.
+
+    Attributes:
+        allocated: what tasks hold.
+        fragmented: what is free on GPUs that are partly held.
+        waiting: tasks that wait.
+    """
+
+    allocated: float
+    fragmented: float
+    waiting: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a trace under a policy.
+
+    Attributes:
+        policy: its name.
+        waits: seconds that each task waited, in the order of arrival.
+        ended: when the last task ended.
+    """
+
+    policy: str
+    waits: list[float]
+    samples: list[Sample] = field(default_factory=list)
+    ended: float = 0.0
+
+
+def simulate(trace: Trace, policy: Policy) -> Outcome:
+    """Run all tasks of a trace, from the first arrival to the last end."""
+    total = len(trace)
+    outcome = Outcome(policy.name, [-1.0] * total)
+    ends: list[tuple[float, int]] = []
+    arrived = waiting = 0
+    step = trace.span / SAMPLES
+    sample_at = step * SAMPLES * WARM_UP
+    while arrived < total or ends:
+        arrival = trace.arrivals[arrived] if arrived < total else inf
+        ending = ends[0][0] if ends else inf
+        now = min(arrival, ending)
+        while sample_at <= now and sample_at < trace.span:
+            outcome.samples.append(_sample(policy.free, waiting))
+            sample_at += step
+        if ending <= arrival:
+            started = policy.end(heappop(ends)[1], now)
+        else:
+            started = policy.submit(arrived, trace.sizes[arrived], now)
+            arrived += 1
+            waiting += 1
+        for task in started:
+            assert outcome.waits[task] < 0, f"{policy.name} starts {task} twice"
+            outcome.waits[task] = now - trace.arrivals[task]
+            heappush(ends, (now + trace.durations[task], task))
+        waiting -= len(started)
+        outcome.ended = now
+    assert waiting == 0, f"{policy.name} left {waiting} tasks waiting"
+    return outcome
+
+
+def _sample(free: Sequence[int], waiting: int) -> Sample:
+    left = sum(free)
+    fragmented = left - UNIT * sum(1 for each in free if each == UNIT)
+    capacity = UNIT * len(free)
+    return Sample(1 - left / capacity, fragmented / capacity, waiting)
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """Return the nearest of some values in order; 0 if there are none."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
+
+
+def waits_by_size(trace: Trace, outcome: Outcome) -> dict[str, dict[str, float]]:
+    """Summarise how long the tasks of each group of sizes waited, in seconds."""
+    gpus = [float(each.name) for each in trace.classes]
+    found = {}
+    for name, least, most in GROUPS:
+        waits = sorted(
+            wait
+            for wait, size in zip(outcome.waits, trace.sizes, strict=True)
+            if least <= gpus[size] <= most
+        )
+        if waits:
+            found[name] = {
+                "tasks": len(waits),
+                "mean": mean(waits),
+                "p50": percentile(waits, 50),
+                "p99": percentile(waits, 99),
+                "max": waits[-1],
+            }
+    return found
+
+
+def summary(trace: Trace, outcome: Outcome) -> dict[str, Any]:
+    """Return all figures of one policy."""
+    allocated, fragmented, waiting = zip(*outcome.samples, strict=True)
+    return {
+        "policy": outcome.policy,
+        "allocated": mean(allocated),
+        "fragmented": mean(fragmented),
+        "fragmented_p99": percentile(sorted(fragmented), 99),
+        "fragmented_max": max(fragmented),
+        "waiting": mean(waiting),
+        "waiting_max": max(waiting),
+        "ended_after_days": outcome.ended / DAY,
+        "waits": waits_by_size(trace, outcome),
+    }
