@@ -436,3 +436,17 @@ async def test_timeouts_of_children(node: aiogpu.types.Node) -> None:
         assert await timed_children.remote(seconds) == ["never", "note"]
         seconds *= 2
     assert seen == ["begin", "end"]
+
+
+async def test_a_node_closes_at_once_after_its_tasks_were_cancelled() -> None:
+    """Also those that were about to begin: nobody waits for their workers' end."""
+    async with (
+        asyncio.timeout(30),
+        aiogpu.init(address="inline", num_cpus=2) as session,
+    ):
+        scheduler = session._session._engine._node.scheduler  # type: ignore[attr-defined]
+        scheduler.config = scheduler.config._replace(exit_grace=600.0)
+        handles = [tasks.add.remote(number) for number in range(8)]
+        await handles[0]
+        for handle in reversed(handles):
+            handle.cancel()

@@ -620,6 +620,8 @@ class LoopRunner(JobLoop):
                 node.on_started(node.starting.popleft())
             job = node.assigned.popleft() if node.assigned else None
         self._is_woken = False
+        if node.lost:
+            self.wake()  # a worker whose task was cancelled before it had started
         if call is not None:
             self.wake()  # there may be more, or a job
             self._begin_call(call)
