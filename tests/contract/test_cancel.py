@@ -12,7 +12,7 @@ import pytest
 
 import aiogpu
 from tests.contract import tasks
-from tests.support.gate import Gate
+from tests.support.gate import Gate, say
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks", "each_engine"),
@@ -149,50 +149,33 @@ async def test_a_waiting_task_leaves_the_queue(gate: Gate) -> None:
         assert "b" not in gate.pids
 
 
+@aiogpu.remote
+def run_a_loop(path: str, name: str) -> None:
+    """Waits in frames of asyncio, which are not ours."""
+
+    async def forever() -> None:
+        say(path, name)
+        await asyncio.Event().wait()
+
+    asyncio.run(forever())
+
+
+INTERRUPTED = [tasks.spin, tasks.gated, tasks.deaf_coroutine, run_a_loop]
+
+
 @pytest.mark.needs("interrupts")
-async def test_a_plain_function_gets_a_keyboard_interrupt(gate: Gate) -> None:
+@pytest.mark.parametrize("task", INTERRUPTED, ids=lambda one: one.__name__)
+async def test_code_is_interrupted_and_its_worker_goes_on(
+    task: aiogpu.types.RemoteFunction[..., object], gate: Gate
+) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
-        handle = tasks.spin.options(num_gpus=1, max_calls=0).remote(gate.path, "a")
+        handle = task.options(num_gpus=1, max_calls=0).remote(gate.path, "a")
         await gate.entered("a")
         handle.cancel()
-        await gate.entered("a-interrupted")
-        assert (
-            await tasks.pid.options(num_gpus=1, max_calls=0).remote()
-            == (gate.pids["a"])
-        ), "an interrupted worker is fit for the next task"
-
-
-@pytest.mark.needs("interrupts")
-async def test_a_blocking_call_is_interrupted(gate: Gate) -> None:
-    async with aiogpu.init(num_cpus=1):
-        handle = tasks.gated.remote(gate.path, "a")
-        await gate.entered("a")
-        handle.cancel()
-        assert await tasks.pid.remote() == gate.pids["a"]
-
-
-@pytest.mark.needs("interrupts")
-async def test_a_builtin_is_interrupted_too(gate: Gate) -> None:
-    async with aiogpu.init(num_cpus=1):
-        wait = aiogpu.remote(asyncio.run)  # runs in frames that are not ours
-
-        async def forever() -> None:
-            from tests.support.gate import say
-
-            say(gate_path, "in")
-            await asyncio.Event().wait()
-
-        gate_path = gate.path
-
-        @aiogpu.remote
-        def run_forever() -> None:
-            asyncio.run(forever())
-
-        handle = run_forever.remote()
-        await gate.entered("in")
-        handle.cancel()
-        assert await tasks.pid.remote() == gate.pids["in"]
-        assert wait is not None
+        if task is tasks.spin:
+            await gate.entered("a-interrupted")
+        pid = tasks.pid.options(num_gpus=1, max_calls=0)
+        assert await pid.remote() == gate.pids["a"]
 
 
 @pytest.mark.needs("processes")
@@ -210,16 +193,6 @@ async def test_code_that_does_not_stop_is_killed(deaf: str, gate: Gate) -> None:
         other = await tasks.pid.options(num_gpus=1).remote()
         assert other != gate.pids["a"]
         assert not os.path.exists(f"/proc/{gate.pids['a']}")
-
-
-@pytest.mark.needs("interrupts")
-async def test_a_coroutine_that_does_not_listen_is_interrupted(gate: Gate) -> None:
-    async with aiogpu.init(num_cpus=1):
-        handle = tasks.deaf_coroutine.remote(gate.path, "a")
-        await gate.entered("a")
-        handle.cancel()
-        assert await tasks.double.remote(2) == 4
-        assert await tasks.pid.remote() == gate.pids["a"]
 
 
 async def test_a_coroutine_may_take_its_time_to_end(gate: Gate) -> None:
@@ -271,12 +244,3 @@ async def test_cancelling_at_the_moment_of_completion() -> None:
         assert outcomes <= {int, asyncio.CancelledError}
         assert await tasks.add.remote(1) == 2
         assert (await aiogpu.available_resources())["CPU"] == 1.0
-
-
-@pytest.mark.needs("processes")
-async def test_descendants_end_with_an_isolated_task(gate: Gate) -> None:
-    """[B26] The share is free when all that the task started has ended."""
-    async with aiogpu.init(num_cpus=1, num_gpus=1):
-        left = await tasks.leave_process.options(num_gpus=1).remote(gate.path, "daemon")
-        await tasks.add.options(num_gpus=1).remote(1)
-        assert not os.path.exists(f"/proc/{left}")
