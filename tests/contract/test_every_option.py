@@ -21,7 +21,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.options import CHECKS
-from tests.contract import gpu_oom_tasks, option_tasks, stream_tasks, tasks
+from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks
 from tests.contract.option_tasks import Actor, Grouped
 from tests.support.gate import Gate
 from tests.support.until import until
@@ -172,7 +172,7 @@ COMMON = {
 
 async def retry_oom(at: Place) -> None:
     counted = str(at.path / "count")
-    beside = gpu_oom_tasks.run_out_beside_others
+    beside = gpu_tasks.run_out_beside_others
     options = {"gpu_memory": "2GiB", "retry_oom": "exclusive"}
     async with node(at):
         assert await beside.options(**options).remote(counted, 1)

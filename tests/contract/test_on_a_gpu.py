@@ -1,66 +1,194 @@
-"""[B19] On a real card: a framework sees the assigned device and no other."""
+"""On a real card: frameworks see what was assigned, share it, and give it back."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
 import aiogpu
 from aiogpu.accelerators.nvidia import Nvidia
-from aiogpu.accelerators.nvml.watch import is_host_namespace
+from aiogpu.accelerators.nvml.watch import NvmlWatch, is_host_namespace
+from tests.contract import gpu_tasks
+from tests.contract.gpu_tasks import GIB
+from tests.support.gate import Gate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_leaks")]
 
 
-@aiogpu.remote(num_gpus=0.25)
-def seen_by_torch() -> dict[str, Any]:
+SLACK = 256 << 20
+"""Bytes that a driver may keep for its next context."""
+
+
+@pytest.fixture(params=["torch", "cupy"])
+def framework(request: pytest.FixtureRequest) -> str:
+    """One that is installed."""
+    name: str = request.param
+    pytest.importorskip(name, reason=f"{name} uses the card")
+    return name
+
+
+@pytest.fixture
+def torch_alone() -> None:
+    """Only torch can do what is tested."""
+    pytest.importorskip("torch", reason="torch uses the card")
+
+
+@pytest.fixture
+async def whole_box() -> AsyncIterator[float]:
+    """A node with all cards; gives their number."""
+    async with aiogpu.init(num_cpus=8, cancel_grace=0.5):
+        yield (await aiogpu.cluster_resources())["GPU"]
+
+
+async def all_back(total: float) -> None:
+    """Wait until nobody holds a share; NVML agrees that nothing is left there."""
+    async with asyncio.timeout(60):
+        while (status := await aiogpu.status()).available["GPU"] != total:
+            await asyncio.sleep(0)
+    assert [device.aside for device in status.devices] == [None] * int(total)
+    if is_host_namespace():
+        assert not any(device.is_unverified for device in status.devices)
+
+
+def used() -> int:
+    """Bytes in use on the first card, as NVML says."""
+    watch = NvmlWatch()
+    watch.open()
+    try:
+        found = watch.look(Nvidia().devices({}, None)[0]).used
+    finally:
+        watch.close()
+    assert found is not None
+    return found
+
+
+async def test_each_sees_its_own_device_alone(framework: str, whole_box: float) -> None:
+    """[B19] By UUID, also where every card is given to a task of its own."""
+    cards = {card.id: card.uuid for card in Nvidia().devices({}, None)}
+    see = aiogpu.remote(num_gpus=1)(gpu_tasks.see)
+    for seen in await asyncio.gather(*(see.remote(framework) for _ in cards)):
+        [device] = seen["ids"]
+        assert seen["uuids"] == [cards[device]]
+
+
+async def test_torch_sees_no_device_without_asking(
+    torch_alone: None, whole_box: float
+) -> None:
+    """[B25]"""
+    blind = aiogpu.remote(gpu_tasks.see)
+    assert (await blind.remote("torch"))["uuids"] == []
+
+
+async def test_memory_is_back_after_each_task(framework: str, whole_box: float) -> None:
+    """[B26]"""
+    leak = aiogpu.remote(num_gpus=0.5)(gpu_tasks.leak)
+    await leak.remote(framework, GIB)
+    await all_back(whole_box)
+    before = used()
+    for _ in range(5):
+        await leak.remote(framework, GIB)
+        await all_back(whole_box)
+        assert used() < before + SLACK
+
+
+async def test_a_leak_does_not_harm_the_next(framework: str, whole_box: float) -> None:
+    leak = aiogpu.remote(num_gpus=1)(gpu_tasks.leak)
+    free = aiogpu.remote(num_gpus=1)(gpu_tasks.free_bytes)
+    before = await free.remote(framework)
+    await leak.remote(framework, before // 2)
+    await all_back(whole_box)
+    assert await free.remote(framework) > before - SLACK
+
+
+async def test_four_quarters_run_at_once(
+    framework: str, whole_box: float, gate: Gate
+) -> None:
+    """[B22] All four on one card, each with memory of its own there."""
+    hold = aiogpu.remote(num_gpus=0.25)(gpu_tasks.compute_at_gate)
+    names = [f"quarter-{number}" for number in range(4)]
+    waiting = [hold.remote(framework, gate.path, name) for name in names]
+    await gate.entered(*names)
+    devices = [d for d in (await aiogpu.status()).devices if d.holders]
+    assert [len(device.holders) for device in devices] == [4]
+    gate.release(*names)
+    assert await asyncio.gather(*waiting) == [1] * 4
+
+
+async def test_a_fork_of_what_has_loaded_torch_uses_cuda(torch_alone: None) -> None:
+    """[B28] The zygote has imported it, and forks can begin CUDA all the same."""
+    async with aiogpu.init(preload=("torch",)):
+        ask = aiogpu.remote(num_gpus=0.5)(gpu_tasks.was_loaded_before)
+        assert await asyncio.gather(*(ask.remote("torch") for _ in range(4))) == (
+            [True] * 4
+        )
+
+
+async def test_cancelling_amid_a_long_kernel(
+    torch_alone: None, whole_box: float, gate: Gate
+) -> None:
+    """[B15] Who waits in C for the device hears nothing: his process is killed."""
+    running = aiogpu.remote(num_gpus=1)(gpu_tasks.spin).remote(gate.path)
+    await gate.entered("spins")
+    gate.release("spins")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(60):
+        compute = aiogpu.remote(num_gpus=whole_box)(gpu_tasks.compute)
+        assert await compute.remote("torch") == 1
+
+
+async def test_a_limit_holds(framework: str, whole_box: float, gate: Gate) -> None:
+    """[B44] Who takes more than he asked for fails; his neighbour computes on."""
+    hold = aiogpu.remote(gpu_memory="2GiB")(gpu_tasks.compute_at_gate)
+    neighbour = hold.remote(framework, gate.path, "neighbour")
+    await gate.entered("neighbour")
+    take = aiogpu.remote(gpu_memory="2GiB")(gpu_tasks.leak)
+    with pytest.raises(aiogpu.GpuOutOfMemoryError) as told:
+        await take.remote(framework, 4 * GIB)
+    error = told.value
+    assert error.asked == error.limit == 2 * GIB
+    assert error.neighbours == ("compute_at_gate",)
+    assert await take.remote(framework, GIB) == 1
+    gate.release("neighbour")
+    assert await neighbour == 1
+
+
+async def test_one_that_ran_out_is_tried_alone(
+    framework: str, whole_box: float
+) -> None:
+    """[B44] A quarter is too little; a card of its own is not."""
+    total = Nvidia().devices({}, None)[0].memory
+    take = aiogpu.remote(num_gpus=0.25, gpu_memory="share", retry_oom="exclusive")(
+        gpu_tasks.leak
+    )
+    assert await take.remote(framework, total // 2) == 1
+    assert await take.options(retry_oom=None).remote(framework, total // 8) == 1
+    with pytest.raises(aiogpu.GpuOutOfMemoryError):
+        await take.options(retry_oom=None).remote(framework, total // 2)
+
+
+async def test_one_that_outgrows_its_share_is_ended(
+    torch_alone: None, gate: Gate
+) -> None:
+    """[B44] Where no framework limits it, the driver's figures do."""
+    async with aiogpu.init(gpu_memory_enforce=True):
+        run = aiogpu.remote(
+            gpu_memory="2GiB",
+            max_retries=0,
+            runtime_env={"env_vars": {"CUPY_GPU_MEMORY_LIMIT": "0"}},
+        )(_outgrow)
+        with pytest.raises(aiogpu.GpuOutOfMemoryError) as told:
+            await run.remote(gate.path)
+        assert told.value.peak > 2 * GIB
+
+
+def _outgrow(path: str) -> None:
+    """Lift the limit, take too much, and wait for what comes."""
     import torch
 
-    tensor = torch.ones(1 << 20, device="cuda:0")
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "ids": aiogpu.get_gpu_ids(),
-        "count": torch.cuda.device_count(),
-        "uuid": f"GPU-{properties.uuid}",
-        "sum": float(tensor.sum()),
-    }
-
-
-async def test_torch_sees_the_assigned_device_alone() -> None:
-    pytest.importorskip("torch", reason="torch tells what CUDA sees")
-    cards = {card.id: card for card in Nvidia().devices({}, None)}
-    async with aiogpu.init():
-        seen = await seen_by_torch.remote()
-    assert seen["count"] == 1
-    assert seen["sum"] == float(1 << 20)
-    assert cards[seen["ids"][0]].uuid == seen["uuid"]
-
-
-@pytest.mark.parametrize("share", [1, 0.25])
-async def test_a_card_comes_back_after_a_task_of_torchs(share: float) -> None:
-    """[B26] NVML lists a real process, and then does not."""
-    pytest.importorskip("torch", reason="torch has a context on the card")
-    async with aiogpu.init():
-        total = (await aiogpu.cluster_resources())["GPU"]
-        await seen_by_torch.options(num_gpus=share).remote()
-        async with asyncio.timeout(60):
-            while (status := await aiogpu.status()).available["GPU"] != total:
-                await asyncio.sleep(0)
-        assert [device.aside for device in status.devices] == [None] * int(total)
-        if is_host_namespace():
-            assert not any(device.is_unverified for device in status.devices)
-
-
-async def test_torch_sees_no_device_without_asking() -> None:
-    pytest.importorskip("torch", reason="torch tells what CUDA sees")
-    async with aiogpu.init():
-        blind = aiogpu.remote(_count_by_torch)
-        assert await blind.remote() == 0
-
-
-def _count_by_torch() -> int:
-    import torch
-
-    return int(torch.cuda.device_count())
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    gpu_tasks.kept.append(gpu_tasks.taken("torch", 6 * GIB))
+    gpu_tasks.pass_gate(path, "outgrown")

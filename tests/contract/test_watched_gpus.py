@@ -1,104 +1,351 @@
-"""GPUs are watched while a node runs: real workers, NVML on a stub."""
+"""[B26] [B44] What NVML shows of GPUs, and what follows; NVML is a stub.
+
+A share comes back when NVML agrees; GPUs that are sick, lost or used by others get no
+new tasks; what outgrows its reservation is ended.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import os
 import re
+import threading
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pynvml
 import pytest
 
-from tests.contract.test_clearance_of_gpus import Program, on_stub
-from tests.unit.accelerators.stub_fixtures import nvml, stub_library
+import aiogpu
+from aiogpu.accelerators import nvidia
+from aiogpu.observe.status import NodeStatus
+from aiogpu.runtime.devices import monitor, release
+from tests.contract.nvml_tasks import grow, leave_behind, show, stay, visible
+from tests.support.gate import Gate
+from tests.unit.accelerators.stub_nvml import STATE, StubNvml, compile_stub
 
-__all__ = ["nvml", "on_stub", "stub_library"]
-
-pytestmark = [
-    pytest.mark.usefixtures("runtime_directory"),
-    pytest.mark.either_loop,
-]
-
-BEGINNING = """
-    from aiogpu.runtime.devices import monitor as device_health
-    from tests.contract.watched_tasks import let_go, list_on_first, stay
-
-    rounds.EACH, device_health.CALM = 0.01, 3600.0
-    pipes = [os.path.join(os.environ["PLACE"], name) for name in "ab"]
-    for pipe in pipes:
-        os.mkfifo(pipe)
-
-    def pids(status):
-        # A worker that still starts may have one: its task might go elsewhere.
-        return {
-            holder.task: 0 if holder.seconds is None else holder.pid
-            for holder in status.devices[0].holders
-        }
-"""
-
-SICK = """
-    async def main():
-        async with aiogpu.init(num_cpus=3):
-            running = stay.options(num_gpus=0.25).remote(pipes[0])
-            await until(lambda status: all(pids(status).values()) and pids(status))
-            await until(lambda status: status.devices[0].seen is not None)
-            stub().xid(0, 79)
-            status = await until(lambda status: status.devices[0].aside)
-            print(status.devices[0].aside, status.devices[0].free)
-            print(await visible.options(num_gpus=0.25).remote())
-            await asyncio.to_thread(let_go, pipes[0])
-            print(await running)
-            device_health.CALM = 0.0
-            # A share that is not returned yet draws the next one to its device.
-            whole = lambda status: all(one.free == 1 for one in status.devices)
-            await until(whole)
-            print(await visible.options(num_gpus=0.25).remote())
-    start(main)
-"""
+pytestmark = pytest.mark.either_loop
 
 
-def test_a_gpu_with_an_xid_is_drained_and_comes_back(
-    on_stub: Program, tmp_path: Path
+@pytest.fixture(scope="session")
+def own_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stub of another name, by which no other test of this process finds it."""
+    folder = tmp_path_factory.mktemp("nvml")
+    return compile_stub(folder, soname="libaiogpu-nvml-stub.so")
+
+
+@pytest.fixture
+def nvml(
+    own_library: Path, no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> StubNvml:
+    """A box with one GPU, as this process sees it; it is not looked at by the clock."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(STATE, str(tmp_path / "nvml.state"))
+    monkeypatch.setattr(nvidia, "LIBRARY", str(own_library))
+    monkeypatch.setattr(pynvml, "CDLL", lambda _: ctypes.CDLL(str(own_library)))
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    monkeypatch.setattr(monitor, "EACH", 3600.0)
+    show()
+    return StubNvml.here()
+
+
+async def until(is_so: Callable[[NodeStatus], object]) -> NodeStatus:
+    async with asyncio.timeout(60):
+        while not is_so(status := await aiogpu.status()):
+            await asyncio.sleep(0)
+    return status
+
+
+def is_free(status: NodeStatus) -> bool:
+    """Nobody holds a share of any device."""
+    return all(device.free == 1 for device in status.devices)
+
+
+def settling(status: NodeStatus) -> list[object]:
+    """The workers that have ended, and whose shares are not free yet."""
+    return [worker for worker in status.workers if worker.state == "settling"]
+
+
+def watches() -> bool:
+    """There is a thread that asks drivers."""
+    return any(each.name == "aiogpu-devices" for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+async def test_a_share_is_held_until_nvml_lists_its_process_no_more(
+    share: float, nvml: StubNvml
 ) -> None:
-    program = BEGINNING + "    from tests.contract.settling import stub\n" + SICK
-    sick, other, running, back = on_stub(program, count=2, PLACE=str(tmp_path))
-    assert re.fullmatch(r"XID 79.* 0\.0", sick)
-    assert (other, running, back) == ("1", "0", "0")
+    async with aiogpu.init(num_cpus=2):
+        assert (await aiogpu.cluster_resources())["GPU"] == 1
+        await leave_behind.options(num_gpus=share).remote()
+        status = await until(settling)
+        assert (await aiogpu.available_resources())["GPU"] == 1 - share
+        device, held = (line.split() for line in str(status).splitlines()[-2:])
+        left = f"{1 - share:g}"
+        assert device[:6] == ["GPU", "0", left, "free", "NVIDIA", "A100-SXM4-40GB"]
+        agrees = ["(ended)", "until", "its", "driver", "agrees"]
+        assert held == [f"{share:g}", *agrees]
+        following = visible.options(num_gpus=1).remote()
+        assert str(await following.why()).endswith(
+            f"\n    {share:g} of GPU 0: held by a process that has ended, until its "
+            f"driver agrees"
+        )
+        show()
+        assert await following == "0"
+        (seen,) = (await until(is_free)).devices
+        assert (seen.aside, seen.is_unverified) == (None, False)
+        assert watches()
+    assert not watches()
 
 
-OUTGROWN = """
-    async def main():
-        async with aiogpu.init(num_cpus=3, gpu_memory_enforce=True):
-            big = stay.options(num_gpus=0.25, gpu_memory="6GiB", name="big")
-            big = big.remote(pipes[0])
-            small = stay.options(num_gpus=0.25, name="small").remote(pipes[1])
-            both = lambda status: len([p for p in pids(status).values() if p]) == 2
-            there = pids(await until(both))
-            list_on_first((there["big"], 7), (there["small"], 1), (os.getpid(), 2))
-            status = await until(lambda status: status.devices[0].others)
-            print(*[line for line in str(status).splitlines() if " used" in line][:3],
-                  status.devices[0].others[0].name, sep="|")
-            list_on_first((there["big"], 9), (there["small"], 1))
-            try:
-                await big
-            except aiogpu.GpuOutOfMemoryError as error:
-                print(error.asked >> 30, error.peak >> 30, error.neighbours)
-            list_on_first((there["small"], 1))
-            await asyncio.to_thread(let_go, pipes[1])
-            print(await small)
-            list_on_first()
-    start(main)
-"""
-
-
-def test_what_outgrows_its_reservation_is_ended_and_its_neighbour_lives(
-    on_stub: Program, tmp_path: Path
+@pytest.mark.whole
+@pytest.mark.parametrize(("share", "is_lost"), [(1, False), (0.5, False), (1, True)])
+async def test_past_the_limit_a_gpu_is_set_aside_with_the_reason(
+    share: float, is_lost: bool, nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, error, small = on_stub(BEGINNING + OUTGROWN, count=2, PLACE=str(tmp_path))
-    device, *holders = seen.split("|")
-    assert "10 GiB used of 40 GiB  16 GiB reserved  87 % busy" in device
-    assert [line.split()[1] for line in holders[:2]] == ["big", "small"]
-    assert [line.split()[-3:] for line in holders[:2]] == [
-        ["7", "GiB", "used"],
-        ["1", "GiB", "used"],
-    ]
-    assert holders[2] == "this program"
-    assert (error, small) == ("6 9 ('small',)", "0")
+    """And at once, if it is lost."""
+    monkeypatch.setattr(release, "LIMIT", 99.0 if is_lost else 0.125)
+    monkeypatch.setattr(release, "ASIDE", 0.01)
+    async with aiogpu.init(num_cpus=2):
+        pid = await leave_behind.options(num_gpus=share).remote(lost=is_lost)
+        status = await until(lambda status: status.devices[0].aside)
+        listed = f"of what has ended, the driver still lists pid {pid} with 1024 MiB"
+        reason = (
+            "GPU 0: the driver calls it lost (GPU is lost)"
+            if is_lost
+            else f"GPU 0: {listed} (1073741824 bytes)"
+        )
+        (device,) = status.devices
+        assert (device.aside, device.free) == (reason, 0)
+        assert str(status).endswith(f"\n  set aside: {reason}")
+        assert (status.available["GPU"], settling(status)) == (0, [])
+        following = visible.options(num_gpus=0.25).remote()
+        told, share_left, why = str(await following.why()).splitlines()
+        assert told.endswith("for {CPU: 1, GPU: 0.25}")
+        assert share_left == "  GPU 0.25: 0 of 1 free (0: set aside)"
+        assert why == f"    set aside: {reason}"
+        assert (await aiogpu.status()).waiting_count == 1
+        show()
+        assert await following == "0"
+        assert (await until(is_free)).devices[0].aside is None
+
+
+async def test_the_other_gpus_are_used_meanwhile(
+    nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "LIMIT", 0.05)
+    show(count=2)
+    async with aiogpu.init(num_cpus=2):
+        await leave_behind.options(num_gpus=1).remote(count=2)
+        await until(lambda status: status.devices[0].aside)
+        for share in (1, 0.5):
+            assert await visible.options(num_gpus=share).remote() == "1"
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+async def test_a_process_listed_before_the_task_is_not_left_over_of_it(
+    share: float, nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be seen from here, like a process of another container."""
+    monkeypatch.setattr(release, "LIMIT", 0.125)
+    process = await asyncio.create_subprocess_exec("true")
+    await process.wait()
+    show({process.pid: 1})
+    async with aiogpu.init(num_cpus=2):
+        await grow.options(num_gpus=share).remote(process.pid)
+        status = await until(lambda it: is_free(it) or it.devices[0].aside)
+        (device,) = status.devices
+        assert (device.aside, device.is_unverified) == (None, False)
+
+
+async def test_an_nvml_that_fails_midway_leaves_the_status_unverified(
+    nvml: StubNvml,
+) -> None:
+    async with aiogpu.init(num_cpus=2):
+        show(fail={"nvmlDeviceGetComputeRunningProcesses_v3": 999})
+        for _ in range(3):
+            assert await visible.options(num_gpus=0.5).remote() == "0"
+        status = await until(is_free)
+        assert status.devices[0].is_unverified
+        told = "unverified: whether ended tasks left something on it is not known"
+        assert str(status).count(told) == 1
+
+
+async def test_logical_gpus_ask_nobody(nvml: StubNvml) -> None:
+    nvml.write()
+    async with aiogpu.init(num_cpus=2, num_gpus=2):
+        assert await visible.options(num_gpus=1).remote() == "0"
+        assert not watches()
+        await until(is_free)
+
+
+async def test_a_node_closes_without_waiting_for_its_gpus(
+    nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "LIMIT", 60.0)
+    async with asyncio.timeout(30), aiogpu.init(num_cpus=2):
+        await leave_behind.options(num_gpus=1).remote()
+        await until(settling)
+
+
+async def test_nvml_is_asked_once_for_each_end(
+    nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what is seen from time to time."""
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("AIOGPU_STUB_NVML_CALLS", str(calls))
+
+    def looks() -> int:
+        return calls.read_text().count("nvmlDeviceGetMemoryInfo\n")
+
+    async with aiogpu.init(num_cpus=2):
+        await until(lambda status: status.devices[0].seen is not None)
+        at_first = looks()
+        for _ in range(2):
+            assert await visible.options(num_gpus=0.5).remote() == "0"
+        await until(is_free)
+        before = calls.read_text()
+        assert (looks() - at_first, before.count("ByUUID")) == (2, 1)
+        for _ in range(10):
+            assert await visible.remote() == ""
+        assert calls.read_text() == before, "of what uses no GPU it is not asked"
+
+
+@pytest.fixture
+def watched(nvml: StubNvml, monkeypatch: pytest.MonkeyPatch) -> StubNvml:
+    """Two GPUs that are looked at all the time."""
+    monkeypatch.setattr(monitor, "EACH", 0.01)
+    monkeypatch.setattr(monitor, "DEAREST", 0.0)  # however busy the machine is
+    show(count=2)
+    return nvml
+
+
+@asynccontextmanager
+async def process_on_first(size: int = 1, **variables: str) -> AsyncIterator[Process]:
+    """A process that uses so many GiB of the first GPU."""
+    environ = {**os.environ, **variables}
+    process = await asyncio.create_subprocess_exec("sleep", "600", env=environ)
+    show({process.pid: size}, count=2)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        show(count=2)
+
+
+async def test_a_gpu_with_an_xid_is_drained_and_comes_back(
+    watched: StubNvml, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "CALM", 3600.0)
+    share = {"num_gpus": 0.25}
+    async with aiogpu.init(num_cpus=3):
+        running = stay.options(**share).remote(gate.path, "runs")
+        await gate.entered("runs")
+        await until(lambda status: status.devices[0].seen is not None)
+        watched.xid(0, 79)
+        first = (await until(lambda status: status.devices[0].aside)).devices[0]
+        assert re.match("XID 79", first.aside or "")
+        assert first.free == 0
+        assert await visible.options(**share).remote() == "1"
+        gate.release("runs")
+        assert await running == "0", "what runs there goes on"
+        monkeypatch.setattr(monitor, "CALM", 0.0)
+        # A share that is not returned yet draws the next one to its device.
+        await until(is_free)
+        assert await visible.options(**share).remote() == "0"
+
+
+async def test_what_outgrows_its_reservation_is_ended_and_its_neighbour_lives(
+    watched: StubNvml, gate: Gate
+) -> None:
+    async with aiogpu.init(num_cpus=3, gpu_memory_enforce=True):
+        share = stay.options(num_gpus=0.25)
+        big = share.options(gpu_memory="6GiB", name="big").remote(gate.path, "big")
+        small = share.options(name="small").remote(gate.path, "small")
+        await gate.entered("big", "small")
+        pid = gate.pids
+        show({pid["big"]: 7, pid["small"]: 1, os.getpid(): 2}, count=2)
+        status = await until(lambda status: status.devices[0].others)
+        device, *holders = [line for line in str(status).splitlines() if "used" in line]
+        assert "10 GiB used of 40 GiB  16 GiB reserved  87 % busy" in device
+        told = [(line.split()[1], line.split()[-3:]) for line in holders[:2]]
+        assert told == [
+            ("big", ["7", "GiB", "used"]),
+            ("small", ["1", "GiB", "used"]),
+        ]
+        assert status.devices[0].others[0].name == "this program"
+        show({pid["big"]: 9, pid["small"]: 1}, count=2)
+        with pytest.raises(aiogpu.GpuOutOfMemoryError) as caught:
+            await big
+        error = caught.value
+        assert (error.asked >> 30, error.peak >> 30) == (6, 9)
+        assert error.neighbours == ("small",)
+        show({pid["small"]: 1}, count=2)
+        gate.release("small")
+        assert await small == "0"
+        show(count=2)
+
+
+async def test_a_gpu_that_others_use_is_waited_for(watched: StubNvml) -> None:
+    async with process_on_first() as process, aiogpu.init(num_cpus=3, foreign="wait"):
+        told = f"others' processes are on it: sleep (pid {process.pid})"
+        assert (await aiogpu.status()).devices[0].aside == told, "known at once"
+        task = visible.options(num_gpus=2).remote()
+        assert "set aside" in str(await task.why())
+        assert await visible.options(num_gpus=1).remote() == "1"
+        process.kill()
+        await process.wait()
+        show(count=2)
+        assert await task == "0,1"
+
+
+async def test_a_gpu_that_others_use_is_avoided_while_there_is_another(
+    watched: StubNvml,
+) -> None:
+    half = visible.options(num_gpus=0.5)
+    async with aiogpu.init(num_cpus=3, foreign="avoid"):
+        async with process_on_first():
+            await until(lambda status: status.devices[0].others)
+            assert await half.remote() == "1"
+            await until(is_free)
+            async with aiogpu.lease(num_gpus=1) as gpu:
+                assert (gpu.ids, await half.remote()) == ([1], "0")
+        await until(lambda status: is_free(status) and not status.devices[0].others)
+        assert await half.remote() == "0"
+
+
+async def test_what_a_lease_is_for_is_not_foreign(watched: StubNvml) -> None:
+    async with aiogpu.init(num_cpus=3, foreign="wait"):
+        async with (
+            aiogpu.lease(num_gpus=0.5, name="mine") as gpu,
+            process_on_first(3, **gpu.environ),
+        ):
+            status = await until(lambda status: status.devices[0].holders[0].used)
+            (holder,), first = status.devices[0].holders, status.devices[0]
+            assert (holder.task, holder.used) == ("mine", 3 << 30)
+            assert (first.aside, first.others) == (None, ())
+        await until(is_free)
+
+
+async def test_a_lease_is_free_when_its_driver_agrees(watched: StubNvml) -> None:
+    show()
+    async with aiogpu.init(num_cpus=3):
+        async with aiogpu.lease(num_gpus=1) as gpu:
+            process = await asyncio.create_subprocess_exec(
+                "sleep", "600", env={**os.environ, **gpu.environ}
+            )
+            show({process.pid: 3})
+        status = await until(lambda status: status.tasks[0].state == "stopping")
+        assert status.devices[0].free == 0
+        process.kill()
+        await process.wait()
+        await until(lambda it: any(one.is_settling for one in it.devices[0].holders))
+        show()
+        await until(is_free)

@@ -105,7 +105,9 @@ def _uuid(digit: str, kind: str = "GPU-") -> str:
     return kind + "-".join((digit * length)[:length] for length in (8, 4, 4, 4, 12))
 
 
-def compile_stub(folder: Path, without: Sequence[str] = ()) -> Path:
+def compile_stub(
+    folder: Path, without: Sequence[str] = (), soname: str = LIBRARY
+) -> Path:
     """Compile the stub into `folder`, leaving out the symbols in `without`.
 
     Skips the test where the machine has no C compiler.
@@ -118,7 +120,7 @@ def compile_stub(folder: Path, without: Sequence[str] = ()) -> Path:
     library = folder / LIBRARY
     absent = [f"-D{name}=absent_{name}" for name in without]
     command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", *absent]
-    command += ["-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}"]
+    command += ["-shared", "-fPIC", f"-Wl,-soname,{soname}"]
     subprocess.run([*command, "-o", library, SOURCE], check=True)
     return library
 
