@@ -1,10 +1,12 @@
-"""What is special where tasks run in the calling process."""
+"""What is special where tasks and actors run in the calling process."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
+import logging
 import os
 import pdb
 import sys
@@ -19,10 +21,12 @@ from typing import Any
 import pytest
 
 import aiogpu
-from tests.contract import tasks
+from tests.contract import handed_on, tasks
+from tests.contract.actor_classes import Async, Broken, Counter, Groups, Threads
 from tests.support.gate import Gate
+from tests.support.until import until
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 seen: list[object] = []
@@ -52,52 +56,6 @@ async def note_softly(what: object) -> None:
     seen.append(("begin", what))
     await asyncio.sleep(0)
     seen.append(("end", what))
-
-
-@aiogpu.remote
-def note_place() -> None:
-    seen.append((os.getpid(), threading.current_thread()))
-
-
-@aiogpu.remote
-async def note_loop() -> None:
-    seen.append((asyncio.get_running_loop(), threading.current_thread()))
-
-
-async def test_tasks_run_in_this_process_and_thread(node: aiogpu.types.Node) -> None:
-    await note_place.remote()
-    await note_loop.remote()
-    here = threading.current_thread()
-    assert seen == [(os.getpid(), here), (asyncio.get_running_loop(), here)]
-
-
-async def test_one_after_the_other_in_order(node: aiogpu.types.Node) -> None:
-    """Whatever their priority; and nothing runs inside `.remote()`."""
-    handles = [
-        note.remote(1),
-        note_softly.options(priority=-1).remote(2),
-        note.options(priority=5).remote(3),
-        note_softly.remote(4),
-    ]
-    assert seen == []
-    await asyncio.gather(*handles)
-    assert seen == [1, ("begin", 2), ("end", 2), 3, ("begin", 4), ("end", 4)]
-
-
-async def test_the_first_remote_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[B5] Where the variable says so, a program needs no change."""
-    monkeypatch.setenv("AIOGPU_ADDRESS", "inline")
-    assert await tasks.pid.remote() == os.getpid()
-    await aiogpu.shutdown()
-
-
-async def test_the_program_has_its_turn_between_two_tasks(
-    node: aiogpu.types.Node,
-) -> None:
-    handles = [note.remote(name) for name in "ab"]
-    handles[0].add_done_callback(lambda _: seen.append("between"))
-    await asyncio.gather(*handles)
-    assert seen == ["a", "between", "b"]
 
 
 async def test_a_monkeypatch_is_seen(
@@ -153,46 +111,6 @@ async def test_a_breakpoint_stops_in_the_task(
     sys.settrace(before)
     assert f"{kind}()\n" in out.getvalue()
     assert "(Pdb) 42\n" in out.getvalue()
-
-
-@pytest.mark.parametrize("kind", ["plain", "coroutine"])
-async def test_a_debugger_finds_the_frames_after_the_end(
-    kind: str, node: aiogpu.types.Node
-) -> None:
-    """As `pytest --pdb` does; the worker's text is the cause all the same."""
-
-    def plain(local: str) -> None:
-        raise KeyError(local)
-
-    async def coroutine(local: str) -> None:
-        await asyncio.sleep(0)
-        plain(local)
-
-    with pytest.raises(KeyError, match="found") as caught:
-        await aiogpu.remote(locals()[kind]).remote("found")
-    names = [entry.name for entry in caught.traceback]
-    expected = ["plain"] if kind == "plain" else ["coroutine", "plain"]
-    assert names[-len(expected) :] == expected
-    assert "engines/inline" not in " ".join(str(e.path) for e in caught.traceback)
-    assert caught.traceback[-1].frame.f_locals["local"] == "found"
-    assert "raise KeyError(local)" in str(caught.value.__cause__)
-    assert "engines/inline" not in str(caught.value.__cause__)
-
-
-async def test_values_are_copies(node: aiogpu.types.Node) -> None:
-    """Else a test would pass here whose program fails in workers."""
-    mine: list[object] = [1]
-
-    @aiogpu.remote
-    def change(given: list[object]) -> list[object]:
-        given.append(2)
-        mine.append(3)
-        return mine
-
-    assert await change.remote(mine) == [1, 3]
-    assert mine == [1]
-    back = await tasks.echo.remote(mine)
-    assert (back, back is mine) == ([1], False)
 
 
 async def test_a_function_sent_by_value_lives_as_long_as_in_a_worker(
@@ -251,64 +169,6 @@ async def test_context_variables_are_not_inherited(node: aiogpu.types.Node) -> N
     assert variable.get() == "the program's"
 
 
-@pytest.mark.parametrize("ends", ["well", "badly"])
-@pytest.mark.parametrize("kind", ["plain", "coroutine"])
-async def test_the_surroundings_are_there_and_taken_off(
-    kind: str, ends: str, node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VISIBLE, "before")
-    monkeypatch.setenv("AIOGPU_TEST_A", "before")
-    monkeypatch.delenv("AIOGPU_TEST_B", raising=False)
-    found: list[object] = []
-
-    def plain(is_bad: bool) -> list[object]:
-        found = [
-            os.environ.get(name)
-            for name in ("CUDA_VISIBLE_DEVICES", "AIOGPU_TEST_A", "AIOGPU_TEST_B")
-        ]
-        os.environ["AIOGPU_TEST_A"] = "spoilt"
-        context = aiogpu.get_runtime_context()
-        assert (context.task_name, context.worker_id) == ("named", 1)
-        if is_bad:
-            raise LookupError(found)
-        return found
-
-    async def coroutine(is_bad: bool) -> list[object]:
-        await asyncio.sleep(0)
-        return plain(is_bad)
-
-    function = plain if kind == "plain" else coroutine
-    variables = {"AIOGPU_TEST_A": "a", "AIOGPU_TEST_B": "b"}
-    task = aiogpu.remote(num_gpus=2, name="named", runtime_env={"env_vars": variables})(
-        function
-    )
-    try:
-        found = await task.remote(ends == "badly")  # type: ignore[assignment]
-    except LookupError as error:
-        found = error.args[0]
-    assert found == ["0,1", "a", "b"]
-    names = (VISIBLE, "AIOGPU_TEST_A", "AIOGPU_TEST_B")
-    assert [os.environ.get(name) for name in names] == ["before", "before", None]
-    context = aiogpu.get_runtime_context()
-    assert (context.node_id, context.worker_id, context.task_id) == ("", 0, 0)
-    assert (context.task_name, context.assigned_resources) == ("", {})
-    assert aiogpu.get_gpu_ids() == []
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
-async def test_a_coroutine_cannot_end_the_program(
-    kind: type[BaseException], node: aiogpu.types.Node
-) -> None:
-    @aiogpu.remote
-    async def fail() -> None:
-        await asyncio.sleep(0)
-        raise kind
-
-    with pytest.raises(aiogpu.TaskError, match=kind.__name__):
-        await fail.remote()
-    assert await tasks.add.remote(1) == 2
-
-
 async def test_a_plain_function_that_ends_too_late(node: aiogpu.types.Node) -> None:
     """It cannot be interrupted. What waited behind it beyond its time never runs."""
 
@@ -357,25 +217,6 @@ def cancel_it() -> None:
     (handle,) = seen
     assert isinstance(handle, aiogpu.Handle)
     assert handle.cancel()
-
-
-async def test_a_handle_that_its_own_task_cancels(node: aiogpu.types.Node) -> None:
-    handle = cancel_it.remote()
-    seen.append(handle)
-    with pytest.raises(asyncio.CancelledError):
-        await handle
-    assert await tasks.add.remote(1) == 2
-
-
-async def test_cancelling_it_before_its_first_step(node: aiogpu.types.Node) -> None:
-    """The coroutine was made and never begun; nobody warns of that."""
-    loop = asyncio.get_running_loop()
-    handle = note_softly.remote("never")
-    loop.call_soon(handle.cancel)
-    with pytest.raises(asyncio.CancelledError):
-        await handle
-    assert await tasks.add.remote(1) == 2
-    assert seen == []
 
 
 never: list[asyncio.Event] = []
@@ -467,47 +308,6 @@ async def test_the_programs_own_asyncio_tasks_are_left_alone(gate: Gate) -> None
         await asyncio.wait([mine])
 
 
-async def test_status(node: aiogpu.types.Node, gate: Gate) -> None:
-    assert (await aiogpu.status()).workers == ()
-    first = tasks.gated_coroutine.options(num_gpus=0.5, name="first")
-    running = first.remote(gate.path, "a")
-    waiting = [note.options(priority=p, name=f"p{p}").remote(p) for p in (0, 5)]
-    await gate.entered("a")
-    status = await aiogpu.status()
-    ((holder,), ()) = (device.holders for device in status.devices)
-    assert (holder.share, holder.task, holder.pid) == (0.5, "first", os.getpid())
-    (worker,) = status.workers
-    assert (worker.pid, worker.state) == (os.getpid(), "busy")
-    assert worker.task == "first"
-    assert [(t.name, t.state) for t in status.tasks] == [
-        ("first", "running"),
-        ("p0", "waiting"),
-        ("p5", "waiting"),
-    ]
-    assert [task.reason for task in status.waiting] == ["waits for its turn"] * 2
-    gate.release("a")
-    await asyncio.gather(running, *waiting)
-
-
-@pytest.mark.parametrize("is_shown", [True, False])
-async def test_output_has_no_prefix(
-    is_shown: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    @aiogpu.remote
-    async def print_softly() -> None:
-        print("a")
-        await asyncio.sleep(0)
-        print("b", file=sys.stderr)
-
-    async with aiogpu.init(address="inline", num_cpus=1, log_to_driver=is_shown):
-        await tasks.output.remote(["x", "y"])
-        await print_softly.remote()
-        print("the program's own")
-    out, err = capsys.readouterr()
-    own = "the program's own\n"
-    assert (out, err) == (f"x\ny\na\n{own}" if is_shown else own, "b\n" * is_shown)
-
-
 async def test_preloaded_modules_are_imported_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,17 +317,6 @@ async def test_preloaded_modules_are_imported_here(
         assert "preloaded_inline" in sys.modules
     with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
         await aiogpu.init(address="inline", preload=["no_such_module"])
-
-
-def test_on_the_loop_of_another_thread() -> None:
-    async def main() -> None:
-        async with aiogpu.init(address="inline", num_cpus=1):
-            await note_place.remote()
-
-    thread = threading.Thread(target=asyncio.run, args=[main()])
-    thread.start()
-    thread.join()
-    assert seen == [(os.getpid(), thread)]
 
 
 def test_one_whose_loop_has_gone_is_dropped() -> None:
@@ -555,21 +344,6 @@ async def stubborn_parent() -> None:
     assert not other.done()
 
 
-async def test_haste_gives_the_variables_back() -> None:
-    """As at the interpreter's exit, where no loop runs any more."""
-    before = dict(os.environ)
-    async with aiogpu.init(address="inline", num_cpus=1) as session:
-        handle = wait_for_ever.remote()
-        while not seen:
-            await asyncio.sleep(0)
-        assert os.environ[VISIBLE] == ""
-        session._session.close_now()
-        assert dict(os.environ) == before
-        handle.cancel()
-        await asyncio.sleep(0)
-    assert seen == ["begin", "end"]
-
-
 @aiogpu.remote
 async def wait_for_ever() -> None:
     seen.append("begin")
@@ -593,3 +367,660 @@ async def test_the_program_ends_while_a_task_runs() -> None:
     await asyncio.to_thread(thread.join)
     assert dict(os.environ) == before
     assert seen[:2] == ["begin", "end"]
+
+
+@aiogpu.remote
+def note_place() -> None:
+    seen.append((os.getpid(), threading.current_thread()))
+
+
+@aiogpu.remote
+async def note_loop() -> None:
+    seen.append((asyncio.get_running_loop(), threading.current_thread()))
+
+
+async def test_tasks_run_in_this_process_and_thread(node: aiogpu.types.Node) -> None:
+    await note_place.remote()
+    await note_loop.remote()
+    here = threading.current_thread()
+    assert seen == [(os.getpid(), here), (asyncio.get_running_loop(), here)]
+
+    async def elsewhere() -> None:
+        async with aiogpu.init(address="inline", num_cpus=1):
+            await note_place.remote()
+
+    thread = threading.Thread(target=asyncio.run, args=[elsewhere()])
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert seen[2:] == [(os.getpid(), thread)]
+
+
+async def test_one_after_the_other_in_order(node: aiogpu.types.Node) -> None:
+    """Whatever their priority; nothing runs inside `.remote()`."""
+    handles = [
+        note.remote(1),
+        note_softly.options(priority=-1).remote(2),
+        note.options(priority=5).remote(3),
+        note_softly.remote(4),
+    ]
+    assert seen == []
+    handles[0].add_done_callback(lambda _: seen.append("the program's turn"))
+    await asyncio.gather(*handles)
+    two, four = [[("begin", number), ("end", number)] for number in (2, 4)]
+    assert seen == [1, "the program's turn", *two, 3, *four]
+
+
+async def test_a_debugger_finds_the_frames_after_the_end(
+    node: aiogpu.types.Node,
+) -> None:
+    """As `pytest --pdb` does; the worker's text is the cause all the same."""
+
+    def plain(local: str) -> None:
+        raise KeyError(local)
+
+    async def coroutine(local: str) -> None:
+        await asyncio.sleep(0)
+        plain(local)
+
+    class Actor:
+        def method(self, local: str) -> None:
+            plain(local)
+
+    actor = aiogpu.remote(Actor).remote()
+    calls = {
+        "plain": (aiogpu.remote(plain).remote, ["plain"]),
+        "coroutine": (aiogpu.remote(coroutine).remote, ["coroutine", "plain"]),
+        "method": (actor.method.remote, ["method", "plain"]),
+    }
+    for call, expected in calls.values():
+        with pytest.raises(KeyError, match="found") as caught:
+            await call("found")
+        names = [entry.name for entry in caught.traceback]
+        assert names[-len(expected) :] == expected
+        assert "engines/inline" not in " ".join(str(e.path) for e in caught.traceback)
+        assert caught.traceback[-1].frame.f_locals["local"] == "found"
+        assert "raise KeyError(local)" in str(caught.value.__cause__)
+        assert "engines/inline" not in str(caught.value.__cause__)
+    with pytest.raises(aiogpu.ActorDiedError, match="OSError: no model") as broken:
+        await Broken.remote(OSError)
+    trace = broken.value.__cause__.__traceback__  # type: ignore[union-attr]
+    assert trace.tb_frame.f_locals["kind"] is OSError
+
+
+async def test_values_are_copies(node: aiogpu.types.Node) -> None:
+    """Else a test would pass here whose program fails in workers."""
+    mine: list[object] = [1]
+
+    @aiogpu.remote
+    def change(given: list[object]) -> list[object]:
+        given.append(2)
+        mine.append(3)
+        return mine
+
+    assert await change.remote(mine) == [1, 3]
+    assert mine == [1]
+    back = await tasks.echo.remote(mine)
+    assert (back, back is mine) == ([1], False)
+    counter = await Counter.remote()
+    await counter.note.remote(mine)
+    (kept,) = await counter.notes.remote()
+    assert (kept, kept is mine) == ([1], False)
+
+
+@pytest.mark.parametrize("kind", ["plain", "coroutine"])
+async def test_the_surroundings_are_there_and_taken_off(
+    kind: str, node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (VISIBLE, "AIOGPU_TEST_A", "AIOGPU_TEST_B")
+    monkeypatch.setenv(VISIBLE, "before")
+    monkeypatch.setenv("AIOGPU_TEST_A", "before")
+    monkeypatch.delenv("AIOGPU_TEST_B", raising=False)
+
+    def plain(is_bad: bool) -> list[object]:
+        found = [
+            os.environ.get(name)
+            for name in ("CUDA_VISIBLE_DEVICES", "AIOGPU_TEST_A", "AIOGPU_TEST_B")
+        ]
+        os.environ["AIOGPU_TEST_A"] = "spoilt"
+        context = aiogpu.get_runtime_context()
+        assert (context.task_name, context.worker_id > 0) == ("named", True)
+        if is_bad:
+            raise LookupError(found)
+        return found
+
+    async def coroutine(is_bad: bool) -> list[object]:
+        await asyncio.sleep(0)
+        return plain(is_bad)
+
+    variables = {"AIOGPU_TEST_A": "a", "AIOGPU_TEST_B": "b"}
+    task = aiogpu.remote(num_gpus=2, name="named", runtime_env={"env_vars": variables})(
+        plain if kind == "plain" else coroutine
+    )
+    for is_bad in (False, True):
+        try:
+            found = await task.remote(is_bad)
+        except LookupError as error:
+            found = error.args[0]
+        assert found == ["0,1", "a", "b"]
+        assert [os.environ.get(name) for name in names] == ["before", "before", None]
+        context = aiogpu.get_runtime_context()
+        assert (context.node_id, context.worker_id, context.task_id) == ("", 0, 0)
+        assert (context.task_name, context.assigned_resources) == ("", {})
+        assert aiogpu.get_gpu_ids() == []
+
+
+async def test_a_task_that_is_cancelled_by_itself_or_before_its_first_step(
+    node: aiogpu.types.Node,
+) -> None:
+    """Of a coroutine that was made and never begun nobody warns."""
+    itself = cancel_it.remote()
+    seen.append(itself)
+    with pytest.raises(asyncio.CancelledError):
+        await itself
+    early = note_softly.remote("never")
+    asyncio.get_running_loop().call_soon(early.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await early
+    assert await tasks.add.remote(1) == 2
+    assert seen == [itself]
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+async def test_output_has_no_prefix(
+    is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @aiogpu.remote
+    async def print_softly() -> None:
+        print("a")
+        await asyncio.sleep(0)
+        print("b", file=sys.stderr)
+
+    class Prints:
+        def __init__(self) -> None:
+            print("constructor")
+
+        async def method(self) -> None:
+            print("method")
+            await asyncio.gather(self.other())
+
+        async def other(self) -> None:
+            print("other")
+
+    async with aiogpu.init(address="inline", num_cpus=1, log_to_driver=is_shown):
+        await tasks.output.remote(["x", "y"])
+        await print_softly.remote()
+        async with aiogpu.remote(Prints).remote() as actor:
+            await actor.method.remote()
+        print("mine")
+    out, err = capsys.readouterr()
+    shown = [*"xya", "constructor", "method", "other"] if is_shown else []
+    assert (out.split(), err) == ([*shown, "mine"], "b\n" * is_shown)
+
+
+async def test_haste_gives_the_variables_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the interpreter's exit, where no loop runs any more."""
+    monkeypatch.setattr("aiogpu.engines.inline.engine.PATIENCE", 0.01)
+    before = dict(os.environ)
+    async with aiogpu.init(address="inline", num_cpus=1) as session:
+        handle = wait_for_ever.remote()
+        while not seen:
+            await asyncio.sleep(0)
+        assert os.environ[VISIBLE] == ""
+        session._session.close_now()
+        assert dict(os.environ) == before
+        handle.cancel()
+        await asyncio.sleep(0)
+    assert seen == ["begin", "end"]
+
+
+async def test_a_coroutine_cannot_end_the_program(node: aiogpu.types.Node) -> None:
+    for kind in (SystemExit, KeyboardInterrupt, GeneratorExit):
+
+        @aiogpu.remote
+        async def fail(kind: type[BaseException] = kind) -> None:
+            await asyncio.sleep(0)
+            raise kind
+
+        with pytest.raises(aiogpu.TaskError, match=kind.__name__):
+            await fail.remote()
+    assert await tasks.add.remote(1) == 2
+
+
+# Actors
+
+
+@pytest.fixture
+async def actors_node() -> AsyncIterator[aiogpu.types.Node]:
+    before = os.environ.get(VISIBLE)
+    async with aiogpu.init(
+        address="inline", num_cpus=1, num_gpus=2, cancel_grace=0.1
+    ) as session:
+        yield session
+        gc.collect()  # errors that were caught hold the test's handles
+        await until(lambda: not session._session._engine._node.actors.are_there)  # type: ignore[attr-defined]
+        assert (await session.available_resources())["GPU"] == 2.0
+        assert (await session.available_resources())["CPU"] == 1.0
+        session._session._engine._node.scheduler.ledger.check()  # type: ignore[attr-defined]
+    assert os.environ.get(VISIBLE) == before
+    assert aiogpu.get_runtime_context().worker_id == 0
+    with pytest.raises(aiogpu.errors.MisuseError):
+        aiogpu.exit_actor()
+
+
+def facts() -> tuple[Any, ...]:
+    context = aiogpu.get_runtime_context()
+    return context.task_name, aiogpu.get_gpu_ids(), os.environ.get(VISIBLE)
+
+
+@aiogpu.remote
+class Visited:
+    """Notes in this process what becomes of it."""
+
+    def __init__(self, name: str = "it") -> None:
+        self.name = name
+        self.event = asyncio.Event()
+        self.background: asyncio.Task[None] | None = None
+
+    def facts(self) -> tuple[Any, ...]:
+        return facts()
+
+    async def facts_of_three(self) -> list[tuple[Any, ...]]:
+        async def later() -> tuple[Any, ...]:
+            await asyncio.sleep(0)
+            return facts()
+
+        before = facts()
+        await asyncio.sleep(0)
+        return [before, *await asyncio.gather(later(), later()), facts()]
+
+    async def wait(self, name: str) -> str:
+        seen.append(name)
+        try:
+            await self.event.wait()
+        except asyncio.CancelledError:
+            seen.append(f"{name} cancelled")
+            raise
+        return name
+
+    async def begin(self) -> None:
+        self.background = asyncio.create_task(self.rest())
+        await asyncio.sleep(0)
+
+    async def rest(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append(("rest ended", *facts()))
+
+    def let_pass(self) -> None:
+        self.event.set()
+
+    async def ask(self, what: str) -> Any:
+        return await add_one.remote(what)
+
+    async def close(self) -> None:
+        seen.append("closing")
+        await asyncio.sleep(0)
+        seen.append(("closed", *facts()))
+
+    def __del__(self) -> None:
+        seen.append("gone")
+
+
+@aiogpu.remote
+def add_one(what: str) -> str:
+    return f"{what} 1"
+
+
+@aiogpu.remote
+async def ask_through(actor: Any) -> Any:
+    return await actor.ask.remote("task")
+
+
+@aiogpu.remote
+class Stubborn:
+    async def wait(self) -> None:
+        for _ in range(2):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                seen.append("swallowed")
+
+
+async def test_methods_wait_for_tasks_and_tasks_for_methods(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    """What a method starts does not wait for the task that waits for the method."""
+    visited = await Visited.remote()
+    assert await ask_through.remote(visited) == "task 1"
+    first = [add_one.remote("x"), ask_through.remote(visited), add_one.remote("y")]
+    assert await asyncio.gather(*first) == ["x 1", "task 1", "y 1"]
+
+
+async def test_plain_code_that_waits_for_what_only_the_program_could_end(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    holder = await Counter.options(num_gpus=2).remote()
+    waits = Counter.options(num_gpus=1).remote()
+    for task in (handed_on.add_to, by_a_child):
+        with pytest.raises(aiogpu.errors.DeadlockError, match="could never end"):
+            await asyncio.wait_for(
+                task.remote(waits, *[1][: task is not by_a_child]), 9
+            )
+    assert await holder.add.remote() == 1
+    aiogpu.kill(holder)
+    assert await waits.add.remote() == 1, "it lives, and no call of theirs has run"
+
+
+async def test_plain_code_cannot_wait_for_the_programs_loop(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    actor = await Async.remote()
+    with pytest.raises(
+        aiogpu.errors.NodeError, match=r"Async\.add\.remote.*address='local'"
+    ):
+        await handed_on.add_to.remote(actor, 1)
+    assert await handed_on.add_soon.remote(actor, 2) == 2
+
+
+@aiogpu.remote
+async def await_twice(visited: Any) -> None:
+    async def wait(call: Any) -> None:
+        await call
+
+    call = visited.wait.remote("call")
+    await asyncio.gather(wait(call), wait(call))
+    seen.append("waited")
+    await asyncio.Event().wait()
+
+
+async def test_a_call_may_be_awaited_twice(actors_node: aiogpu.types.Node) -> None:
+    """[B12] A task gives its CPU back only while it waits."""
+    visited = await Visited.remote()
+    task = await_twice.remote(visited)
+    await until(lambda: seen == ["call"])
+    assert (await actors_node.available_resources())["CPU"] == 1.0
+    await visited.let_pass.remote()
+    await until(lambda: seen == ["call", "waited"])
+    assert (await actors_node.available_resources())["CPU"] == 0.0
+    task.cancel()
+
+
+async def test_the_end_of_the_node() -> None:
+    """[B6]"""
+    async with aiogpu.init(address="inline", num_cpus=1, num_gpus=1):
+        visited = await Visited.options(num_gpus=1).remote()
+        waiting, unplaced = visited.wait.remote("a"), Plain.options(num_gpus=1).remote()
+        behind = unplaced.facts.remote()
+        await visited.begin.remote()
+        plain = await Plain.remote()
+    for told in (waiting, unplaced, behind, visited, plain):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
+            await told
+    await until(lambda: seen.count("gone") == 2)
+    assert [x for x in seen if isinstance(x, str)] == [
+        "a",
+        *("gone", "a cancelled", "closing", "gone"),
+    ]
+
+
+async def test_who_does_not_end_is_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with aiogpu.init(
+        address="inline", num_cpus=1, num_gpus=1, cancel_grace=0.01
+    ) as session:
+        stubborn = await Stubborn.options(num_gpus=1).remote()
+        call = stubborn.wait.remote()
+        await asyncio.sleep(0)
+        with caplog.at_level(logging.WARNING):
+            aiogpu.kill(stubborn)
+            await stubborn._link.ended()
+        assert await gpus(session) == 1.0
+    assert "Stubborn was told to end and runs on" in caplog.text
+    # Whoever is left behind is cancelled once more, as tasks are.
+    await until(lambda: seen == ["swallowed", "swallowed"])
+    with pytest.raises(aiogpu.ActorDiedError):
+        await call
+
+
+@pytest.mark.parametrize("cls", [Threads, Groups])
+async def test_threads_are_refused(cls: Any, actors_node: aiogpu.types.Node) -> None:
+    with pytest.raises(
+        aiogpu.errors.NodeError, match=r"max_concurrency.*address='local'"
+    ):
+        cls.remote()
+
+
+async def test_a_detached_one_outlives_its_handles() -> None:
+    async with aiogpu.init(address="inline", num_cpus=1):
+        kept = await Plain.options(name="kept", lifetime="detached").remote()
+        del kept
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not seen
+        found = aiogpu.get_actor("kept")
+        assert (await found.facts.remote())[0] == "Plain 'kept'.facts"
+    assert seen == ["gone"]
+
+
+@aiogpu.remote
+def by_a_child(counter: Any) -> int:
+    return int(aiogpu.get(handed_on.add_soon.remote(counter, 5)))
+
+
+@aiogpu.remote
+class Endless:
+    def __init__(self) -> None:
+        self.is_over = False
+
+    async def close(self) -> None:
+        while not self.is_over:
+            with contextlib.suppress(asyncio.CancelledError):
+                seen.append(self)
+                await asyncio.Event().wait()
+
+
+async def test_the_end_by_force() -> None:
+    """[B6] Nobody is given time."""
+    init = aiogpu.init(address="inline", num_cpus=1, cancel_grace=60)
+    async with init as session:
+        endless = await Endless.remote()
+        closing = asyncio.ensure_future(session.shutdown())
+        await until(lambda: seen)
+        assert not closing.done()
+        seen[0].is_over = True
+        await session.shutdown(at_once=True)
+        await closing
+    with pytest.raises(aiogpu.errors.NodeClosedError):
+        await endless
+
+
+@aiogpu.remote
+class Plain:
+    def facts(self) -> tuple[Any, ...]:
+        return facts()
+
+    def note(self, what: object) -> None:
+        seen.append(what)
+
+    def child(self) -> Any:
+        return aiogpu.get(tasks.where.options(num_gpus=1).remote()), facts()
+
+    def kill(self, actor: Any) -> str:
+        aiogpu.kill(actor)
+        return "killed"
+
+    def hidden_wait(self, name: str) -> Any:
+        """A plain method that gives a coroutine, as decorators make them."""
+        return self._wait(name)
+
+    async def _wait(self, name: str) -> None:
+        seen.append(name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append(f"{name} ended")
+
+    def __del__(self) -> None:
+        seen.append("gone")
+
+
+async def gpus(session: aiogpu.types.Node) -> float:
+    return (await session.available_resources())["GPU"]
+
+
+async def test_where_an_actors_code_runs(actors_node: aiogpu.types.Node) -> None:
+    before = facts()
+    plain = await Plain.options(num_gpus=1, name="plain").remote()
+    assert await plain.facts.remote() == ("Plain 'plain'.facts", [0], "0")
+    child, mine = await plain.child.remote()
+    assert child["ids"] == [1]
+    assert mine == ("Plain 'plain'.child", [0], "0")
+    other = await Visited.options(num_gpus=1, name="other").remote()
+    place = "Visited 'other'", [1], "1"
+    told = other.facts_of_three.remote()
+    while not told.done():
+        assert facts() == before
+        await asyncio.sleep(0)
+    assert told.result() == [("Visited 'other'.facts_of_three", *place[1:])] * 4
+    await other.begin.remote()
+    del other
+    await until(lambda: "gone" in seen)
+    rest = "rest ended", "Visited 'other'.begin", *place[1:]
+    assert seen == ["closing", ("closed", *place), rest, "gone"]
+
+
+async def test_what_waits_for_an_actors_resources(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    """[B30] Calls go on meanwhile."""
+    holder = await Counter.options(num_cpus=1, num_gpus=2, name="holder").remote()
+    waits = tasks.where.options(num_gpus=1).remote()
+    later = Counter.options(num_gpus=1, name="later").remote()
+    call = later.add.remote()
+    assert await holder.add.remote() == 1
+    assert not waits.done()
+    assert not call.done()
+    assert (await actors_node.available_resources())["CPU"] == 0.0
+    status = await aiogpu.status()
+    states = {task.name: task.state for task in status.tasks}
+    assert states["Counter 'holder'"] == "running"
+    assert states["Counter 'later'"] == "waiting"
+    assert [holder.task for holder in status.devices[0].holders] == ["Counter 'holder'"]
+    aiogpu.kill(holder)
+    assert await call == 1
+    assert (await waits)["ids"] in ([0], [1])
+
+
+@aiogpu.remote
+def cancel_one_of_two(plain: Any) -> Any:
+    first, second = plain.note.remote("first"), plain.note.remote("second")
+    assert first.cancel()
+    return aiogpu.get(second)
+
+
+async def test_cancelled_calls_of_plain_methods(actors_node: aiogpu.types.Node) -> None:
+    """[B15] Those that wait never run; by the program or by a task."""
+    plain = await Plain.remote()
+    calls = [plain.note.remote(number) for number in range(5)]
+    calls[1].cancel()
+    calls[4].cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert seen == [0, 2, 3]
+
+    assert await cancel_one_of_two.remote(plain) is None
+    assert seen.pop() == "second"
+    waiting, behind = plain.hidden_wait.remote("a"), plain.note.remote("behind")
+    await until(lambda: "a" in seen)
+    waiting.cancel()
+    await behind
+    assert seen == [0, 2, 3, "a", "a ended", "behind"]
+
+
+async def test_kill(actors_node: aiogpu.types.Node) -> None:
+    holder = await Visited.options(num_gpus=2, name="a").remote()
+    waits = Plain.options(num_gpus=1).remote()
+    running = holder.wait.remote("a")
+    await until(lambda: seen == ["a"])
+    for actor in (waits, holder, holder):
+        aiogpu.kill(actor)
+    for told in (waits, waits.facts.remote(), running, holder, holder.facts.remote()):
+        with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
+            await told
+    await holder._link.ended()
+    assert await gpus(actors_node) == 2.0
+    assert seen[:2] == ["a", "a cancelled"]
+    assert "closing" not in seen
+    with pytest.raises(aiogpu.errors.ActorNameError):
+        aiogpu.get_actor("a")
+    plain, killer = await Plain.remote(), await Plain.options(num_gpus=1).remote()
+    hidden = plain.hidden_wait.remote("hidden")
+    await until(lambda: "hidden" in seen)
+    assert await killer.kill.remote(plain) == "killed"
+    with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
+        await hidden
+    await until(lambda: "hidden ended" in seen)
+    with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
+        await killer.kill.remote(killer)
+    await killer._link.ended()
+    assert await gpus(actors_node) == 2.0
+
+
+async def test_killed_and_made_anew(actors_node: aiogpu.types.Node) -> None:
+    """[B33]"""
+    actor = Visited.options(max_restarts=1, num_gpus=1, name="it").remote()
+    lost = actor.wait.remote("a")
+    await until(lambda: "a" in seen)
+    aiogpu.kill(actor, no_restart=False)
+    behind = actor.facts.remote()
+    with pytest.raises(aiogpu.ActorDiedError, match="ran this call") as caught:
+        await lost
+    assert caught.value.is_restarting
+    assert (await behind)[1] == [0]
+    await until(lambda: "gone" in seen)
+    assert (await aiogpu.get_actor("it").facts.remote())[1] == [0]
+    aiogpu.kill(actor, no_restart=False)
+    for call in (actor, actor.facts.remote()):
+        with pytest.raises(aiogpu.ActorDiedError, match="without restarts left"):
+            await call
+    nobodys = await Visited.options(num_gpus=2, max_restarts=-1).remote()
+    aiogpu.kill(nobodys, no_restart=False)
+    del nobodys
+    assert (await tasks.where.options(num_gpus=2).remote())["ids"] == [0, 1]
+
+
+@pytest.mark.parametrize("runner", [aiogpu.run, asyncio.run])
+def test_a_program_that_ends_without_closing_its_node(runner: Any) -> None:
+    """[B6] Its loop cancels all that runs, and then the node ends in order."""
+    calls: list[aiogpu.Handle[Any]] = []
+
+    async def main() -> None:
+        await aiogpu.init(address="inline", num_cpus=1)
+        actor = await Visited.remote()
+        calls.append(actor.wait.remote("wait"))
+        await until(lambda: "wait" in seen)
+
+    runner(main())
+    assert seen[:3] == ["wait", "wait cancelled", "closing"]
+    assert seen[3][:2] == ("closed", "Visited")
+    assert seen[4:] == ["gone"]
+    told = repr(calls[0].exception())
+    assert told == "NodeClosedError('the event loop of Visited has ended.')"
+
+
+@aiogpu.remote
+class Parent:
+    async def start(self) -> None:
+        self.child = wait_for_ever.remote()
+        await asyncio.sleep(0)
+
+
+async def test_what_an_actor_has_started_ends_with_it(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    async with Parent.remote() as parent:
+        await parent.start.remote()
+        await until(lambda: seen == ["begin"])
+    await until(lambda: seen == ["begin", "end"])
+    assert await add_one.remote("x") == "x 1"
