@@ -1,12 +1,17 @@
-"""Tasks that are given views of shared memory, and keep, change or outlive them."""
+"""Tasks whose values lie in shared memory: light, since workers import them."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
+import signal
 import tempfile
-from typing import Final
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import aiogpu
 from aiogpu.memory.addresses import address_of
@@ -34,12 +39,6 @@ def keep(view: memoryview) -> None:
 def bytes_kept() -> list[set[int]]:
     """Which bytes each of the kept ones shows."""
     return [set(view) for view in _kept]
-
-
-@aiogpu.remote
-def try_to_change(view: memoryview) -> None:
-    """Write where only reading is allowed."""
-    view[0] = 1
 
 
 @aiogpu.remote
@@ -95,3 +94,109 @@ def make_many(count: int, size: int) -> list[memoryview]:
 def number_in(_text: str, view: memoryview) -> int:
     """The number in its first bytes."""
     return int.from_bytes(view[:4], "little")
+
+
+turns = 0
+"""How often the loop has turned, as a test counts it."""
+unpickled_in: list[int] = []
+"""In which of them each value was unpickled."""
+
+
+class SlowValue:
+    """Large, so that it comes through shared memory."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.content = bytearray(1 << 19)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        import pickle
+
+        return make_again, (self.number, pickle.PickleBuffer(self.content))
+
+
+def make_again(number: int, _: object) -> int:
+    """Take its time."""
+    from aiogpu.api.results.handle import DECODING
+
+    until = time.perf_counter() + 2 * DECODING
+    while time.perf_counter() < until:
+        pass
+    unpickled_in.append(turns)
+    return number
+
+
+@aiogpu.remote
+def make_slow_value(number: int) -> SlowValue:
+    """Give one."""
+    return SlowValue(number)
+
+
+class Points:
+    """Places where a task and the test wait for each other, in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            os.mkfifo(self.directory / name)
+
+    def arrive(self, name: str) -> None:
+        """The task's side."""
+        with (self.directory / name).open("w") as pipe:
+            pipe.write(name)
+
+    def meet(self, name: str) -> None:
+        """The test's side."""
+        assert (self.directory / name).read_text() == name
+
+
+class PickledLast:
+    """Arrives at a point when it is pickled, that is after what stands before it."""
+
+    def __init__(self, points: Points) -> None:
+        self.points = points
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        self.points.arrive("shared")
+        return str, ("last",)
+
+
+@aiogpu.remote(max_calls=1)
+def child(points: Points) -> str:
+    points.arrive("child runs")
+    points.arrive("child goes on")
+    # A process ends after it has sent its last answer.
+    atexit.register(points.arrive, "child has answered")
+    return "a result"
+
+
+def begin(points: Points) -> list[Any]:
+    handle = child.remote(points)
+    points.arrive("parent runs")
+    points.arrive("parent goes on")
+    return [handle, PickledLast(points)]
+
+
+@aiogpu.remote(max_calls=1)
+def hand_on(points: Points) -> list[Any]:
+    return begin(points)
+
+
+@aiogpu.remote(max_calls=1)
+async def hand_on_softly(points: Points) -> list[Any]:
+    return begin(points)
+
+
+@aiogpu.remote(max_retries=0)
+def hand_on_and_die(points: Points) -> Iterator[list[Any]]:
+    yield begin(points)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@aiogpu.remote
+class Parent:
+    def hand_on_and_leave(self, points: Points) -> Iterator[list[Any]]:
+        yield begin(points)
+        aiogpu.exit_actor()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import aiogpu
-from tests.contract import keepers, odd_pickles
 from tests.contract import value_tasks as v
 from tests.support.gate import Gate
 
@@ -26,39 +25,6 @@ async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
         yield session
 
 
-@pytest.mark.parametrize("task", [v.split, v.split_softly])
-async def test_each_result_has_a_handle(task: Any, node: aiogpu.types.Node) -> None:
-    a, b, c = task.options(num_returns=3).remote([1, "two", [3]])
-    assert [await a, await b, await c] == [1, "two", [3]]
-    assert await asyncio.gather(*task.options(num_returns=2).remote((4, 5))) == [4, 5]
-    (only,) = [task.options(num_returns=1).remote([6])]
-    assert await only == [6]
-
-
-async def test_any_iterable_will_do_that_has_so_many(node: aiogpu.types.Node) -> None:
-    a, b, c = v.split_by_dict.options(num_returns=3).remote()
-    assert [await a, await b, await c] == ["x", "y", "z"]
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ([1], "returned 1 objects, but num_returns=2"),
-        ([1, 2, 3], "returned 3 objects, but num_returns=2"),
-        ([], "returned 0 objects"),
-        (7, "returned a int"),
-        ("ab", "returned a str"),
-        (None, "returned a NoneType"),
-    ],
-)
-async def test_as_many_as_were_asked_for(
-    value: Any, told: str, node: aiogpu.types.Node
-) -> None:
-    for handle in v.split.options(num_returns=2).remote(value):
-        with pytest.raises((ValueError, TypeError), match=told):
-            await handle
-
-
 async def test_results_as_arguments(node: aiogpu.types.Node) -> None:
     a, b = v.split.options(num_returns=2).remote([1, 2])
     assert await v.total.remote(a, b, x=a) == 4
@@ -67,16 +33,8 @@ async def test_results_as_arguments(node: aiogpu.types.Node) -> None:
     assert await v.await_nested.remote({"handle": b}) == 2
 
 
-@pytest.mark.parametrize("task", [v.add_parts, v.add_parts_softly, v.add_gotten_parts])
-async def test_results_of_children_as_arguments(
-    task: Any, node: aiogpu.types.Node
-) -> None:
-    factor = 2 if task is v.add_gotten_parts else 1
-    assert await task.remote([1, 20, 300]) == 321 * factor
-
-
 async def test_methods_have_several(node: aiogpu.types.Node) -> None:
-    for kind in (keepers.Serial, keepers.Soft):
+    for kind in (v.Serial, v.Soft):
         async with kind.remote() as actor:
             a, b = actor.both.remote([1, 2])
             assert [await b, await a] == [2, 1]
@@ -104,26 +62,20 @@ async def test_the_work_stops_when_nobody_wants_any_of_them(
 async def test_one_is_cancelled_and_the_other_comes(
     node: aiogpu.types.Node, gate: Gate
 ) -> None:
+    """Of a task that runs; and of an actor that is not there yet."""
     a, b = v.gated_split.options(num_returns=2).remote(gate.path, "slow", [1, 2])
     needs_a = v.give.remote(a)
     await gate.entered("slow")
     assert a.cancel()
     gate.release("slow")
-    assert await b == 2
-    with pytest.raises(aiogpu.TaskCancelledError):
-        await needs_a
-
-
-async def test_one_is_cancelled_before_its_actor_is_there(
-    node: aiogpu.types.Node,
-) -> None:
-    actor = keepers.Serial.remote()
-    a, b = actor.both.remote([1, 2])
-    needs_a = v.give.remote(a)
-    assert a.cancel()
-    assert await b == 2
-    with pytest.raises(aiogpu.TaskCancelledError):
-        await needs_a
+    actor = v.Serial.remote()
+    c, d = actor.both.remote([1, 2])
+    needs_c = v.give.remote(c)
+    assert c.cancel()
+    assert [await b, await d] == [2, 2]
+    for lost in (needs_a, needs_c):
+        with pytest.raises(aiogpu.TaskCancelledError):
+            await lost
 
 
 @pytest.mark.needs("at once")
@@ -137,21 +89,6 @@ async def test_a_task_cancels_one_and_the_other_comes(
     assert await running == 2
 
 
-async def test_all_of_them_fail(node: aiogpu.types.Node) -> None:
-    a, b = v.fail.options(num_returns=2).remote("both")
-    for handle in (a, v.give.remote(b), b):
-        with pytest.raises(odd_pickles.LoudError, match="both"):
-            await handle
-
-
-async def test_a_result_that_cannot_be_pickled_fails_all(
-    node: aiogpu.types.Node,
-) -> None:
-    for handle in v.split_unwilling.options(num_returns=2).remote():
-        with pytest.raises(aiogpu.errors.SerializationError, match="will not travel"):
-            await handle
-
-
 async def test_many_and_large(node: aiogpu.types.Node) -> None:
     parts = v.split.options(num_returns=500).remote(list(range(500)))
     assert await v.total.remote(*parts) == sum(range(500))
@@ -159,3 +96,44 @@ async def test_many_and_large(node: aiogpu.types.Node) -> None:
     a, b, c = v.split.options(num_returns=3).remote(large)
     assert await v.give.remote(b) == large[1]
     assert [await a, await b, await c] == large
+
+
+async def test_each_result_has_a_handle(node: aiogpu.types.Node) -> None:
+    """Of any iterable that has so many."""
+    for task in (v.split, v.split_softly):
+        a, b, c = task.options(num_returns=3).remote([1, "two", [3]])
+        assert [await a, await b, await c] == [1, "two", [3]]
+        two = task.options(num_returns=2).remote((4, 5))
+        assert await asyncio.gather(*two) == [4, 5]
+        assert await task.options(num_returns=1).remote([6]) == [6]
+    named = v.split_by_dict.options(num_returns=3).remote()
+    assert await asyncio.gather(*named) == ["x", "y", "z"]
+
+
+async def test_results_that_are_not_as_many_or_fail(node: aiogpu.types.Node) -> None:
+    for value, told in (
+        ([1], "returned 1 objects, but num_returns=2"),
+        ([1, 2, 3], "returned 3 objects, but num_returns=2"),
+        ([], "returned 0 objects"),
+        (7, "returned a int"),
+        ("ab", "returned a str"),
+        (None, "returned a NoneType"),
+    ):
+        for handle in v.split.options(num_returns=2).remote(value):
+            with pytest.raises((ValueError, TypeError), match=told):
+                await handle
+    for handle in v.split_unwilling.options(num_returns=2).remote():
+        with pytest.raises(aiogpu.errors.SerializationError, match="will not travel"):
+            await handle
+    a, b = v.fail.options(num_returns=2).remote("both")
+    for handle in (a, v.give.remote(b), b):
+        with pytest.raises(v.LoudError, match="both"):
+            await handle
+
+
+@pytest.mark.parametrize("task", [v.add_parts, v.add_parts_softly, v.add_gotten_parts])
+async def test_results_of_children_as_arguments(
+    task: Any, node: aiogpu.types.Node
+) -> None:
+    factor = 2 if task is v.add_gotten_parts else 1
+    assert await task.remote([1, 20, 300]) == 321 * factor

@@ -1,4 +1,4 @@
-"""Tasks that take, give and keep values: light to import, since workers import them."""
+"""Tasks and actors that take, give and keep values: light, as workers import them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,77 @@ from contextlib import suppress
 from typing import Any
 
 import aiogpu
-from tests.contract.odd_pickles import (
-    LoudError,
-    Sighted,
-    Unwilling,
-)
-from tests.support.gate import pass_gate_softly, say
+from tests.support.gate import pass_gate, pass_gate_softly, say
+
+
+class Sighted:
+    """Tells where it was unpickled: it is the pid of the process that did so last."""
+
+    def __init__(self, path: str, name: str = "sighted") -> None:
+        self.path = path
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return see, (self.path, self.name)
+
+
+def see(path: str, name: str) -> Sighted:
+    """Unpickles a `Sighted`, and notes the process in a file."""
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    return Sighted(path, name)
+
+
+class LoudError(Exception):
+    """Travels well."""
+
+
+class StubbornError(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.socket = lambda: None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+class Unwilling:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("I will not travel")
+
+
+class Explosive:
+    """Pickles well, and raises where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return explode, ("unpickled",)
+
+
+def explode(text: str) -> None:
+    raise LoudError(text)
+
+
+class Ending:
+    """Pickles well, and ends the process where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (7,)
+
+
+class Gated:
+    """Waits at a gate where it is unpickled."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self.path = path
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return pass_gate, (self.path, self.name)
+
 
 kept: list[Any] = []
 """What a task leaves for the next one of its process."""
@@ -255,8 +320,15 @@ def keep(value: Any) -> int:
 
 
 @aiogpu.remote
-def look() -> Any:
-    return kept[-1]
+def bytes_kept() -> list[int]:
+    """The byte of which each of the kept arrays is full."""
+    assert all((array == array[0]).all() for array in kept)
+    return [int(array[0]) for array in kept]
+
+
+@aiogpu.remote
+def change(array: Any) -> None:
+    array[0] = 3
 
 
 @aiogpu.remote
@@ -412,6 +484,20 @@ def give_sum(array: Any) -> int:
 
 
 @aiogpu.remote
+def full(number: int) -> Any:
+    import numpy as np
+
+    return np.full(200_000, number)
+
+
+@aiogpu.remote
+def wait_for_two(handles: list[Any]) -> list[int]:
+    ready, pending = aiogpu.wait(handles, num_returns=2)
+    assert (len(ready), len(pending)) == (2, 1)
+    return sorted(aiogpu.get(handle) for handle in aiogpu.as_completed(handles))
+
+
+@aiogpu.remote
 def talk_and_pass() -> Any:
     """Print, put, print, and hand on what was put."""
     import numpy as np
@@ -446,3 +532,65 @@ class Numbering:
     def how_many(self, *values: object) -> int:
         """How many there are."""
         return len(values)
+
+
+class Keeper:
+    """Keeps what it is given, and tells of it."""
+
+    def __init__(self, first: Any = None) -> None:
+        self.kept: list[Any] = [first]
+
+    def keep(self, value: Any) -> int:
+        self.kept.append(value)
+        return len(self.kept)
+
+    def all(self) -> list[Any]:
+        return self.kept
+
+    def last(self) -> Any:
+        return self.kept[-1]
+
+    def drop(self) -> None:
+        self.kept.clear()
+
+    def add(self, a: Any, b: Any = 1) -> Any:
+        return a + b
+
+    def read_last(self) -> Any:
+        """The value of the handle that it keeps."""
+        return aiogpu.get(self.kept[-1]["handle"])
+
+    @aiogpu.method(num_returns=2)
+    def both(self, value: list[Any]) -> Any:
+        return value
+
+    def pass_gate(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+    def own_pid(self) -> int:
+        return os.getpid()
+
+    def sum_of(self, array: Any) -> int:
+        return int(array.sum())
+
+
+@aiogpu.remote
+class Serial(Keeper):
+    pass
+
+
+@aiogpu.remote(max_concurrency=2)
+class Threaded(Keeper):
+    pass
+
+
+@aiogpu.remote
+class Soft(Keeper):
+    async def add(self, a: Any, b: Any = 1) -> Any:
+        import asyncio
+
+        await asyncio.sleep(0)
+        return a + b
+
+    async def read_last(self) -> Any:
+        return await self.kept[-1]["handle"]
