@@ -1,8 +1,11 @@
-"""The tasks of the tests of tasks that start tasks: light, since workers import it."""
+"""Tasks that start tasks: light to import, since workers import them."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import select
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,23 +16,8 @@ from tests.support.gate import pass_gate, say
 
 
 @aiogpu.remote
-def increased(number: int) -> int:
-    return aiogpu.get(tasks.add.remote(number))
-
-
-@aiogpu.remote
 def several(numbers: list[int]) -> list[int]:
     return aiogpu.get([tasks.add.remote(number) for number in numbers])
-
-
-@aiogpu.remote
-def depth(left: int) -> int:
-    return 1 + aiogpu.get(depth.remote(left - 1)) if left else 0
-
-
-@aiogpu.remote
-async def depth_of_coroutines(left: int) -> int:
-    return 1 + await depth_of_coroutines.remote(left - 1) if left else 0
 
 
 class LostError(Exception):
@@ -81,33 +69,6 @@ def refusal(function: Callable[[], object]) -> str:
 
 
 @aiogpu.remote
-def wait_for_ever() -> None:
-    threading.Event().wait()
-
-
-@aiogpu.remote
-def leave_child(path: str, name: str, child: str) -> None:
-    """Start a child, wait until it runs, and end without it."""
-    tasks.gated.remote(path, child)
-    pass_gate(path, name)
-
-
-@aiogpu.remote
-def leave_many(path: str, count: int) -> None:
-    """Start children that cannot begin, and end without them."""
-    for number in range(count):
-        tasks.gated.remote(path, f"child{number}")
-
-
-@aiogpu.remote
-async def leave_child_softly(path: str, name: str, child: str) -> None:
-    import asyncio
-
-    tasks.gated.remote(path, child)
-    await asyncio.to_thread(pass_gate, path, name)
-
-
-@aiogpu.remote
 def tree(path: str, name: str, levels: int) -> str:
     """A chain of tasks, each of which says that it runs and waits for the next."""
     say(path, f"{name}{levels}")
@@ -147,12 +108,6 @@ def outlive(path: str) -> int:
 
 
 @aiogpu.remote
-def count_lines(path: str, mark: str) -> None:
-    with open(path, "a") as file:
-        file.write(f"{mark}\n")
-
-
-@aiogpu.remote
 def start_anew(place: str, path: str) -> int:
     """Start a child that waits for ever; then die, the first time."""
     with open(place, "a+") as file:
@@ -172,3 +127,255 @@ def said_below(text: str) -> None:
     print(f"{text} begins")
     aiogpu.get(tasks.output.remote([f"{text} {number}" for number in range(3)]))
     print(f"{text} ends")
+
+
+kept: list[Any] = []
+"""What a task leaves for the next one of its process."""
+
+
+@aiogpu.remote
+def plain_sum(n: int) -> int:
+    return sum(aiogpu.get([tasks.add.remote(i) for i in range(n)]))
+
+
+@aiogpu.remote
+def mixed_depth(depth: int) -> int:
+    """A plain one that starts a coroutine that starts a plain one."""
+    return 0 if depth == 0 else 1 + aiogpu.get(mixed_depth_softly.remote(depth - 1))
+
+
+@aiogpu.remote
+async def mixed_depth_softly(depth: int) -> int:
+    import asyncio
+
+    await asyncio.sleep(0)
+    return 0 if depth == 0 else 1 + await mixed_depth.remote(depth - 1)
+
+
+@aiogpu.remote
+async def soft_sum(n: int) -> int:
+    import asyncio
+
+    return sum(await asyncio.gather(*(tasks.double.remote(i) for i in range(n))))
+
+
+@aiogpu.remote
+def sum_on_own_loop(n: int) -> int:
+    """A plain task that runs a loop of its own."""
+    import asyncio
+
+    async def main() -> int:
+        return sum(await asyncio.gather(*(tasks.double.remote(i) for i in range(n))))
+
+    return asyncio.run(main()) + aiogpu.get(tasks.add.remote(0))
+
+
+def caught(call: Callable[[], object]) -> tuple[str, str]:
+    """The same as two texts."""
+    name, _, text = refusal(call).partition(": ")
+    return name, text
+
+
+@aiogpu.remote
+def plain_catches(what: str, *args: Any, **options: Any) -> tuple[str, str]:
+    """Wait for a task of `tasks` that fails; tell how."""
+    function = getattr(tasks, what).options(**options)
+    return caught(lambda: aiogpu.get(function.remote(*args)))
+
+
+@aiogpu.remote
+async def soft_catches(what: str, *args: Any, **options: Any) -> tuple[str, str]:
+    try:
+        await getattr(tasks, what).options(**options).remote(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@aiogpu.remote
+def plain_fails_by_child() -> None:
+    aiogpu.get(tasks.fail.remote(LookupError, "of the child"))
+
+
+@aiogpu.remote
+def same_failure_twice() -> list[tuple[str, str]]:
+    handle = tasks.fail.remote(LookupError, "again")
+    good = tasks.add.remote(1)
+    failures = [caught(lambda: aiogpu.get([good, handle])) for _ in range(2)]
+    assert aiogpu.get(good) == 2
+    return failures
+
+
+@aiogpu.remote
+async def say_and_wait(path: str, name: str) -> None:
+    import asyncio
+
+    say(path, name)
+    open(f"{path}-{name}", "w").close()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        say(path, f"{name}-ended")
+
+
+def begun(path: str) -> aiogpu.Handle[None]:
+    """A child that has said that it runs, however long its start may take."""
+    handle = say_and_wait.remote(path, "child")
+    while not os.path.exists(f"{path}-child"):
+        caught(lambda: aiogpu.get(handle, timeout=0.02))
+    return handle
+
+
+@aiogpu.remote
+def plain_times_out(path: str) -> tuple[list[tuple[str, str]], bool]:
+    handle = begun(path)
+    first = caught(lambda: aiogpu.get(handle, timeout=0.05))
+    second = caught(lambda: aiogpu.get([handle], timeout=0.01))
+    return [first, second], handle.done()
+
+
+@aiogpu.remote
+def plain_resumes(path: str) -> tuple[bool, str]:
+    """A wait that is out of time, and a second one that is not.
+
+    It is the gate itself, since the program cannot act where it blocks the loop.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        handle = tasks.gated_coroutine.remote(path, "child")
+        while not select.select([listener], [], [], 0)[0]:
+            name, _ = caught(lambda: aiogpu.get(handle, timeout=0.02))
+            assert name == "TaskTimeoutError"
+        was_done = handle.done()
+        visitor, _ = listener.accept()
+        visitor.recv(100)
+        visitor.close()
+        return was_done, aiogpu.get(handle)
+
+
+@aiogpu.remote
+def plain_cancels(path: str) -> list[Any]:
+    waiting, running = tasks.add.remote(1), say_and_wait.remote(path, "child")
+    for handle in (waiting, running):
+        while handle is running and not os.path.exists(f"{path}-child"):
+            caught(lambda: aiogpu.get(running, timeout=0.02))
+        assert handle.cancel()
+        assert not handle.cancel()
+        assert handle.cancelled()
+    return [*(caught(lambda h=h: aiogpu.get(h)) for h in (waiting, running))]
+
+
+@aiogpu.remote(num_gpus=1)
+def plain_greedy() -> list[tuple[str, str]]:
+    """Waits for what needs the GPU that it holds; then for two of these."""
+    greedy = [tasks.add.options(num_gpus=1).remote(i) for i in range(3)]
+    return [
+        caught(lambda: aiogpu.get(greedy[0])),
+        caught(lambda: aiogpu.get(greedy[2:0:-1])),
+        caught(lambda: aiogpu.get(greedy[1])),
+    ]
+
+
+@aiogpu.remote(num_gpus=1)
+async def soft_greedy() -> list[str]:
+    import asyncio
+
+    greedy = [tasks.add.options(num_gpus=1).remote(i) for i in range(2)]
+    ended = await asyncio.gather(*greedy, return_exceptions=True)
+    return [type(error).__name__ for error in ended]
+
+
+@aiogpu.remote(num_gpus=1)
+def plain_starts_greedy() -> int:
+    """Starts what does not fit, and waits for another that does."""
+    tasks.add.options(num_gpus=1).remote(1)
+    return aiogpu.get(tasks.add.remote(1))
+
+
+@aiogpu.remote(num_gpus=1)
+async def soft_starts_greedy() -> int:
+    unawaited = tasks.add.options(num_gpus=1).remote(1)
+    result = await tasks.add.remote(1)
+    assert not unawaited.done()
+    return result
+
+
+@aiogpu.remote(num_gpus=1)
+def grandparent_greedy() -> tuple[str, str]:
+    return aiogpu.get(plain_catches.options(name="middle").remote("add", 1, num_gpus=1))
+
+
+@aiogpu.remote
+def plain_leaves(path: str) -> str:
+    """Ends while one child runs and another waits."""
+    begun(path)
+    tasks.add.options(num_gpus=1).remote(1)
+    return "left"
+
+
+@aiogpu.remote
+async def soft_leaves(path: str) -> str:
+    running = say_and_wait.remote(path, "child")
+    running.add_done_callback(lambda _: None)
+    await tasks.gated_coroutine.__wrapped__(path, "parent")  # type: ignore[attr-defined]
+    tasks.add.options(num_gpus=1).remote(1)
+    return "left"
+
+
+@aiogpu.remote
+def plain_waits(path: str) -> None:
+    aiogpu.get(say_and_wait.remote(path, "child"))
+
+
+@aiogpu.remote
+async def soft_waits(path: str) -> None:
+    await say_and_wait.remote(path, "child")
+
+
+@aiogpu.remote
+def misuses() -> list[tuple[str, str]]:
+    import asyncio
+
+    handle = tasks.add.remote(1)
+
+    async def get_on_a_loop() -> None:
+        aiogpu.get(handle)
+
+    async def await_it() -> None:
+        await handle
+
+    return [
+        caught(lambda: bool(handle)),
+        caught(lambda: asyncio.run(get_on_a_loop())),
+        caught(lambda: asyncio.run(await_it())),
+        caught(lambda: aiogpu.get(1)),  # type: ignore[call-overload]
+        caught(lambda: aiogpu.get(handle, timeout=0)),
+        caught(lambda: pickle.dumps(handle)),
+    ]
+
+
+@aiogpu.remote
+def keeps() -> None:
+    kept[:] = [tasks.add.remote(1)]
+
+
+@aiogpu.remote
+def gets_kept() -> tuple[str, str]:
+    return caught(lambda: aiogpu.get(kept.pop()))
+
+
+@aiogpu.remote
+def unreadable_twice() -> list[tuple[str, str]]:
+    handle = tasks.unreadable.remote("1 / 0")
+    return [caught(lambda: aiogpu.get(handle)) for _ in range(2)]
+
+
+@aiogpu.remote
+def facts() -> tuple[Any, ...]:
+    """What it sees of itself before, while and after its child runs."""
+    context = aiogpu.get_runtime_context
+    before = context().task_name, aiogpu.get_gpu_ids()
+    child = aiogpu.get(tasks.where.options(num_gpus=1, name="child").remote())
+    after = context().task_name, aiogpu.get_gpu_ids()
+    return before, (child["name"], child["ids"], child["visible"]), after

@@ -1,0 +1,749 @@
+"""[B12] Tasks that start tasks: waits, errors, resources, and what ends with whom."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import aiogpu
+from tests.contract import nested_tasks, tasks
+from tests.contract.nested_tasks import LostError, await_here, refusal, run_here
+from tests.support.gate import Gate, pass_gate
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[aiogpu.types.Node]:
+    """The same on the local engine, with one CPU more."""
+    async with aiogpu.init(num_cpus=3, num_gpus=1) as session:
+        yield session
+
+
+@pytest.fixture
+async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
+    """Two CPUs, and one GPU."""
+    async with (
+        asyncio.timeout(60),
+        aiogpu.init(
+            address=address, num_cpus=2, num_gpus=1, cancel_grace=20
+        ) as session,
+    ):
+        yield session
+
+
+async def test_children_are_waited_for(node: aiogpu.types.Node) -> None:
+    assert await nested_tasks.plain_sum.remote(300) == sum(range(1, 301))
+    assert await nested_tasks.soft_sum.remote(5) == 20
+    for _ in range(2):
+        assert await nested_tasks.sum_on_own_loop.remote(5) == 21
+
+
+async def test_a_deep_recursion(address: str) -> None:
+    """On one CPU, which each level lends to the next."""
+    async with asyncio.timeout(60), aiogpu.init(address=address, num_cpus=1):
+        assert await nested_tasks.mixed_depth.remote(20) == 20
+        await tasks.add.remote(1)
+        # A cluster tells a moment later.
+        while (await aiogpu.available_resources())["CPU"] != 1:
+            await asyncio.sleep(0)
+
+
+async def test_the_same_function_in_the_program_and_in_a_task(
+    node: aiogpu.types.Node,
+) -> None:
+    """Whoever calls it first."""
+    first = tasks.add.options(name="first in a task")
+    second = tasks.add.options(name="first in the program")
+
+    @aiogpu.remote
+    def call_both() -> list[int]:
+        return aiogpu.get([first.remote(1), second.remote(2)])
+
+    assert await second.remote(3) == 4
+    assert await call_both.remote() == [2, 3]
+    assert await asyncio.gather(first.remote(5), second.remote(6)) == [6, 7]
+    assert await call_both.remote() == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["plain", "soft"])
+async def test_errors_of_children(kind: str, node: aiogpu.types.Node) -> None:
+    catches = getattr(nested_tasks, f"{kind}_catches")
+    assert await catches.remote("fail", LookupError, "x") == ("LookupError", "x")
+    name, text = await catches.remote("fail", SystemExit, 3)
+    assert (name, "SystemExit: 3" in text) == ("TaskError", True)
+    name, text = await catches.remote("unpicklable")
+    assert (name, "lock" in text) == ("SerializationError", True)
+    name, text = await catches.remote("unreadable", "1 / 0")
+    assert (name, "division" in text) == ("DeserializationError", True)
+    name, text = await catches.remote("add", 1, num_gpus=2)
+    assert (name, "GPU 2 of 1" in text) == ("InfeasibleError", True)
+    name, text = await catches.remote("fail_until", "/dev/null", 1, LookupError)
+    assert name == "LookupError"
+
+
+async def test_an_error_is_raised_by_the_parent_and_may_be_seen_twice(
+    node: aiogpu.types.Node,
+) -> None:
+    with pytest.raises(LookupError, match="of the child") as caught:
+        await nested_tasks.plain_fails_by_child.remote()
+    assert "raise kind(*args)" in str(caught.value.__cause__)
+    again = ("LookupError", "again")
+    assert await nested_tasks.same_failure_twice.remote() == [again, again]
+    first, second = await nested_tasks.unreadable_twice.remote()
+    assert first == second
+    assert first[0] == "DeserializationError"
+
+
+async def test_a_wait_out_of_time_leaves_what_it_was_for(
+    node: aiogpu.types.Node, gate: Gate
+) -> None:
+    failures, is_done = await nested_tasks.plain_times_out.remote(gate.path)
+    said = (
+        "1 of 1 tasks did not end within the {} s of aiogpu.get(), say_and_wait for "
+        "one; they go on"
+    )
+    for (name, text), seconds in zip(failures, ["0.05", "0.01"], strict=True):
+        assert (name, said.format(seconds) in text) == ("TaskTimeoutError", True)
+    assert not is_done
+    await gate.entered("child", "child-ended")
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        resumed = await nested_tasks.plain_resumes.remote(f"{place}/s")
+        assert resumed == (False, "child")
+
+
+async def test_cancelled_children(node: aiogpu.types.Node, gate: Gate) -> None:
+    failures = await nested_tasks.plain_cancels.remote(gate.path)
+    assert [name for name, _ in failures] == ["TaskCancelledError"] * 2
+    assert failures[0][1] == "add was cancelled."
+    await gate.entered("child-ended")
+
+
+@pytest.mark.needs("deadlocks")
+async def test_waits_that_can_never_end(node: aiogpu.types.Node) -> None:
+    failures = await nested_tasks.plain_greedy.remote()
+    assert [name for name, _ in failures] == ["DeadlockError"] * 3
+    assert failures[0][1] == (
+        "add asks for {CPU: 1, GPU: 1}, and those that wait hold it: plain_greedy "
+        "holds {CPU: 1, GPU: 1} and waits for add. The wait could never end. Let the "
+        "one that waits ask for less, or end before it starts the other."
+    )
+    assert await nested_tasks.soft_greedy.remote() == ["DeadlockError"] * 2
+    name, text = await nested_tasks.grandparent_greedy.remote()
+    assert name == "DeadlockError"
+    assert "grandparent_greedy holds {CPU: 1, GPU: 1} and waits for middle" in text
+    assert "middle holds {CPU: 1} and waits for add" in text
+    assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "soft"])
+async def test_what_nobody_waits_for_is_no_deadlock(
+    kind: str, node: aiogpu.types.Node
+) -> None:
+    assert await getattr(nested_tasks, f"{kind}_starts_greedy").remote() == 2
+    assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "soft"])
+async def test_children_end_with_their_parent(
+    kind: str, node: aiogpu.types.Node, gate: Gate
+) -> None:
+    """The one that runs, and the one that may not have begun."""
+    handle = getattr(nested_tasks, f"{kind}_leaves").remote(gate.path)
+    if kind == "soft":
+        await gate.entered("parent", "child")
+        gate.release("parent")
+    assert await handle == "left"
+    await gate.entered("child", "child-ended")
+    assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "soft"])
+@pytest.mark.needs("interrupts")
+async def test_cancelling_a_parent(
+    kind: str, node: aiogpu.types.Node, gate: Gate
+) -> None:
+    handle = getattr(nested_tasks, f"{kind}_waits").remote(gate.path)
+    await gate.entered("child")
+    handle.cancel()
+    await gate.entered("child-ended")
+    assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+async def test_a_parents_timeout_ends_its_child(
+    node: aiogpu.types.Node, gate: Gate
+) -> None:
+    await nested_tasks.soft_sum.remote(1)  # so that workers have imported asyncio
+    timeout = 0.25
+    while "child" not in gate.pids:
+        with pytest.raises(aiogpu.TaskTimeoutError):
+            await nested_tasks.soft_waits.options(timeout=timeout).remote(gate.path)
+        timeout *= 2  # if it came before the child's first word
+    await gate.entered("child-ended")
+    assert await tasks.add.remote(1) == 2
+
+
+async def test_misuse_is_told(node: aiogpu.types.Node) -> None:
+    told = await nested_tasks.misuses.remote()
+    expected = [
+        ("MisuseError", "no truth value"),
+        ("MisuseError", "write `await handle`"),
+        ("MisuseError", "wait by aiogpu.get(handle)"),
+        ("MisuseError", "was given 1"),
+        ("OptionError", "timeout=0"),
+        ("MisuseError", "Await it, and pickle the value"),
+    ]
+    assert len(told) == len(expected)
+    for (name, text), (error, words) in zip(told, expected, strict=True):
+        assert (name, words in text) == (error, True), text
+
+
+async def test_a_handle_of_a_task_that_has_ended(address: str) -> None:
+    async with asyncio.timeout(60), aiogpu.init(address=address, num_cpus=1):
+        await nested_tasks.keeps.remote()
+        name, _ = await nested_tasks.gets_kept.remote()
+    assert name in ("MisuseError", "TaskCancelledError")
+
+
+async def test_a_parent_finds_its_surroundings_again(node: aiogpu.types.Node) -> None:
+    own = ("facts", [])
+    assert await nested_tasks.facts.remote() == (own, ("child", [0], "0"), own)
+
+
+async def test_what_is_defined_inside_a_task(local: aiogpu.types.Node) -> None:
+    def work() -> list[Any]:
+        base = 40
+
+        @aiogpu.remote
+        def closure(x: int) -> int:
+            return base + x
+
+        @aiogpu.remote
+        async def coroutine(x: int) -> int:
+            await asyncio.sleep(0)
+            return plainly(x)
+
+        def plainly(x: int) -> int:
+            return base - x
+
+        anonymous = aiogpu.remote(lambda x: x * base)
+        env = {"env_vars": {"NEST": "1"}}
+        variable = tasks.environment.options(runtime_env=env).remote("NEST")
+        handles = [f.remote(2) for f in (closure, coroutine, anonymous)]
+        return aiogpu.get([*handles, variable])
+
+    for _ in range(2):
+        assert await run_here.remote(work) == [42, 38, 80, {"NEST": "1"}]
+
+
+async def test_errors_keep_their_type_through_levels(local: aiogpu.types.Node) -> None:
+    with pytest.raises(LostError) as caught:
+        await nested_tasks.raise_below.remote(2)
+    assert caught.value.code == 7
+    trace = str(caught.value.__cause__)
+    assert "in raise_below" in trace
+    assert trace.count("LostError: 7") >= 2, trace
+
+
+async def test_the_first_failure_ends_the_wait(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    path = gate.path
+
+    def work() -> list[str]:
+        slow = tasks.gated.remote(path, "slow")
+        told = [
+            refusal(lambda: aiogpu.get([slow, tasks.fail.remote(KeyError, 1)])),
+            refusal(lambda: aiogpu.get([tasks.fail.remote(KeyError, 2), slow])),
+        ]
+        pass_gate(path, "caught")
+        return [*told, aiogpu.get(slow)]
+
+    handle = run_here.remote(work)
+    await gate.entered("caught", "slow")
+    gate.release("caught", "slow")
+    assert await handle == ["KeyError: 1", "KeyError: 2", "slow"]
+
+
+async def test_a_handle_is_the_result_of_a_task(local: aiogpu.types.Node) -> None:
+    """And what it is the handle of goes on, although it was that task's child."""
+    handle = await run_here.remote(lambda: tasks.add.remote(1))
+    assert await handle == 2
+
+
+async def test_get_is_for_tasks(local: aiogpu.types.Node) -> None:
+    handle = tasks.add.remote(1)
+    with pytest.raises(aiogpu.errors.MisuseError, match="await"):
+        aiogpu.get(handle)
+    told = await asyncio.to_thread(refusal, lambda: aiogpu.get(handle))
+    assert "this handle belongs to an event loop: await it there" in told
+    assert await handle == 2
+
+    async def block() -> str:
+        child = tasks.add.remote(1)
+        told = refusal(lambda: aiogpu.get(child))
+        assert await child == 2
+        return told
+
+    assert "would block the event loop" in await await_here.remote(block)
+
+
+def test_get_without_any_node() -> None:
+    assert aiogpu.get([]) == []
+    with pytest.raises(aiogpu.errors.MisuseError, match="was given 1"):
+        aiogpu.get(1)  # type: ignore[call-overload]
+
+
+async def test_a_fork_of_a_task_starts_none(local: aiogpu.types.Node) -> None:
+    """Neither by a function that the task has called before, nor by another."""
+
+    def work() -> str:
+        aiogpu.get(tasks.add.remote(1))
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            for function in (tasks.add, tasks.double):
+                os.write(writing, refusal(lambda f=function: f.remote(1)).encode())  # type: ignore[misc]
+            os._exit(0)
+        os.wait()
+        return os.read(reading, 1000).decode()
+
+    told = await run_here.remote(work)
+    assert "no task of aiogpu runs in this process" in told
+    assert "the node cannot be reached inside a task or what it has forked" in told
+
+
+async def test_the_ways_to_wait(local: aiogpu.types.Node) -> None:
+    async def work() -> list[Any]:
+        many = await asyncio.gather(*(tasks.add.remote(n) for n in range(2000)))
+        async with asyncio.TaskGroup() as group:
+            inside = [group.create_task(tasks.add.remote(n).coro()) for n in range(3)]
+        handles = [tasks.add.remote(n) for n in range(5)]
+        found = [await done for done in asyncio.as_completed(handles)]
+        done, pending = await asyncio.wait([tasks.add.remote(20)])
+        assert (done.pop().result(), pending) == (21, set())
+        return [
+            sum(many),
+            [task.result() for task in inside],
+            sorted(found),
+            await asyncio.wait_for(tasks.add.remote(10), 60),
+            await asyncio.shield(tasks.add.remote(30)),
+            [await handles[0], await handles[0]],
+        ]
+
+    told = [2001000, [1, 2, 3], [1, 2, 3, 4, 5], 11, 31, [1, 1]]
+    assert await await_here.remote(work) == told
+
+
+async def fail_beside(path: str) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(tasks.gated.remote(path, "beside").coro())
+        group.create_task(tasks.fail.remote(KeyError).coro())
+
+
+async def test_errors_and_the_ways_to_stop(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    path = gate.path
+
+    async def work() -> list[str]:
+        told = []
+        with pytest.raises(LostError) as caught:
+            await nested_tasks.raise_below.remote(1)
+        told.append(str(caught.value.__cause__).count("LostError") > 1)
+        one = tasks.gated_coroutine.remote(path, "cancelled")
+        pass_gate(path, "first")
+        one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await tasks.gated_coroutine.remote(path, "late")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(tasks.gated.remote(path, "too"), 0.001)
+        with pytest.raises(ExceptionGroup):
+            await fail_beside(path)
+        told.append(await tasks.add.remote(1))
+        return told
+
+    handle = await_here.remote(work)
+    await gate.entered("cancelled", "first")
+    gate.release("first")
+    await gate.entered("cancelled-cancelled")
+    assert await handle == [True, 2]
+
+
+async def test_threads_of_a_plain_task(local: aiogpu.types.Node) -> None:
+    def work() -> list[int]:
+        def one(number: int) -> int:
+            doubled = aiogpu.get(tasks.add.remote(number, number))
+            return aiogpu.get(tasks.add.remote(doubled))
+
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(one, range(40)))
+        return [*found, aiogpu.get(tasks.add.remote(1))]
+
+    assert await run_here.remote(work) == [*(2 * n + 1 for n in range(40)), 2]
+
+
+async def test_loops_in_threads_beside_the_tasks_own(local: aiogpu.types.Node) -> None:
+    async def some(count: int) -> int:
+        found = 0
+        for number in range(count):
+            found += await tasks.add.remote(number, 0)
+        return found
+
+    async def work() -> list[int]:
+        own = asyncio.create_task(some(30))
+        threads = [asyncio.to_thread(asyncio.run, some(30)) for _ in range(3)]
+        plain = asyncio.to_thread(lambda: aiogpu.get(tasks.add.remote(0, 435)))
+        return list(await asyncio.gather(own, *threads, plain))
+
+    assert await await_here.remote(work) == [435] * 5
+
+    def plainly() -> list[int]:
+        found: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(asyncio.run(some(30))))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        found.append(sum(aiogpu.get([tasks.add.remote(n, 0) for n in range(30)])))
+        for thread in threads:
+            thread.join()
+        return found
+
+    assert await run_here.remote(plainly) == [435] * 4
+
+
+async def test_a_cancel_is_heard_beside_a_reading_thread(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    """The thread may read the cancel that is meant for the task's loop."""
+    path = gate.path
+
+    async def work() -> None:
+        def wait() -> None:
+            refusal(lambda: aiogpu.get(tasks.gated.remote(path, "child")))
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.to_thread(pass_gate, path, "heard")
+            raise
+
+    handle = await_here.remote(work)
+    await gate.entered("child")
+    handle.cancel()
+    await gate.entered("heard")
+    gate.release("heard")
+    assert await tasks.add.remote(1) == 2
+
+
+async def test_a_thread_that_outlives_its_task(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    pid = await nested_tasks.outlive.remote(gate.path)
+    await gate.entered("TaskCancelledError", "MisuseError")
+    assert gate.pids["MisuseError"] == pid
+    assert await nested_tasks.several.remote([1]) == [2]
+
+
+async def free() -> tuple[float, float]:
+    resources = await aiogpu.available_resources()
+    return resources["CPU"], resources["GPU"]
+
+
+async def test_who_waits_gives_back_cpus_and_keeps_gpus(gate: Gate) -> None:
+    path = gate.path
+
+    def work() -> str:
+        child = tasks.gated.options(num_cpus=2).remote(path, "child")
+        pass_gate(path, "parent")
+        return aiogpu.get(child)
+
+    async def soft() -> str:
+        child = tasks.gated.options(num_cpus=2).remote(path, "child")
+        await asyncio.to_thread(pass_gate, path, "parent")
+        return await child
+
+    async with aiogpu.init(num_cpus=3, num_gpus=2):
+        for way, function in ((run_here, work), (await_here, soft)):
+            parent = way.options(num_cpus=2, num_gpus=0.5)
+            handle = parent.remote(function)  # type: ignore[arg-type]
+            await gate.entered("parent")
+            assert await free() == (1, 1.5)
+            assert "child" not in gate.inside
+            gate.release("parent")
+            await gate.entered("child")
+            assert await free() == (1, 1.5), "the child has what its parent had"
+            gate.release("child")
+            assert await handle == "child"
+            async with asyncio.timeout(60):
+                while await free() != (3, 2):  # until its process has ended
+                    await asyncio.sleep(0)
+            gate.forget("parent", "child")
+
+
+async def test_a_wait_that_is_given_up_takes_the_cpus_again(gate: Gate) -> None:
+    path = gate.path
+
+    def work() -> str:
+        child = tasks.gated.remote(path, "child")
+        told = refusal(lambda: aiogpu.get(child, timeout=1e-3))
+        pass_gate(path, "parent")
+        assert aiogpu.get(child) == "child"
+        return told
+
+    async with aiogpu.init(num_cpus=2, num_gpus=0):
+        handle = run_here.remote(work)
+        await gate.entered("child", "parent")
+        assert (await aiogpu.available_resources())["CPU"] == 0
+        gate.release("child", "parent")
+        assert (await handle).startswith("TaskTimeoutError")
+
+
+async def test_children_have_gpus_of_their_own() -> None:
+    def work() -> list[Any]:
+        half = tasks.where.options(num_gpus=0.5)
+        shared = [half.remote() for _ in range(2)]
+        whole = tasks.where.options(num_gpus=1, max_calls=0).remote()
+        mine = aiogpu.get_gpu_ids()
+        return [mine, *(told["visible"] for told in aiogpu.get([*shared, whole]))]
+
+    async with aiogpu.init(num_cpus=2, num_gpus=3):
+        mine, *others = await run_here.options(num_gpus=1).remote(work)
+        assert mine == [0]
+        assert others == ["1", "1", "2"]
+
+
+async def test_two_trees_that_hold_each_others_gpu(gate: Gate) -> None:
+    """One of them is told; the other one's child runs once the first has ended."""
+    async with aiogpu.init(num_cpus=4, num_gpus=2):
+        tree = nested_tasks.try_gpu_child.options(num_gpus=1)
+        trees = [tree.remote(1, gate.path) for _ in range(2)]
+        await gate.entered("tree-0", "tree-1")
+        gate.release("tree-0", "tree-1")
+        told = sorted(told.split(":")[0] for told, _ in await asyncio.gather(*trees))
+        assert told == ["DeadlockError", "nothing was raised"]
+
+
+async def test_a_thread_waits_for_what_its_task_holds(gate: Gate) -> None:
+    """The wait of one thread does not hide that of another."""
+    path = gate.path
+
+    def work() -> list[str]:
+        from concurrent.futures import ThreadPoolExecutor
+
+        gpu = tasks.add.options(num_gpus=1)
+        with ThreadPoolExecutor(2) as threads:
+            one = threads.submit(refusal, lambda: aiogpu.get(gpu.remote(1)))
+            two = threads.submit(aiogpu.get, tasks.gated.remote(path, "other"))
+            told = one.result()
+            pass_gate(path, "told")
+            return [told.split(":")[0], two.result()]
+
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        handle = run_here.options(num_gpus=1).remote(work)
+        await gate.entered("other", "told")
+        gate.release("other", "told")
+        assert await handle == ["DeadlockError", "other"]
+
+
+async def test_retries_of_children(tmp_path: Path) -> None:
+    place = tmp_path / "counts"
+    place.mkdir()
+
+    def work() -> list[Any]:
+        raising = nested_tasks.fail_until.options(
+            retry_exceptions=[nested_tasks.LostError], max_retries=2
+        )
+        dying = tasks.die_until.options(max_retries=1)
+        found = aiogpu.get(
+            [raising.remote(f"{place}/a", 2), dying.remote(f"{place}/b", 1)]
+        )
+        told = [
+            refusal(lambda: aiogpu.get(raising.remote(f"{place}/c", 3))),
+            refusal(lambda: aiogpu.get(dying.remote(f"{place}/d", 2))),
+        ]
+        return [*found, *(one.split("(")[0] for one in told)]
+
+    async with aiogpu.init(num_cpus=2):
+        raised = "LostError: 3"
+        died = "WorkerDiedError: the worker that ran die_until "
+        assert await run_here.remote(work) == [3, 2, raised, died]
+
+
+ONLY_THERE = """
+class HiddenError(Exception):
+    pass
+
+def fail(path):
+    with open(path, "a+") as file:
+        file.write("x")
+        file.seek(0)
+        if len(file.read()) < 3:
+            raise HiddenError
+    return "at last"
+"""
+
+
+async def test_a_retry_class_that_only_workers_can_import(tmp_path: Path) -> None:
+    (tmp_path / "only_there.py").write_text(ONLY_THERE)
+    count = str(tmp_path / "count")
+
+    def work() -> str:
+        sys.path.insert(0, str(tmp_path))
+        try:
+            import only_there  # type: ignore[import-not-found]
+        finally:
+            del sys.path[0]
+        task = aiogpu.remote(only_there.fail)
+        retried = task.options(retry_exceptions=[only_there.HiddenError])
+        handle = retried.options(runtime_env={"env_vars": {}}).remote(count)
+        return refusal(lambda: aiogpu.get(handle))
+
+    async with aiogpu.init(num_cpus=1):
+        told = await run_here.remote(work)
+    assert told.startswith("DeserializationError")
+    assert "HiddenError" in told or "only_there" in told
+    assert not os.path.exists(count), "it is told before anything runs"
+
+
+async def all_free() -> None:
+    """Until nothing of any task runs any more."""
+    async with asyncio.timeout(60):
+        while await aiogpu.available_resources() != await aiogpu.cluster_resources():
+            await asyncio.sleep(0)
+
+
+async def test_children_end_with_a_killed_parent(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    path = gate.path
+
+    def sibling(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    tree = nested_tasks.tree.options(max_retries=0)
+    handle = tree.remote(path, "t", 2)
+    await gate.entered("t")
+    await aiogpu.remote(sibling).remote(gate.pids["t2"])
+    with pytest.raises(aiogpu.WorkerDiedError, match=r"tree .* signal 9"):
+        await handle
+    await all_free()
+    assert "t" in gate.inside
+
+
+async def test_a_retried_parent_starts_its_children_anew(
+    local: aiogpu.types.Node, gate: Gate, tmp_path: Path
+) -> None:
+    task = nested_tasks.start_anew.options(max_retries=1)
+    handle = task.remote(str(tmp_path / "count"), gate.path)
+    await gate.entered("parent1", "child1")
+    gate.release("parent1")
+    await gate.entered("parent2", "child2")
+    gate.release("parent2", "child2")
+    assert await handle == 2 + len("child2")
+    await all_free()
+    assert "child1" in gate.inside, "the first one was stopped"
+
+
+@pytest.mark.parametrize("how", ["returns", "dies", "cancelled"])
+async def test_a_detached_child_outlives_its_parent(
+    how: str, local: aiogpu.types.Node, gate: Gate
+) -> None:
+    path = gate.path
+
+    def work() -> None:
+        tasks.gated.options(lifetime="detached").remote(path, "detached")
+        tasks.gated.remote(path, "child")
+        pass_gate(path, "parent")
+        if how == "dies":
+            os._exit(1)
+
+    handle = run_here.options(max_retries=0, num_gpus=1).remote(work)
+    await gate.entered("parent", "detached", "child")
+    if how == "cancelled":
+        handle.cancel()
+    else:
+        gate.release("parent")
+        await asyncio.wait([handle])
+        handle.exception()
+    async with asyncio.timeout(60):
+        while (await aiogpu.available_resources())["CPU"] != 2:
+            await asyncio.sleep(0)
+    detached = psutil.Process(gate.pids["detached"])
+    assert detached.is_running()
+    (running,) = (await aiogpu.status()).tasks
+    assert running.name == "gated"
+    gate.release("detached")
+    await all_free()
+
+
+async def test_a_detached_child_can_be_waited_for_and_cancelled(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    path = gate.path
+
+    def work() -> int:
+        add = tasks.add.options(lifetime="detached")
+        child = tasks.gated_coroutine.options(lifetime="detached").remote(path, "a")
+        pass_gate(path, "parent")
+        child.cancel()
+        return aiogpu.get(add.remote(1))
+
+    handle = run_here.remote(work)
+    await gate.entered("a", "parent")
+    gate.release("parent")
+    assert await handle == 2
+    await gate.entered("a-cancelled")
+    await all_free()
+
+
+@pytest.mark.parametrize("lifetime", [None, "detached"])
+async def test_the_end_of_the_node_ends_a_deep_tree(
+    lifetime: str | None, gate: Gate
+) -> None:
+    async with aiogpu.init(num_cpus=2):
+        tree = nested_tasks.tree.options(lifetime=lifetime)  # type: ignore[typeddict-item]
+        handle = tree.remote(gate.path, "t", 8)
+        await gate.entered("t")
+        pids = set(gate.pids.values())
+        assert len(pids) == 9
+    with pytest.raises(aiogpu.errors.NodeClosedError):
+        await handle
+    assert not any(map(psutil.pid_exists, pids))
+
+
+async def test_what_is_printed_below_comes_before_the_result(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with aiogpu.init(num_cpus=2):
+        await nested_tasks.said_below.remote("a")
+        out = capsys.readouterr().out
+        said = re.findall(r"\((\w+) pid=\d+\) (.*)", out)
+        assert said == [
+            ("said_below", "a begins"),
+            *(("output", f"a {number}") for number in range(3)),
+            ("said_below", "a ends"),
+        ]
+        handles = [nested_tasks.said_below.remote(name) for name in "bcdefg"]
+        for name, handle in zip("bcdefg", handles, strict=True):
+            await handle
+            out += capsys.readouterr().out
+            assert len(re.findall(rf"\) {name} ", out)) == 5
