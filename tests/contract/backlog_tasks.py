@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import time
 from collections import deque
 from itertools import repeat
 
 import aiogpu
-from tests.contract import phase_tasks
 from tests.support.gate import pass_gate, say
 
 
@@ -37,42 +35,10 @@ def act(place: str, number: int, path: str = "", how: str = "") -> int:
     return number
 
 
-@aiogpu.remote
-def count(number: int, until: int) -> int:
-    for _ in range(until):
-        pass
-    return number
-
-
-@aiogpu.remote
-async def count_softly(number: int, until: int) -> int:
-    import asyncio
-
-    for _ in range(until // 2):
-        pass
-    await asyncio.sleep(0)
-    for _ in range(until // 2):
-        pass
-    return number
-
-
 @aiogpu.remote(num_gpus=0.5, max_calls=0)
 def break_context(text: str) -> None:
     """Fail as PyTorch does."""
     raise RuntimeError(text, os.getpid())
-
-
-@aiogpu.remote
-def clean_up(path: str, seconds: float) -> None:
-    """It takes so long to stop when it is asked to."""
-    try:
-        say(path, "in")
-        phase_tasks.spin()
-    finally:
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            pass
-        say(path, "out")
 
 
 @aiogpu.remote

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import aiogpu
@@ -260,7 +261,7 @@ def refused(*_: object) -> int:
 
 
 class Large:
-    """Eight times sixteen megabytes, and a word on the way out."""
+    """32 MB, and a word on the way out."""
 
     def __init__(self, path: str, name: str) -> None:
         self.fields = path, name
@@ -269,7 +270,7 @@ class Large:
         say(*self.fields)
         # Where there is no descriptor to spare the frame has it all.
         os.memfd_create = refused  # type: ignore[assignment]
-        return len, (b"x" * (1 << 27),)
+        return len, (b"x" * (1 << 25),)
 
 
 @aiogpu.remote
@@ -343,3 +344,66 @@ KILLED: Final[list[Callable[..., Any]]] = [
 PHASES: Final[dict[str, Any]] = {
     each.__name__: each for each in [*INTERRUPTED, *KILLED, dispatcher, begins]
 }
+
+
+@aiogpu.remote
+def count(number: int, until: int) -> int:
+    for _ in range(until):
+        pass
+    return number
+
+
+@aiogpu.remote
+async def count_softly(number: int, until: int) -> int:
+    import asyncio
+
+    for _ in range(until // 2):
+        pass
+    await asyncio.sleep(0)
+    for _ in range(until // 2):
+        pass
+    return number
+
+
+@aiogpu.remote
+def clean_up(path: str, seconds: float) -> None:
+    """It takes so long to stop when it is asked to."""
+    try:
+        say(path, "in")
+        spin()
+    finally:
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            pass
+        say(path, "out")
+
+
+class Cleaner:
+    """Its `finally` takes its time."""
+
+    def clean(self, path: str, cleaned: str) -> None:
+        """Wait to be interrupted, then clean up as long as the gate holds."""
+        try:
+            pass_gate(path, "runs")
+        finally:
+            pass_gate(path, "cleans")
+            Path(cleaned).touch()
+
+    def rest(self) -> None:
+        """Come after what was called before."""
+
+
+@aiogpu.remote
+def clean(path: str, cleaned: str) -> None:
+    Cleaner().clean(path, cleaned)
+
+
+CleanerActor = aiogpu.remote(Cleaner)
+
+
+@aiogpu.remote
+def write_and_go_on(path: str, size: int, went_on: str) -> None:
+    """Print more than the socket takes, then go on."""
+    say(path, "writes")
+    print("-" * size)
+    Path(went_on).touch()
