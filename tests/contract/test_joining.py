@@ -1,13 +1,21 @@
-"""Joining a node of another process: who is let in, who is cut off, what is left."""
+"""[B1] Joining a node of another process: addresses, options, and what it refuses.
+
+What a client may not say, or says amiss, is refused in words and harms nobody else.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import random
+import signal
 import socket
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -50,7 +58,7 @@ from aiogpu.wire.messages import (
     TakeLease,
     Withdraw,
 )
-from tests.contract import stream_tasks, tasks
+from tests.contract import served, shared_tasks, stream_tasks, tasks, value_tasks
 from tests.contract.actor_classes import Counter
 from tests.contract.raw_client import (
     RawClient,
@@ -60,12 +68,15 @@ from tests.contract.raw_client import (
     service,
     watching,
 )
+from tests.support.gate import Gate
+from tests.support.program import run
 
 pytestmark = [
     pytest.mark.usefixtures("service_forker", "no_leaks"),
     pytest.mark.either_loop,
 ]
 
+GIB = 1 << 30
 ROUNDS: Final = 60
 """Clients that say made-up things, in one run of the test."""
 
@@ -76,20 +87,31 @@ def node(no_leaks: None) -> Iterator[Service]:
         yield running
 
 
-async def test_one_of_another_protocol_is_told_so(node: Service) -> None:
-    with RawClient(node, greets=False) as client:
-        client.say(Hello(VERSION + 1, CLIENT, client.number, os.getpid()))
-        (told,) = client.hear_all()
-        assert isinstance(told, Refused)
-        assert "use the same version of aiogpu on both" in told.reason
-
-
-async def test_one_of_another_release_is_told_so(node: Service) -> None:
+async def test_who_is_refused_is_told_why(node: Service) -> None:
+    pid = os.getpid()
+    numbers = (0, FIRST_CLIENT - 1, FIRST_CLIENT << 1, 1 << 62)
+    greetings = [
+        (Hello(VERSION + 1, CLIENT, FIRST_CLIENT + 9, pid), "of aiogpu on both"),
+        *((Hello(VERSION, CLIENT, number, pid), "") for number in numbers),
+    ]
+    for greeting, why in greetings:
+        with RawClient(node, greets=False) as client:
+            client.say(greeting)
+            (told,) = client.hear_all()
+            assert isinstance(told, Refused)
+            assert why in told.reason
     with RawClient(node) as client:
         client.join(release="0.0.1")
         (told,) = client.hear_all()
         assert isinstance(told, Refused)
         assert "the program 0.0.1; use the same version in both" in told.reason
+    with RawClient(node) as first:
+        first.joined()
+        with RawClient(node, first.number) as second:
+            (told,) = second.hear_all()
+            assert "each with a number of its own" in str(told)
+        first.say(Inquire(1, "resources", 0))
+        assert status_codec.load(first.hear(ChildDone).payload)["CPU"] == 2
 
 
 async def test_a_program_of_another_release_raises(
@@ -102,26 +124,6 @@ async def test_a_program_of_another_release_raises(
         await aiogpu.init(address=node.path)
 
 
-@pytest.mark.parametrize("number", [0, FIRST_CLIENT - 1, FIRST_CLIENT << 1, 1 << 62])
-async def test_a_number_that_no_client_has_is_refused(
-    node: Service, number: int
-) -> None:
-    with RawClient(node, greets=False) as client:
-        client.say(Hello(VERSION, CLIENT, number, os.getpid()))
-        (told,) = client.hear_all()
-        assert isinstance(told, Refused)
-
-
-async def test_a_number_is_given_once(node: Service) -> None:
-    with RawClient(node) as first:
-        first.joined()
-        with RawClient(node, first.number) as second:
-            (told,) = second.hear_all()
-            assert "each with a number of its own" in str(told)
-        first.say(Inquire(1, "resources", 0))
-        assert status_codec.load(first.hear(ChildDone).payload)["CPU"] == 2
-
-
 async def test_who_breaks_the_rules_is_told_which(node: Service) -> None:
     with RawClient(node) as client:
         client.joined()
@@ -132,26 +134,24 @@ async def test_who_breaks_the_rules_is_told_which(node: Service) -> None:
         assert client.hear_all() == []
 
 
-@pytest.mark.parametrize(
-    ("terms", "why"),
-    [
-        ({"scalars": (("CPU", -10_000),)}, "nobody can ask"),
-        ({"scalars": (("CPU", 1), ("CPU", 1))}, "nobody can ask"),
-        ({"timeout": float("nan")}, "nobody can ask"),
-        ({"is_lease": True}, "nobody can ask"),
-        ({"is_lease": True, "is_endless": True}, "was declared as no task"),
-        ({"scalars": (("CPU", 10**9),)}, "can never give"),
-    ],
-)
-async def test_terms_that_nobody_can_have(
-    node: Service, terms: dict[str, Any], why: str
-) -> None:
+TERMS: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"scalars": (("CPU", -10_000),)}, "nobody can ask"),
+    ({"scalars": (("CPU", 1), ("CPU", 1))}, "nobody can ask"),
+    ({"timeout": float("nan")}, "nobody can ask"),
+    ({"is_lease": True}, "nobody can ask"),
+    ({"is_lease": True, "is_endless": True}, "was declared as no task"),
+    ({"scalars": (("CPU", 10**9),)}, "can never give"),
+]
+
+
+async def test_terms_that_nobody_can_have(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            client.say(declared(1, func_of(tasks.add), **terms))
-            client.say(Submit(0, 1, 1, NO_ARGUMENTS))
-            assert why in client.hear(ChildFailed).message
+            for number, (terms, why) in enumerate(TERMS, 1):
+                client.say(declared(number, func_of(tasks.add), **terms))
+                client.say(Submit(0, number, number, NO_ARGUMENTS))
+                assert why in client.hear(ChildFailed).message, terms
 
 
 async def test_a_placement_ends_with_its_program(node: Service) -> None:
@@ -291,7 +291,9 @@ def harass(node: Service, random: random.Random, other: int) -> None:
             pass  # cut off
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 async def test_made_up_messages_harm_nobody_else(node: Service, seed: int) -> None:
     source = random.Random(seed)
     with RawClient(node) as other:
@@ -347,3 +349,235 @@ async def test_a_preload_that_is_mended_serves(
     (tmp_path / "mended_later.py").write_text("HERE = 1\n")
     async with aiogpu.init(address=node.path, preload=("mended_later",)):
         assert await tasks.modules.remote("mended_later") == {"mended_later": True}
+
+
+@pytest.fixture
+def rich(no_leaks: None) -> Iterator[Service]:
+    """A node that has some of everything."""
+    with service(
+        num_cpus=4,
+        num_gpus=2,
+        resources={"license": 3, "neuron_cores": 2},
+        accelerator_type="A100",
+        gpu_memory=80 * GIB,
+        memory=8 * GIB,
+        object_memory=GIB,
+        cancel_grace=5.0,
+    ) as running:
+        yield running
+
+
+async def test_options_that_the_node_satisfies_are_accepted(rich: Service) -> None:
+    async with aiogpu.init(
+        address=rich.path,
+        num_cpus=2,
+        num_gpus=1,
+        resources={"license": 3, "neuron_cores": 1},
+        accelerator_type="A100",
+        gpu_memory="79GiB",
+        memory="4GiB",
+        object_memory="512MiB",
+        cancel_grace=5.0,
+        spare_workers=2,
+        memory_guard=True,
+        log_to_driver=False,
+    ):
+        assert (await aiogpu.cluster_resources())["GPU"] == 2
+        assert await tasks.add.options(num_gpus=1).remote(1, 2) == 3
+
+
+MORE: Final[list[tuple[str, Any, str]]] = [
+    ("num_cpus", 5, "init(num_cpus=5): .* has CPU 4"),
+    ("num_gpus", 3, "init(num_gpus=3): .* has GPU 2"),
+    ("resources", {"license": 4}, "={'license': 4}.* has .license: 3"),
+    ("resources", {"seats": 1}, "init(resources={'seats': 1}): .* has .seats: 0"),
+    ("resources", {"neuron_cores": 3}, ".* has .neuron_cores: 2"),
+    ("accelerator_type", "H100", "=.H100.*: .* has GPUs of type A100"),
+    ("gpu_memory", "90GiB", "=.90GiB.*: .* has a GPU of 80GiB"),
+    ("memory", "9GiB", "init(memory='9GiB'): .* has memory 8GiB"),
+    ("object_memory", "2GiB", "=.2GiB.*: .* has 1GiB"),
+    ("cancel_grace", 1.0, "init(cancel_grace=1.0): .* has cancel_grace=5.0"),
+    ("foreign", "wait", "init(foreign='wait'): .* has foreign='ignore'"),
+    ("spill_directory", "/tmp", "='/tmp'): .* has spill_directory=None"),
+]
+
+
+async def test_more_than_the_node_has_is_told(
+    rich: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for option, value, has in MORE:
+        pattern = has.replace("(", r"\(").replace("):", r"\):")
+        with pytest.raises(aiogpu.OptionError, match=pattern) as error:
+            await aiogpu.init(address=rich.path, **{option: value})
+        assert rich.path in str(error.value)
+        assert f"leave {option} out here" in str(error.value)
+        assert "`aiogpu start --head`" in str(error.value)
+    monkeypatch.setenv("AIOGPU_ADDRESS", rich.path)
+    with pytest.raises(aiogpu.OptionError, match="since AIOGPU_ADDRESS='/tmp/"):
+        await aiogpu.init(num_gpus=3)
+    async with aiogpu.init(num_gpus=1, log_to_driver=False):
+        assert await tasks.add.options(num_gpus=0.25).remote(1, 2) == 3
+
+
+async def test_what_is_not_known_of_a_nodes_gpus_is_told_of_its_start(
+    no_leaks: None,
+) -> None:
+    with service(num_gpus=0) as node:
+        with pytest.raises(aiogpu.OptionError, match="has no GPU"):
+            await aiogpu.init(address=node.path, gpu_memory="1GiB")
+        with pytest.raises(aiogpu.OptionError, match="has GPU 0"):
+            await aiogpu.init(address=node.path, num_gpus=1)
+    with service(num_gpus=1) as unknown:
+        with pytest.raises(aiogpu.OptionError, match="has GPUs of unknown memory"):
+            await aiogpu.init(address=unknown.path, gpu_memory="1GiB")
+        with pytest.raises(aiogpu.OptionError, match="has GPUs of unknown type"):
+            await aiogpu.init(address=unknown.path, accelerator_type="A100")
+        async with aiogpu.init(address=unknown.path, log_to_driver=False):
+            with pytest.raises(aiogpu.InfeasibleError) as error:
+                await tasks.add.options(gpu_memory="1GiB").remote(1, 2)
+            assert "`aiogpu start --gpu-memory 80GiB`" in str(error.value)
+            with pytest.raises(aiogpu.InfeasibleError) as error:
+                await tasks.add.options(num_gpus=1, accelerator_type="T4").remote(1, 2)
+            assert "`aiogpu start --accelerator-type" in str(error.value)
+
+
+@pytest.fixture
+def place(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where `address="auto"` finds a node, as long as there is one."""
+    with tempfile.TemporaryDirectory(prefix="ags-", dir="/tmp") as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+        monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
+        Path(directory, "aiogpu").mkdir(mode=0o700)
+        yield f"{directory}/aiogpu/node.sock"
+
+
+REFUSED: Final[list[tuple[str, type[Exception], str]]] = [
+    ("auto", aiogpu.NodeDiedError, r"/aiogpu/node\.sock.*`aiogpu start --head`"),
+    ("/run/x.sock", aiogpu.NodeDiedError, r"/run/x\.sock.*`aiogpu start --head`"),
+    ("unix:/run/x.sock", aiogpu.NodeDiedError, r" /run/x\.sock.*`aiogpu start "),
+    ("elsewhere", aiogpu.OptionError, r"^init\(address='elsewhere'\): no node is"),
+    ("raylet://host:1", aiogpu.OptionError, "'raylet://host:1'"),
+    ("Auto", aiogpu.OptionError, "'Auto'"),
+    ("ray://", aiogpu.OptionError, r"^init\(address='ray://'\): .*`ray job submit"),
+    ("ray://h:1", aiogpu.OptionError, r"with address='ray'.*`ray job submit"),
+]
+
+
+async def test_an_address_where_nobody_is_to_be_met(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Ray is not installed."""
+    for address, error, told in REFUSED:
+        with pytest.raises(error, match=told):
+            await aiogpu.init(address=address)
+    for address in ("nowhere", "ray://localhost:1"):
+        monkeypatch.setenv("AIOGPU_ADDRESS", address)
+        with pytest.raises(aiogpu.OptionError) as told_of:
+            await aiogpu.init()
+        assert str(told_of.value).startswith(f"AIOGPU_ADDRESS={address!r}: ")
+
+
+def test_where_ray_is_missing_it_is_told_how_to_install_it() -> None:
+    out = run(
+        """
+        import asyncio, sys
+        sys.modules["ray"] = None
+        import aiogpu
+
+        async def main():
+            try:
+                await aiogpu.init(address="ray")
+            except aiogpu.errors.NodeError as error:
+                print(error)
+
+        asyncio.run(main())
+        """
+    )
+    assert out.count("Ray is not installed here") == 1
+    assert out.count("pip install 'aiogpu[ray]'") == 1
+
+
+@contextmanager
+def running(path: str) -> Iterator[Service]:
+    assert served.forker is not None
+    Path(path).unlink(missing_ok=True)  # as a node that is started does
+    options: dict[str, object] = {"num_cpus": 1, "log_to_driver": False}
+    node = Service(path, served.forker.fork(path, options))
+    try:
+        yield node
+    finally:
+        node.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("is_usual", [True, False])
+async def test_after_the_end_of_a_node_the_next_is_joined_as_the_error_says(
+    number: int, is_usual: bool, place: str, gate: Gate
+) -> None:
+    path = place if is_usual else f"{Path(place).parent}/other.sock"
+    address = "auto" if is_usual else path
+    told = f"`await aiogpu.init(address={address!r})` joins it"
+    with running(path) as node:
+        await aiogpu.init(address=address, log_to_driver=False)
+        with pytest.raises(aiogpu.errors.NodeRunningError):
+            await aiogpu.init(address=address)
+        actor = Counter.remote()
+        assert await actor.add.remote() == 1
+        waiting = tasks.gated_coroutine.remote(gate.path, "waiting")
+        await gate.entered("waiting")
+        node.end(number)
+        with pytest.raises(aiogpu.errors.NodeError) as ended:
+            await waiting
+        with pytest.raises(aiogpu.errors.NodeError) as refused:
+            await tasks.add.remote(1, 2)
+        assert told in str(refused.value)
+        was_killed = number == signal.SIGKILL
+        for error in (ended.value, refused.value):
+            assert isinstance(error, aiogpu.NodeDiedError) is was_killed
+    with running(path):
+        await aiogpu.init(address=address, log_to_driver=False)
+        assert await tasks.add.remote(1, 2) == 3
+        with pytest.raises(aiogpu.errors.NodeError):
+            await actor.add.remote()
+        await aiogpu.shutdown()
+
+
+A, B = b"ab"
+
+
+async def test_no_task_gets_a_value_of_the_next_node(address: str) -> None:
+    """What lies in shared memory has numbers that the next node may give again."""
+    done = await value_of_a_node_that_was_closed(address)
+    told = ""
+    try:
+        assert bytes(await done).count(A) == 1 << 20
+    except aiogpu.errors.DeserializationError as error:
+        told = str(error)
+    # Of a service that was left, unless its memory had come before.
+    assert not told or (address == "node" and "its node was closed" in told)
+    del done
+    gc.collect()
+
+
+async def value_of_a_node_that_was_closed(address: str) -> aiogpu.Handle[Any]:
+    """It was not read; the next node refuses it, and what was awaited and put."""
+    make, size = shared_tasks.make, 1 << 20
+    async with aiogpu.init(address=address, num_cpus=1):
+        awaited, done = make.remote(A, size), make.remote(A, size)
+        await awaited
+        await asyncio.wait([done])
+        put = await aiogpu.put(memoryview(bytes([A]) * size))
+    async with aiogpu.init(address=address, num_cpus=1):
+        others = [await make.remote(B, size) for _ in range(3)]
+        for handle in (awaited, done, put):
+            with pytest.raises(aiogpu.errors.MisuseError, match="that was closed"):
+                shared_tasks.count.remote(handle, A)
+            with pytest.raises(
+                (aiogpu.errors.MisuseError, aiogpu.errors.SerializationError),
+                match="was closed",
+            ):
+                value_tasks.give.remote([handle])
+        assert await shared_tasks.count.remote(others[0], B) == size
+        what_was_awaited = await awaited
+        assert await shared_tasks.count.remote(what_was_awaited, A) == size
+    return done
