@@ -1,4 +1,4 @@
-"""Generators for the tests of streams."""
+"""Generators as tasks and as methods: light to import, since workers import them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
+from typing import Any
 
 import aiogpu
 from tests.support.gate import pass_gate, pass_gate_softly, say
@@ -122,6 +123,29 @@ def unsendable(path: str) -> Iterator[object]:
 
 
 @aiogpu.remote
+def unreadable(path: str) -> Iterator[object]:
+    from tests.contract.tasks import UnreadableResult
+
+    try:
+        yield UnreadableResult("1/0")
+        yield from range(10**9)
+    finally:
+        say(path, "closed")
+
+
+@aiogpu.remote(retry_exceptions=[OSError], max_retries=2)
+def flaky(path: str) -> Iterator[int]:
+    from pathlib import Path
+
+    lives = Path(path)
+    lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
+    for number in range(90):
+        yield number
+        if number == 40 * len(lives.read_text()):
+            raise OSError("again")
+
+
+@aiogpu.remote
 def dies_after(good: int, path: str) -> Iterator[int]:
     """Its process dies in each of its lives but the last, at another place."""
     from pathlib import Path
@@ -211,3 +235,95 @@ def deaf(path: str) -> Iterator[int]:
     while True:
         with suppress(KeyboardInterrupt):
             pass_gate(path, "deaf")
+
+
+class Counting:
+    """Counts, and remembers what has ended."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self.ended: list[str] = []
+
+    def count(self, end: int) -> Iterator[int]:
+        try:
+            yield from range(end)
+        finally:
+            self.ended.append("count")
+            if self.path:
+                say(self.path, "count")
+
+    @aiogpu.method(max_buffered=1)
+    def slowly(self) -> Iterator[int]:
+        number = 0
+        while True:
+            say(self.path, f"begun-{number}")
+            yield number
+            number += 1
+
+    def stand(self) -> Iterator[int]:
+        yield 1
+        pass_gate(self.path, "stand")
+        yield 2
+
+    def fail(self, good: int) -> Iterator[int]:
+        yield from range(good)
+        raise ZeroDivisionError("after", good)
+
+    def has_ended(self) -> list[str]:
+        return self.ended
+
+    def leave(self) -> None:
+        aiogpu.exit_actor()
+
+
+@aiogpu.remote(num_cpus=0)
+class Serial(Counting):
+    """One call at a time."""
+
+
+@aiogpu.remote(num_cpus=0, max_concurrency=4)
+class Threaded(Counting):
+    """Four calls at once, in threads."""
+
+
+@aiogpu.remote(num_cpus=0)
+class Async(Counting):
+    """Calls interleave on a loop."""
+
+    async def count_softly(self, end: int) -> AsyncIterator[int]:
+        try:
+            for number in range(end):
+                yield number
+        finally:
+            self.ended.append("softly")
+            if self.path:
+                say(self.path, "softly")
+
+
+@aiogpu.remote
+def sum_of(actor: Any) -> int:
+    """Consumes an actor's stream in plain code."""
+    return sum(actor.count.remote(500))
+
+
+@aiogpu.remote
+async def sum_softly(actor: Any) -> int:
+    """The same in a coroutine; leaves another early."""
+    async for number in actor.count.remote(10**9):
+        if number == 5:
+            break
+    return sum([number async for number in actor.count.remote(500)])
+
+
+@aiogpu.remote(num_cpus=0)
+async def asks(actor: Any, times: int) -> AsyncIterator[list[str]]:
+    """A generator that has a handle as an argument, and nobody else has it."""
+    for _ in range(times):
+        yield await actor.has_ended.remote()
+
+
+@aiogpu.remote
+async def makes(number: int) -> AsyncIterator[Any]:
+    """Yields handles of actors that it has made."""
+    for _ in range(number):
+        yield Async.remote()
