@@ -183,6 +183,24 @@ class Groups(Plain):
         return pass_gate(path, name)
 
 
+@aiogpu.remote
+class Methods:
+    """Has methods of each kind."""
+
+    def one(self, value: int = 1) -> int:
+        return value
+
+    def pair(self) -> tuple[int, int]:
+        return 1, 2
+
+    @aiogpu.method(num_returns=2)
+    def two(self) -> tuple[int, int]:
+        return 1, 2
+
+    def many(self) -> Iterator[int]:
+        yield from range(3)
+
+
 def shout(function: Callable[..., str]) -> Callable[..., str]:
     """A decorator that takes another argument than what it decorates."""
 

@@ -409,48 +409,6 @@ async def test_handles_of_a_closed_node() -> None:
         assert await Counter.remote().add.remote() == 1
 
 
-async def test_names() -> None:
-    """[B32]"""
-    named = Counter.options(name="bob")
-    async with aiogpu.init(num_cpus=1):
-        bob = named.remote(1)
-        assert repr(bob) == "<ActorHandle Counter 'bob'>"
-        assert await aiogpu.get_actor("bob").add.remote() == 2
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'bob' lives already"):
-            await named.remote()
-        assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
-        with pytest.raises(
-            aiogpu.errors.ActorNameError, match="no actor named 'eve' lives"
-        ):
-            await aiogpu.get_actor("eve")
-        elsewhere = named.options(namespace="other").remote(10)
-        assert await aiogpu.get_actor("bob", "other").add.remote() == 11
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'nowhere'"):
-            await aiogpu.get_actor("bob", "nowhere")
-        # One that another class has made has the other's methods.
-        found: Any = await Async.options(name="bob", get_if_exists=True).remote()
-        assert await found.pid.remote() == await bob.pid.remote()
-        with pytest.raises(AttributeError, match="Counter has no method later"):
-            found.later.remote()
-        aiogpu.kill(bob)
-        with pytest.raises(aiogpu.errors.ActorNameError):
-            await aiogpu.get_actor("bob")
-        second = named.remote(5)
-        assert await second.add.remote() == 6
-        del second
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    third = named.remote(50)
-                    break
-                except aiogpu.errors.ActorNameError:
-                    await asyncio.sleep(0)
-        assert await third.add.remote() == 51
-        assert await elsewhere.add.remote() == 12
-    with pytest.raises(aiogpu.OptionError, match="say name="):
-        Counter.options(get_if_exists=True)
-
-
 @pytest.mark.needs("processes")
 async def test_what_actors_print_carries_their_name(
     capsys: pytest.CaptureFixture[str],

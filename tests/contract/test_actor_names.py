@@ -1,4 +1,4 @@
-"""On a node of another process names are looked up while the loop turns on."""
+"""[B32] Actors found by name; a node of another process is asked as the loop turns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ import pytest
 
 import aiogpu
 from tests.contract import tasks
-from tests.contract.actor_classes import Async, Counter
+from tests.contract.actor_classes import Async, Counter, Methods
 from tests.contract.raw_client import Service, all_is_free, program, service
 from tests.support.gate import Gate
-from tests.support.program import environment
+from tests.support.program import run as run_program
 from tests.support.turns import no_complaints, turns
 from tests.support.until import until
 
@@ -37,21 +35,6 @@ def node(no_leaks: None) -> Iterator[Service]:
         yield running
 
 
-@aiogpu.remote
-class Store:
-    """Has methods of each kind."""
-
-    def one(self, value: int = 1) -> int:
-        return value
-
-    @aiogpu.method(num_returns=2)
-    def two(self) -> tuple[int, int]:
-        return 1, 2
-
-    def many(self) -> Iterator[int]:
-        yield from range(3)
-
-
 @contextmanager
 def stopped(node: Service) -> Iterator[None]:
     """The node answers nobody."""
@@ -64,15 +47,17 @@ def stopped(node: Service) -> Iterator[None]:
 
 async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
-        store = await Store.options(name="store", num_cpus=0).remote()
+        it = await Methods.options(name="it", num_cpus=0).remote()
+        doomed = await Counter.options(name="doomed", num_cpus=0).remote()
         with stopped(node):
-            found = aiogpu.get_actor("store")
+            found = aiogpu.get_actor("it")
             call = found.one.remote(5)
             nobody = aiogpu.get_actor("nobody")
             other = Counter.options(name="counter", num_cpus=0).remote(1)
-            same: Any = Store.options(name="store", get_if_exists=True).remote()
+            same: Any = Methods.options(name="it", get_if_exists=True).remote()
             again = same.one.remote(6)
-            taken = Counter.options(name="store").remote()
+            taken = Counter.options(name="it").remote()
+            aiogpu.kill(aiogpu.get_actor("doomed"))
             await turns(20)
             assert not call.done()
             assert not again.done()
@@ -86,16 +71,18 @@ async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) ->
             aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
         ):
             await nobody.one.remote()
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'store' lives already"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'it' lives already"):
             await taken
-        assert await store.one.remote(7) == 7
+        with pytest.raises(aiogpu.ActorDiedError, match="killed"):
+            await doomed.add.remote()
+        assert await it.one.remote(7) == 7
 
 
 async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
-        store = await Store.options(name="store").remote()
+        it = await Methods.options(name="it").remote()
         with stopped(node):
-            found = aiogpu.get_actor("store")
+            found = aiogpu.get_actor("it")
             late = found.many
             refused = {
                 "is a generator": found.many.remote(),
@@ -119,42 +106,26 @@ async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> 
         assert [item async for item in found.many.remote()] == [0, 1, 2]
         assert [item async for item in late.remote()] == [0, 1, 2]
         assert await asyncio.gather(*found.two.remote()) == [1, 2]
-        with pytest.raises(AttributeError, match="Store has no method nothing"):
+        with pytest.raises(AttributeError, match="Methods has no method nothing"):
             found.nothing  # noqa: B018
         assert await tasks.echo.remote([found]) is not None
-        assert await store.one.remote() == 1
+        assert await it.one.remote() == 1
 
 
 async def test_what_is_dropped_before_the_answer_is_held_by_nobody(
     node: Service,
 ) -> None:
     async with no_complaints(), aiogpu.init(address=node.path, log_to_driver=False):
-        store = await Store.options(name="store", num_gpus=1).remote()
+        it = await Methods.options(name="it", num_gpus=1).remote()
         with stopped(node):
-            found = aiogpu.get_actor("store")
+            found = aiogpu.get_actor("it")
             call = found.one.remote(3)
             del found
             gc.collect()
             aiogpu.get_actor("nobody")
         assert await call == 3
-        del store, call
+        del it, call
         await all_is_free()
-
-
-async def called_on(store: Any) -> None:
-    """Call it until it is dead."""
-    async with asyncio.timeout(20):
-        while True:
-            await store.one.remote()
-
-
-async def test_killed_before_the_answer(node: Service) -> None:
-    async with aiogpu.init(address=node.path, log_to_driver=False):
-        store = await Store.options(name="store").remote()
-        with stopped(node):
-            aiogpu.kill(aiogpu.get_actor("store"))
-        with pytest.raises(aiogpu.ActorDiedError, match="killed"):
-            await called_on(store)
 
 
 async def nothing_is_left(runtime_directory: Path) -> None:
@@ -168,15 +139,15 @@ async def test_the_node_dies_before_the_answer(
     async with no_complaints():
         await aiogpu.init(address=node.path, log_to_driver=False)
         with stopped(node):
-            found = aiogpu.get_actor("store")
-            same = Store.options(name="store", get_if_exists=True).remote()
+            found = aiogpu.get_actor("it")
+            same = Methods.options(name="it", get_if_exists=True).remote()
             call = found.one.remote()
             os.kill(node.pid, signal.SIGKILL)
         for waiting in (found, call, same):
             with pytest.raises(aiogpu.NodeDiedError):
                 await waiting
         with pytest.raises(aiogpu.NodeDiedError):
-            await aiogpu.get_actor("store")
+            await aiogpu.get_actor("it")
         await aiogpu.shutdown()
     await nothing_is_left(runtime_directory)
 
@@ -193,15 +164,6 @@ async def test_an_actor_of_another_class_has_that_ones_methods(node: Service) ->
         with pytest.raises(AttributeError, match="Counter has no method later"):
             found.later  # noqa: B018
         assert await first.add.remote(1) == 4
-
-
-async def ran(source: str) -> None:
-    """Run another program to its end."""
-    argv = [sys.executable, "-c", source]
-    ended = await asyncio.to_thread(
-        subprocess.run, argv, env=environment(), capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @asynccontextmanager
@@ -222,87 +184,7 @@ async def left_before_the_answer(
         await leaving
 
 
-async def kept_is_gone(node: Service) -> None:
-    """Nobody finds the detached actor, and nothing of it is left."""
-    async with aiogpu.init(address=node.path, log_to_driver=False):
-        with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'kept'"):
-            await aiogpu.get_actor("kept")
-        await all_is_free()
-
-
 DETACHED: Any = Counter.options(name="kept", lifetime="detached")
-MAKES = 'await Counter.options(name="kept", lifetime="detached").remote()'
-FOUND: dict[str, Callable[[], Any]] = {
-    "by its name": lambda: aiogpu.get_actor("kept"),
-    "if it exists": Counter.options(name="kept", get_if_exists=True).remote,
-}
-
-
-@pytest.mark.parametrize("how", FOUND)
-async def test_killed_right_before_the_program_leaves(node: Service, how: str) -> None:
-    await ran(program(node.path, MAKES))
-    async with left_before_the_answer(node):
-        aiogpu.kill(FOUND[how]())
-    await kept_is_gone(node)
-
-
-KILLS = {
-    "by its name": 'aiogpu.kill(aiogpu.get_actor("kept"))',
-    "if it exists": (
-        'aiogpu.kill(Counter.options(name="kept", get_if_exists=True).remote())'
-    ),
-    "at the end of a block": """
-await aiogpu.shutdown()
-async with aiogpu.init():
-    aiogpu.kill(aiogpu.get_actor("kept"))
-""",
-}
-
-
-@pytest.mark.parametrize("run", ["asyncio.run", "aiogpu.run"])
-@pytest.mark.parametrize("how", KILLS)
-async def test_killed_by_the_last_line_of_a_program(
-    node: Service, monkeypatch: pytest.MonkeyPatch, how: str, run: str
-) -> None:
-    monkeypatch.setenv("AIOGPU_ADDRESS", node.path)
-    await ran(program(node.path, MAKES))
-    await ran(program(node.path, KILLS[how]).replace("asyncio.run", run))
-    await kept_is_gone(node)
-
-
-async def test_made_right_before_the_program_leaves(node: Service) -> None:
-    async with left_before_the_answer(node):
-        DETACHED.options(get_if_exists=True).remote(1)
-    async with aiogpu.init(address=node.path, log_to_driver=False):
-        found = await aiogpu.get_actor("kept")
-        assert await found.add.remote(2) == 3
-        aiogpu.kill(found)
-    await kept_is_gone(node)
-
-
-async def test_called_right_before_the_program_leaves(
-    node: Service, gate: Gate
-) -> None:
-    """As a call of an actor that is known: its answer is not waited for."""
-    await ran(program(node.path, MAKES))
-    async with left_before_the_answer(node):
-        call = aiogpu.get_actor("kept").gated.remote(gate.path, "call")
-        nobody = aiogpu.get_actor("nobody").add.remote()
-    with pytest.raises(aiogpu.errors.NodeClosedError, match="was shut down before"):
-        await call
-    with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'nobody'"):
-        await nobody
-    async with aiogpu.init(address=node.path, log_to_driver=False):
-        aiogpu.kill(aiogpu.get_actor("kept"))
-    await kept_is_gone(node)
-
-
-async def test_dropped_right_before_the_program_leaves(node: Service) -> None:
-    async with left_before_the_answer(node):
-        aiogpu.get_actor("nobody")
-        Counter.options(name="kept", get_if_exists=True, num_gpus=1).remote()
-        gc.collect()
-    await kept_is_gone(node)
 
 
 async def test_a_node_that_never_answers_is_left(
@@ -329,3 +211,120 @@ async def test_a_node_that_dies_while_it_is_left(
     with pytest.raises(aiogpu.NodeDiedError):
         await call
     await nothing_is_left(runtime_directory)
+
+
+@pytest.mark.usefixtures("each_engine")
+async def test_names() -> None:
+    """[B32]"""
+    named = Counter.options(name="bob")
+    async with aiogpu.init(num_cpus=1):
+        bob = named.remote(1)
+        assert repr(bob) == "<ActorHandle Counter 'bob'>"
+        assert await aiogpu.get_actor("bob").add.remote() == 2
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'bob' lives already"):
+            await named.remote()
+        assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
+        with pytest.raises(
+            aiogpu.errors.ActorNameError, match="no actor named 'eve' lives"
+        ):
+            await aiogpu.get_actor("eve")
+        elsewhere = named.options(namespace="other").remote(10)
+        assert await aiogpu.get_actor("bob", "other").add.remote() == 11
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'nowhere'"):
+            await aiogpu.get_actor("bob", "nowhere")
+        # One that another class has made has the other's methods.
+        found: Any = await Async.options(name="bob", get_if_exists=True).remote()
+        assert await found.pid.remote() == await bob.pid.remote()
+        with pytest.raises(AttributeError, match="Counter has no method later"):
+            found.later.remote()
+        aiogpu.kill(bob)
+        with pytest.raises(aiogpu.errors.ActorNameError):
+            await aiogpu.get_actor("bob")
+        second = named.remote(5)
+        assert await second.add.remote() == 6
+        del second
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    third = named.remote(50)
+                    break
+                except aiogpu.errors.ActorNameError:
+                    await asyncio.sleep(0)
+        assert await third.add.remote() == 51
+        assert await elsewhere.add.remote() == 12
+    with pytest.raises(aiogpu.OptionError, match="say name="):
+        Counter.options(get_if_exists=True)
+
+
+async def make_kept(node: Service) -> None:
+    """By a program that leaves it behind."""
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        await DETACHED.remote()
+
+
+async def kept_is_gone(node: Service) -> None:
+    """Nobody finds the detached actor, and nothing of it is left."""
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'kept'"):
+            await aiogpu.get_actor("kept")
+        await all_is_free()
+
+
+async def test_what_is_done_right_before_the_program_leaves(
+    node: Service, gate: Gate
+) -> None:
+    for find in (
+        lambda: aiogpu.get_actor("kept"),
+        Counter.options(name="kept", get_if_exists=True).remote,
+    ):
+        await make_kept(node)
+        async with left_before_the_answer(node):
+            aiogpu.kill(find())
+        await kept_is_gone(node)
+    # What is dropped is held by nobody.
+    async with left_before_the_answer(node):
+        aiogpu.get_actor("nobody")
+        Counter.options(name="kept", get_if_exists=True, num_gpus=1).remote()
+        gc.collect()
+    await kept_is_gone(node)
+    # It is made, and called; the answer is not waited for.
+    async with left_before_the_answer(node):
+        DETACHED.options(get_if_exists=True).remote(1)
+    async with left_before_the_answer(node):
+        call = aiogpu.get_actor("kept").gated.remote(gate.path, "call")
+        nobody = aiogpu.get_actor("nobody").add.remote()
+    with pytest.raises(aiogpu.errors.NodeClosedError, match="was shut down before"):
+        await call
+    with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'nobody'"):
+        await nobody
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        found = await aiogpu.get_actor("kept")
+        aiogpu.kill(found)
+        with pytest.raises(aiogpu.ActorDiedError, match="killed"):
+            await found.add.remote()
+    await kept_is_gone(node)
+
+
+KILLS = {
+    "by its name": 'aiogpu.kill(aiogpu.get_actor("kept"))',
+    "at the end of a block": """
+await aiogpu.shutdown()
+async with aiogpu.init():
+    aiogpu.kill(Counter.options(name="kept", get_if_exists=True).remote())
+""",
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("how", "run"),
+    [("by its name", "asyncio.run"), ("at the end of a block", "aiogpu.run")],
+)
+async def test_killed_by_the_last_line_of_a_program(
+    node: Service, monkeypatch: pytest.MonkeyPatch, how: str, run: str
+) -> None:
+    monkeypatch.setenv("AIOGPU_ADDRESS", node.path)
+    await make_kept(node)
+    source = program(node.path, KILLS[how]).replace("asyncio.run", run)
+    await asyncio.to_thread(run_program, source)
+    await kept_is_gone(node)
