@@ -20,6 +20,7 @@ from aiogpu.core.model.request import (
     Shape,
     TaskSpec,
 )
+from aiogpu.core.model.units import CPU
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import RecordCodec
 
@@ -53,6 +54,9 @@ def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpe
         is_possible = _is_possible(spec) and not (spec.is_lease and actor)
         environ = dict(spec.shape.environment)
         resources = spec.shape.request.as_numbers()
+        if actor is not None and not actor.keeps_cpus:
+            # The CPU by which it is placed is given back; it holds none.
+            resources.pop(CPU, None)
     except (AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(f"a function's spec cannot be read: {error}") from None
     if not is_possible or window < 0:
