@@ -167,6 +167,29 @@ class Async(Plain):
         await asyncio.sleep(0)
         raise kind(*args)
 
+    async def cancel_itself(self, swallows: bool) -> str:
+        import asyncio
+
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            if not swallows:
+                raise
+        return "swallowed"
+
+    async def give_up(self) -> str:
+        import asyncio
+
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            return "given up"
+        return "it came"
+
     def hidden_coroutine(self) -> Any:
         """A plain function that gives a coroutine, as decorators make them."""
         return self.later(10)
@@ -351,3 +374,134 @@ class Closing(Mourned):
                     await asyncio.Event().wait()
         await asyncio.sleep(0)
         say(self.path, f"{self.name}-closed")
+
+
+def facts() -> tuple[int | None, dict[str, float]]:
+    context = aiogpu.get_runtime_context()
+    assert context.get_assigned_resources() == dict(context.assigned_resources)
+    return context.actor_id, context.get_assigned_resources()
+
+
+@aiogpu.remote
+class Knowing:
+    """Knows its id, and what it holds."""
+
+    def __init__(self) -> None:
+        self.at_first = facts()
+
+    def facts(self) -> list[Any]:
+        return [self.at_first, facts()]
+
+
+@aiogpu.remote
+class KnowingSoftly:
+    async def facts(self) -> list[Any]:
+        return [facts(), facts()]
+
+
+@aiogpu.remote
+def facts_of_a_task() -> tuple[int | None, dict[str, float]]:
+    return facts()
+
+
+@aiogpu.remote
+def named(one: int, **others: int) -> dict[str, int]:
+    return {"one": one, **others}
+
+
+@aiogpu.remote
+def each_named(**others: int) -> Iterator[int]:
+    yield from others.values()
+
+
+@aiogpu.remote
+class Named:
+    """Takes arguments of any name."""
+
+    def __init__(this, **others: int) -> None:
+        this.others = others
+
+    def named(this, **others: int) -> dict[str, int]:
+        return {**this.others, **others}
+
+
+@aiogpu.remote(concurrency_groups={"one": 1})
+class SoftGroups:
+    """A group of coroutines."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self.event = asyncio.Event()
+
+    @aiogpu.method(concurrency_group="one")
+    async def wait(self, path: str, name: str) -> None:
+        say(path, name)
+        await self.event.wait()
+
+    def let_pass(self) -> None:
+        self.event.set()
+
+
+class Leaving:
+    """Calls `exit_actor()` and swallows what it raises."""
+
+    limit = 7
+
+    @staticmethod
+    def doubled(number: int) -> int:
+        return 2 * number
+
+    @classmethod
+    def label(cls) -> str:
+        return cls.__name__
+
+    def returned(self) -> str:
+        try:
+            aiogpu.exit_actor()
+        except BaseException:
+            return "swallowed"
+
+    def replaced(self) -> None:
+        try:
+            aiogpu.exit_actor()
+        except BaseException:
+            raise ValueError("another") from None
+
+    def items(self) -> Any:
+        yield 1
+        try:
+            aiogpu.exit_actor()
+        except BaseException:
+            yield 2
+
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+class LeavingSoftly(Leaving):
+    async def returned(self) -> str:  # type: ignore[override]
+        return super().returned()
+
+    async def replaced(self) -> None:  # type: ignore[override]
+        super().replaced()
+
+
+@aiogpu.remote(concurrency_groups={"io": 1, "compute": 2})
+class Grouped:
+    def pair(self) -> tuple[int, int]:
+        return 1, 2
+
+    def stay(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+    @aiogpu.method(concurrency_group="io")
+    def read(self) -> str:
+        return "read"
+
+    @aiogpu.method(num_returns=2)
+    def two(self) -> tuple[int, int]:
+        return 3, 4
+
+    def each(self, count: int) -> Iterator[int]:
+        yield from range(count)

@@ -11,19 +11,30 @@ from typing import Any
 import pytest
 
 import aiogpu
-from tests.contract import tasks
+from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import (
     Async,
     Broken,
     Counter,
+    Grouped,
     Groups,
+    Knowing,
+    KnowingSoftly,
+    Leaving,
+    Methods,
+    Named,
     Odd,
     Plain,
     Slow,
+    SoftGroups,
     Table,
     Threads,
+    each_named,
+    facts_of_a_task,
+    named,
 )
 from tests.support.gate import Gate
+from tests.support.until import until
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks", "each_engine"),
@@ -78,7 +89,7 @@ async def test_each_caller_has_its_order() -> None:
 @pytest.mark.parametrize(
     "kind", [Counter, pytest.param(Threads, marks=pytest.mark.needs("threads")), Async]
 )
-async def test_what_methods_raise(kind: Any) -> None:
+async def test_what_methods_raise(kind: Any, address: str) -> None:
     """[B37] [B39]"""
     async with aiogpu.init(num_cpus=1):
         actor = kind.remote()
@@ -96,8 +107,14 @@ async def test_what_methods_raise(kind: Any) -> None:
         with pytest.raises(aiogpu.errors.DeserializationError, match="division"):
             await actor.note.remote(tasks.UnreadableResult("1/0"))
         if kind is Async:
-            with pytest.raises(aiogpu.TaskError, match="CancelledError"):
-                await actor.fail_later.remote(asyncio.CancelledError)
+            calls = [actor.fail_later.remote(asyncio.CancelledError)]
+            if address != "inline":  # there it is as if the loop ended
+                calls.append(actor.cancel_itself.remote(False))
+            for call in calls:
+                with pytest.raises(aiogpu.TaskError, match="CancelledError"):
+                    await call
+            assert await actor.cancel_itself.remote(True) == "swallowed"
+            assert await actor.give_up.remote() == "given up"
         assert await actor.add.remote() == 1, "it lives on"
 
 
@@ -281,91 +298,6 @@ async def test_a_cpu_is_needed_to_be_placed_and_not_held(gate: Gate) -> None:
         assert (await none.where.remote())["resources"].get("CPU", 0.0) == 0.0
 
 
-async def test_what_can_never_be_placed_is_refused_at_once() -> None:
-    """[B23]"""
-    async with aiogpu.init(num_cpus=1, num_gpus=1):
-        with pytest.raises(aiogpu.InfeasibleError, match=r"'taken\?' asks .*GPU"):
-            Counter.options(num_gpus=2, name="taken?").remote()
-        with pytest.raises(aiogpu.errors.ActorNameError):
-            await aiogpu.get_actor("taken?")
-
-
-async def test_a_constructor_that_fails() -> None:
-    """[B33]"""
-    async with aiogpu.init(num_cpus=1, num_gpus=1):
-        broken = Broken.options(num_gpus=1, max_restarts=3).remote(OSError)
-        call = broken.add.remote()
-        for attempt in (broken, broken, call, broken.add.remote()):
-            with pytest.raises(aiogpu.ActorDiedError, match="OSError: no model") as it:
-                await attempt
-            assert isinstance(it.value.__cause__, OSError)
-            assert not it.value.is_restarting
-            assert it.value.actor == "Broken"
-        with pytest.raises(aiogpu.ActorDiedError):
-            async with broken:
-                raise AssertionError("the block must not be entered")
-        assert await tasks.where.options(num_gpus=1).remote(), "its GPU is free"
-        with pytest.raises(aiogpu.ActorDiedError, match="raised SystemExit") as it:
-            await Broken.remote(SystemExit)
-        assert isinstance(it.value.__cause__, aiogpu.TaskError)
-
-
-async def test_a_constructor_that_fails_is_not_tried_again(tmp_path: Path) -> None:
-    """[B33]"""
-    runs = tmp_path / "runs"
-    async with aiogpu.init(num_cpus=1):
-        broken = Broken.options(max_restarts=-1).remote(ValueError, str(runs))
-        with pytest.raises(aiogpu.ActorDiedError):
-            await broken
-    assert runs.read_text() == "x"
-
-
-@pytest.mark.needs("blocking")
-async def test_a_constructor_that_never_returns(gate: Gate) -> None:
-    async with aiogpu.init(num_cpus=1):
-        slow = Slow.remote(gate.path)
-        call = slow.add.remote()
-        await gate.entered("constructor")
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await slow
-        assert not call.done(), "who gives up waiting for it ends nothing"
-        aiogpu.kill(slow)
-        for attempt in (slow, call):
-            with pytest.raises(aiogpu.ActorDiedError, match="killed"):
-                await attempt
-        again = Slow.remote(gate.path, "again")
-        await gate.entered("again")
-        gate.release("again")
-        assert await again.add.remote() == 1
-
-
-async def test_calls_made_before_the_node_is_open() -> None:
-    """[B5]"""
-    counter = Counter.remote()
-    handles = [counter.add.remote() for _ in range(5)]
-    assert (await handles[0].why()).state == "opening"
-    handles[2].cancel()
-    ready = await counter
-    assert ready is counter
-    with pytest.raises(asyncio.CancelledError):
-        await handles.pop(2)
-    assert await asyncio.gather(*handles) == [1, 2, 3, 4]
-    await aiogpu.shutdown()
-
-
-async def test_an_actor_that_an_opening_node_cannot_have() -> None:
-    too_much = Counter.options(resources={"license": 1}).remote()
-    call = too_much.add.remote()
-    for attempt in (too_much, call, too_much.add.remote()):
-        with pytest.raises(aiogpu.InfeasibleError, match="license"):
-            await attempt
-    aiogpu.kill(too_much)
-    with pytest.raises(aiogpu.InfeasibleError):
-        await too_much.add.remote()
-    await aiogpu.shutdown()
-
-
 @pytest.mark.needs("holders")
 async def test_actors_that_wait_say_why(gate: Gate) -> None:
     """[B23]"""
@@ -426,16 +358,243 @@ async def test_what_actors_print_carries_their_name(
             assert capsys.readouterr().out == f"{prefix} one\n{prefix} two\n"
 
 
-async def test_until_nothing_is_left_of_many(address: str) -> None:
-    async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
-        counters = [Counter.options(num_gpus=0.125).remote(n) for n in range(8)]
-        values = await asyncio.gather(*(one.add.remote() for one in counters))
-        assert values == [*range(1, 9)]
-        counters.clear()
-        while (await session.available_resources())["GPU"] != 1:
+@pytest.mark.parametrize("kind", [Knowing, KnowingSoftly])
+async def test_an_actor_knows_its_id_and_what_it_holds(kind: Any) -> None:
+    """[B20] [B30]"""
+    async with aiogpu.init(num_cpus=3, num_gpus=2):
+        first = await kind.options(num_gpus=0.5).remote()
+        other = await kind.options(num_cpus=2, num_gpus=0).remote()
+        before, now = await first.facts.remote()
+        assert before == now
+        assert isinstance(now[0], int)
+        assert now[1] == {"GPU": 0.5}, "the CPU by which it was placed is given back"
+        _, others = await other.facts.remote()
+        assert others[0] not in (None, now[0])
+        assert others[1] == {"CPU": 2.0}
+        assert await facts_of_a_task.remote() == (None, {"CPU": 1.0})
+    assert aiogpu.get_runtime_context().actor_id is None
+
+
+async def test_an_argument_may_be_called_self() -> None:
+    async with aiogpu.init(num_cpus=2):
+        assert await named.remote(1, self=2) == {"one": 1, "self": 2}
+        assert [item async for item in each_named.remote(self=3)] == [3]
+        actor = Named.remote(self=4)
+        assert await actor.named.remote(args=5) == {"self": 4, "args": 5}
+        assert await actor.named.remote(self=6) == {"self": 6}
+
+
+async def test_groups_of_coroutines_have_their_limits(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        groups = await SoftGroups.remote()
+        waiting = [groups.wait.remote(gate.path, name) for name in "ab"]
+        await gate.entered("a")
+        assert "b" not in gate.pids
+        await groups.let_pass.remote()
+        await asyncio.gather(*waiting)
+        await gate.entered("b")
+
+
+async def test_what_can_never_be_placed_is_refused_at_once(address: str) -> None:
+    """[B23] Where the node is still to be opened, when it is."""
+    too_much = Counter.options(resources={"license": 1}).remote()
+    call = too_much.add.remote()
+    for attempt in (too_much, call, too_much.add.remote()):
+        with pytest.raises(aiogpu.InfeasibleError, match="license"):
+            await attempt
+    aiogpu.kill(too_much)
+    with pytest.raises(aiogpu.InfeasibleError):
+        await too_much.add.remote()
+    await aiogpu.shutdown()
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        with pytest.raises(aiogpu.InfeasibleError, match=r"'taken\?' asks .*GPU"):
+            Counter.options(num_gpus=2, name="taken?").remote()
+        with pytest.raises(aiogpu.errors.ActorNameError):
+            await aiogpu.get_actor("taken?")
+
+
+async def test_a_constructor_that_fails(tmp_path: Path) -> None:
+    """[B33] It is not tried again."""
+    runs = tmp_path / "runs"
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        once = Broken.options(num_gpus=1, max_restarts=-1)
+        broken = once.remote(OSError, str(runs))
+        call = broken.add.remote()
+        for attempt in (broken, broken, call, broken.add.remote()):
+            with pytest.raises(aiogpu.ActorDiedError, match="OSError: no model") as it:
+                await attempt
+            assert isinstance(it.value.__cause__, OSError)
+            assert not it.value.is_restarting
+            assert it.value.actor == "Broken"
+        with pytest.raises(aiogpu.ActorDiedError):
+            async with broken:
+                raise AssertionError("the block must not be entered")
+        assert await tasks.where.options(num_gpus=1).remote(), "its GPU is free"
+        with pytest.raises(aiogpu.ActorDiedError, match="raised SystemExit") as it:
+            await Broken.remote(SystemExit)
+        assert isinstance(it.value.__cause__, aiogpu.TaskError)
+    assert runs.read_text() == "x"
+
+
+@pytest.mark.needs("blocking")
+async def test_a_constructor_that_takes_its_time(gate: Gate) -> None:
+    """Who gives up waiting for it ends nothing."""
+    async with aiogpu.init(num_cpus=1):
+        for name in ("returns", "never returns"):
+            slow = Slow.remote(gate.path, "constructor")
+            call = slow.add.remote()
+            await gate.entered("constructor")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await slow
+            assert not call.done()
+            if name == "returns":
+                gate.release("constructor")
+                assert await call == 1
+                gate.forget("constructor")
+                continue
+            aiogpu.kill(slow)
+            for attempt in (slow, call):
+                with pytest.raises(aiogpu.ActorDiedError, match="killed"):
+                    await attempt
+
+
+async def test_calls_made_before_the_node_is_open() -> None:
+    """[B5]"""
+    counter = Counter.remote()
+    handles = [counter.add.remote() for _ in range(5)]
+    assert (await handles[0].why()).state == "opening"
+    handles[2].cancel()
+    ready = await counter
+    assert ready is counter
+    with pytest.raises(asyncio.CancelledError):
+        await handles.pop(2)
+    assert await asyncio.gather(*handles) == [1, 2, 3, 4]
+    await aiogpu.shutdown()
+
+
+async def test_what_a_class_has_is_reached_by_its_remote_class() -> None:
+    made: Any = aiogpu.remote(Leaving)
+    assert made.limit == 7
+    assert made.doubled(3) == 6
+    assert made.label() == "Leaving"
+    with pytest.raises(AttributeError, match=r"Leaving.remote\(\.\.\.\)"):
+        _ = made.add
+    with pytest.raises(AttributeError, match="no missing"):
+        _ = made.missing
+
+
+@pytest.mark.needs("threads")
+async def test_a_call_runs_in_the_group_that_it_names(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        actor = await Grouped.remote()
+        stays = actor.stay.options(concurrency_group="io")
+        staying = stays.remote(gate.path, "a")
+        await gate.entered("a")
+        late = actor.read.remote()  # the one place of its group is taken
+        assert await actor.pair.remote() == (1, 2)
+        elsewhere = actor.read.options(concurrency_group="compute")
+        assert await elsewhere.remote() == "read"
+        assert not late.done()
+        gate.release("a")
+        assert await staying == "a"
+        assert await late == "read"
+        counting = actor.each.options(concurrency_group="compute")
+        assert [one async for one in counting.remote(3)] == [0, 1, 2]
+
+        @aiogpu.remote
+        def inside(actor: Any) -> str:
+            call = actor.read.options(concurrency_group="compute")
+            with pytest.raises(aiogpu.OptionError, match="names io, compute"):
+                actor.read.options(concurrency_group="other")
+            return str(aiogpu.get(call.remote()))
+
+        assert await inside.remote(actor) == "read"
+
+
+async def test_a_call_has_a_number_of_results_of_its_own() -> None:
+    async with aiogpu.init(num_cpus=1):
+        actor = await Methods.remote()
+        first, second = actor.pair.options(num_returns=2).remote()
+        assert (await first, await second) == (1, 2)
+        assert await actor.pair.remote() == (1, 2)
+        assert await actor.two.options(num_returns=1).remote() == (1, 2)
+        first, second = actor.two.remote()
+        assert (await first, await second) == (1, 2)
+        assert "Methods.pair" in repr(actor.pair.options(num_returns=2))
+        for method, options, told in (
+            (actor.pair, {"concurrency_group": "io"}, "its class names none"),
+            (actor.pair, {"max_buffered": 3}, "@aiogpu.method"),
+            (actor.pair, {"num_cpus": 3}, "not an option"),
+            (actor.pair, {"num_returns": 0}, "num_returns=0"),
+            (actor.many, {"num_returns": 2}, "generator"),
+        ):
+            with pytest.raises(aiogpu.OptionError, match=told):
+                method.options(**options)
+
+
+# Pools
+
+
+async def pids_of(pool: Any, calls: int) -> set[int]:
+    return set(await asyncio.gather(*(pool.pid.remote() for _ in range(calls))))
+
+
+@pytest.mark.needs("processes")
+async def test_calls_of_a_pool_are_spread_and_all_end_with_the_block() -> None:
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        cls = Counter.options(num_gpus=0.5)
+        async with aiogpu.ActorPool(cls, 2) as pool:
+            pids = await pids_of(pool, 4)
+            assert len(pids) == 2
+            counts = [count async for count in pool.add.map([1] * 10)]
+            assert sorted(counts) == sorted([*range(1, 6), *range(1, 6)])
+            assert (await aiogpu.available_resources())["GPU"] == 0
+        await until(lambda: all(not os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
+@pytest.mark.needs("processes")
+async def test_one_of_a_pool_that_dies_is_replaced() -> None:
+    async with aiogpu.init(num_cpus=2), aiogpu.ActorPool(Counter, 2) as pool:
+        pids = await pids_of(pool, 2)
+        with pytest.raises(aiogpu.ActorDiedError):
+            await pool.exit.remote(3)
+        async with asyncio.timeout(30):
+            while len(now := await pids_of(pool, 2)) < 2 or now == pids:
+                await asyncio.sleep(0)
+        assert len(now & pids) == 1
+
+
+@pytest.mark.parametrize("size", [3, 5])
+async def test_a_pool_for_which_there_is_never_room_is_refused(size: int) -> None:
+    """Each of its actors alone could live, and some of them do."""
+    half = Counter.options(num_gpus=0.5)
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        told = rf"pool of {size} Counter, each with .*GPU.*0.5.* room for 2 at once"
+        with pytest.raises(aiogpu.InfeasibleError, match=told):
+            await aiogpu.ActorPool(half, size)
+        with pytest.raises(aiogpu.InfeasibleError, match=told):
+            async with aiogpu.ActorPool(half, min_size=size, max_size=9):
+                raise AssertionError("the block has begun")
+        async with aiogpu.ActorPool(half, 2) as pool:
+            counts = [count async for count in pool.add.map([1] * 4)]
+            assert sorted(counts) == [1, 1, 2, 2]
+
+
+async def test_a_pool_is_closed_with_its_node() -> None:
+    """A node of another process answers while it ends what its program leaves."""
+    async with aiogpu.init(num_cpus=2):
+        pool = await aiogpu.ActorPool(Counter, 2)
+        assert await pool.add.remote() == 1
+    assert "closed, 0 actors, 0 ready" in repr(pool)
+    with pytest.raises(aiogpu.errors.MisuseError, match="pool of Counter is closed"):
+        await pool
+
+
+async def test_a_pool_in_a_task() -> None:
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        assert sorted(await handed_on.make_pool.remote(2)) == [1, 1, 2, 2]
+        with pytest.raises(aiogpu.InfeasibleError, match="room for 2 at once"):
+            await handed_on.make_pool.remote(3)
+        while (await aiogpu.available_resources())["GPU"] < 1:
             await asyncio.sleep(0)
-        assert (await session.available_resources())["CPU"] == 1
-        if address == "local":
-            scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
-            assert not scheduler.ledger.leases
-            scheduler.check()
