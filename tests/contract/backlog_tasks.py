@@ -35,12 +35,6 @@ def act(place: str, number: int, path: str = "", how: str = "") -> int:
     return number
 
 
-@aiogpu.remote(num_gpus=0.5, max_calls=0)
-def break_context(text: str) -> None:
-    """Fail as PyTorch does."""
-    raise RuntimeError(text, os.getpid())
-
-
 @aiogpu.remote
 def fill(path: str, name: str, mebibytes: int) -> int:
     """Use so much memory, and keep it until the test lets go."""

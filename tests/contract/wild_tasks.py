@@ -7,12 +7,17 @@ import locale
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import aiogpu
 from tests.contract import phase_tasks
+from tests.contract.tasks import daemonise
 from tests.support.gate import pass_gate, say
 
 
@@ -81,11 +86,6 @@ def change_variables() -> None:
     os.environ["HOME"] = "changed"
     del os.environ["LOGNAME_OF_TEST"]
     os.environb.pop(b"OTHER_OF_TEST")
-
-
-@aiogpu.remote
-def variables(*names: str) -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in names}
 
 
 @aiogpu.remote
@@ -158,24 +158,6 @@ def fork_in_thread() -> int:
 
 
 @aiogpu.remote
-def daemonise(path: str, name: str) -> int:
-    """Fork twice, a new session in between, all descriptors closed; as daemons do."""
-    reading, writing = os.pipe()
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            say(path, name)
-            os.write(writing, b".")
-            os.chdir("/")
-            os.closerange(0, 1000)
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            phase_tasks.spin()
-        os._exit(0)
-    os.read(reading, 1)
-    return os.getpid()
-
-
-@aiogpu.remote
 def print_much(lines: int, length: int, raw: bool) -> int:
     line = "x" * (length - 1) + "\n"
     for _ in range(lines):
@@ -186,7 +168,160 @@ def print_much(lines: int, length: int, raw: bool) -> int:
     return lines * length
 
 
-@aiogpu.remote
-def hold(path: str, name: str) -> int:
-    pass_gate(path, name)
-    return os.getpid()
+kept: list[Any] = []
+"""What must not be freed when its function returns."""
+
+
+def deafen() -> None:
+    """Ignore all that can be ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def fork(_path: str) -> list[int]:
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    return [pid]
+
+
+def fork_tree(_path: str) -> list[int]:
+    """Three generations, each in a session of its own and deaf."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for _ in range(2):
+            os.setsid()
+            deafen()
+            os.write(writing, b"%d " % os.getpid())
+            if os.fork():
+                break
+        else:
+            os.write(writing, b"%d " % os.getpid())
+        while True:
+            signal.pause()
+    text = b""
+    while text.count(b" ") < 3:
+        text += os.read(reading, 100)
+    return [int(word) for word in text.split()]
+
+
+def daemon(path: str) -> list[int]:
+    if daemonise(path, "daemon"):
+        deafen()
+        while True:
+            signal.pause()
+    return []
+
+
+def program(_path: str) -> list[int]:
+    command = ["sleep", "1000"]
+    kept.append(subprocess.Popen(command, start_new_session=True, close_fds=False))
+    return [kept[-1].pid]
+
+
+def deaf_program(_path: str) -> list[int]:
+    source = (
+        "import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 15)]; "
+        "print(flush=True); signal.pause()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    kept.append(child)
+    assert child.stdout is not None
+    child.stdout.read(1)
+    return [child.pid]
+
+
+def thread(_path: str) -> list[int]:
+    threading.Thread(target=threading.Event().wait).start()
+    return []
+
+
+def thread_pool(_path: str) -> list[int]:
+    kept.append(ThreadPoolExecutor(4))
+    for _ in range(8):
+        kept[-1].submit(threading.Event().wait)
+    return []
+
+
+def process_pool(_path: str) -> list[int]:
+    kept.append(ProcessPoolExecutor(2, mp_context=get_context("fork")))
+    found = {kept[-1].submit(os.getpid).result() for _ in range(4)}
+    kept[-1].submit(signal.pause)
+    return sorted(found)
+
+
+def spawned_process(_path: str) -> list[int]:
+    """With multiprocessing's resource tracker, which outlives all others."""
+    context = get_context("spawn")
+    started = context.Process(target=signal.pause)
+    started.start()
+    kept.append((started, context.Semaphore()))
+    assert started.pid is not None
+    return [started.pid]
+
+
+def deaf_worker(_path: str) -> list[int]:
+    deafen()
+    return []
+
+
+WAYS: dict[str, Callable[[str], list[int]]] = {
+    way.__name__: way
+    for way in (
+        *(fork, fork_tree, daemon, program, deaf_program, thread, thread_pool),
+        *(process_pool, spawned_process, deaf_worker),
+    )
+}
+
+
+@aiogpu.remote(num_gpus=1, max_retries=0)
+def leave(way: str, path: str) -> list[int]:
+    """Leave something, wait at the gate, and give the ids of the processes."""
+    pids = WAYS[way](path)
+    pass_gate(path, "left")
+    return pids
+
+
+@aiogpu.remote(num_gpus=1, max_retries=0)
+def never_return_deaf(path: str) -> None:
+    deafen()
+    daemonise(path, "daemon") and threading.Event().wait()
+    pass_gate(path, "deaf")
+    threading.Event().wait()
+
+
+@aiogpu.remote(num_gpus=0.5, max_calls=0)
+def break_context(text: str) -> None:
+    """Fail as PyTorch does."""
+    raise RuntimeError(text, os.getpid())
+
+
+@aiogpu.remote(max_concurrency=10_000)
+class Crowd:
+    """Answers many calls in one turn of its loop, and ends its process after it."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self.opened = asyncio.Event()
+        self.unanswered = 0
+
+    async def answer(self, number: int) -> int:
+        self.unanswered += 1
+        await self.opened.wait()
+        self.unanswered -= 1
+        return number
+
+    async def answer_all_and_die(self, path: str, fifo: str) -> None:
+        """Wait for a byte, have all answered, die."""
+        say(path, "ready")
+        with open(fifo, "rb") as file:
+            file.read(1)
+        import asyncio
+
+        self.opened.set()
+        while self.unanswered:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # what was answered in one turn is sent in the next
+        os._exit(3)

@@ -1,0 +1,361 @@
+"""[B15] [B26] Nothing outlives its lease or its node, whatever is done to whom.
+
+Tasks leave processes behind, keepers and zygotes are killed or stopped, and the driver
+dies; with cgroups beside the keepers, and without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiogpu
+from aiogpu.linux.cgroup import Place
+from aiogpu.runtime import node_cgroup
+from tests.contract import tasks, wild_tasks
+from tests.contract.alive import is_alive
+from tests.support.cgroups import PLACE, all_groups, groups_of, needs_cgroup
+from tests.support.gate import Gate
+from tests.support.program import start
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+
+# What a task leaves
+
+
+@pytest.mark.parametrize("way", wild_tasks.WAYS)
+async def test_nothing_outlives_the_share(way: str, gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=2, num_gpus=1) as session:
+        scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+        # Some of them keep their worker from ending until it is made to.
+        scheduler.config = scheduler.config._replace(exit_grace=0.3)
+        handle = wild_tasks.leave.remote(way, gate.path)
+        await gate.entered("left")
+        worker = psutil.Process(gate.pids["left"])
+        keeper = worker.parent()
+        assert keeper is not None
+        family = keeper.children(recursive=True)
+        gate.release("left")
+        left = await handle
+        assert {worker.pid, *left} <= {process.pid for process in family}
+        # There is one GPU: this task has it when the first one's share is free.
+        successor = await tasks.pid.options(num_gpus=1).remote()
+        assert [process for process in family if is_alive(process)] == []
+        assert successor != worker.pid
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_one_that_ignores_signals_is_ended_after_its_grace(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.05):
+        handle = wild_tasks.never_return_deaf.remote(gate.path)
+        await gate.entered("daemon", "deaf")
+        family = [psutil.Process(pid) for pid in gate.pids.values()]
+        handle.cancel()
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+        assert [process for process in family if is_alive(process)] == []
+
+
+async def test_a_group_is_ended_with_an_orphaned_keepers_worker(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=2):
+        handle = tasks.start_sleeper.options(max_retries=0).remote(gate.path, "a")
+        await gate.entered("a")
+        worker = psutil.Process(gate.pids["a"])
+        keeper = worker.parent()
+        assert keeper is not None
+        zygote = keeper.parent()
+        assert zygote is not None
+        (sleeper,) = worker.children()
+        zygote.kill()
+        async with asyncio.timeout(60):
+            while psutil.pid_exists(zygote.pid) and zygote.is_running():
+                await asyncio.sleep(0)
+            keeper.kill()
+            with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
+                await handle
+            while sleeper.is_running():
+                await asyncio.sleep(0)
+        assert await tasks.add.remote(1) == 2
+
+
+# What is killed: keepers, zygotes and drivers of a task that has left a daemon
+
+
+@pytest.fixture(params=["with cgroup2", "without"])
+def has_cgroup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param == "without":
+        monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "a test"))
+        return False
+    if PLACE.directory is None:
+        pytest.skip(PLACE.reason)
+    return True
+
+
+class House:
+    """A node whose one task has left a daemon and runs on."""
+
+    def __init__(self, gate: Gate, handle: Awaitable[str]) -> None:
+        self.handle = handle
+        self.daemon = psutil.Process(gate.pids["daemon"])
+        self.worker = psutil.Process(gate.pids["task"])
+        keeper = self.worker.parent()
+        assert keeper is not None
+        self.keeper = keeper
+        zygote = keeper.parent()
+        assert zygote is not None
+        self.zygote = zygote
+
+    async def see_end(self, process: psutil.Process) -> None:
+        async with asyncio.timeout(60):
+            while is_alive(process):
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def house(gate: Gate) -> AsyncIterator[House]:
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        task = tasks.leave_daemon_and_wait.options(num_gpus=1, max_retries=0)
+        handle = task.remote(gate.path)
+        await gate.entered("daemon", "task")
+        yield House(gate, handle)
+
+
+async def test_a_worker_is_born_in_its_slots_group(
+    has_cgroup: bool, gate: Gate
+) -> None:
+    async with house(gate) as it:
+        found = [group_of(process.pid) for process in (it.daemon, it.worker, it.keeper)]
+        assert len(set(found)) == 1
+        groups = groups_of(os.getpid())
+        if has_cgroup:
+            assert [name in found[0] for name in groups] == [True]
+            assert found[0].endswith("/0")
+            assert group_of(it.zygote.pid) == group_of(os.getpid())
+        else:
+            assert (groups, found[0]) == ([], group_of(os.getpid()))
+        gate.release("task")
+        await it.handle
+
+
+def group_of(pid: int) -> str:
+    with open(f"/proc/{pid}/cgroup") as file:
+        for line in file:
+            if line.startswith("0::"):
+                return line.strip()
+    return ""
+
+
+@pytest.mark.usefixtures("has_cgroup")
+async def test_a_daemon_ends_before_its_share_is_free(gate: Gate) -> None:
+    async with house(gate) as it:
+        gate.release("task")
+        await it.handle
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+        assert not is_alive(it.daemon)
+
+
+@pytest.mark.usefixtures("has_cgroup")
+async def test_a_killed_keeper_takes_all_along(gate: Gate) -> None:
+    async with house(gate) as it:
+        it.keeper.kill()
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
+            await it.handle
+        assert not is_alive(it.daemon)
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+@pytest.mark.parametrize("first", ["zygote", "keeper"])
+async def test_zygote_and_keeper_are_killed(
+    first: str, has_cgroup: bool, gate: Gate
+) -> None:
+    """Then nobody adopts the daemon; its group is what it cannot leave."""
+    async with house(gate) as it:
+        if first == "zygote":
+            it.zygote.kill()
+            await it.see_end(it.zygote)
+            it.keeper.kill()
+        else:
+            it.zygote.suspend()
+            it.keeper.kill()
+            await it.see_end(it.keeper)
+            it.zygote.kill()
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
+            await it.handle
+        if has_cgroup:
+            assert not is_alive(it.daemon)
+        else:
+            # What docs/decisions/0009 says of a machine without cgroups.
+            assert is_alive(it.daemon)
+            it.daemon.kill()
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+async def test_an_end_while_a_slot_is_being_ended(has_cgroup: bool, gate: Gate) -> None:
+    async with house(gate) as it:
+        it.zygote.kill()
+        await it.see_end(it.zygote)
+        it.keeper.kill()
+    with pytest.raises(aiogpu.AiogpuError):
+        await it.handle
+    if not has_cgroup:
+        it.daemon.kill()
+    await it.see_end(it.daemon)
+
+
+DRIVER = """
+    import asyncio, sys, aiogpu
+    from aiogpu.linux.cgroup import Place
+    from aiogpu.runtime import node_cgroup
+    from tests.contract import tasks
+    if sys.argv[2] == "without":
+        node_cgroup.find_cgroup = lambda: Place(None, "a test")
+    async def main():
+        async with aiogpu.init(num_cpus=4, num_gpus=1):
+            first = tasks.leave_daemon_and_wait.options(num_gpus=1).remote(sys.argv[1])
+            second = tasks.gated.remote(sys.argv[1], "second")
+            await first
+    aiogpu.run(main())
+"""
+
+LATE = "driver, and later the zygote"
+FIRST: dict[str, Callable[[House], object]] = {
+    "driver": bool,
+    "driver and keeper": lambda it: it.keeper.kill(),
+    "driver and zygote": lambda it: it.zygote.kill(),
+    # So it is where it was killed in time but has no CPU to end on.
+    LATE: lambda it: it.zygote.suspend(),
+}
+
+
+@pytest.mark.parametrize("who", FIRST)
+async def test_a_killed_driver_leaves_nothing(
+    who: str, has_cgroup: bool, gate: Gate
+) -> None:
+    # Others may have left some long ago, whose driver had the same process id.
+    others = all_groups()
+    driver = start(DRIVER, gate.path, "with" if has_cgroup else "without")
+    try:
+        await gate.entered("daemon", "task", "second")
+        it = House(gate, asyncio.sleep(0, ""))
+        everyone = psutil.Process(driver.pid).children(recursive=True)
+        assert {it.daemon, it.worker, it.keeper, it.zygote} <= set(everyone)
+        assert len({*groups_of(driver.pid)} - others) == has_cgroup
+        keepers = it.zygote.children()
+        FIRST[who](it)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.communicate()
+    async with asyncio.timeout(60):
+        if who == LATE:
+            while any(map(is_alive, keepers)):
+                await asyncio.sleep(0)
+            it.zygote.kill()
+        while any(map(is_alive, everyone)):
+            await asyncio.sleep(0)
+        # The last of them has them removed just before it ends.
+    assert {*groups_of(driver.pid)} <= others
+    await it.handle
+
+
+# What is stopped: by SIGSTOP, a debugger, or the freezer of its cgroup
+
+
+def stop_keeper(worker: psutil.Process) -> None:
+    keeper = worker.parent()
+    assert keeper is not None
+    keeper.suspend()
+
+
+def stop_keeper_and_zygote(worker: psutil.Process) -> None:
+    keeper = worker.parent()
+    assert keeper is not None
+    zygote = keeper.parent()
+    assert zygote is not None
+    keeper.suspend()
+    zygote.suspend()
+
+
+def freeze_slot(worker: psutil.Process) -> None:
+    """Its keeper, itself and all that it has started."""
+    assert PLACE.directory is not None
+    (node,) = groups_of(psutil.Process().pid)
+    (group,) = (
+        procs.parent
+        for procs in Path(PLACE.directory, node).glob("*/cgroup.procs")
+        if str(worker.pid) in procs.read_text().split()
+    )
+    (group / "cgroup.freeze").write_text("1")
+
+
+WAYS = [stop_keeper, pytest.param(freeze_slot, marks=needs_cgroup)]
+Stop = Callable[[psutil.Process], None]
+
+
+@pytest.mark.parametrize("stop", WAYS)
+async def test_the_gpu_of_a_task_that_is_cancelled(stop: Stop, gate: Gate) -> None:
+    """It is free when all that the task has started is gone, and not for ever taken."""
+    async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1):
+        task = tasks.leave_daemon_and_wait.options(num_gpus=1, max_retries=0)
+        handle = task.remote(gate.path)
+        await gate.entered("daemon", "task")
+        daemon = psutil.Process(gate.pids["daemon"])
+        stop(psutil.Process(gate.pids["task"]))
+        handle.cancel()
+        async with asyncio.timeout(60):
+            assert await tasks.add.options(num_gpus=1).remote(1) == 2
+        assert not is_alive(daemon)
+
+
+async def test_the_gpu_of_a_task_that_has_ended(gate: Gate) -> None:
+    """The worker leaves by itself then, and its keeper is the one to say so."""
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        handle = tasks.gated.options(num_gpus=1).remote(gate.path, "in")
+        await gate.entered("in")
+        stop_keeper(psutil.Process(gate.pids["in"]))
+        gate.release("in")
+        assert await handle == "in"
+        async with asyncio.timeout(60):
+            assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+async def test_its_zygote_is_stopped_as_well(gate: Gate) -> None:
+    """Nobody is left to say that the worker has ended; its group is empty."""
+    async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1):
+        # The CPU worker serves afterwards: a stopped zygote starts no other.
+        assert await tasks.add.remote(1) == 2
+        handle = tasks.gated.options(num_gpus=1, max_retries=0).remote(gate.path, "in")
+        await gate.entered("in")
+        stop_keeper_and_zygote(psutil.Process(gate.pids["in"]))
+        handle.cancel()
+        async with asyncio.timeout(60):
+            while (await aiogpu.available_resources())["GPU"] != 1:
+                await tasks.add.remote(1)
+
+
+@pytest.mark.parametrize("stop", [*WAYS, stop_keeper_and_zygote])
+async def test_closing(stop: Stop, gate: Gate) -> None:
+    """It once took 13 seconds; with a zygote that was stopped as well, 18."""
+    node = await aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1)
+    handle = tasks.gated.options(num_gpus=1, max_retries=0).remote(gate.path, "in")
+    await gate.entered("in")
+    stop(psutil.Process(gate.pids["in"]))
+    async with asyncio.timeout(11):
+        await node.shutdown()
+    with pytest.raises((aiogpu.AiogpuError, asyncio.CancelledError)):
+        await handle
+
+
+async def test_a_daemon_of_a_cpu_task_ends_with_its_node(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        leaving = wild_tasks.leave.options(num_gpus=0).remote("daemon", gate.path)
+        await gate.entered("daemon", "left")
+        gate.release("left")
+        await leaving
+    assert not os.path.exists(f"/proc/{gate.pids['daemon']}")
