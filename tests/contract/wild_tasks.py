@@ -325,3 +325,11 @@ class Crowd:
             await asyncio.sleep(0)
         await asyncio.sleep(0)  # what was answered in one turn is sent in the next
         os._exit(3)
+
+
+@aiogpu.remote
+def put_and_wait() -> None:
+    """Tell the node something which nobody answers, and go on."""
+    put = aiogpu.put("a value")
+    threading.Event().wait()
+    del put

@@ -20,7 +20,7 @@ from aiogpu.core.effects import Effect
 from aiogpu.engines.local import LocalEngine
 from aiogpu.runtime.driver import Driver
 from aiogpu.wire.messages import Done, Failed, Message, Put, Submit, Wait
-from tests.contract import chain_tasks, fault_tasks, nested_tasks, tasks
+from tests.contract import nested_tasks, tasks, wild_tasks
 from tests.contract.actor_classes import Counter
 from tests.contract.node_here import node_here
 from tests.support.gate import Gate
@@ -192,7 +192,7 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
         driver.on_done = lambda worker, done: [way(worker, one) for one in done]
     lost: Any
     if kind is Put:
-        lost = fault_tasks.put_and_wait.options(max_retries=0).remote()
+        lost = wild_tasks.put_and_wait.options(max_retries=0).remote()
     elif kind is Done:
         lost = tasks.add.remote(1)
     elif kind is Failed:
@@ -230,7 +230,7 @@ async def test_a_result_that_cannot_be_passed_on(
 ) -> None:
     """It is replaced by an error, also where it comes by another's result."""
     clumsy = Clumsy()
-    head = chain_tasks.head(how)
+    head: Any = tasks.add.remote(1) if how == "gives" else tasks.fail.remote(KeyError)
     if is_shared:
         value = head.share()
         value.watch(lambda value: value.tell(clumsy))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,10 +19,14 @@ from aiogpu.linux.cgroup import usable_cpus
 from aiogpu.testing.leaks import Resources
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import Refused
-from tests.contract import tasks
+from tests.contract import stream_tasks, tasks, value_tasks
+from tests.contract.actor_classes import Async
+from tests.contract.node_here import Here, node_here
 from tests.faults.remains import gone_within
 from tests.support.gate import Gate
 from tests.support.program import run, start
+from tests.support.turns import no_complaints
+from tests.support.until import LIMIT, until
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -107,67 +115,75 @@ def _modules(*names: str) -> dict[str, bool]:
 _modules.__module__ = "__main__"  # sent by value, so that nothing else is imported
 
 
-async def test_fresh_workers_draw_fresh_numbers() -> None:
-    """[B28]"""
-    async with aiogpu.init(num_cpus=1, num_gpus=1, preload=["numpy"]):
-        isolated = tasks.random_number.options(num_gpus=1)
-        numbers = [await isolated.remote() for _ in range(3)]
-        assert len(set(numbers)) == 3
+def write_modules(place: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> None:
+    for name, source in sources.items():
+        (place / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(place))
 
 
-async def test_a_module_that_cannot_be_preloaded(tmp_path: Path) -> None:
+WITH_THREAD = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+async def test_a_module_that_cannot_be_preloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_modules(tmp_path, monkeypatch, raising="1 / 0\n")
     with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
         await aiogpu.init(preload=["no_such_module"])
+    told = r"'raising'.*ZeroDivisionError"
+    with pytest.raises(aiogpu.errors.PreloadError, match=told):
+        await aiogpu.init(preload=["raising", "auto"])
     async with aiogpu.init(num_cpus=1):
         assert await tasks.add.remote(1) == 2
 
 
-async def test_a_module_that_starts_threads_is_left_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    (tmp_path / "with_thread.py").write_text(
-        "import threading\n"
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    (tmp_path / "well_behaved.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    async with aiogpu.init(num_cpus=1, preload=["with_thread", "well_behaved"]):
-        found = await tasks.modules.remote("with_thread", "well_behaved")
-        assert found == {"with_thread": False, "well_behaved": True}
-    (record,) = caplog.records
-    assert "with_thread is not preloaded: it left 1 threads" in record.getMessage()
-
-
-async def test_a_module_that_opens_a_device_is_left_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+async def test_a_module_that_starts_threads_or_opens_a_device_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = tmp_path / "nvidia0"
     device.touch()
-    (tmp_path / "with_device.py").write_text(
+    with_device = (
         "from aiogpu.worker.zygote import preload as fitness\n"
         f"fitness.DEVICE_FILES = ({str(device)!r},)\n"
         f"file = open({str(device)!r})\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    async with aiogpu.init(num_cpus=1, preload=["with_device"]):
-        assert await tasks.modules.remote("with_device") == {"with_device": False}
-    (record,) = caplog.records
-    assert f"with_device is not preloaded: it opened {device}" in record.getMessage()
+    sources = {"with_thread": WITH_THREAD, "with_device": with_device, "good": ""}
+    write_modules(tmp_path, monkeypatch, **sources)
+    async with aiogpu.init(num_cpus=1, preload=[*sources]):
+        found = await tasks.modules.remote(*sources)
+        assert found == {"with_thread": False, "with_device": False, "good": True}
+    for word in ("with_thread", "it left 1 threads"), ("with_device", str(device)):
+        assert f"{word[0]} is not preloaded: " in caplog.text
+        assert word[1] in caplog.text
 
 
-async def test_a_module_whose_import_raises(
+async def test_what_a_zygote_says_last_is_heard_on_a_busy_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "raising.py").write_text("1 / 0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        aiogpu.errors.PreloadError, match=r"'raising'.*ZeroDivisionError"
-    ):
-        await aiogpu.init(preload=["raising", "auto"])
+    write_modules(tmp_path, monkeypatch, with_thread=WITH_THREAD)
+    me = psutil.Process()
+    for preload in ("no_such_module", "with_thread"):
+        others = set(me.children())
+        opening = asyncio.ensure_future(_open(preload))
+        await until(lambda others=others: set(me.children()) - others)
+        (zygote,) = set(me.children()) - others
+        # The loop is held until the zygote has said all and is gone.
+        deadline = time.monotonic() + 60
+        while zygote.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+        if preload == "with_thread":
+            assert await opening == 2
+        else:
+            with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
+                await opening
+
+
+async def _open(preload: str) -> int:
+    async with aiogpu.init(num_cpus=1, preload=[preload]):
+        return await tasks.add.remote(1)
 
 
 async def test_a_module_whose_import_never_ends(
@@ -217,27 +233,6 @@ async def test_no_place_for_the_directory(
         assert await tasks.add.remote(1) == 2
 
 
-async def test_an_unknown_address() -> None:
-    with pytest.raises(aiogpu.OptionError, match="nowhere"):
-        await aiogpu.init(address="nowhere")
-
-
-async def test_cancelling_init() -> None:
-    opening = asyncio.ensure_future(_open())
-    for _ in range(3):
-        await asyncio.sleep(0)
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    async with aiogpu.init(num_cpus=1):
-        assert await tasks.add.remote(1) == 2
-
-
-async def _open() -> None:
-    async with aiogpu.init(num_cpus=1):
-        raise AssertionError("it was cancelled before")
-
-
 async def test_the_first_remote_opens_a_node() -> None:
     """[B5]"""
     handles = [tasks.add.remote(i) for i in range(3)]
@@ -245,6 +240,7 @@ async def test_the_first_remote_opens_a_node() -> None:
     cancelled.cancel()
     assert await asyncio.gather(*handles) == [1, 2, 3]
     assert (await aiogpu.status()).tasks == ()
+    assert [each async for each in tasks.double.map([1, 2])] == [2, 4]
     with pytest.raises(aiogpu.errors.NodeRunningError):
         await aiogpu.init()
     impossible = tasks.add.options(num_cpus=10_000)
@@ -381,17 +377,14 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_killed_driver_leaves_nothing(
-    number: signal.Signals, gate: Gate
-) -> None:
+async def test_a_killed_driver_leaves_nothing(gate: Gate) -> None:
     """[B7] Workers, what they started, and the node's directory are gone."""
     driver = start(KILLED, gate.path)
     try:
         await gate.entered("daemon", "plain", "coroutine", "deaf")
         family = psutil.Process(driver.pid).children(recursive=True)
         assert {process.pid for process in family} >= set(gate.pids.values())
-        driver.send_signal(number)
+        driver.send_signal(signal.SIGKILL)
     except BaseException:
         driver.kill()
         raise
@@ -400,18 +393,6 @@ async def test_a_killed_driver_leaves_nothing(
     loop = asyncio.get_running_loop()
     _, alive = await loop.run_in_executor(None, lambda: psutil.wait_procs(family, 10))
     assert alive == []
-
-
-def test_remote_without_a_loop() -> None:
-    with pytest.raises(aiogpu.NoLoopError, match=r"aiogpu\.run"):
-        tasks.add.remote(1)
-    with pytest.raises(RuntimeError):
-        tasks.add.remote(1)
-
-
-def test_init_that_is_never_awaited() -> None:
-    with pytest.warns(RuntimeWarning, match="never awaited"):
-        aiogpu.init(num_cpus=1)
 
 
 async def test_remote_after_shutdown_opens_another_node() -> None:
@@ -467,3 +448,113 @@ async def test_garbage_on_the_socket_closes_that_connection_alone(
             writer.close()
         assert await tasks.add.remote(1) == 2
     assert len(caplog.records) == 3
+
+
+async def test_cancelling_an_init_that_hangs_in_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = Resources.take()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await aiogpu.init(preload=["endless"])
+    assert Resources.take().since(before) == []
+
+
+async def test_sigint_to_the_helpers_is_nothing_to_them(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        running = tasks.gated.remote(gate.path, "a")
+        await gate.entered("a")
+        for process in psutil.Process(gate.pids["a"]).parents()[:2]:
+            assert process.name().startswith("aiogpu-")
+            os.kill(process.pid, signal.SIGINT)
+        gate.release("a")
+        assert await running == "a"
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_who_connects_and_says_nothing_is_let_go_with_the_node(
+    runtime_directory: Path,
+) -> None:
+    """So might a keeper whose zygote died while it was forked."""
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+        (directory,) = runtime_directory.iterdir()
+        path = str(directory / "node.sock")
+        reader, writer = await asyncio.open_unix_connection(path)
+        assert await tasks.add.remote(1) == 2
+    async with asyncio.timeout(60):
+        assert await reader.read() == b""
+    writer.close()
+
+
+# The end
+
+
+async def test_nothing_is_said_of_errors_that_were_never_retrieved(
+    address: str, gate: Gate
+) -> None:
+    """[B6] Of a task that runs, of others that wait, of results, calls and items."""
+    async with no_complaints():
+        async with aiogpu.init(address=address, num_cpus=1):
+            running = tasks.gated_coroutine.remote(gate.path, "running")
+            await gate.entered("running")
+            actor = Async.remote()
+            split = value_tasks.split.options(num_returns=2)
+            left: list[Any] = [
+                running,
+                *(tasks.add.remote(number) for number in range(3)),
+                *split.remote([1, 2]),
+                actor.add.remote(),
+                stream_tasks.numbers.remote(3),
+            ]
+            awaited = tasks.add.remote(running)
+        with pytest.raises(aiogpu.errors.NodeClosedError):
+            await awaited
+        del actor, running, left
+
+
+@pytest.fixture
+async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
+    async with node_here(runtime_directory) as opened:
+        yield opened
+
+
+async def test_it_says_so_to_who_looks_and_lets_in_nobody_else(
+    here: Here, gate: Gate
+) -> None:
+    async with here.join():
+        assert (await aiogpu.status()).draining is None
+        running = tasks.gated.remote(gate.path, "a")
+        await gate.entered("a")
+        draining = asyncio.create_task(here.engine.drain(LIMIT))
+        await until(lambda: here.engine._supervisor.clients.is_draining)
+        told = await aiogpu.status()
+        assert told.draining is not None
+        assert 0 < told.draining <= LIMIT
+        gate.release("a")
+        assert await running == "a"
+        assert await draining == ""
+    async with here.looks() as looker:
+        assert "is being stopped: no new work" in str(await looker.status())
+    with pytest.raises(
+        aiogpu.errors.NodeError, match="is being stopped, and takes in nobody"
+    ):
+        await here.join()
+
+
+async def test_it_waits_for_leases_as_for_tasks(
+    here: Here, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aiogpu")
+    async with here.join():
+        lease = await aiogpu.lease(num_gpus=1)
+        assert await here.engine.drain(0.01) == "1 lease"
+        draining = asyncio.create_task(here.engine.drain(LIMIT))
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="grants nothing"):
+            await aiogpu.lease(num_cpus=1)
+        assert not draining.done()
+        await lease.release()
+        assert await draining == ""
+    assert "there is still: 1 lease" in caplog.text
