@@ -1,5 +1,10 @@
-"""What aiogpu costs, beside what the machine allows: `python -m benchmarks`.
+"""Benchmarks: what aiogpu costs, and whether it holds under load. Each has its --help.
 
-Workloads know nothing of the system that they run on, environments know no
-workload; they meet in `port`. Kept empty of imports: workers import `tasks` from here.
+- `python -m benchmarks.micro`: what one operation costs, beside its floor.
+- `python -m benchmarks.field`: aiogpu beside Ray, Dask, loky, xoscar and executors.
+- `python -m benchmarks.soak`: a mixed load under kills, and what must hold meanwhile.
+- `python -m benchmarks.simulation`: scheduling policies on a drawn load.
+- `python -m benchmarks.counts`: calls of functions an operation, compared by the tests.
+
+Kept empty of imports: workers import `benchmarks.tasks`.
 """

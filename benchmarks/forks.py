@@ -1,7 +1,7 @@
 """The floor of isolation: a process that forks, and reaps what it forked.
 
-It is made what the system's workers are forked from, since a fork costs the more the
-more memory it shares; or it is left a bare interpreter.
+It is made what aiogpu's workers are forked from, since a fork costs more the more
+memory it shares; or it is left a bare interpreter.
 """
 
 from __future__ import annotations
@@ -10,23 +10,54 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
-REST: Final = 0.05
+PAUSE: Final = 0.05
 """Seconds before a block, in which what the block before has set off is done."""
+IMAGE: Final = Path(__file__).with_name("zygote_image.py")
+LOOP: Final = """
+import os, sys
+from time import perf_counter_ns
+
+def fork_and_reap():
+    start = perf_counter_ns()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return perf_counter_ns() - start
+
+for line in sys.stdin:
+    print([fork_and_reap() for _ in range(int(line))], flush=True)
+"""
+"""Imports next to nothing: what is forked is what the process was made before."""
 
 
-class Forks:
-    """The program `forking`, at work."""
+def zygote_image(preload: Sequence[str] | None = None) -> str:
+    """Return source that makes an interpreter what aiogpu forks its workers from.
+
+    Args:
+        preload: modules that the user names; None for the default, which learns.
+    """
+    source = IMAGE.read_text(encoding="utf-8")
+    return f"{source}\nbecome({list(preload or ())}, {preload is None})"
+
+
+class ForkServer:
+    """The program that forks."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     async def fork(self, count: int) -> list[int]:
-        """Fork so often. Blocks the loop, so nobody else has work meanwhile."""
-        await asyncio.sleep(REST)
+        """Fork one after the other; return the nanoseconds of each.
+
+        Blocks the loop, so nothing else has work meanwhile.
+        """
+        await asyncio.sleep(PAUSE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{count}\n")
@@ -34,23 +65,22 @@ class Forks:
         samples: list[int] = json.loads(self._process.stdout.readline())
         return samples
 
-    async def fork_in_a_row(self, count: int) -> list[int]:
-        """The same; gives what each adds to the whole."""
+    async def fork_mean(self, count: int) -> list[int]:
+        """Fork one after the other; return the mean, as a block of one."""
         return [sum(await self.fork(count)) // count]
 
 
 @contextmanager
-def open_forks(image: str = "") -> Iterator[Forks]:
+def open_forks(image: str = "") -> Iterator[ForkServer]:
     """Start the program; it ends with the block.
 
     Args:
         image: source that makes the interpreter what is to be forked.
     """
-    source = f"{image}\nfrom benchmarks.forking import serve\nserve()\n"
     with subprocess.Popen(
-        [sys.executable, "-c", source],
+        [sys.executable, "-c", f"{image}\n{LOOP}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        yield Forks(process)
+        yield ForkServer(process)

@@ -1,9 +1,26 @@
-"""The user code of all workloads. Imports little, since workers import it."""
+"""The user code of the benchmarks. Imports little, since workers import it."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
+FIRST_RESULT: Final = """
+from time import perf_counter_ns
+from aiogpu import init, remote, run
+
+@remote
+def noop(number):
+    return None
+
+async def main():
+    start = perf_counter_ns()
+    async with init():
+        await noop.remote(1)
+        print(perf_counter_ns() - start, flush=True)
+
+run(main())
+"""
+"""Prints the nanoseconds from before `init` to after the first result."""
 _kept: Final[dict[int, Any]] = {}
 
 
@@ -30,7 +47,7 @@ def count_asyncio(number: int) -> int:
     return sum(name.partition(".")[0] == "asyncio" for name in sys.modules)
 
 
-def short(number: int) -> int:
+def busy(number: int) -> int:
     """Be busy for 10 us."""
     from time import perf_counter
 
@@ -40,18 +57,18 @@ def short(number: int) -> int:
     return number
 
 
-def short_each(numbers: list[int]) -> list[int]:
+def busy_each(numbers: list[int]) -> list[int]:
     """The same for each of some numbers."""
-    return [short(number) for number in numbers]
+    return [busy(number) for number in numbers]
 
 
-def wait_at_gate(number: int) -> None:
-    """Hold what this task was given until the process of that number opens the gate."""
+def wait_for_release(number: int) -> None:
+    """Hold what this task was given until that process closes the connection."""
     from socket import AF_UNIX, socket
 
-    with socket(AF_UNIX) as visitor:
-        visitor.connect(f"\0aiogpu-benchmarks-{number}")
-        visitor.recv(1)
+    with socket(AF_UNIX) as latch:
+        latch.connect(f"\0aiogpu-benchmarks-{number}")
+        latch.recv(1)
 
 
 def use_numpy(number: int) -> int:
@@ -66,20 +83,6 @@ def use_torch(number: int) -> int:
     import torch  # type: ignore[import-not-found,unused-ignore]
 
     return int(torch.arange(1_000).sum())
-
-
-def has_numpy(number: int) -> bool:
-    """Whether this process has imported it, or its parent had."""
-    import sys
-
-    return "numpy" in sys.modules
-
-
-def has_torch(number: int) -> bool:
-    """Whether this process has imported it, or its parent had."""
-    import sys
-
-    return "torch" in sys.modules
 
 
 async def batch_on_loop(numbers: list[int]) -> list[int]:
@@ -102,26 +105,19 @@ async def batch_in_thread(numbers: list[int]) -> list[int]:
 
 
 def spin(number: int) -> None:
-    """Knock at the gate of that process, and be busy for ever."""
+    """Connect to the latch of that process, and be busy for ever.
+
+    The connection ends when this code has stopped.
+    """
     from socket import AF_UNIX, socket
 
-    with socket(AF_UNIX) as visitor:
-        visitor.connect(f"\0aiogpu-benchmarks-{number}")
-    while True:
-        pass
-
-
-def spin_in_sight(number: int) -> None:
-    """The same, and hold on to the gate: when that is let go, this has stopped."""
-    from socket import AF_UNIX, socket
-
-    with socket(AF_UNIX) as visitor:
-        visitor.connect(f"\0aiogpu-benchmarks-{number}")
+    with socket(AF_UNIX) as latch:
+        latch.connect(f"\0aiogpu-benchmarks-{number}")
         while True:
             pass
 
 
-def stay(milliseconds: int) -> tuple[float, float]:
+def hold(milliseconds: int) -> tuple[float, float]:
     """Hold what this task was given for so long; by the clock of all processes."""
     from time import monotonic, sleep
 
@@ -131,7 +127,7 @@ def stay(milliseconds: int) -> tuple[float, float]:
 
 
 def hang(number: int) -> None:
-    """Knock at the gate of that process, and wait in C for what never comes."""
+    """Connect to the latch of that process, and wait in C for what never comes."""
     from ctypes import CDLL, create_string_buffer
     from socket import AF_UNIX, socket
 
@@ -139,8 +135,8 @@ def hang(number: int) -> None:
     # for one that is taken.
     mutex, lock = create_string_buffer(64), CDLL(None).pthread_mutex_lock
     lock(mutex)
-    with socket(AF_UNIX) as visitor:
-        visitor.connect(f"\0aiogpu-benchmarks-{number}")
+    with socket(AF_UNIX) as latch:
+        latch.connect(f"\0aiogpu-benchmarks-{number}")
     lock(mutex)
 
 
@@ -182,7 +178,7 @@ def numbers(count: int) -> Iterator[int]:
     yield from range(count)
 
 
-async def numbers_softly(count: int) -> AsyncIterator[int]:
+async def numbers_async(count: int) -> AsyncIterator[int]:
     """The same as a coroutine."""
     for number in range(count):
         yield number

@@ -1,5 +1,6 @@
-"""aiogpu beside its peers, in one run: `python -m benchmarks field`.
+"""aiogpu beside its peers, in one run: `python -m benchmarks.field`.
 
-Each system is a contestant: a program of its own, with all that it starts below a
-warden that ends it. They are asked the same questions and take turns, block by block.
+Question: how much time and memory do aiogpu, ProcessPoolExecutor, loky, Dask, xoscar
+and Ray need for the same work on one machine? Each system is a program of its own, and
+they take turns, block by block. The floor is the least that could be done.
 """

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
+from benchmarks.processes import Process, belonging
 from benchmarks.soak import shares, stacks
 from benchmarks.soak.node import SERVICE
-from benchmarks.soak.processes import Process, belonging
 
 LIMITING: Final = "AIOGPU_SOAK_LIMIT"
 """The variable that says after how many seconds an operation hangs."""
@@ -55,7 +55,7 @@ class Box:
 
     def processes(self) -> list[Process]:
         """All that have not ended."""
-        return list(belonging(self.runtime))
+        return belonging(self.runtime)
 
     def complaints_of(self, name: str) -> IO[bytes]:
         """Where a program's stderr goes."""

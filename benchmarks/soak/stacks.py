@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from benchmarks.soak.processes import Process, belonging
+from benchmarks.processes import Process, belonging
 
 ASK: Final = signal.SIGUSR2
 PLACE: Final = "AIOGPU_SOAK_RUNTIME"

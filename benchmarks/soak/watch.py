@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from benchmarks.processes import (
+    count_parts,
+    descriptors,
+    internet_sockets,
+    listening,
+    status_bytes,
+)
 from benchmarks.soak.box import Box
 from benchmarks.soak.growth import Series
-from benchmarks.soak.processes import counted, descriptors, own_memory
 from benchmarks.soak.record import Record
-from benchmarks.soak.sockets import listening, of_the_internet
 
 LOOK_EVERY: Final = 1.0
 MEMORY: Final = "MiB of its own"
@@ -52,7 +57,7 @@ class Watch:
         """Once."""
         found = self._box.processes()
         pids = [process.pid for process in found]
-        self._record.look(NO_INTERNET, of_the_internet(pids))
+        self._record.look(NO_INTERNET, internet_sockets(pids))
         strange = [
             path
             for path in listening(pids)
@@ -63,13 +68,13 @@ class Watch:
             "/spill/" in target for pid in pids for target in descriptors(pid)
         )
         self.most_spilled = max(self.most_spilled, spilled)
-        self.latest = ", ".join(f"{n} {part}" for part, n in counted(found).items())
+        self.latest = ", ".join(f"{n} {part}" for part, n in count_parts(found).items())
 
     def weigh(self, pid: int) -> None:
         """The process of the node, and all others of its box, while it rests."""
         held = descriptors(pid)
         sample = {
-            MEMORY: own_memory(pid) / (1 << 20),
+            MEMORY: status_bytes("RssAnon", pid) / (1 << 20),
             DESCRIPTORS: float(len(held)),
             PROCESSES: float(len(self._box.processes())),
             SEGMENTS: float(_segments(held)),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from benchmarks.census import shared_memory
+from benchmarks.processes import shared_memory
 from tests.contract import shared_tasks, tasks
 from tests.contract import value_tasks as v
 from tests.contract.served import ServedEngine

@@ -45,8 +45,12 @@ from aiogpu.wire.messages import (
     Refused,
     descriptor_path,
 )
-from benchmarks.soak.processes import belonging, counted
-from benchmarks.soak.sockets import listening, of_the_internet
+from benchmarks.processes import (
+    belonging,
+    count_parts,
+    internet_sockets,
+    listening,
+)
 from tests.cli.service.box import box
 from tests.contract import tasks, value_tasks
 from tests.contract.actor_classes import Async, Counter
@@ -567,10 +571,10 @@ async def test_a_node_in_a_program_is_on_no_network(
 ) -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1):
         kept = await be_busy(gate)
-        found = list(belonging(str(runtime_directory)))
+        found = belonging(str(runtime_directory))
         pids = [HERE, *(process.pid for process in found)]
-        assert counted(found).keys() >= {"workers", "keepers", "zygotes"}
-        assert of_the_internet(pids) == []
+        assert count_parts(found).keys() >= {"workers", "keepers", "zygotes"}
+        assert internet_sockets(pids) == []
         places = listening(pids) - {gate.path}
         assert places
         assert all(path.startswith(f"{runtime_directory}/") for path in places), places
@@ -584,11 +588,11 @@ async def test_a_service_and_its_programs_are_on_no_network(gate: Gate) -> None:
         await asyncio.to_thread(here.run, "start", "--head", *options)
         async with aiogpu.init(address=here.place.socket):
             kept = await be_busy(gate)
-            found = list(belonging(here.directory))
+            found = belonging(here.directory)
             pids = [HERE, *(process.pid for process in found)]
             parts = {"nodes", "workers", "keepers", "zygotes"}
-            assert counted(found).keys() >= parts
-            assert of_the_internet(pids) == []
+            assert count_parts(found).keys() >= parts
+            assert internet_sockets(pids) == []
             places = listening(pids) - {gate.path}
             assert here.place.socket in places
             assert all(path.startswith(f"{here.directory}/") for path in places)
@@ -607,11 +611,11 @@ def test_one_on_the_loopback_would_be_seen(
             opened.bind((LOOPBACK[family], 0))
             if kind is socket.SOCK_STREAM:
                 opened.listen()
-            (told,) = of_the_internet([HERE])
+            (told,) = internet_sockets([HERE])
             assert str(HERE) in told
     except OSError:
         pytest.skip("this machine has no such addresses")
-    assert of_the_internet([HERE]) == []
+    assert internet_sockets([HERE]) == []
 
 
 def test_one_without_a_file_would_be_seen() -> None:

@@ -6,7 +6,7 @@ import os
 import select
 import time
 
-from benchmarks.soak.processes import belonging
+from benchmarks.processes import belonging
 
 
 def living(place: str) -> list[str]:

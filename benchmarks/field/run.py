@@ -1,0 +1,199 @@
+"""One run: which system does what, in which order.
+
+Systems stay started while workloads need the same of them. In each workload all systems
+run a block in turn, again and again; a block is divided by the others' blocks of the
+same turn. A system that fails or does not answer in time is out of that workload.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import groupby
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+from benchmarks.field.process import FailedError, LateError, SystemProcess
+from benchmarks.field.systems import UnsupportedError
+from benchmarks.field.workloads import Amount, Workload
+
+PAUSE: Final = 0.03
+"""Seconds between blocks, in which what the one before has set off is done."""
+MOST_LATE: Final = 2
+"""After so many late answers a system is asked nothing more."""
+STARTING: Final = 12.0
+"""Seconds, about, that all systems take to start and to stop."""
+
+
+class Extent(NamedTuple):
+    """How much of each workload.
+
+    Attributes:
+        turns: at most; fewer if the workload's time is over.
+        least: turns that there are though it is over.
+        seconds: in which all workloads are to be done, if each keeps to its time.
+        idle: seconds for which idle systems are watched.
+        open, block, close: seconds after which a system is out.
+    """
+
+    amount: Amount
+    turns: int
+    least: int
+    seconds: float
+    idle: float
+    open: float
+    block: float
+    close: float
+
+
+FULL: Final = Extent(
+    Amount(500, 0.2, waiting=1_000_000, tasks=160), 15, 3, 640, 2.0, 60, 40, 8
+)
+QUICK: Final = Extent(
+    Amount(8, 0.01, waiting=500, tasks=12), 1, 1, 60, 0.1, 120, 60, 20
+)
+
+
+@dataclass(slots=True)
+class Entry:
+    """What one system gave in one workload.
+
+    Attributes:
+        turns: for each turn its figures, by metric.
+        notes: what a reader must know of them.
+        why: why it has none; empty if it has.
+    """
+
+    workload: str
+    system: str
+    turns: list[dict[str, list[float]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    why: str = ""
+
+
+class Run:
+    """One run.
+
+    Attributes:
+        entries: what was found.
+        idle: part of one core that each system uses with nothing to do.
+        libraries: of which all are made, and their versions.
+    """
+
+    def __init__(
+        self, workloads: Sequence[Workload], names: Sequence[str], extent: Extent
+    ) -> None:
+        self.entries: list[Entry] = []
+        self.idle: dict[str, float] = {}
+        self.libraries: dict[str, str] = {}
+        self.late: Counter[str] = Counter()
+        self._names = names
+        self._extent = extent
+        self._groups = [list(group) for _, group in groupby(workloads, _setup)]
+        self._left = sum(workload.seconds for workload in workloads)
+        self._left += STARTING * len(self._groups)
+        self._until = monotonic() + extent.seconds
+
+    def run(self, report: Callable[[str], None]) -> None:
+        """Run everything; reports each workload that is done."""
+        for workloads in self._groups:
+            systems = [SystemProcess(name) for name in self._names]
+            try:
+                for workload in workloads:
+                    began = monotonic()
+                    entries = self._run_workload(workload, systems)
+                    self.entries += entries
+                    failed = [
+                        f"; {entry.system} {entry.why}"
+                        for entry in entries
+                        if entry.why.startswith("failed")
+                    ]
+                    took = monotonic() - began
+                    report(f"{workload.name}: {took:.0f} s{''.join(failed)}")
+                    if not self.idle:
+                        self.idle = self._watch_idle(systems)
+                for system in systems:
+                    self.libraries |= system.libraries
+            finally:
+                for system in systems:
+                    system.stop(self._extent.close)
+            self._left -= STARTING
+
+    def _run_workload(
+        self, workload: Workload, systems: Sequence[SystemProcess]
+    ) -> list[Entry]:
+        """Run all turns of one workload."""
+        entries = [Entry(workload.name, system.name) for system in systems]
+        if workload.needs and find_spec(workload.needs) is None:
+            for entry in entries:
+                entry.why = f"{workload.needs} is not installed"
+            self._left -= workload.seconds
+            return entries
+        is_fresh = workload.setup.is_fresh
+        if not is_fresh:
+            for system, entry in zip(systems, entries, strict=True):
+                self._turn(workload, system, entry)
+                entry.turns.clear()  # a first block warms up and is not counted
+        share = min(1.0, max(0.0, self._until - monotonic()) / self._left)
+        self._left -= workload.seconds
+        least = 1 if share < 0.5 or is_fresh else self._extent.least
+        until, turn = monotonic() + workload.seconds * share, 0
+        while turn < self._extent.turns and (turn < least or monotonic() < until):
+            for system, entry in zip(systems, entries, strict=True):
+                self._turn(workload, system, entry)
+            turn += 1
+        return entries
+
+    def _turn(self, workload: Workload, system: SystemProcess, entry: Entry) -> None:
+        """Run one block of one system; the entry says it if that was its last."""
+        if self.late[system.name] >= MOST_LATE:
+            entry.why = f"left out: it was late {MOST_LATE} times before"
+        if entry.why:
+            return
+        time.sleep(PAUSE)
+        try:
+            found = self._block(workload, system)
+        except UnsupportedError as reason:
+            entry.why = f"not supported: {reason}"
+        except FailedError as reason:
+            entry.why = f"failed: {reason}"
+            self.late[system.name] += isinstance(reason, LateError)
+            system.stop()
+        else:
+            entry.notes = found["notes"]
+            entry.turns.append(found["figures"])
+        if workload.setup.is_fresh:
+            system.stop(self._extent.close)
+
+    def _block(self, workload: Workload, system: SystemProcess) -> dict[str, Any]:
+        setup, extent = workload.setup, self._extent
+        if system.reaper is None:
+            system.start()
+            if setup.is_open:
+                arguments = setup.num_cpus, setup.num_gpus, setup.preload
+                system.libraries = system.request(extent.open, "open", *arguments)
+        if system.workload != workload.name:
+            system.request(extent.block, "prepare", workload.name)
+            system.workload = workload.name
+        try:
+            found: dict[str, Any] = system.request(extent.block, "block", extent.amount)
+        except UnsupportedError:
+            system.stop()  # nobody knows what still runs in it
+            raise
+        return found
+
+    def _watch_idle(self, systems: Sequence[SystemProcess]) -> dict[str, float]:
+        present = [system for system in systems if system.reaper is not None]
+        before = [system.cpu_time() for system in present]
+        time.sleep(self._extent.idle)
+        return {
+            system.name: max(0.0, system.cpu_time() - was) / self._extent.idle
+            for system, was in zip(present, before, strict=True)
+        }
+
+
+def _setup(workload: Workload) -> Any:
+    return workload.setup

@@ -1,0 +1,101 @@
+"""The systems, one a module, each imported when it is asked for; and what they share.
+
+A system implements what it has; the rest raises `UnsupportedError`, and its row
+says so.
+"""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple, NoReturn
+
+Function = Callable[..., Any]
+"""A function of `benchmarks.tasks`."""
+Call = Callable[[int], "Future[Any]"]
+"""Starts a task at once; its result is awaited, its `cancel()` stops the work."""
+Use = Callable[..., "Future[Any]"]
+"""Starts a task with values, or futures of results."""
+Items = Callable[[int], AsyncIterator[int]]
+"""Starts a stream of so many items."""
+Preload = Sequence[str] | None
+"""Modules to import once for all workers; None for the default."""
+
+NEEDS: Final = {
+    "aiogpu": "aiogpu",
+    "node": "aiogpu",
+    "executor": "concurrent.futures",
+    "loky": "loky",
+    "dask": "distributed",
+    "xoscar": "xoscar",
+    "ray": "ray",
+}
+"""The systems, and the module that each needs."""
+MODULES: Final = {"node": "aiogpu", "loky": "executor"}
+
+
+class Need(NamedTuple):
+    """What a task asks for; isolated: a process that has run nothing else."""
+
+    num_gpus: float = 0
+    is_isolated: bool = False
+
+
+class UnsupportedError(Exception):
+    """The system has nothing of the kind."""
+
+
+class System:
+    """One system, on the running loop.
+
+    Attributes:
+        title: the system as the subject of a sentence, such as "an executor".
+        libraries: distributions whose versions belong in the report.
+        first_result: a program that prints a number after its first result.
+    """
+
+    title = "a system"
+    libraries: tuple[str, ...] = ()
+    first_result = ""
+
+    def lacks(self, what: str) -> NoReturn:
+        """Raise `UnsupportedError`."""
+        raise UnsupportedError(f"{self.title} {what}")
+
+    async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
+        """Start the system; modules to preload may be unsupported."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Stop the system. It may be opened again."""
+        raise NotImplementedError
+
+    def task(self, function: Function, need: Need) -> Call:
+        """Return a function of one number as a task."""
+        raise NotImplementedError
+
+    def taking(self, function: Function) -> Use:
+        """Return a function as a task that takes values, or futures of its results."""
+        raise NotImplementedError
+
+    def stream(self, function: Function) -> Items:
+        """Return a generator as a task that gives its items as they come."""
+        self.lacks("has calls of one result, and no streams")
+
+    async def actor(self, cls: type) -> Call:
+        """Make an object in a process; return its `noop`, with which it lives."""
+        self.lacks("has no actors")
+
+
+def missing(name: str) -> str:
+    """Return why this system cannot be had here; nothing if it can."""
+    return "" if find_spec(NEEDS[name]) else f"{NEEDS[name]} is not installed"
+
+
+def load(name: str) -> System:
+    """Import and make a system."""
+    module = import_module(f"{__name__}.{MODULES.get(name, name)}")
+    system: System = getattr(module, name.title())()
+    return system

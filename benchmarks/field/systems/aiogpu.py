@@ -1,0 +1,102 @@
+"""aiogpu: a node inside the program, or a service that the program has joined."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import aiogpu
+from benchmarks import tasks
+from benchmarks.field.systems import Call, Function, Items, Need, Preload, System, Use
+from benchmarks.service import service
+
+SERVICE_FIRST_RESULT: Final = """
+from subprocess import run as start
+from sys import executable
+from tempfile import TemporaryDirectory
+from time import perf_counter_ns
+from aiogpu import init, remote, run
+
+@remote
+def noop(number):
+    return None
+
+async def main(path, began):
+    async with init(address=path):
+        await noop.remote(1)
+        print(perf_counter_ns() - began, flush=True)
+
+with TemporaryDirectory(prefix="agb-") as directory:
+    path = f"{directory}/node.sock"
+    aiogpu = [executable, "-m", "aiogpu"]
+    began = perf_counter_ns()
+    options = ["--head", "--num-cpus=1", "--num-gpus=0", f"--socket={path}"]
+    start([*aiogpu, "start", *options], capture_output=True, check=True)
+    run(main(path, began))
+    start([*aiogpu, "stop", f"--socket={path}", "--drain=0"], capture_output=True)
+"""
+
+
+class Aiogpu(System):
+    """An embedded node."""
+
+    libraries = ("aiogpu", "uvloop", "msgpack", "cloudpickle", "nvidia-ml-py")
+    first_result = tasks.FIRST_RESULT
+
+    async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
+        """Start a node."""
+        await aiogpu.init(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            preload="auto" if preload is None else preload,
+        )
+
+    async def close(self) -> None:
+        """Shut the node down."""
+        await aiogpu.shutdown()
+
+    def task(self, function: Function, need: Need) -> Call:
+        """`f.remote`."""
+        calls = 1 if need.is_isolated else 0
+        remote: Any = aiogpu.remote(num_gpus=need.num_gpus, max_calls=calls)
+        call: Call = remote(function).remote
+        return call
+
+    def taking(self, function: Function) -> Use:
+        """`f.remote`, whose arguments may be handles."""
+        use: Use = aiogpu.remote(function).remote
+        return use
+
+    def stream(self, function: Function) -> Items:
+        """`f.remote`, whose result is iterated."""
+        items: Any = aiogpu.remote(function).remote
+        start: Items = items
+        return start
+
+    async def actor(self, cls: type) -> Call:
+        """`A.remote`."""
+        remote_class: Any = aiogpu.remote(cls)
+        call: Call = (await remote_class.remote()).noop.remote
+        return call
+
+
+class Node(Aiogpu):
+    """A service."""
+
+    first_result = SERVICE_FIRST_RESULT
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+
+    async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
+        """Start a service and join it."""
+        options = [f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}"]
+        if preload is not None:
+            options.append(f"--preload={','.join(preload)}")
+        address = await self._stack.enter_async_context(service(*options))
+        await aiogpu.init(address=address, log_to_driver=False)
+        self._stack.push_async_callback(aiogpu.shutdown)
+
+    async def close(self) -> None:
+        """Leave it and stop it."""
+        await self._stack.aclose()

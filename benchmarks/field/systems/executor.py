@@ -1,0 +1,105 @@
+"""The standard library's `ProcessPoolExecutor` as asyncio futures; and loky's."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from asyncio import Future
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Final
+
+from benchmarks.field.systems import Call, Function, Need, Preload, System, Use
+
+FIRST_RESULT: Final = """
+import asyncio
+from {} import ProcessPoolExecutor
+from time import perf_counter_ns
+
+async def main():
+    start = perf_counter_ns()
+    with ProcessPoolExecutor(1) as pool:
+        await asyncio.get_running_loop().run_in_executor(pool, abs, 1)
+        print(perf_counter_ns() - start, flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Executor(System):
+    """A pool with a process for each CPU; another one gives each task a process."""
+
+    title = "an executor"
+    libraries: tuple[str, ...] = ("uvloop",)
+    first_result = FIRST_RESULT.format("concurrent.futures")
+
+    def __init__(self) -> None:
+        self._pools: dict[bool, Any] = {}
+        self._num_cpus = 0
+
+    async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
+        """Start a pool."""
+        self.preload(list(preload or ()))
+        self._num_cpus = num_cpus
+        self._pools[False] = self.pool(num_cpus, False)
+
+    def preload(self, modules: list[str]) -> None:
+        """For the process that all others are forked from, if it does not run yet."""
+        multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+    def pool(self, num_cpus: int, is_isolated: bool) -> Any:
+        """Make a pool."""
+        # Not by "fork": this process runs an event loop.
+        context = multiprocessing.get_context("forkserver")
+        each = 1 if is_isolated else None
+        return ProcessPoolExecutor(num_cpus, context, max_tasks_per_child=each)
+
+    def task(self, function: Function, need: Need) -> Call:
+        """`pool.submit`, as an asyncio future."""
+        if need.num_gpus:
+            self.lacks("shares out no GPUs")
+        if need.is_isolated not in self._pools:
+            self._pools[True] = self.pool(self._num_cpus, True)
+        pool = self._pools[need.is_isolated]
+        return lambda number: asyncio.wrap_future(pool.submit(function, number))
+
+    def taking(self, function: Function) -> Use:
+        """`pool.submit` with values; a future cannot be one of them."""
+        pool = self._pools[False]
+
+        def use(*values: object) -> Future[Any]:
+            if any(isinstance(value, Future) for value in values):
+                self.lacks("gives its tasks no handles")
+            return asyncio.wrap_future(pool.submit(function, *values))
+
+        return use
+
+    async def close(self) -> None:
+        """Stop the pools."""
+        while self._pools:
+            self._pools.popitem()[1].shutdown(cancel_futures=True)
+
+
+class Loky(Executor):
+    """A pool of loky's processes, with its own pickler."""
+
+    title = "loky"
+    libraries = ("loky", "cloudpickle", "uvloop")
+    first_result = FIRST_RESULT.format("loky")
+
+    def preload(self, modules: list[str]) -> None:
+        """Unsupported."""
+        if modules:
+            self.lacks("imports nothing beforehand")
+
+    def pool(self, num_cpus: int, is_isolated: bool) -> Any:
+        """Make a pool."""
+        import loky
+
+        if is_isolated:
+            self.lacks("gives no task a process of its own")
+        return loky.ProcessPoolExecutor(num_cpus)
+
+    async def close(self) -> None:
+        """Stop the pool and what its processes do."""
+        while self._pools:
+            self._pools.popitem()[1].shutdown(kill_workers=True)

@@ -1,0 +1,126 @@
+"""xoscar: pools of processes for actors. A task is a call of an actor that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future
+from collections.abc import AsyncIterator, Callable
+from itertools import cycle
+from typing import Any, Final
+
+import xoscar
+
+from benchmarks.field.systems import Call, Function, Items, Need, Preload, System, Use
+
+FIRST_RESULT: Final = """
+import asyncio
+from time import perf_counter_ns
+import xoscar
+from benchmarks.field.systems.xoscar import Runner
+
+async def main():
+    start = perf_counter_ns()
+    pool = await xoscar.create_actor_pool("127.0.0.1", n_process=1)
+    async with pool:
+        runner = await xoscar.create_actor(
+            Runner,
+            address=pool.external_address,
+            allocate_strategy=xoscar.allocate_strategy.ProcessIndex(1),
+        )
+        await runner.run(abs, 1)
+        print(perf_counter_ns() - start, flush=True)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+class Runner(xoscar.Actor):  # type: ignore[misc]
+    """Runs functions, one at a time."""
+
+    def run(self, function: Callable[..., object], *values: object) -> object:
+        """Run one."""
+        return function(*values)
+
+    @xoscar.generator  # type: ignore[untyped-decorator]
+    def stream(self, function: Callable[[int], Any], count: int) -> Any:
+        """Give the items of a generator."""
+        return function(count)
+
+
+class Holder(xoscar.Actor):  # type: ignore[misc]
+    """Holds an object of a class that knows no actors."""
+
+    def __init__(self, cls: type) -> None:
+        self._object: Any = cls()
+
+    def noop(self, number: int) -> None:
+        """Call the object's."""
+        self._object.noop(number)
+
+
+class Xoscar(System):
+    """A pool with a process for each CPU, and in each an actor that runs tasks."""
+
+    title = "xoscar"
+    libraries = ("xoscar", "uvloop")
+    first_result = FIRST_RESULT
+
+    async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
+        """Start a pool, and its runners."""
+        if preload:
+            self.lacks("imports nothing beforehand")
+        self._pool: Any = await xoscar.create_actor_pool(
+            "127.0.0.1", n_process=num_cpus
+        )
+        self._runners = [
+            await self._create(process, Runner) for process in range(1, num_cpus + 1)
+        ]
+
+    async def close(self) -> None:
+        """Stop the pool."""
+        await self._pool.stop()
+
+    async def _create(self, process: int, cls: type, *values: object) -> Any:
+        return await xoscar.create_actor(
+            cls,
+            *values,
+            address=self._pool.external_address,
+            allocate_strategy=xoscar.allocate_strategy.ProcessIndex(process),
+        )
+
+    def task(self, function: Function, need: Need) -> Call:
+        """A call of the runners in turn."""
+        if need.num_gpus:
+            self.lacks("shares out no GPUs")
+        if need.is_isolated:
+            self.lacks("gives no task a process of its own")
+        return self.taking(function)
+
+    def taking(self, function: Function) -> Use:
+        """A call with values. What a call returns comes to the caller first."""
+        runners = cycle(self._runners)
+
+        def use(*values: object) -> Future[Any]:
+            if any(isinstance(value, Future) for value in values):
+                self.lacks("gives its tasks no handles")
+            running: Future[Any] = asyncio.ensure_future(
+                next(runners).run(function, *values)
+            )
+            return running
+
+        return use
+
+    def stream(self, function: Function) -> Items:
+        """`xoscar.generator`, of which each item is asked for by a call."""
+
+        async def items(count: int) -> AsyncIterator[int]:
+            async for item in await self._runners[0].stream(function, count):
+                yield item
+
+        return items
+
+    async def actor(self, cls: type) -> Call:
+        """`create_actor`, beside a runner."""
+        actor = await self._create(1, Holder, cls)
+        return lambda number: asyncio.ensure_future(actor.noop(number))

@@ -1,0 +1,600 @@
+"""The workloads: what every system is asked to do. None of them knows the system."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from time import monotonic, perf_counter
+from typing import Any, Final, NamedTuple
+
+from aiogpu.core.model.units import UNIT
+from benchmarks.field.systems import Need, Preload, System, UnsupportedError
+from benchmarks.floors import frame, open_floor
+from benchmarks.forks import open_forks, zygote_image
+from benchmarks.latch import Latch, open_latch
+from benchmarks.processes import cpu_time, descendants, memory
+from benchmarks.simulation.policies import FirstFit
+from benchmarks.simulation.simulate import percentile, simulate
+from benchmarks.simulation.trace import SizeClass, Trace, draw
+from benchmarks.tasks import (
+    Plain,
+    first_of,
+    give_kept,
+    hold,
+    noop,
+    numbers,
+    spin,
+    use_numpy,
+    use_torch,
+    wait_for_release,
+)
+from benchmarks.timing import Call
+
+Figures = dict[str, list[float]]
+"""For each metric what was measured, in seconds or bytes."""
+
+
+class Amount(NamedTuple):
+    """How much is done in one block.
+
+    Attributes:
+        calls: at most.
+        seconds: after which no further call begins.
+        waiting: tasks that wait at once, in `waiting`.
+        tasks: of one day.
+    """
+
+    calls: int
+    seconds: float
+    waiting: int = 0
+    tasks: int = 0
+
+
+class Metric(NamedTuple):
+    """One figure of a workload; less is better.
+
+    Attributes:
+        name: unique among all workloads.
+        title: what the table calls it.
+        unit: "s" or "B", of one call, item or task.
+    """
+
+    name: str
+    title: str
+    unit: str = "s"
+
+
+class Setup(NamedTuple):
+    """How a system is started for a workload.
+
+    Attributes:
+        is_fresh: anew for each block, so that the system is alone meanwhile.
+        is_open: False if the workload starts the system by itself.
+    """
+
+    num_cpus: int = 2
+    num_gpus: int = 0
+    preload: Preload = None
+    is_fresh: bool = False
+    is_open: bool = True
+
+
+@dataclass(slots=True)
+class Context:
+    """What a workload has while it runs.
+
+    Attributes:
+        system: the system; None for the floor.
+        stack: ends with the workload.
+        has_preloaded: whether the modules asked for were preloaded.
+        notes: what a reader must know of this system's figures.
+        size: items of a block that are done at once; 0 until it is found out.
+    """
+
+    system: System | None
+    stack: AsyncExitStack
+    has_preloaded: bool = True
+    notes: dict[str, str] = field(default_factory=dict)
+    size: int = 0
+
+    async def open_floor(self, kind: str = "blocking") -> Any:
+        """Start a bare worker."""
+        return await self.stack.enter_async_context(open_floor(kind))
+
+
+PLAIN: Final = Setup()
+Block = Callable[[Amount], Awaitable[Figures]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One thing that is asked of all.
+
+    Attributes:
+        name: by which it is chosen.
+        family: heading under which it is reported.
+        prepare: returns a block; raises `UnsupportedError` if the system cannot.
+        floor: what the floor is.
+        seconds: that the blocks of all systems may take together, about.
+        needs: a module without which nobody can be asked.
+    """
+
+    name: str
+    family: str
+    metrics: tuple[Metric, ...]
+    prepare: Callable[[Context], Awaitable[Block]]
+    floor: str
+    setup: Setup = PLAIN
+    seconds: float = 20.0
+    needs: str = ""
+
+
+async def awaited(name: str, call: Call, amount: Amount) -> Figures:
+    """One call after the other, at least one."""
+    samples: list[float] = []
+    until = perf_counter() + amount.seconds
+    for number in range(amount.calls):
+        start = perf_counter()
+        if samples and start > until:
+            break
+        await call(number)
+        samples.append(perf_counter() - start)
+    return {name: samples}
+
+
+async def at_once(
+    name: str, whole: Call, factor: int, context: Context, amount: Amount
+) -> Figures:
+    """As many at once as fill a block; gives what each adds to the whole.
+
+    How many is found out in the first block, or later. `factor` is how many times as
+    many there are as awaited calls, at most.
+    """
+    most = amount.calls * factor
+    if not context.size:
+        await whole(4)  # starts what is started late
+        size, took = 1, 0.0
+        while took < amount.seconds / 4 and size < most:
+            size = min(4 * size, most)
+            took = await _seconds(whole, size)
+        context.size = max(4, min(most, int(size * amount.seconds / (took or 1))))
+    size = context.size
+    took = await _seconds(whole, size)
+    context.notes["size"] = f"{size:,} at once"
+    if took < amount.seconds / 2:  # something else had the machine at first
+        context.size = min(most, 2 * size)
+    return {name: [took / size]}
+
+
+async def _seconds(call: Call, number: int) -> float:
+    start = perf_counter()
+    await call(number)
+    return perf_counter() - start
+
+
+def gathering(call: Call) -> Call:
+    """Return what makes so many calls at once."""
+
+    async def gather(count: int) -> None:
+        await asyncio.gather(*map(call, range(count)))
+
+    return gather
+
+
+def call_workload(name: str, title: str, *, is_actor: bool, factor: int) -> Workload:
+    """Calls that do nothing: awaited one by one, or gathered if there is a factor."""
+
+    async def prepare(context: Context) -> Block:
+        if context.system is None:
+            call: Call = (await context.open_floor()).call
+        elif is_actor:
+            call = await context.system.actor(Plain)
+        else:
+            call = context.system.task(noop, Need())
+        if factor:
+            return partial(at_once, name, gathering(call), factor, context)
+        return partial(awaited, name, call)
+
+    floor = "a blocking worker on a Unix socket, no scheduler"
+    return Workload(name, "calls", (Metric(name, title),), prepare, floor)
+
+
+async def _stream(context: Context) -> Block:
+    if context.system is None:
+        consume: Call = (await context.open_floor("stream")).items
+    else:
+        start = context.system.stream(numbers)
+
+        async def consume(count: int) -> None:
+            found = 0
+            async for _ in start(count):
+                found += 1
+            assert found == count, (found, count)
+
+    return partial(at_once, "stream", consume, 100, context)
+
+
+def value_workload(size: int, label: str, *, is_passed: bool) -> Workload:
+    """An array as an argument, or from task to task; small if few calls are made."""
+    name = f"{'passing' if is_passed else 'argument'}-{label.replace(' ', '')}"
+    calls = 2 if is_passed else 1
+
+    async def prepare(context: Context) -> Block:
+        numpy = import_module("numpy")
+        arrays: dict[int, tuple[Any, Any]] = {}
+        if context.system is None:
+            floor = await context.open_floor()
+        else:
+            give, use = map(context.system.taking, (give_kept, first_of))
+
+        async def block(amount: Amount) -> Figures:
+            actual = min(size, 1_000_000) if amount.calls < 100 else size
+            if actual not in arrays:
+                arrays[actual] = tuple(numpy.ones(actual, "uint8") for _ in "ab")
+            source, target = arrays[actual]
+
+            async def copy(number: int) -> None:
+                for _ in range(calls):
+                    await floor.call(number)
+                numpy.copyto(target, source)
+
+            if context.system is None:
+                return await awaited(name, copy, amount)
+            if is_passed:
+                return await awaited(name, lambda _: use(give(actual)), amount)
+            return await awaited(name, lambda _: use(source), amount)
+
+        return block
+
+    title = f"an array of {label} {'from task to task' if is_passed else 'as argument'}"
+    floor = f"{calls} calls of the floor and a copy of the array within one process"
+    metrics = (Metric(name, title),)
+    return Workload(name, "values", metrics, prepare, floor, seconds=14, needs="numpy")
+
+
+STOPS_WITHIN: Final = 3.0
+"""Seconds after which code counts as not stopped at all."""
+SPINNING: Final = """
+from benchmarks.tasks import spin
+while True:
+    try:
+        spin({})
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+async def _cancel(context: Context) -> Block:
+    """Time from the cancel until the code has stopped: its connection ends."""
+    latch = context.stack.enter_context(open_latch())
+    if context.system is None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SPINNING.format(os.getpid())
+        )
+        context.stack.callback(process.kill)
+    else:
+        call = context.system.task(spin, Need())
+
+    async def block(amount: Amount) -> Figures:
+        samples: list[float] = []
+        until = perf_counter() + amount.seconds
+        while not samples or (len(samples) < 10 and perf_counter() < until):
+            if context.system is None:
+                interrupt = partial(process.send_signal, signal.SIGINT)
+                samples.append(await _stopped(latch, interrupt))
+            else:
+                handle = call(os.getpid())
+                samples.append(await _stopped(latch, handle.cancel))
+                await asyncio.wait([handle])
+        return {"cancel": samples}
+
+    return block
+
+
+async def _stopped(latch: Latch, cancel: Callable[[], object]) -> float:
+    loop = asyncio.get_running_loop()
+    with await latch.connected() as connection:
+        start = perf_counter()
+        cancel()
+        try:
+            await asyncio.wait_for(loop.sock_recv(connection, 1), STOPS_WITHIN)
+        except TimeoutError:
+            raise UnsupportedError(
+                f"what was cancelled ran on, {STOPS_WITHIN:g} s later as well"
+            ) from None
+        return perf_counter() - start
+
+
+def isolation_workload(
+    name: str, function: Callable[[int], Any], library: str = ""
+) -> Workload:
+    """A quarter of a GPU and a fresh process for each task, many gathered."""
+    preload = (library,) if library else None
+
+    async def prepare(context: Context) -> Block:
+        if context.system is None:
+            forks = context.stack.enter_context(open_forks(zygote_image(preload)))
+
+            async def fork(amount: Amount) -> Figures:
+                (each,) = await forks.fork_mean(min(amount.calls, 50))
+                return {name: [each / 1e9]}
+
+            return fork
+        try:
+            call = context.system.task(function, Need(0.25, True))
+        except UnsupportedError as reason:
+            call = context.system.task(function, Need(is_isolated=True))
+            context.notes["gpus"] = f"{reason}: the process alone"
+        if not context.has_preloaded:
+            context.notes["imports"] = f"each process imports {library} anew"
+        gather = gathering(call)
+        return lambda amount: at_once(name, gather, 1, context, _few(amount))
+
+    beside = f", with {library}" if library else ""
+    return Workload(
+        name,
+        "processes",
+        (Metric(name, f"a GPU task in a fresh process{beside}"),),
+        prepare,
+        f"fork, _exit and reaping of aiogpu's own zygote{beside}",
+        Setup(num_cpus=4, num_gpus=1, preload=preload),
+        needs=library,
+    )
+
+
+def _few(amount: Amount) -> Amount:
+    return amount._replace(calls=min(amount.calls, 200), seconds=2 * amount.seconds)
+
+
+DAY_GPUS: Final = 4
+DAY_CLASSES: Final = tuple(
+    SizeClass(amount, weight, 0.045)
+    for amount, weight in (
+        (UNIT // 4, 400),
+        (UNIT // 2, 250),
+        (UNIT, 250),
+        (2 * UNIT, 100),
+    )
+)
+DAY_LIMIT: Final = 20.0
+"""Seconds after which a day is given up."""
+
+
+def day_workload(name: str, title: str, share: float, *, is_isolated: bool) -> Workload:
+    """A drawn load of fractions, whole GPUs and pairs, which comes in waves."""
+    names = tuple(f"{name}-{what}" for what in ("makespan", "wait-p50", "wait-p99"))
+
+    async def prepare(context: Context) -> Block:
+        calls: list[Call] = []
+        if context.system is not None:
+            for each in DAY_CLASSES:
+                call = context.system.task(hold, Need(each.amount / UNIT, is_isolated))
+                calls.append(call)
+            # A first day of eight tasks, so that processes are there.
+            await asyncio.gather(*(calls[0](50) for _ in range(8)))
+
+        async def block(amount: Amount) -> Figures:
+            count = max(4, round(amount.tasks * share))
+            trace = draw(count, DAY_GPUS, 10, DAY_CLASSES, (0.005, 0.6))
+            first_fit = simulate(trace, FirstFit(trace))
+            makespan, waits = first_fit.ended, first_fit.waits
+            if context.system is not None:
+                makespan, waits = await _live(trace, calls)
+            used = trace.work / DAY_GPUS
+            context.notes["utilisation"] = f"utilisation {used / makespan:.0%}"
+            waits = sorted(waits)
+            found = makespan, percentile(waits, 50), percentile(waits, 99)
+            return {key: [each] for key, each in zip(names, found, strict=True)}
+
+        return block
+
+    titles = ("makespan", "waiting, p50", "waiting, p99")
+    return Workload(
+        name,
+        "day",
+        tuple(
+            Metric(key, f"{title}: {what}")
+            for key, what in zip(names, titles, strict=True)
+        ),
+        prepare,
+        "first fit, carried out without cost",
+        Setup(num_cpus=16, num_gpus=DAY_GPUS),
+        seconds=45,
+    )
+
+
+async def _live(trace: Trace, calls: Sequence[Call]) -> tuple[float, list[float]]:
+    """Submit each task when it arrives; return the makespan and all waits."""
+    loop = asyncio.get_running_loop()
+    handles: list[Awaitable[Any]] = []
+    begin, delay = monotonic() + 0.05, loop.time() + 0.05
+
+    def submit(size: int, duration: float) -> None:
+        handles.append(calls[size](round(1000 * duration)))
+
+    tasks = zip(trace.arrivals, trace.sizes, trace.durations, strict=True)
+    for arrival, size, duration in tasks:
+        loop.call_at(delay + arrival, submit, size, duration)
+    try:
+        async with asyncio.timeout(DAY_LIMIT):
+            await asyncio.sleep(0.05 + trace.arrivals[-1] + 0.01)
+            spans = await asyncio.gather(*handles)
+    except TimeoutError:
+        raise UnsupportedError(
+            f"the day's {len(trace)} tasks had not ended within {DAY_LIMIT:g} s"
+        ) from None
+    assert len(spans) == len(trace)
+    waits = [
+        max(0.0, start - begin - arrival)
+        for (start, _), arrival in zip(spans, trace.arrivals, strict=True)
+    ]
+    return max(end for _, end in spans) - begin, waits
+
+
+async def _start(context: Context) -> Block:
+    source = context.system.first_result if context.system else "print(0, flush=True)"
+
+    async def block(_amount: Amount) -> Figures:
+        start = perf_counter()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", source), stdout=PIPE, stderr=DEVNULL
+        )
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        took = perf_counter() - start
+        await process.wait()  # its end is not counted, but disturbs nobody
+        if not line.strip().isdigit():
+            raise RuntimeError("the program ended without a result")
+        return {"start": [took]}
+
+    return block
+
+
+PORTION: Final = 1_000
+"""Calls that are made in one turn of the loop."""
+SUBMITTING: Final = 14.0
+"""Seconds after which no further call is made."""
+QUIET: Final = 0.25
+"""Of one core: what a system uses at most that has taken in all tasks."""
+QUIET_WITHIN: Final = 8.0
+
+
+async def _waiting(context: Context) -> Block:
+    """Submit very many tasks behind one that holds the only CPU."""
+    system = context.system
+    if system is None:
+        loop = asyncio.get_running_loop()
+        futures: dict[int, asyncio.Future[None]] = {}
+        frames: deque[bytes] = deque()
+
+        def call(number: int) -> asyncio.Future[None]:
+            future = futures[number] = loop.create_future()
+            frames.append(frame(number, ((number,), {})))
+            return future
+
+        return lambda amount: _fill(call, amount, context)
+    latch, submit = context.stack.enter_context(open_latch()), system.task(noop, Need())
+
+    async def block(amount: Amount) -> Figures:
+        await submit(0)
+        held = [system.task(wait_for_release, Need())(os.getpid())]
+        context.stack.enter_context(await latch.connected())
+        context.stack.callback(held.clear)
+        return await _fill(submit, amount, context)
+
+    return block
+
+
+async def _fill(call: Call, amount: Amount, context: Context) -> Figures:
+    """Submit so many, or as many as can be in time."""
+    handles: list[Any] = [None] * amount.waiting
+    gc.collect()
+    before, start, count = _memory(), perf_counter(), 0
+    while count < amount.waiting and perf_counter() < start + SUBMITTING:
+        for _ in range(min(PORTION, amount.waiting - count)):
+            handles[count] = call(count)
+            count += 1
+        await asyncio.sleep(0)
+    took = perf_counter() - start + await _until_quiet()
+    context.notes["count"] = f"{count:,} tasks"
+    grown = max(0, _memory() - before)
+    context.stack.callback(handles.clear)
+    return {"waiting-time": [took / count], "waiting-memory": [grown / count]}
+
+
+async def _until_quiet() -> float:
+    """Return after how many seconds all processes have next to nothing to do."""
+    start = perf_counter()
+    while (began := perf_counter()) < start + QUIET_WITHIN:
+        busy = cpu_time([os.getpid(), *descendants()])
+        await asyncio.sleep(0.2)
+        if cpu_time([os.getpid(), *descendants()]) - busy < QUIET * 0.2:
+            break
+    return began - start
+
+
+def _memory() -> int:
+    """Bytes of this process and all below it, what they share counted once."""
+    total = 0
+    for pid in (os.getpid(), *descendants()):
+        with suppress(OSError, KeyError, IndexError):  # it has ended meanwhile
+            total += memory(pid)["Pss"]
+    return total
+
+
+ALL: Final = (
+    call_workload("call", "a call, awaited", is_actor=False, factor=0),
+    call_workload("gathered", "a call, of many gathered", is_actor=False, factor=40),
+    call_workload("actor-call", "an actor's call, awaited", is_actor=True, factor=0),
+    call_workload(
+        "actor-gathered",
+        "an actor's call, of many gathered",
+        is_actor=True,
+        factor=40,
+    ),
+    value_workload(1_000, "1 KB", is_passed=False),
+    value_workload(100_000, "100 KB", is_passed=False),
+    value_workload(10_000_000, "10 MB", is_passed=False),
+    value_workload(100_000_000, "100 MB", is_passed=False),
+    value_workload(1_000, "1 KB", is_passed=True),
+    value_workload(100_000_000, "100 MB", is_passed=True),
+    Workload(
+        "stream",
+        "calls",
+        (Metric("stream", "an item of a stream"),),
+        _stream,
+        "a bare worker that sends pickled items, without back-pressure",
+        seconds=15,
+    ),
+    Workload(
+        "cancel",
+        "processes",
+        (Metric("cancel", "a busy loop, from its cancel to its end"),),
+        _cancel,
+        "SIGINT to a process that waits for nothing else",
+        seconds=12,
+    ),
+    isolation_workload("fresh-bare", noop),
+    isolation_workload("fresh-numpy", use_numpy, "numpy"),
+    isolation_workload("fresh-torch", use_torch, "torch"),
+    day_workload("day", "a day on four GPUs", 1.0, is_isolated=False),
+    day_workload(
+        "fresh-day",
+        "a day on four GPUs, a process for each task",
+        0.25,
+        is_isolated=True,
+    ),
+    Workload(
+        "start",
+        "processes",
+        (Metric("start", "a new program, from its start to its first result"),),
+        _start,
+        "a bare interpreter that prints a number",
+        Setup(is_open=False),
+        seconds=50,
+    ),
+    Workload(
+        "waiting",
+        "waiting",
+        (
+            Metric("waiting-time", "to take in a task that waits, of very many"),
+            Metric("waiting-memory", "memory of a waiting task, in all processes", "B"),
+        ),
+        _waiting,
+        "a future and a packed frame, kept in a dict and a deque",
+        Setup(num_cpus=1, is_fresh=True),
+        seconds=100,
+    ),
+)
+WORKLOADS: Final[Mapping[str, Workload]] = {each.name: each for each in ALL}
+"""In the order in which they run."""

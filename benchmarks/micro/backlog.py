@@ -1,0 +1,225 @@
+"""Very many waiting tasks: what they weigh, and how long they hold the event loop.
+
+Runs as a program, so that the memory is its own: `python -m benchmarks.micro.backlog
+COUNT` prints what it found as JSON. A task holds the node's only CPU, and all others
+wait behind it. The garbage collector is off: how long it takes is the user's to choose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from time import perf_counter_ns, thread_time_ns
+from typing import Any, Final
+
+import uvloop
+
+import aiogpu
+from benchmarks.latch import open_latch
+from benchmarks.micro.rows import (
+    BUSY,
+    MS,
+    Goal,
+    Row,
+    Scale,
+    figure_row,
+    run_alone,
+)
+from benchmarks.processes import status_bytes
+from benchmarks.tasks import noop, wait_for_release
+
+LONGEST: Final = Goal(20, "ms")
+HEAVIEST: Final = Goal(1024, "bytes")
+PORTION: Final = 1_000
+"""Calls that the user makes in one turn of the loop."""
+PART: Final = 10
+"""One in so many is cancelled, or finishes."""
+SETTLING: Final = 200_000_000
+"""Nanoseconds for which the loop is watched on, for what was put off."""
+
+
+async def backlog(scale: Scale) -> list[Row]:
+    """A million waiting tasks: memory of each, and the longest hold of the loop."""
+    count = scale(1_000_000, 2_000)
+    return rows_of(run_alone(__name__, count), count, scale)
+
+
+def rows_of(found: dict[str, Any], count: int, scale: Scale) -> list[Row]:
+    """Return the rows of what the program printed."""
+    name, note = "backlog: memory of a waiting task", "its handle included"
+    rows = [figure_row(name, "bytes", found["bytes"], HEAVIEST, scale, note)]
+    for stage, hold in found["holds"].items():
+        longest, on_cpu = hold["longest"] / MS, hold["on_cpu"] / MS
+        fault = ""
+        if not LONGEST.admits(longest) and LONGEST.admits(on_cpu):
+            # Code of ours that waits would show here too, and on a quiet machine still.
+            fault = f"it ran {on_cpu:.1f} ms of these; {BUSY}"
+        note = f"on CPU {on_cpu:.1f} ms; {hold['whole'] / MS:,.0f} ms in all"
+        if hold["calls"]:
+            calls = count if stage == "submitting" else count // PART
+            note = (
+                f"on CPU {on_cpu:.1f} ms; {hold['calls'] / calls / 1e3:.1f} us a call"
+            )
+        rows.append(
+            figure_row(
+                f"backlog: {stage}", "ms held", longest, LONGEST, scale, note, fault
+            )
+        )
+    return rows
+
+
+@dataclass(slots=True)
+class Hold:
+    """What was seen of one stretch of the loop's life, in nanoseconds.
+
+    Attributes:
+        longest: the loop's longest turn without the user's code, or the user's
+            longest single call, whichever is longer.
+        on_cpu: how much of that this thread was running.
+        calls: what the user's calls took together.
+        whole: the stretch.
+    """
+
+    longest: int = 0
+    on_cpu: int = 0
+    calls: int = 0
+    whole: int = 0
+
+    def note(self, wall: int, on_cpu: int) -> None:
+        """Keep the longest."""
+        if wall > self.longest:
+            self.longest, self.on_cpu = wall, on_cpu
+
+
+class LoopMonitor:
+    """Watches the running loop by a chain of `call_soon`, one stretch at a time.
+
+    What the user's own code takes in a turn is subtracted, but not what a single call
+    takes that it makes: of a thousand short calls the user decides, of a long one not.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._hold: Hold | None = None
+        self._turn = self._turn_on_cpu = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[Hold]:
+        """Watch the loop until the block ends."""
+        hold = self._hold = Hold()
+        start = self._turn = perf_counter_ns()
+        self._turn_on_cpu = thread_time_ns()
+        ticking = self._loop.call_soon(self._tick, hold)
+        try:
+            yield hold
+        finally:
+            self._tick(hold)
+            hold.whole = perf_counter_ns() - start
+            self._hold = None
+            ticking.cancel()
+
+    def _tick(self, hold: Hold) -> None:
+        if self._hold is not hold:
+            return
+        now, on_cpu = perf_counter_ns(), thread_time_ns()
+        hold.note(now - self._turn, on_cpu - self._turn_on_cpu)
+        self._loop.call_soon(self._tick, hold)
+        self._turn, self._turn_on_cpu = now, on_cpu
+
+    def call(self, call: Callable[[int], object], numbers: range) -> None:
+        """Run the user's code: a call for each number, all in one turn of the loop."""
+        hold = self._hold
+        assert hold is not None, "watch first"
+        start, start_on_cpu = perf_counter_ns(), thread_time_ns()
+        for number in numbers:
+            before, before_on_cpu = perf_counter_ns(), thread_time_ns()
+            call(number)
+            took = perf_counter_ns() - before
+            hold.calls += took
+            hold.note(took, thread_time_ns() - before_on_cpu)
+        self._turn += perf_counter_ns() - start
+        self._turn_on_cpu += thread_time_ns() - start_on_cpu
+
+    async def call_in_portions(
+        self, call: Callable[[int], object], numbers: range, portion: int = PORTION
+    ) -> None:
+        """Run the user's code, so many calls in each turn of the loop."""
+        for start in range(0, len(numbers), portion):
+            self.call(call, numbers[start : start + portion])
+            await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Let the loop turn on for a moment."""
+    until = perf_counter_ns() + SETTLING
+    while perf_counter_ns() < until:  # noqa: ASYNC110 - the turns are what is wanted
+        await asyncio.sleep(0)
+
+
+async def measure(count: int) -> dict[str, Any]:
+    """Fill the node with waiting tasks; return what each stage took."""
+    # Made before any memory is measured: the list is the user's.
+    handles: list[Any] = [None] * count
+    holds: dict[str, Hold] = {}
+    monitor, call = LoopMonitor(), aiogpu.remote(noop).remote
+
+    def submit(place: int) -> None:
+        handles[place] = call(place)
+
+    async def cancel_some(stage: str, portion: int) -> None:
+        places = range(0, count, PART)
+        with monitor.watch() as holds[stage]:
+            await monitor.call_in_portions(
+                lambda place: handles[place].cancel(), places, portion
+            )
+            await settle()
+        with monitor.watch():
+            await monitor.call_in_portions(submit, places)
+
+    async with aiogpu.init(num_cpus=1) as session:
+        await aiogpu.status()
+        await call(0)
+        with open_latch() as latch:
+            first = aiogpu.remote(wait_for_release).remote(os.getpid())
+            running = await latch.connected()
+        gc.collect()
+        before = status_bytes("VmRSS")
+        with monitor.watch() as holds["submitting"]:
+            await monitor.call_in_portions(submit, range(count))
+            await settle()
+        weight = (status_bytes("VmRSS") - before) / count
+        with monitor.watch() as holds["status"]:
+            await aiogpu.status()
+            await settle()
+        await cancel_some("cancelling at once", count)
+        await cancel_some("cancelling in portions", PORTION)
+        # Those that were cancelled last have come back behind all others.
+        waiting = [place for place in range(count) if place % PART]
+        with monitor.watch() as holds["finishing"]:
+            running.close()
+            await handles[waiting[count // PART - 1]]
+        await first
+        with monitor.watch() as holds["shutdown"]:
+            await session.shutdown()
+    return {
+        "bytes": weight,
+        "holds": {stage: asdict(hold) for stage, hold in holds.items()},
+    }
+
+
+def main(count: str) -> None:
+    """Measure, print, and leave without tidying up a million handles."""
+    gc.disable()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        print(json.dumps(runner.run(measure(int(count)))), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

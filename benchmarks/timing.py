@@ -1,0 +1,104 @@
+"""Timing: the floor and the workload in turn, block by block.
+
+A machine's speed varies by half within minutes, so a figure by itself says little. A
+block of the workload is divided by the block of the floor just before it; the median of
+these ratios is the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import median
+from time import perf_counter_ns
+
+Block = list[int]
+"""Nanoseconds of each call, or of the whole block where calls overlap."""
+
+Run = Callable[[], Awaitable[Block]]
+"""Runs one block."""
+
+Call = Callable[[int], Awaitable[object]]
+
+
+@dataclass(slots=True)
+class Pair:
+    """Blocks of the workload, each with the block of the floor before it."""
+
+    floor: list[Block] = field(default_factory=list)
+    workload: list[Block] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """For each block, its p50 over the floor's p50."""
+        return [
+            median(workload) / median(floor)
+            for floor, workload in zip(self.floor, self.workload, strict=True)
+        ]
+
+    @property
+    def ratio(self) -> float:
+        """The median of the ratios of the blocks."""
+        return median(self.ratios)
+
+    @property
+    def added(self) -> float:
+        """The median, over all blocks, of the p50 less the floor's."""
+        return median(
+            median(workload) - median(floor)
+            for floor, workload in zip(self.floor, self.workload, strict=True)
+        )
+
+
+async def alternate(floor: Run, workload: Run, blocks: int) -> Pair:
+    """Run both in turn; the first block of each warms up and is not counted."""
+    return Pair(*await rotate([floor, workload], blocks))
+
+
+async def rotate(runs: Sequence[Run], blocks: int) -> list[list[Block]]:
+    """Run all in turn; return the blocks of each without its first."""
+    found: list[list[Block]] = [[] for _ in runs]
+    for run in runs:
+        await run()
+    for _ in range(blocks):
+        for each, run in zip(found, runs, strict=True):
+            each.append(await run())
+    return found
+
+
+async def one_at_a_time(call: Call, count: int, gap: float = 0) -> Block:
+    """Await each call before the next is made, after `gap` seconds without any."""
+    samples: Block = []
+    for number in range(count):
+        if gap:
+            await asyncio.sleep(gap)
+        start = perf_counter_ns()
+        await call(number)
+        samples.append(perf_counter_ns() - start)
+    return samples
+
+
+async def all_at_once(call: Call, count: int) -> Block:
+    """Gather all calls; return the time of the whole."""
+    return await timed(lambda: asyncio.gather(*map(call, range(count))))
+
+
+async def mean_of_all(call: Call, count: int) -> Block:
+    """Gather all calls; return what each adds to the whole."""
+    (whole,) = await all_at_once(call, count)
+    return [whole // count]
+
+
+async def timed(call: Callable[[], Awaitable[object]]) -> Block:
+    """Await one call. Its result is dropped after the time was taken."""
+    start = perf_counter_ns()
+    _result = await call()
+    return [perf_counter_ns() - start]
+
+
+def percentile(blocks: Sequence[Block], percent: int) -> float:
+    """Return the nearest sample of all calls of all blocks together."""
+    samples = sorted(chain.from_iterable(blocks))
+    return samples[min(len(samples) * percent // 100, len(samples) - 1)]

@@ -1,0 +1,241 @@
+"""Figures of the field are right, and each system does what it is said to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.field.__main__ import main
+from benchmarks.field.process import FLOOR, FailedError, LateError, SystemProcess
+from benchmarks.field.results import (
+    FAMILIES,
+    Ratio,
+    amount,
+    conclusion,
+    lines,
+    overview,
+    spread,
+)
+from benchmarks.field.run import QUICK, Entry, Run
+from benchmarks.field.systems import NEEDS, UnsupportedError, missing
+from benchmarks.field.workloads import WORKLOADS
+from benchmarks.processes import descendants
+
+ROOT = Path(__file__).parents[3]
+CALLS = {"call", "gathered", "argument-1KB", "argument-100KB"}
+CALLS |= {"argument-10MB", "argument-100MB", "start", "waiting"}
+ACTORS = {"actor-call", "actor-gathered"}
+CLAIMS = {
+    "aiogpu": set(WORKLOADS),
+    "node": set(WORKLOADS),
+    "executor": CALLS | {"fresh-bare", "fresh-numpy", "fresh-torch"},
+    "loky": CALLS,
+    "dask": CALLS | ACTORS | {"passing-1KB", "passing-100MB", "day"},
+    "xoscar": CALLS | ACTORS | {"stream"},
+    "ray": set(WORKLOADS),
+}
+
+
+def systems() -> Iterator[Any]:
+    yield pytest.param("executor", ["call", "argument-1KB", "stream"], id="daily")
+    for name in CLAIMS:
+        marks = [pytest.mark.slow, *([pytest.mark.ray] if name == "ray" else [])]
+        if why := missing(name):
+            marks.append(pytest.mark.skip(reason=f"{why}: pip install 'aiogpu[bench]'"))
+        yield pytest.param(name, list(WORKLOADS), marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("name", "asked"), list(systems()))
+def test_a_system_does_what_it_claims_and_nothing_is_left(name, asked):
+    before, reports = descendants(), []
+    run = Run([WORKLOADS[each] for each in asked], [FLOOR, name], QUICK)
+    run.run(reports.append)
+    assert len(reports) == len(asked)
+    assert not descendants().keys() - before.keys()
+    for entry in run.entries:
+        workload, where = WORKLOADS[entry.workload], (entry.workload, entry.system)
+        if workload.needs and find_spec(workload.needs) is None:
+            assert entry.why == f"{workload.needs} is not installed", where
+        elif entry.system == FLOOR or entry.workload in CLAIMS[name]:
+            assert not entry.why, (where, entry.why)
+            (figures,) = entry.turns
+            assert set(figures) == {metric.name for metric in workload.metrics}
+            assert all(value >= 0 for each in figures.values() for value in each)
+        else:
+            assert entry.why.startswith("not supported: "), (where, entry.why)
+
+
+FAILING = """
+import os, subprocess, sys, time
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[2]))
+while True:
+    method, _ = connection.recv()
+    if method == "open":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        if not os.fork():
+            os.setsid()
+            if not os.fork():
+                time.sleep(600)
+            os._exit(0)
+        os.wait()
+        while time.process_time() < 0.05:
+            pass  # the kernel counts in ticks of 10 ms
+        connection.send(("answer", {}))
+    elif sys.argv[1] == "hangs":
+        time.sleep(600)
+    elif sys.argv[1] == "dies":
+        print("these are its last words", file=sys.stderr)
+        raise SystemExit(1)
+    else:
+        connection.send((sys.argv[1], "the reason"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("hangs", LateError, "no answer within 0.5 s"),
+        ("dies", FailedError, "its program ended: these are its last words"),
+        ("failed", FailedError, "the reason"),
+        ("unsupported", UnsupportedError, "the reason"),
+        ("runner dies", None, ""),
+    ],
+)
+def test_whatever_happens_a_system_leaves_nothing(how, error, words):
+    before = set(descendants())
+    system = SystemProcess(how, ("-c", FAILING))
+    system.start()
+    try:
+        system.request(60, "open", 1, 0, None)
+        assert len(set(descendants()) - before) >= 4, "also what has left its session"
+        assert system.cpu_time() > 0
+        if error is None:  # its end of the pipe closes, whatever else happens
+            system.reaper.stdin.close()
+            system.reaper.wait(60)
+        else:
+            with pytest.raises(error, match=words):
+                system.request(0.5 if how == "hangs" else 60, "prepare", "call")
+    finally:
+        system.stop()
+    assert not set(descendants()) - before
+
+
+def test_a_system_that_was_late_twice_is_asked_nothing_more():
+    run = Run([WORKLOADS["call"]], ["aiogpu"], QUICK)
+    run.late["aiogpu"] = 2
+    run.run(lambda _: None)
+    assert [entry.why for entry in run.entries] == [
+        "left out: it was late 2 times before"
+    ]
+
+
+def entry(system: str, *turns: float, why: str = "", workload: str = "call") -> Any:
+    name = WORKLOADS[workload].metrics[0].name
+    return Entry(workload, system, [{name: [turn]} for turn in turns], ["a note"], why)
+
+
+RUN = [
+    entry(FLOOR, 10e-6, 20e-6, 10e-6),
+    entry("aiogpu", 20e-6, 40e-6, 30e-6),
+    entry("node", 40e-6, 80e-6, 60e-6),
+    entry("executor", 40e-6, 120e-6, 60e-6),
+    entry("loky", 10e-6, 80e-6, 30e-6),
+    entry("xoscar", 10e-6, 20e-6, 20e-6),
+    entry("dask", 20e-3, 40e-3, 30e-3),
+    entry("ray", why="not supported: a | in its reason"),
+    entry(FLOOR, 500.0, workload="waiting"),
+    entry("aiogpu", 700.0, workload="waiting"),
+]
+
+
+def test_a_block_is_divided_by_the_blocks_of_its_turn():
+    found = {line.system: line for line in lines(WORKLOADS, RUN)["call"]}
+    assert found["aiogpu"].beside_floor == Ratio(2, 2, 2.5)
+    assert found["executor"].beside_ours == Ratio(2, 2, 2.5)
+    assert found["dask"].beside_ours == Ratio(*[pytest.approx(1000)] * 3)
+    assert (found["aiogpu"].p50, found["aiogpu"].p99) == (30e-6, 40e-6)
+    assert found["ray"].p50 is found["ray"].beside_ours is None
+    _, short = lines(WORKLOADS, [entry(FLOOR, 10, 10, 10), entry("aiogpu", 20)])["call"]
+    assert short.beside_floor == Ratio(2, 2, 2)
+    _, nothing = lines(WORKLOADS, [entry(FLOOR, 0.0), entry("aiogpu", 2.0)])["call"]
+    assert nothing.beside_floor is None
+    assert spread([]) is None
+
+
+def test_every_peer_counts_once_and_losses_are_listed():
+    text = conclusion(lines(WORKLOADS, RUN))
+    assert text.startswith("Of 4 comparisons")
+    assert "order of magnitude) in 1, a half or less in 1 more, less in 0 more" in text
+    assert "equal (the quartiles lie on both sides) in 1, and needs more in 1." in text
+    assert "- a call, awaited: xoscar needs 20 µs, 0.5 (0.5 to 0.583)" in text
+    assert "No peer" in conclusion(lines(WORKLOADS, RUN[:3]))
+    head, _, calls, *_ = overview(lines(WORKLOADS, RUN)).splitlines()
+    assert head.split("|")[2].strip() == FLOOR
+    assert "| 10 µs | 30 µs | 60 µs (**2**) |" in calls
+    assert "| 30 ms (**1,000**) | - |" in calls
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (None, "s", ""),
+        (0.0, "s", "0 s"),
+        (123.4e-6, "s", "123 µs"),
+        (1.234e-3, "s", "1.23 ms"),
+        (2e-9, "s", "0.002 µs"),
+        (692.1, "B", "692 B"),
+        (12_345, "B", "12.3 KB"),
+    ],
+)
+def test_a_figure_has_the_unit_in_which_it_is_read(value, unit, text):
+    assert amount(value, unit) == text
+
+
+def test_an_earlier_run_is_put_on_a_page(tmp_path):
+    file, page = tmp_path / "run.json", tmp_path / "page.md"
+    machine = {"cpu": "Abacus", "cores": 2, "usable_cores": 2, "kernel": "6"}
+    machine |= {"python": "3.11", "libraries": {}, "load_average": [0, 0, 0]}
+    fields = Entry.__dataclass_fields__
+    found = {
+        "machine": machine,
+        "minutes": 9.0,
+        "is_quick": False,
+        "absent": {"loky": "loky is not installed"},
+        "idle": {"ray": 0.04},
+        "entries": [{name: getattr(each, name) for name in fields} for each in RUN],
+    }
+    file.write_text(json.dumps(found))
+    page.write_text((ROOT / "docs" / "field.md").read_text())
+    done = CliRunner().invoke(main, ["--from", str(file), "--page", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    for words in (
+        *("Abacus", "ray 4.0%", "Not there: loky is not installed"),
+        *("Of 4 comparisons", "not supported: a / in its reason", "### Floors"),
+    ):
+        assert words in text
+
+
+def test_a_system_that_is_asked_for_must_be_installed(monkeypatch):
+    monkeypatch.setattr("benchmarks.field.systems.find_spec", lambda _: None)
+    done = CliRunner().invoke(main, ["call", "--system", "loky"])
+    assert done.exit_code == 1
+    assert "loky is not installed; pip install 'aiogpu[bench]'" in done.output
+
+
+def test_metrics_are_unique_and_the_page_names_all_workloads():
+    names = [metric.name for each in WORKLOADS.values() for metric in each.metrics]
+    assert len(names) == len(set(names))
+    assert {each.family for each in WORKLOADS.values()} == set(FAMILIES)
+    assert set(CLAIMS) == set(NEEDS)
+    text = (ROOT / "docs" / "field.md").read_text()
+    for name in WORKLOADS:
+        stem = name.partition("-")[0] if name.endswith("B") else name
+        assert f"`{stem}" in text or (name.startswith("fresh-") and "`fresh-*" in text)
