@@ -18,6 +18,8 @@ from tests.contract.actor_classes import (
     Broken,
     Closing,
     Counter,
+    Leaving,
+    LeavingSoftly,
     Mortal,
     MortalThreads,
     Slow,
@@ -56,23 +58,6 @@ async def test_the_last_handle(gate: Gate) -> None:
         assert await Counter.remote(1).add.remote() == 2
 
 
-async def test_a_waiting_actor_without_handles_is_never_made(tmp_path: Path) -> None:
-    """Unless it was sent calls before the last handle went."""
-    runs = tmp_path / "runs"
-    async with aiogpu.init(num_cpus=1, num_gpus=1):
-        holder = Counter.options(num_gpus=1).remote()
-        await holder
-        waits = Broken.options(num_gpus=1).remote(OSError, str(runs))
-        called = Counter.options(num_gpus=1).remote()
-        call = called.add.remote()
-        del waits, called
-        await holder.add.remote()
-        aiogpu.kill(holder)
-        assert await call == 1
-        assert await tasks.where.options(num_gpus=1).remote()
-    assert not runs.exists()
-
-
 async def test_what_counts_as_a_handle(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         actor = Mortal.options(name="kept").remote(gate.path, "kept")
@@ -99,19 +84,6 @@ async def test_a_block_ends_its_actor_after_what_it_was_sent(gate: Gate) -> None
         for call in (actor.add.remote, actor.pid.remote):
             with pytest.raises(aiogpu.ActorDiedError, match="block was left"):
                 await call()
-
-
-@pytest.mark.needs("blocking")
-async def test_a_block_that_is_left_refuses_calls_meanwhile(gate: Gate) -> None:
-    async with aiogpu.init(num_cpus=1):
-        async with Counter.remote() as actor:
-            running = actor.gated.remote(gate.path, "a")
-            await gate.entered("a")
-            actor._link.terminate()
-            with pytest.raises(aiogpu.ActorDiedError, match="takes no more calls"):
-                await actor.add.remote()
-            gate.release("a")
-        assert await running == "a"
 
 
 @pytest.mark.needs("blocking")
@@ -228,43 +200,6 @@ async def test_calls_that_run_when_another_ends_the_actor(gate: Gate) -> None:
         await gate.entered("running-cancelled")
 
 
-@pytest.mark.needs("processes")
-async def test_a_call_that_cancels_itself() -> None:
-    @aiogpu.remote
-    class Odd:
-        async def cancel_itself(self) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
-            await asyncio.sleep(0)
-
-        async def add(self, number: int) -> int:
-            return number + 1
-
-    async with aiogpu.init(num_cpus=1):
-        actor = Odd.remote()
-        with pytest.raises(aiogpu.TaskError, match="CancelledError"):
-            await actor.cancel_itself.remote()
-        assert await actor.add.remote(1) == 2
-
-
-async def test_exit_actor_elsewhere() -> None:
-    @aiogpu.remote
-    class Never:
-        def __init__(self) -> None:
-            aiogpu.exit_actor()
-
-    @aiogpu.remote
-    def task() -> None:
-        aiogpu.exit_actor()
-
-    async with aiogpu.init(num_cpus=1):
-        with pytest.raises(aiogpu.ActorDiedError, match="constructor"):
-            await Never.remote()
-        with pytest.raises(aiogpu.errors.MisuseError, match="outside"):
-            await task.remote()
-
-
 async def test_what_an_actor_does_at_its_end(
     address: str, gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,27 +289,6 @@ async def test_actors_end_in_order_with_their_node(kind: Any, gate: Gate) -> Non
 
 
 @pytest.mark.needs("processes")
-@pytest.mark.parametrize("how", ["swallow", "block_in_c", "constructor", "close"])
-async def test_a_node_waits_for_no_actor_beyond_its_grace(how: str, gate: Gate) -> None:
-    """[B6] [B15]"""
-    async with aiogpu.init(num_cpus=1, cancel_grace=0.2):
-        if how == "constructor":
-            handle: Any = Slow.remote(gate.path)
-        elif how == "close":
-            handle = await Closing.remote(gate.path, "it", "endless")
-            gate.pids["it"] = await handle.pid.remote()
-        else:
-            actor = await Counter.remote()
-            handle = getattr(actor, how).remote(gate.path, "it")
-        if how != "close":
-            await gate.entered("constructor" if how == "constructor" else "it")
-    if how != "close":
-        with pytest.raises(aiogpu.errors.NodeClosedError):
-            await handle
-    assert all(has_gone(pid) for pid in gate.pids.values())
-
-
-@pytest.mark.needs("processes")
 @pytest.mark.parametrize("kind", [Counter, Async])
 async def test_methods_that_end_the_process(kind: Any) -> None:
     """[B33] [B38]"""
@@ -401,35 +315,6 @@ async def test_methods_that_end_the_process(kind: Any) -> None:
                     await after
 
 
-@pytest.mark.needs("processes")
-@pytest.mark.parametrize("kind", [Counter, Threads, Async])
-async def test_a_fork_of_an_actor_does_not_speak_for_it(
-    kind: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with aiogpu.init(num_cpus=1):
-        actor = kind.remote()
-        for way, code in (("return", 0), ("raise", 1), ("exit", 7)):
-            assert await actor.fork.remote(way) == code
-            assert await actor.add.remote()
-        shown = capsys.readouterr()
-        assert shown.out.count(") from the child\n") == 3
-        assert "ValueError: in the child" in shown.err
-
-
-@pytest.mark.needs("processes")
-async def test_a_fork_in_a_constructor() -> None:
-    @aiogpu.remote
-    class Forks:
-        def __init__(self) -> None:
-            self.child = os.fork()
-
-        def status(self) -> int:
-            return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
-
-    async with aiogpu.init(num_cpus=1):
-        assert await Forks.remote().status.remote() == 0
-
-
 async def test_a_fork_of_the_program_leaves_its_actors_alone() -> None:
     """[B5]"""
     async with aiogpu.init(num_cpus=1):
@@ -453,3 +338,125 @@ async def test_a_fork_of_the_program_leaves_its_actors_alone() -> None:
         _, status = await asyncio.to_thread(os.waitpid, child, 0)
         assert status == 0
         assert await counter.add.remote() == 1
+
+
+async def test_a_waiting_actor_without_handles_is_never_made(tmp_path: Path) -> None:
+    """Unless it was sent calls before the last handle went."""
+    runs = tmp_path / "runs"
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        holder = await Counter.options(num_gpus=1).remote()
+        Broken.options(num_gpus=1).remote(OSError, str(runs))
+        call = Counter.options(num_gpus=1).remote().add.remote()
+        await holder.add.remote()
+        aiogpu.kill(holder)
+        assert await call == 1
+        assert await tasks.where.options(num_gpus=1).remote()
+    assert not runs.exists()
+
+
+@pytest.mark.needs("blocking")
+async def test_a_block_that_is_left_refuses_calls_meanwhile(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        actor = await Counter.remote()
+        running = actor.gated.remote(gate.path, "a")
+        await gate.entered("a")
+        leaving = asyncio.ensure_future(actor.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        with pytest.raises(aiogpu.ActorDiedError, match="takes no more calls"):
+            await actor.add.remote()
+        gate.release("a")
+        await leaving
+        assert await running == "a"
+
+
+async def test_exit_actor_elsewhere() -> None:
+    @aiogpu.remote
+    class Never:
+        def __init__(self) -> None:
+            aiogpu.exit_actor()
+
+    @aiogpu.remote
+    def task() -> None:
+        aiogpu.exit_actor()
+
+    async with aiogpu.init(num_cpus=1):
+        with pytest.raises(aiogpu.ActorDiedError, match="constructor"):
+            await Never.remote()
+        with pytest.raises(aiogpu.errors.MisuseError, match="outside"):
+            await task.remote()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "kind",
+    [
+        aiogpu.remote(Leaving),
+        pytest.param(
+            aiogpu.remote(max_concurrency=2)(Leaving),
+            marks=pytest.mark.needs("threads"),
+        ),
+        aiogpu.remote(LeavingSoftly),
+    ],
+    ids=["serial", "threads", "coroutines"],
+)
+async def test_an_exit_that_is_swallowed_ends_the_actor(
+    kind: Any, address: str
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        for method in ("returned", "replaced"):
+            actor = await kind.options(max_restarts=2).remote()
+            with pytest.raises(aiogpu.ActorDiedError, match="exit_actor"):
+                await getattr(actor, method).remote()
+            with pytest.raises(aiogpu.ActorDiedError):
+                await actor.add.remote(1)
+        if address not in ("inline", "ray"):
+            actor = await kind.remote()
+            items = actor.items.remote()
+            assert await anext(items) == 1
+            with pytest.raises(aiogpu.ActorDiedError):
+                _ = [item async for item in items]
+            with pytest.raises(aiogpu.ActorDiedError):
+                await actor.add.remote(1)
+
+
+@pytest.mark.needs("processes")
+async def test_a_node_waits_for_no_actor_beyond_its_grace(gate: Gate) -> None:
+    """[B6] [B15]"""
+    async with aiogpu.init(num_cpus=1, cancel_grace=0.2):
+        counters = await Counter.remote(), await Counter.remote()
+        lost = [
+            counters[0].swallow.remote(gate.path, "swallow"),
+            counters[1].block_in_c.remote(gate.path, "block"),
+        ]
+        closing = await Closing.remote(gate.path, "it", "endless")
+        gate.pids["closing"] = await closing.pid.remote()
+        lost.append(Slow.remote(gate.path))
+        await gate.entered("swallow", "block", "constructor")
+    for handle in lost:
+        with pytest.raises(aiogpu.errors.NodeClosedError):
+            await handle
+    assert all(has_gone(pid) for pid in gate.pids.values())
+
+
+@pytest.mark.needs("processes")
+@pytest.mark.parametrize("kind", [Counter, Threads, Async])
+async def test_a_fork_of_an_actor_does_not_speak_for_it(
+    kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @aiogpu.remote
+    class Forks:
+        def __init__(self) -> None:
+            self.child = os.fork()
+
+        def status(self) -> int:
+            return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+
+    async with aiogpu.init(num_cpus=1):
+        actor = kind.remote()
+        for way, code in (("return", 0), ("raise", 1), ("exit", 7)):
+            assert await actor.fork.remote(way) == code
+            assert await actor.add.remote()
+        shown = capsys.readouterr()
+        assert shown.out.count(") from the child\n") == 3
+        assert "ValueError: in the child" in shown.err
+        assert await Forks.remote().status.remote() == 0
