@@ -61,7 +61,7 @@ LACKS: Final = {
 
 DRAWN: Final = 12
 """Of so many cases on a service one is run, and all in the full check."""
-ON_RAY: Final = frozenset({"test_contract.py", "test_cancel.py"})
+ON_RAY: Final = frozenset({"test_tasks.py", "test_cancel.py"})
 """The files of which some cases run on a Ray cluster; all, in the full check."""
 WHOLE_ON_RAY: Final = "test_every_option.py"
 """The file all of whose cases run on a Ray cluster."""

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import re
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from click.testing import CliRunner
 
 import aiogpu
-from aiogpu.runtime.output import FULL
+from aiogpu.cli.logs import timeline
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.local import LocalEngine
+from aiogpu.engines.remote import RemoteEngine
+from aiogpu.runtime.output import FILE, FULL
+from tests.cli.service.box import box
 from tests.contract import tasks
 from tests.support.gate import Gate
-from tests.support.program import run
+from tests.support.program import run, start
+from tests.support.until import until
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -35,11 +47,11 @@ async def test_lines_come_tagged_before_the_await_returns(
             out, err = capsys.readouterr()
             assert out == f"(output pid={pid}) round {round_}\n(output pid={pid}) ünï\n"
             assert err == ""
-        await tasks.output.options(name="embed").remote(["x"])
-        assert capsys.readouterr().out == f"(embed pid={pid}) x\n"
+        await tasks.output.options(name="one\n\x1b[31mtwo").remote(["x"])
+        assert capsys.readouterr().out == f"(one??[31mtwo pid={pid}) x\n"
 
 
-async def test_lines_come_while_the_task_runs(
+async def test_lines_come_while_the_task_runs_on_their_own_stream(
     gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with aiogpu.init(num_cpus=1):
@@ -50,43 +62,26 @@ async def test_lines_come_while_the_task_runs(
         async with asyncio.timeout(60):
             while "stdout" not in seen:
                 await asyncio.sleep(0)
-                seen += capsys.readouterr().out
+                out, told = capsys.readouterr()
+                seen += out
         assert seen == f"(mixed_output pid={pid}) to stdout\n"
         gate.release("printed")
         await handle
-        out, _ = capsys.readouterr()
+        out, err = capsys.readouterr()
         assert out == f"(mixed_output pid={pid}) unfinished\n"
-
-
-async def test_stderr_goes_to_stderr(
-    gate: Gate, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with aiogpu.init(num_cpus=1):
-        handle = tasks.mixed_output.remote(gate.path)
-        await gate.entered("printed")
-        gate.release("printed")
-        await handle
-        assert capsys.readouterr().err == (
-            f"(mixed_output pid={gate.pids['printed']}) to stderr\n"
-        )
+        assert told + err == f"(mixed_output pid={pid}) to stderr\n"
 
 
 async def test_raw_bytes_carry_the_workers_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async with aiogpu.init(num_cpus=1):
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
         for round_ in range(20):
             await tasks.raw_output.remote(f"a {round_}\nrest")
             out = capsys.readouterr().out
             assert re.fullmatch(
                 rf"\(worker-1 pid=\d+\) a {round_}\n\(worker-1 pid=\d+\) rest\n", out
             )
-
-
-async def test_raw_bytes_of_an_isolated_task(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    async with aiogpu.init(num_cpus=1, num_gpus=1):
         await tasks.raw_output.options(num_gpus=1).remote("from a fresh process\n")
         assert "from a fresh process\n" in capsys.readouterr().out
 
@@ -127,7 +122,7 @@ class SlowTerminal(io.StringIO):
         self.is_free = threading.Event()
 
     def write(self, text: str) -> int:
-        self.is_free.wait()
+        self.is_free.wait(60)
         return super().write(text)
 
 
@@ -136,7 +131,7 @@ async def test_a_slow_terminal_slows_the_task_alone(
 ) -> None:
     terminal = SlowTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    lines = 100_000
+    lines = 30_000
     async with aiogpu.init(num_cpus=2) as session:
         printing = tasks.flood.remote(lines)
         waited = asyncio.ensure_future(printing)
@@ -236,15 +231,6 @@ async def test_a_broken_terminal_harms_nobody(monkeypatch: pytest.MonkeyPatch) -
         assert await tasks.add.remote(1) == 2
 
 
-async def test_a_name_is_one_line_whatever_is_in_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    async with aiogpu.init(num_cpus=1):
-        pid = await tasks.pid.remote()
-        await tasks.output.options(name="one\n\x1b[31mtwo").remote(["x"])
-        assert capsys.readouterr().out == f"(one??[31mtwo pid={pid}) x\n"
-
-
 async def test_the_last_output_of_a_crash_is_its_own() -> None:
     """[B38]"""
     async with aiogpu.init(num_cpus=1, log_to_driver=False):
@@ -303,13 +289,12 @@ TORN = """
                 await asyncio.sleep(0)
             await flooding
 
-    LOOP(main())
+    aiogpu.run(main())
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
-def test_an_unbuffered_program_s_own_lines_are_not_torn(loop: str) -> None:
-    told = run(TORN.replace("LOOP", loop), PYTHONUNBUFFERED="1")
+def test_an_unbuffered_program_s_own_lines_are_not_torn() -> None:
+    told = run(TORN, PYTHONUNBUFFERED="1")
     lines = re.findall(r"^(?:d{30}|\(flood pid=\d+\) t{30})$", told, re.MULTILINE)
     assert len(lines) == told.count("\n")
     assert sum("flood" in line for line in lines) == 10_000
@@ -338,3 +323,198 @@ def test_what_comes_after_the_loop_was_left_is_written_all_the_same() -> None:
         PYTHONUNBUFFERED="1",
     )
     assert "x" * 100 in told
+
+
+async def test_cancelling_what_ended_behind_a_slow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its worker is gone, but its answer waits for its line."""
+    terminal = SlowTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        printed = tasks.output.options(num_gpus=1).remote(["x"])
+        behind = tasks.output.options(num_gpus=1, timeout=60).remote(["y"])
+        async with asyncio.timeout(60):
+            while (await aiogpu.status()).workers[0].pid == 0:
+                await asyncio.sleep(0)
+            pid = (await aiogpu.status()).workers[0].pid
+            while psutil.pid_exists(pid):
+                await asyncio.sleep(0)
+        assert printed.cancel()
+        terminal.is_free.set()
+        await behind  # it had the GPU although the terminal was blocked
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+# On a node that programs have joined, each sees what its own tasks print
+
+
+@asynccontextmanager
+async def service(place: Path) -> AsyncIterator[tuple[str, LocalEngine]]:
+    """A node on this loop, which other programs can join."""
+    path = str(place / "s")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        engine = LocalEngine(
+            NodeOptions(num_cpus=2, num_gpus=0), asyncio.get_running_loop()
+        )
+        await engine.open()
+        try:
+            await engine.serve(listening, str(place))
+            yield path, engine
+        finally:
+            await engine.close()
+
+
+def talk(word: str) -> int:
+    print(word)
+    print(f"{word} on stderr", file=sys.stderr)
+    os.write(1, f"{word} raw\n".encode())
+    return os.getpid()
+
+
+def parent(word: str) -> int:
+    pid: int = aiogpu.get(aiogpu.remote(talk).remote(word))
+    return pid
+
+
+def logged(place: Path) -> list[str]:
+    lines = (place / FILE).read_text().splitlines()
+    return sorted(line.rpartition(") ")[2] for line in lines)
+
+
+async def test_lines_come_before_the_answer_and_are_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with service(tmp_path) as (path, _):
+        async with aiogpu.init(address=path):
+            pid = await aiogpu.remote(talk).remote("hello")
+            out, err = capsys.readouterr()
+            assert f"(talk pid={pid}) hello\n" in out
+            assert f"pid={pid}) hello raw\n" in out
+            assert err == f"(talk pid={pid}) hello on stderr\n"
+            pid = await aiogpu.remote(parent).remote("child")
+            assert f"(talk pid={pid}) child\n" in capsys.readouterr().out
+        async with aiogpu.init(address=path, log_to_driver=False):
+            await aiogpu.remote(talk).remote("secret")
+        assert capsys.readouterr() == ("", "")
+    words = ("hello", "child", "secret")
+    told = [(word, f"{word} on stderr", f"{word} raw") for word in words]
+    assert logged(tmp_path) == sorted(line for lines in told for line in lines)
+
+
+def flood(lines: int) -> int:
+    for _ in range(lines):
+        print("x" * 1000)
+    return lines
+
+
+async def test_a_slow_terminal_slows_the_task_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = SlowTerminal()
+    async with service(tmp_path) as (path, engine), aiogpu.init(address=path):
+        monkeypatch.setattr(sys, "stdout", terminal)
+        flooding = aiogpu.remote(flood).remote(6000)
+        clients = engine._supervisor.clients
+        assert clients is not None
+        await until(lambda: clients.routes._paused)
+        (one,) = clients.by_id.values()
+        assert one.is_slow
+        assert not flooding.done()
+        terminal.is_free.set()
+        assert await flooding == 6000
+        monkeypatch.undo()
+        assert not clients.routes._paused
+        assert terminal.getvalue().count("x" * 1000) == 6000
+
+
+def fail() -> None:
+    raise KeyError("x")
+
+
+async def test_what_has_run_is_written_down(tmp_path: Path) -> None:
+    async with service(tmp_path) as (path, engine):
+        async with aiogpu.init(address=path) as node:
+            await asyncio.gather(*(aiogpu.remote(talk).remote("a") for _ in range(8)))
+            with pytest.raises(KeyError):
+                await aiogpu.remote(fail).remote()
+            remote = node._session._engine
+            assert isinstance(remote, RemoteEngine)
+            spans = await remote.timeline()
+        assert [span.name for span in spans].count("talk") == 8
+        assert all(span.queued <= span.started <= span.ended for span in spans)
+        assert {span.client for span in spans} == {remote.client}
+        ended = {span.name: span.outcome for span in spans}
+        assert ended == {"talk": "finished", "fail": "failed"}
+        out = tmp_path / "out.json"
+        written = await asyncio.to_thread(
+            CliRunner().invoke, timeline, [str(out), "--address", path]
+        )
+        assert written.exit_code == 0, written.output
+        events = json.loads(out.read_text())["traceEvents"]
+        assert sum(event["name"] == "talk" for event in events) == 8
+        assert len(engine.spans()) == 9
+
+
+# What tasks log by `logging` is shown, from the level on that the program has
+
+LOGGING = """
+    import logging, sys
+    import aiogpu
+
+    @aiogpu.remote
+    def logs():
+        log = logging.getLogger("lib")
+        log.debug("a debug line")
+        log.info("an info line")
+        log.warning("a warning line")
+
+    @aiogpu.remote(max_calls=1)
+    def configures():
+        logging.basicConfig(format="own %(levelname)s %(message)s", level=logging.DEBUG)
+        logging.debug("format")
+
+    async def main():
+        async with aiogpu.init(OPTIONS):
+            await logs.remote()
+            await configures.remote()
+
+    BEFORE
+    aiogpu.run(main())
+"""
+
+
+def shown(before: str, options: str = "num_cpus=1", **variables: str) -> list[str]:
+    """What the tasks' lines say."""
+    program = start(
+        LOGGING.replace("OPTIONS", options).replace("BEFORE", before), **variables
+    )
+    out, err = program.communicate(timeout=120)
+    assert (program.returncode, out) == (0, ""), err
+    return re.findall(r"^\((?:logs|configures) pid=\d+\) (.*)$", err, re.MULTILINE)
+
+
+LEVELS = [
+    ("", ["a warning line"]),
+    ("logging.basicConfig(level=logging.INFO)", ["an info line", "a warning line"]),
+    (
+        "logging.basicConfig(level=logging.DEBUG)",
+        ["a debug line", "an info line", "a warning line"],
+    ),
+    ("logging.basicConfig(level=logging.ERROR)", []),
+]
+
+
+@pytest.mark.parametrize(("before", "lines"), [LEVELS[0], LEVELS[2]])
+def test_a_task_logs_what_the_program_logs(before: str, lines: list[str]) -> None:
+    assert shown(before) == [*lines, "own DEBUG format"]
+
+
+def test_programs_of_one_node_log_what_each_of_them_logs() -> None:
+    with box() as here:
+        here.run("start", "--head", "--num-cpus=1")
+        for before, lines in LEVELS[1:3]:
+            joined = {**here.variables, "AIOGPU_ADDRESS": "auto"}
+            assert shown(before, "", **joined) == [*lines, "own DEBUG format"]
