@@ -39,6 +39,8 @@ ENVIRONMENT: Final = {
 }
 """So that workers of all kinds find `benchmarks.tasks`; Ray asks for no password."""
 PR_SET_CHILD_SUBREAPER: Final = 36
+REAPS_EVERY: Final = 0.2
+"""Seconds after which orphans that have ended are reaped."""
 KILLS_WITHIN: Final = 20.0
 """Seconds after which processes are left that do not even die of SIGKILL."""
 
@@ -222,39 +224,32 @@ async def serve(name: str, connection: Connection[Any, Any]) -> None:
 
 def reap(command: list[str]) -> None:
     """Run the program until it ends, or the standard input does; kill what is left."""
+    # The runner's caller may have blocked signals, on which systems rely.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     descriptor = int(command[-1])
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])
     os.close(descriptor)
+    ended = os.pidfd_open(program.pid)
     while True:
-        ready, _, _ = select.select([0, reading], [], [])
-        if reading in ready:
-            os.read(reading, 4096)
-            if program.pid in _wait():
-                break  # what it has left may hold its connection open
-        if 0 in ready and not os.read(0, 4096):
-            break
+        ready, _, _ = select.select([0, ended], [], [], REAPS_EVERY)
+        _reap_children()
+        if ended in ready or (0 in ready and not os.read(0, 4096)):
+            break  # what the program has left may hold its connection open
     until = monotonic() + KILLS_WITHIN
     while (below := descendants()) and monotonic() < until:
         for pid in below:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         sleep(0.01)
-        _wait()
+        _reap_children()
 
 
-def _wait() -> set[int]:
+def _reap_children() -> None:
     """Reap the children that have ended."""
-    ended = set()
     with suppress(ChildProcessError):
-        while pid := os.waitpid(-1, os.WNOHANG)[0]:
-            ended.add(pid)
-    return ended
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def main(what: str, *words: str) -> None:
