@@ -1,4 +1,9 @@
-"""Ray clusters of several nodes for tests; see `cluster_host`."""
+"""Ray clusters of several nodes on this machine, for tests.
+
+A process of its own has each cluster, as it is told. Each line that comes is a command:
+`["add", {...}]` for a node with these resources, `["kill", number]` for its sudden end.
+Each line that it says answers one. The cluster ends with the lines.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -19,7 +26,7 @@ LIMIT: Final = 180.0
 
 
 class Cluster:
-    """See above; ends with its block.
+    """Ends with its block.
 
     Attributes:
         address: of its head, as RAY_ADDRESS names it.
@@ -36,7 +43,7 @@ class Cluster:
             "RAY_AUTH_MODE": "disabled",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.cluster_host"],
+            [sys.executable, "-m", "tests.contract.clusters"],
             env=environment(**self.variables),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -91,3 +98,50 @@ class Cluster:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             self._place.cleanup()
+
+
+def kill(node: Any) -> list[int]:
+    """End all of it, its workers too, as when its machine goes."""
+    started = [one.process for each in node.all_processes.values() for one in each]
+    pids = [pid for one in started for pid in (one.pid, *children(one.pid))]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for one in started:
+        one.wait()
+    return pids
+
+
+def children(pid: int) -> list[int]:
+    """The processes that it has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for each in tasks for child in each.read_text().split()]
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+    cluster: Any = None
+    nodes: list[Any] = []
+    for line in sys.stdin:
+        command, given = json.loads(line)
+        if command == "add":
+            if cluster is None:
+                head = {"include_dashboard": False, **given}
+                cluster = Cluster(initialize_head=True, head_node_args=head)
+                nodes.append(cluster.head_node)
+            else:
+                nodes.append(cluster.add_node(**given))
+            said = [cluster.address, nodes[-1].node_id]
+        elif command == "kill":
+            said = kill(nodes[given])
+        else:
+            raise AssertionError(command)
+        print(json.dumps(said), file=answers, flush=True)
+    if cluster is not None:
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def doom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """While it exists, each zygote dies as it imports `doomed_zygote`."""
+    """While it exists, each zygote dies as it imports `preloaded_trouble`."""
     path = tmp_path / "doom"
     monkeypatch.setenv("DOOM", str(path))
     return path
@@ -53,7 +53,7 @@ async def outage(failures: int) -> OutageStatus:
 async def test_tasks_wait_while_zygotes_die(doom: Path) -> None:
     """The plain environment's: four deaths in a row once broke the node for good."""
     async with aiogpu.init(
-        num_cpus=4, num_gpus=1, preload=["tests.contract.doomed_zygote"]
+        num_cpus=4, num_gpus=1, preload=["tests.contract.preloaded_trouble"]
     ):
         assert await tasks.add.remote(1) == 2
         doom.touch()
@@ -86,7 +86,7 @@ async def test_what_can_be_started_goes_past(doom: Path) -> None:
     """One environment's zygotes die; others' tasks, and its own workers, go on."""
     broken = {"env_vars": {"DOOM": str(doom), "PYTHONHASHSEED": "1"}}
     sound = {"env_vars": {"DOOM": "", "PYTHONHASHSEED": "2"}}
-    preload = ["tests.contract.doomed_zygote"]
+    preload = ["tests.contract.preloaded_trouble"]
     async with aiogpu.init(num_cpus=1, num_gpus=0, preload=preload):
         doom.touch()
         waiting = [
@@ -107,7 +107,7 @@ async def test_what_can_be_started_goes_past(doom: Path) -> None:
 
 async def test_a_cancelled_task_leaves_the_queue_of_an_outage(doom: Path) -> None:
     async with aiogpu.init(
-        num_cpus=1, num_gpus=0, preload=["tests.contract.doomed_zygote"]
+        num_cpus=1, num_gpus=0, preload=["tests.contract.preloaded_trouble"]
     ):
         doom.touch()
         await end_zygotes()
@@ -151,7 +151,7 @@ async def test_a_worker_waits_for_as_long_as_its_zygote_imports(
     limit = 0.2
     monkeypatch.setattr("aiogpu.runtime.workers.pool.START_LIMIT", limit)
     held = tasks.add.options(runtime_env={"env_vars": {"HOLD": gate.path}})
-    preload = ["tests.contract.held_zygote"]
+    preload = ["tests.contract.preloaded_trouble"]
     async with aiogpu.init(num_cpus=1, num_gpus=0, preload=preload):
         waiting = held.remote(1)
         await gate.entered("import")

@@ -1,15 +1,21 @@
-"""What Ray would do otherwise with actors, if it were left to itself."""
+"""Actors and calls on Ray: what Ray would do otherwise, if it were left to itself."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiogpu
+from tests.contract import handed_on
+from tests.contract import value_tasks as v
+from tests.contract.actor_classes import Counter
 from tests.contract.ray_actor_classes import (
     Adder,
     Grouped,
@@ -167,3 +173,145 @@ async def test_a_name_tells_the_class_where_a_handle_has_come_before() -> None:
     async with node():
         actor = await ThreadGroups.options(name="counting").remote()
         assert await numbers_by_name.remote(actor, "counting") == [1]
+
+
+@pytest.fixture
+async def joined() -> AsyncIterator[Any]:
+    async with aiogpu.init(address="ray", num_cpus=4) as session:
+        yield session
+
+
+async def test_a_call_keeps_its_actors_while_it_waits_to_be_sent(joined: Any) -> None:
+    """Others are sent meanwhile."""
+    counter = await Counter.remote(1)
+    promised = joined._session.new_handle("promised", joined._session)
+    waiting = handed_on.add_to.remote(counter, promised)
+    assert await v.give.remote(2) == 2
+    given = v.give.remote(5)
+    promised.task_id = given.task_id
+    del counter
+    gc.collect()
+    assert await waiting == 6
+
+
+async def test_what_was_put_keeps_its_actors(joined: Any) -> None:
+    counter = await Counter.remote(1)
+    small = await aiogpu.put([counter])
+    large = await aiogpu.put([counter, bytes(1 << 20)])
+    assert await v.give.remote(2) == 2
+    del counter
+    gc.collect()
+    for box in (small, large):
+        found = await v.give.remote(box)
+        assert await handed_on.add_to.remote(found[0], 1) in (2, 3)
+
+
+async def test_a_function_that_holds_an_actor_is_refused(joined: Any) -> None:
+    counter = await Counter.remote(1)
+
+    @aiogpu.remote
+    def closure() -> Any:
+        return counter
+
+    with pytest.raises(
+        aiogpu.errors.SerializationError, match=r"counter.*as an argument"
+    ):
+        closure.remote()
+    assert await counter.add.remote(1) == 2
+
+
+async def test_an_actor_passes_on_what_it_was_given(joined: Any) -> None:
+    """A box with a handle goes through three processes unopened."""
+    counter = await Counter.remote(1)
+    box = v.give.remote(v.give.remote([counter]))
+    del counter
+    gc.collect()
+    (found,) = await box
+    assert await found.add.remote(1) == 2
+
+
+async def test_a_program_outlives_what_it_cancels_at_once(gate: Gate) -> None:
+    """Ray alone would end it, as soon as the argument comes."""
+    async with aiogpu.init(address="ray", num_cpus=4):
+        for number in range(10):
+            slow = v.gated.remote(gate.path, f"slow-{number}", number)
+            for _ in range(10):
+                v.give.remote(slow).cancel()
+            await gate.entered(f"slow-{number}")
+            gate.release(f"slow-{number}")
+            assert await slow == number
+
+
+async def test_cancelling_never_has_the_loop_wait(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While Ray does not say that it has taken a call up, the loop goes on turning."""
+    async with aiogpu.init(address="ray", num_cpus=4):
+        from aiogpu.engines.ray import cluster
+
+        slow = v.gated.remote(gate.path, "slow", 1)
+        await gate.entered("slow")
+        when_done, cancel, here = (
+            cluster.add_done_callback,
+            cluster.cancel,
+            threading.get_ident(),
+        )
+        may_answer, asked, cancelled_in = threading.Event(), [], []
+
+        def answer_late(ref: Any, tell: Callable[[Any], object]) -> None:
+            asked.append(ref)
+
+            def come(found: Any) -> None:
+                if threading.get_ident() != here:
+                    may_answer.wait(60)
+                tell(found)
+
+            when_done(ref, come)
+
+        def note_thread(ref: Any, *, force: bool = False) -> None:
+            cancelled_in.append(threading.get_ident())
+            cancel(ref, force=force)
+
+        calls = [v.give.remote(slow) for _ in range(20)]
+        with monkeypatch.context() as patched:
+            patched.setattr(cluster, "add_done_callback", answer_late)
+            patched.setattr(cluster, "cancel", note_thread)
+            for call in calls:
+                call.cancel()
+                await asyncio.sleep(0)
+            assert cancelled_in == []
+            # What is cancelled after it was asked, the answer says nothing of.
+            questions = len(asked)
+            may_answer.set()
+            async with asyncio.timeout(30):
+                while len(cancelled_in) < len(calls):
+                    await asyncio.sleep(0)
+            assert len(asked) > questions
+            assert here not in cancelled_in
+        gate.release("slow")
+        assert await slow == 1
+
+
+async def test_what_is_cancelled_as_it_ends_ends_nobody_else() -> None:
+    async with aiogpu.init(address="ray", num_cpus=4):
+        for number in range(20):
+            calls = [v.give.remote(number) for _ in range(10)]
+            for call in calls[::2]:
+                await asyncio.sleep(0)
+                call.cancel()
+            assert await asyncio.gather(*calls[1::2]) == [number] * 5
+
+
+async def test_a_long_line_of_calls_is_told_of_one_that_came_too_late(
+    gate: Gate,
+) -> None:
+    async with aiogpu.init(address="ray", num_cpus=4):
+        last: Any = v.gated.options(timeout=1.0).remote(gate.path, "slow", 1)
+        line = [last]
+        for _ in range(1500):
+            last = v.add.remote(last)
+            line.append(last)
+        for handle in (last, v.give.remote(line[0])):
+            with pytest.raises(aiogpu.TaskTimeoutError, match="gated"):
+                await handle
+        await asyncio.wait(line)

@@ -1,16 +1,30 @@
-"""What is told of a Ray cluster, from what it says of itself."""
+"""What is told of Ray clusters, and of addresses where none answers."""
 
 from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import UNIT
+from aiogpu.errors import InfeasibleError, NodeError
 
 pytest.importorskip("ray", reason="Ray is not installed here")
-from aiogpu.engines.ray.cluster import ClusterNode, names_node_types
+from aiogpu.engines.ray import status as module
+from aiogpu.engines.ray.cluster import (
+    GREETING,
+    ClusterNode,
+    check_reachable,
+    host_and_port,
+    names_node_types,
+)
 from aiogpu.engines.ray.options import amounts
 from aiogpu.engines.ray.status import (
+    Overview,
     describe_nodes,
     describe_shortage,
     fits,
@@ -19,6 +33,7 @@ from aiogpu.engines.ray.status import (
 )
 
 pytestmark = pytest.mark.ray
+
 
 GPU_1 = Request.of({"CPU": UNIT}, {"GPU": UNIT})
 GPU_4 = Request.of({"CPU": UNIT}, {"GPU": 4 * UNIT})
@@ -76,3 +91,127 @@ def test_what_ray_keeps_for_itself_is_left_out():
 )
 def test_types_of_nodes_that_may_come(told, grows):
     assert names_node_types(told) is grows
+
+
+ONE = ClusterNode("a" * 6, {"CPU": 2.0})
+WIDE = Request.of({"CPU": 8 * UNIT}, {})
+
+
+class Cluster:
+    """Answers when it is let; says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may_answer = threading.Event()
+
+    def __call__(self) -> tuple[list[ClusterNode], bool]:
+        self.asked += 1
+        assert self.may_answer.wait(60)
+        return [ONE], False
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(module, "_nodes_and_growth", cluster)
+    return cluster
+
+
+async def test_a_coroutine_does_not_wait_for_it(cluster: Cluster) -> None:
+    """Ray has it wait for a node."""
+    overview = Overview()
+    overview.check_request("f", WIDE)
+    assert overview.room_for(WIDE) is None
+    assert cluster.asked == 0
+
+
+def test_plain_code_waits_and_is_refused(cluster: Cluster) -> None:
+    cluster.may_answer.set()
+    overview = Overview()
+    with pytest.raises(InfeasibleError, match="which no node of this Ray cluster"):
+        overview.check_request("f", WIDE)
+
+
+def test_plain_code_waits_no_longer_than_it_may(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TASK_LIMIT", 0.01)
+    overview = Overview()
+    overview.check_request("f", WIDE)
+    cluster.may_answer.set()
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+SETTINGS = bytes((0, 0, 0, 4)) + bytes(5)
+
+
+@asynccontextmanager
+async def listening(serve: Serve) -> AsyncIterator[int]:
+    """The port of a server of this machine that serves so."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+def saying(said: bytes) -> Serve:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readexactly(len(GREETING)) == GREETING
+        writer.write(said)
+        writer.close()
+
+    return serve
+
+
+async def staying_silent(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    await reader.read(-1)
+    writer.close()
+
+
+async def test_a_server_of_rays_answers():
+    async with listening(saying(SETTINGS)) as port:
+        await check_reachable(f"127.0.0.1:{port}", 10)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"", "is not Ray, and says b''"),
+        (b"SSH-2.0-OpenSSH", "is not Ray, and says b'SSH-2.0-O'"),
+        (b"no", "is not Ray, and says b'no'"),
+    ],
+)
+async def test_what_listens_in_its_place_is_named(said, told):
+    async with listening(saying(said)) as port:
+        with pytest.raises(NodeError) as caught:
+            await check_reachable(f"127.0.0.1:{port}", 10)
+    assert told in str(caught.value)
+    assert f"`ray start --head --port={port}`" in str(caught.value)
+
+
+async def test_one_that_says_nothing_is_waited_for_in_bounds():
+    async with listening(staying_silent) as port:
+        with pytest.raises(NodeError, match=r"no answer within 0\.1 s"):
+            await check_reachable(f"127.0.0.1:{port}", 0.1)
+
+
+async def test_where_nobody_listens_it_is_said_so():
+    with pytest.raises(NodeError, match=r"Errno 111.*--port=1`"):
+        await check_reachable("127.0.0.1:1", 10)
+
+
+async def test_a_server_with_certificates_is_left_to_ray(monkeypatch):
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    async with listening(staying_silent) as port:
+        await check_reachable(f"127.0.0.1:{port}", 10)
+
+
+@pytest.mark.parametrize("address", ["head", "head:", "head:many", ":6379"])
+def test_an_address_names_host_and_port(address):
+    assert host_and_port("head:6379") == ("head", 6379)
+    assert host_and_port("[::1]:7") == ("::1", 7)
+    with pytest.raises(NodeError, match=f"RAY_ADDRESS='{address}' names no host"):
+        host_and_port(address)

@@ -30,6 +30,8 @@ from aiogpu.runtime.directories import LONGEST, create_directory, remove_directo
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from tests.support.cgroups import PLACE, groups_of, needs_cgroup
 
+pytestmark = pytest.mark.either_loop
+
 ALL = RESERVE + PER_SLOT * SLOTS
 ENDLESS = resource.RLIM_INFINITY
 

@@ -57,6 +57,8 @@ from tests.unit.runtime.fakes import (
     FakeZygotes,
 )
 
+pytestmark = pytest.mark.either_loop
+
 
 @pytest.fixture
 async def slots(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Slots]:

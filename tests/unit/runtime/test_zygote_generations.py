@@ -1,19 +1,34 @@
-"""The zygotes of one environment: what is learnt, which follows which, and failures."""
+"""Zygotes: how one is started, which follows which as they learn, and their deaths."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import marshal
 import os
 import signal
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+import aiogpu
 from aiogpu.errors import NodeStartError, PreloadError
+from aiogpu.runtime.node import Supervisor
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.workers.death import UnavailableError
-from aiogpu.runtime.zygote.config import Modules
+from aiogpu.runtime.zygote.config import (
+    Bootstrap,
+    Modules,
+    early_variables,
+    fitting,
+    interpreter_flags,
+    start_interpreter,
+)
 from aiogpu.runtime.zygote.generations import (
     DEAR,
     DEVICE_MODULES,
@@ -26,7 +41,269 @@ from aiogpu.runtime.zygote.generations import (
     sees_devices,
 )
 from aiogpu.runtime.zygote.process import ZygoteEvents
-from aiogpu.wire.messages import Imported, LeftOut, Ready, Stale, Unfit
+from aiogpu.wire.messages import (
+    READ_DESCRIPTORS,
+    Imported,
+    LeftOut,
+    Ready,
+    Stale,
+    Unfit,
+)
+from tests.contract import tasks
+from tests.support.gate import Gate
+from tests.support.program import run
+
+pytestmark = [
+    pytest.mark.usefixtures("runtime_directory"),
+    pytest.mark.either_loop,
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "PYTHONHASHSEED",
+        "MALLOC_ARENA_MAX",
+        "GLIBC_TUNABLES",
+        "OMP_PROC_BIND",
+        "GOMP_CPU_AFFINITY",
+        "KMP_BLOCKTIME",
+        "MKL_DYNAMIC",
+        "NUMEXPR_MAX_THREADS",
+    ],
+)
+def test_what_is_read_at_exec_or_load(name: str) -> None:
+    assert early_variables(((name, "1"),), (), ()) == ((name, "1"),)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MODE",
+        "MY_OMP_NUM",
+        "HF_HOME",
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+    ],
+)
+def test_what_a_worker_can_set_itself(name: str) -> None:
+    assert early_variables(((name, "1"),), (), ()) == ()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "TORCH_LOGS"),
+        ("transformers", "HF_HOME"),
+        ("numpy", "NUMPY_MADVISE_HUGEPAGE"),
+        ("huggingface_hub", "HF_TOKEN"),
+        ("jax", "XLA_FLAGS"),
+        ("jax", "JAX_PLATFORMS"),
+        ("mine", "MINE_DEBUG"),
+    ],
+)
+def test_what_belongs_to_a_preloaded_module(module: str, name: str) -> None:
+    environment = (("A", "1"), (name, "2"), ("Z", "3"))
+    assert early_variables(environment, ["sys", module], ()) == ((name, "2"),)
+    assert early_variables(environment, ["sys"], ()) == ()
+
+
+def test_what_was_read_while_modules_were_imported() -> None:
+    environment = (("A", "1"), ("HOME", "/x"), ("OMP_NUM_THREADS", "2"))
+    read = ["HOME", "B", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"]
+    assert early_variables(environment, (), read) == (("HOME", "/x"),)
+    assert early_variables((("CUDA_VISIBLE_DEVICES", "0"),), (), read) == ()
+
+
+FLAGS = """
+    import subprocess, sys
+    from aiogpu.runtime.zygote.config import interpreter_flags
+    code = (
+        "import sys; f = sys.flags; "
+        "print(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions, "
+        "f.dev_mode, f.utf8_mode, sys._xoptions)"
+    )
+    options = [*interpreter_flags()]
+    mine = [sys.executable, "-c", code]
+    child = subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True
+    )
+    f = sys.flags
+    print(
+        *(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions),
+        *(f.dev_mode, f.utf8_mode, sys._xoptions),
+    )
+    print(child.stdout + child.stderr, end="")
+"""
+
+
+OPTIONS = "-X", "dev", "-X", "utf8=0", "-X", "pycache_prefix=/nowhere"
+
+
+def test_the_interpreters_options_are_carried_over() -> None:
+    options = ("-OO", "-B", "-s", "-Werror::UserWarning", "-Wonce", *OPTIONS)
+    source = f"""
+    import subprocess, sys, textwrap
+    print(subprocess.run(
+        [sys.executable, *{options!r}, "-c", textwrap.dedent({FLAGS!r})],
+        capture_output=True, text=True, check=True,
+    ).stdout, end="")
+    """
+    mine, childs = run(source).splitlines()
+    assert mine == childs
+    for option in options:
+        if option.startswith("-W"):
+            assert option.removeprefix("-W") in childs
+
+
+def test_an_interpreter_without_options_carries_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Flags:
+        optimize = dont_write_bytecode = no_user_site = 0
+
+    monkeypatch.setattr(sys, "flags", Flags)
+    monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.setattr(sys, "_xoptions", {})
+    assert list(interpreter_flags()) == []
+
+
+def test_what_prints_at_the_end_is_not_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_xoptions", {"importtime": True, "dev": True})
+    flags = list(interpreter_flags())
+    assert flags[flags.index("-X") :][:2] == ["-X", "dev"]
+    assert "importtime" not in flags
+
+
+def test_a_childs_own_filters_of_warnings_go_first() -> None:
+    flags, before = ["-O", "-Werror"], {"PYTHONWARNINGS": "error"}
+    assert fitting(flags, before, {}) == flags
+    assert fitting(flags, before, before) == flags
+    assert fitting(flags, before, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
+    assert fitting(flags, {}, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
+
+
+@contextmanager
+def make_pipe() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        yield reading, writing
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize("program", ["", "/no/such/python", "/etc/passwd"])
+def test_a_program_that_cannot_be_started(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with make_pipe() as (page, output), pytest.raises(NodeStartError) as caught:
+        start_interpreter({"sys_path": []}, page, output)
+    assert (program or "sys.executable") in str(caught.value)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_child_reads_its_fields_and_reports_by_its_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    boot = "import marshal, os; print(marshal.loads(os.read(0, 1 << 24)), os.getsid(0))"
+    monkeypatch.setattr("aiogpu.runtime.zygote.config._BOOT", boot)
+    fields: dict[str, object] = {"path": "caf\udce9", "page": 3}
+    with make_pipe() as (reading, writing):
+        child = start_interpreter(fields, reading, writing)
+        assert child.wait(60) == 0
+        assert os.read(reading, 1000).decode() == f"{fields} {child.pid}\n"
+    assert marshal.loads(marshal.dumps(fields)) == fields
+
+
+EARLY = """
+    import asyncio, subprocess, sys
+    import aiogpu
+    start = subprocess.Popen
+    def noting(*args, **options):
+        global before
+        before = set(sys.modules)
+        return start(*args, **options)
+    subprocess.Popen = noting
+    async def main():
+        async with aiogpu.init(num_cpus=1):
+            late = set(sys.modules) - before
+        print(*sorted(late & set(sys.argv[1:])))
+    asyncio.run(main())
+"""
+LATE = (
+    *(
+        "aiogpu.core.resources.ledger",
+        "aiogpu.core.scheduler.scheduler",
+        "aiogpu.runtime.driver",
+    ),
+    *("aiogpu.runtime.workers.pool", "aiogpu.wire.codec", "msgpack"),
+)
+FIRST = """
+    import aiogpu, sys
+    @aiogpu.remote
+    def noop():
+        return None
+    async def main():
+        async with aiogpu.init(num_cpus=1, num_gpus=0):
+            await noop.remote()
+        print(*sorted(set(sys.modules) & set(sys.argv[1:])))
+    aiogpu.run(main())
+"""
+FOR_OTHERS = (
+    "aiogpu.core.scheduler.placement_groups",
+    "aiogpu.core.scheduler.reservation",
+    "aiogpu.core.scheduler.invariants",
+    "aiogpu.observe.snapshot",
+    "aiogpu.runtime.devices.monitor",
+    *(
+        "aiogpu.runtime.callers.leases",
+        "aiogpu.runtime.callers.requests",
+        "aiogpu.accelerators.base",
+    ),
+)
+"""Of devices, placement groups, leases, status, and of tasks that start tasks."""
+
+
+def test_a_first_call_imports_no_more_than_it_needs() -> None:
+    assert run(FIRST, "aiogpu.core.scheduler.scheduler", *FOR_OTHERS).split() == [
+        "aiogpu.core.scheduler.scheduler"
+    ]
+
+
+def test_the_rest_is_imported_while_the_zygote_starts() -> None:
+    assert run(EARLY, *LATE).split() == sorted(LATE)
+
+
+async def test_a_bootstrap_that_is_cleared_leaves_nothing(
+    runtime_directory: Path,
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    bootstrap = Bootstrap(NodeCgroup(asyncio.get_running_loop()), [], False)
+    assert os.listdir(runtime_directory) == [
+        os.path.basename(bootstrap.config.directory)
+    ]
+    bootstrap.clear()
+    assert os.listdir(runtime_directory) == []
+    assert bootstrap.first.child.returncode is not None
+    assert os.listdir("/proc/self/fd") == before
+
+
+async def test_a_bootstrap_that_fails_leaves_nothing(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(NodeStartError, match="/no/such/python"):
+        Bootstrap(NodeCgroup(asyncio.get_running_loop()), [], False)
+    assert os.listdir(runtime_directory) == []
+    assert os.listdir("/proc/self/fd") == before
 
 
 def hear(learning: Learning, **costs: int) -> bool:
@@ -467,3 +744,154 @@ async def test_nothing_follows_after_the_end(generations: Generations) -> None:
     await generations.settle()
     assert len(generations.made) == 2
     assert repr(generations.zygotes).startswith("<ZygoteGenerations <")
+
+
+def zygote_of(session: aiogpu.types.Node) -> ZygoteGenerations:
+    parts = session._session._engine._supervisor._parts  # type: ignore[attr-defined]
+    plain = parts.driver.pool.zygotes.plain
+    assert isinstance(plain, ZygoteGenerations)
+    return plain
+
+
+def pid_of(plain: ZygoteGenerations) -> int:
+    process = plain.current._child
+    assert process is not None
+    return process.pid
+
+
+async def _open(*preload: str) -> None:
+    await aiogpu.init(preload=preload, num_cpus=1, num_gpus=0)
+
+
+async def kill_and_wait(plain: ZygoteGenerations) -> None:
+    """Kill the one that serves, and wait until the driver has seen that."""
+    life = plain.current
+    os.kill(pid_of(plain), signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while not life.is_over:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_tasks_wait_while_the_interpreter_is_gone() -> None:
+    python = sys.executable
+    with pytest.MonkeyPatch.context() as patch:
+        async with aiogpu.init(num_cpus=1) as session:
+            zygote = zygote_of(session)
+            patch.setattr(sys, "executable", "/no/such/python")
+            os.kill(pid_of(zygote), signal.SIGSTOP)
+            starting = tasks.add.remote(1)
+            await kill_and_wait(zygote)
+            later = tasks.add.remote(2)
+            async with asyncio.timeout(60):
+                while not (there := (await session.status()).outages):
+                    await asyncio.sleep(0)
+            assert "/no/such/python" in there[0].reason
+            assert "/no/such/python" in str(await later.why())
+            patch.setattr(sys, "executable", python)
+            async with asyncio.timeout(60):
+                assert await asyncio.gather(starting, later) == [2, 3]
+
+
+DAEMON = """
+import sys, threading
+from tests.support.gate import say
+say(sys.argv[1], "daemon")
+threading.Event().wait()
+"""
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_killed_keeper_fails_its_task_and_leaves_nothing(gate: Gate) -> None:
+    path, source = gate.path, DAEMON
+
+    @aiogpu.remote(max_retries=0)
+    def leave_and_wait() -> None:
+        import subprocess
+        import sys
+
+        from tests.support.gate import pass_gate
+
+        command = [sys.executable, "-c", source, path]
+        subprocess.Popen(command, start_new_session=True)
+        pass_gate(path, "task")
+
+    async with aiogpu.init(num_cpus=2) as session:
+        other = tasks.gated.remote(gate.path, "other")
+        handle = leave_and_wait.remote()
+        await gate.entered("task", "daemon", "other")
+        keeper = psutil.Process(gate.pids["task"]).ppid()
+        os.kill(keeper, signal.SIGKILL)
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper process") as caught:
+            await handle
+        assert caught.value.signal == signal.SIGKILL
+        assert caught.value.pid == gate.pids["task"]
+        for pid in (keeper, gate.pids["task"], gate.pids["daemon"]):
+            assert not os.path.exists(f"/proc/{pid}")
+        assert zygote_of(session).current.generation == 0
+        gate.release("other")
+        assert await other == "other"
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_path_that_python_ignores_is_not_carried_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Text(str):
+        __slots__ = ()
+
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, Text("/elsewhere")])
+    async with aiogpu.init(num_cpus=1):
+        _, path = await tasks.surroundings.remote()
+        assert "/elsewhere" in path
+        assert str(tmp_path) not in path
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_stopping_does_not_wait_for_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import threading\nprint('importing', flush=True)\nthreading.Event().wait()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    opening = asyncio.ensure_future(_open("endless"))
+    seen = ""
+    async with asyncio.timeout(60):
+        while "importing" not in seen:
+            await asyncio.sleep(0)
+            seen += capfd.readouterr().err
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_node_that_is_given_up_leaves_no_directory(
+    runtime_directory: Path,
+) -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
+        supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
+        parts = supervisor._parts
+        assert parts is not None
+        pool, memory = parts.driver.pool, parts.descriptor_server
+        supervisor.close_now()
+        supervisor.close_now()
+        assert os.listdir(runtime_directory) == []
+        await pool.close()
+        await pool.zygotes.close()
+        assert parts.server is not None
+        parts.server.close()
+        assert memory is not None
+        memory.close()
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_first_request_that_comes_as_the_node_closes_is_handled() -> None:
+    """The last values of a worker come back while the node's parts are closed."""
+    async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
+        assert await tasks.add.remote(1) == 2
+        supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
+        driver = supervisor._open_parts.driver
+        (worker,) = driver.workers.values()
+    driver.requests.on_message(worker, READ_DESCRIPTORS)

@@ -58,78 +58,83 @@ def places(tmp_path: Path) -> tuple[str, str]:
     return str(installed), str(own)
 
 
-def test_the_topmost_installed_module_counts(places: tuple[str, str]) -> None:
+STORIES = {
+    "the topmost installed module counts": """
+import lib_a
+cost, = found().values()
+print("lib_a" in sys.modules, cost >= 2 * SLOW)
+import lib_a, lib_b, lib_quick
+print(found())
+""",
+    "of a user's module, what it imports": """
+import own_a
+print(list(found()))
+""",
+    "a part of a package brings the package": """
+import lib_pack.part
+(name, cost), = found().items()
+print(name, cost >= SLOW)
+""",
+    "what a failed import has brought stays, and its traceback is as it always was": """
+for name in ("lib_bad", "own_bad", "no_such_module"):
+    try:
+        exec(f"import {name}")
+    except Exception as error:
+        files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
+        print(type(error).__name__, [file.split("/")[-1] for file in files])
+print(list(found()))
+""",
+    "threads import at once": """
+def load(name):
+    __import__(name)
+names = "lib_pack", "own_b"
+threads = [threading.Thread(target=load, args=(name,)) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(sorted(found()))
+""",
+    "which modules are installed": """
+from aiogpu.worker.zygote.preload import is_installed
+import json.decoder, _struct, zipimport, lib_a, own_a, types, importlib
+for module in (json.decoder, _struct, sys, zipimport, lib_a):
+    assert is_installed(module), module
+odd = types.ModuleType("odd")
+for module in (own_a, odd, object()):
+    assert not is_installed(module), module
+""",
+}
+"""Each in a fork of an interpreter that has imported none of it."""
+
+
+def test_what_counts_of_an_import(places: tuple[str, str]) -> None:
     source = f"""{WATCHING}
-    import lib_a
-    cost, = found().values()
-    print("lib_a" in sys.modules, cost >= 2 * SLOW)
-    import lib_a, lib_b, lib_quick
-    print(found())
+    import os
+    for name, story in {STORIES!r}.items():
+        print(name, flush=True)
+        if os.fork() == 0:
+            exec(story)
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.wait()[1] == 0, name
     """
-    assert run(source, *places) == "True True\n{}\n"
-
-
-def test_of_a_users_module_what_it_imports_counts(places: tuple[str, str]) -> None:
-    source = f"""{WATCHING}
-    import own_a
-    print(list(found()))
-    """
-    assert run(source, *places) == "['lib_a']\n"
-
-
-def test_a_part_of_a_package_brings_the_package(places: tuple[str, str]) -> None:
-    source = f"""{WATCHING}
-    import lib_pack.part
-    (name, cost), = found().items()
-    print(name, cost >= SLOW)
-    """
-    assert run(source, *places) == "lib_pack.part True\n"
-
-
-def test_an_import_that_fails(places: tuple[str, str]) -> None:
-    """What it has brought before stays, and the traceback is as it always was."""
-    source = f"""{WATCHING}
-    for name in ("lib_bad", "own_bad", "no_such_module"):
-        try:
-            exec(f"import {{name}}")
-        except Exception as error:
-            files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
-            print(type(error).__name__, [file.split("/")[-1] for file in files])
-    print(list(found()))
-    """
-    assert run(source, *places) == (
-        "ValueError ['<string>', '<string>', 'lib_bad.py']\n"
-        "ZeroDivisionError ['<string>', '<string>', 'own_bad.py']\n"
-        "ModuleNotFoundError ['<string>', '<string>']\n"
-        "['lib_b', 'lib_a']\n"
-    )
-
-
-def test_threads_import_at_once(places: tuple[str, str]) -> None:
-    source = f"""{WATCHING}
-    def load(name):
-        __import__(name)
-    threads = [
-        threading.Thread(target=load, args=(name,)) for name in ("lib_pack", "own_b")
+    titles = iter(STORIES)
+    assert run(source, *places).splitlines() == [
+        next(titles),
+        "True True",
+        "{}",
+        next(titles),
+        "['lib_a']",
+        next(titles),
+        "lib_pack.part True",
+        next(titles),
+        "ValueError ['<string>', '<string>', 'lib_bad.py']",
+        "ZeroDivisionError ['<string>', '<string>', 'own_bad.py']",
+        "ModuleNotFoundError ['<string>', '<string>']",
+        "['lib_b', 'lib_a']",
+        next(titles),
+        "['lib_a', 'lib_pack']",
+        next(titles),
     ]
-    for thread in threads: thread.start()
-    for thread in threads: thread.join()
-    print(sorted(found()))
-    """
-    assert run(source, *places) == "['lib_a', 'lib_pack']\n"
-
-
-def test_which_modules_are_installed(places: tuple[str, str]) -> None:
-    source = f"""{WATCHING}
-    from aiogpu.worker.zygote.preload import is_installed
-    import json.decoder, _struct, zipimport, lib_a, own_a, types, importlib
-    for module in (json.decoder, _struct, sys, zipimport, lib_a):
-        assert is_installed(module), module
-    odd = types.ModuleType("odd")
-    for module in (own_a, odd, object()):
-        assert not is_installed(module), module
-    """
-    run(source, *places)
 
 
 HOUR = 3600 * 10**9
@@ -298,33 +303,24 @@ def place(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_all_are_fit(place: str) -> None:
-    assert run(PROBING, place, "good", "better", "spawns") == (
-        "['good', 'better', 'spawns']\nno child is left\n"
-    )
+REASONS = {
+    "raises": "its import raises ValueError: two lines",
+    "exits": "its import raises SystemExit: 3",
+    "no_such": "its import raises ModuleNotFoundError: No module named 'no_such'",
+    "threads": "it left 1 threads running",
+    "device": "it opened {place}/fake_nvidia0",
+    "hangs": "its import did not end within 0.5 s",
+    "crashes": "its import was ended by SIGSEGV",
+    "leaves": "its import ended the process with code 7",
+    "looks": "it reads CUDA_VISIBLE_DEVICES while it is imported",
+}
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        ("raises", "its import raises ValueError: two lines"),
-        ("exits", "its import raises SystemExit: 3"),
-        ("no_such", "its import raises ModuleNotFoundError: No module named 'no_such'"),
-        ("threads", "it left 1 threads running"),
-        ("device", "it opened {place}/fake_nvidia0"),
-        ("hangs", "its import did not end within 0.5 s"),
-        ("crashes", "its import was ended by SIGSEGV"),
-        ("leaves", "its import ended the process with code 7"),
-        ("looks", "it reads CUDA_VISIBLE_DEVICES while it is imported"),
-    ],
-)
-def test_a_culprit_is_named_and_the_others_are_fit(
-    module: str, reason: str, place: str
-) -> None:
-    out = run(PROBING, place, "good", module, "better")
+def test_culprits_are_named_and_the_others_are_fit(place: str) -> None:
+    out = run(PROBING, place, "good", *REASONS, "better", "spawns")
     assert out.splitlines() == [
-        "['good', 'better']",
-        f"{module} | {reason.format(place=place)}",
+        "['good', 'better', 'spawns']",
+        *(f"{name} | {why.format(place=place)}" for name, why in REASONS.items()),
         "no child is left",
     ]
 

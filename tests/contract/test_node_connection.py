@@ -1,4 +1,4 @@
-"""A client's connection: nothing is lost, torn or copied again where nobody reads."""
+"""A program's connection to its node: nothing is lost, torn or copied again."""
 
 from __future__ import annotations
 
