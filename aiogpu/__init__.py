@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # `typing` is slow to import; type checkers know the name
 if TYPE_CHECKING:
     from aiogpu import accelerators as accelerators
     from aiogpu import errors as errors
+    from aiogpu import sync as sync
     from aiogpu import types as types
     from aiogpu.api.actors.actor import ActorHandle as ActorHandle
     from aiogpu.api.actors.actor import exit_actor as exit_actor
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
     from aiogpu.api.node import why as why
+    from aiogpu.api.portal import from_thread as from_thread
     from aiogpu.api.reservation import lease as lease
     from aiogpu.api.reservation import placement as placement
     from aiogpu.api.results.handle import Handle as Handle
@@ -77,6 +79,7 @@ _MODULES = {
         "status",
         "why",
     ),
+    "api.portal": ("from_thread",),
     "api.reservation": ("lease", "placement"),
     "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),
@@ -99,7 +102,7 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-_PACKAGES = ("accelerators", "errors", "types")
+_PACKAGES = ("accelerators", "errors", "sync", "types")
 """Public, and not among the names; `from aiogpu import *` brings none of them."""
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - a test holds it against the imports above
@@ -116,7 +119,9 @@ if not TYPE_CHECKING:
         module = _MODULE_OF.get(name)
         if module is None:
             usage_errors = import_module("aiogpu.api.usage_errors")
-            below = [import_module(f"aiogpu.{package}") for package in _PACKAGES]
+            below = [
+                import_module(f"aiogpu.{one}") for one in _PACKAGES if one != "sync"
+            ]
             raise usage_errors.no_such_name(name, __all__, below)
         value = getattr(import_module(f"aiogpu.{module}"), name)
         globals()[name] = value

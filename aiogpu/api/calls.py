@@ -18,6 +18,7 @@ from aiogpu.api.results.blocking import (
     BlockingStream,
     HandleBase,
     ItemBuffer,
+    RestoredOwner,
 )
 from aiogpu.client.current import (
     client_of_task,
@@ -323,39 +324,6 @@ class ResultGroup:
 
 NOT_ASKED: Final = -1
 """In place of a question's number, for a value that is here already."""
-
-
-class RestoredOwner:
-    """Owns a handle that came from elsewhere.
-
-    Attributes:
-        reference: the value that the handle stands for.
-        remote_values: fetches the value from another process; None for a value of this
-            process.
-        why: says why the task that makes the value waits.
-    """
-
-    def __init__(self, reference: Any, caller: TaskCaller | Session) -> None:
-        self.reference = reference
-        self.remote_values = caller.remote_values
-        self.why = caller.why
-
-    def on_loop(self, name: str) -> Any:
-        """Return the same handle for the running event loop."""
-        return restore_handle(self.reference.id, name)
-
-    def fetch(self, handle: BlockingHandle[Any]) -> None:
-        """Ask for the value unless it is here or was asked for already."""
-        if self.remote_values is not None and not handle.task_id and not handle.done():
-            handle.task_id = self.remote_values.fetch(self.reference.id, handle)
-
-    def cancel(self, question: int) -> None:
-        """Stop the task that makes the value, and withdraw the question for it."""
-        if self.remote_values is not None:
-            self.remote_values.cancel(question)
-            self.remote_values.discard(self.reference.id)
-        elif self.reference.stop is not None:
-            self.reference.stop()
 
 
 def restore_handle(identity: int, name: str) -> Any:

@@ -98,7 +98,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             "or under a server: write `await main()`."
         )
     try:
-        runner = _with_deferred_interrupt(partial(_runner, debug))
+        runner = _with_deferred_interrupt(partial(new_runner, debug))
     except BaseException:
         if asyncio.iscoroutine(main):
             main.close()
@@ -123,7 +123,8 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         runner.close()
 
 
-def _runner(debug: bool | None) -> asyncio.Runner:
+def new_runner(debug: bool | None = None) -> asyncio.Runner:
+    """A runner of an event loop of uvloop, which it makes when it is first used."""
     import uvloop
 
     _open_standard_descriptors()

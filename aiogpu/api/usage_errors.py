@@ -206,24 +206,30 @@ NAMES_OF_RAY: Final = MappingProxyType(
 
 
 def no_such_name(
-    name: str, known: Sequence[str], below: Iterable[ModuleType] = ()
+    name: str,
+    known: Sequence[str],
+    below: Iterable[ModuleType] = (),
+    module: str = "aiogpu",
 ) -> AttributeError:
-    """The error for an unknown attribute of the package.
+    """The error for an unknown attribute of the package, or of `aiogpu.sync`.
 
     Args:
         name: the attribute.
         known: the public names.
         below: public submodules that may define the name.
+        module: the module that was asked.
     """
     hint = NAMES_OF_RAY.get(name, "")
-    for module in below:
-        found = getattr(module, name, None)
+    for public in below:
+        found = getattr(public, name, None)
         if getattr(found, "__module__", "").startswith("aiogpu."):
-            hint = f"it is `{module.__name__}.{name}`"
+            hint = f"it is `{public.__name__}.{name}`"
     if not hint and not name.startswith("_"):
         from difflib import get_close_matches
 
         near = get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f"did you mean {near[0]!r}?" if near else ""
-    told = f"module 'aiogpu' has no attribute {name!r}" + (f": {hint}" if hint else "")
+    told = f"module {module!r} has no attribute {name!r}" + (
+        f": {hint}" if hint else ""
+    )
     return AttributeError(told)

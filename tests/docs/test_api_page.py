@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu import errors, types
+from aiogpu import errors, sync, types
 from aiogpu.api import keywords
 from tests.repo.rooms import ROOT
 
@@ -30,6 +30,7 @@ GROUPS = {
         *("cluster_resources", "available_resources", "lease", "placement"),
     ),
     "Inside a task": ("get_gpu_ids", "get_runtime_context"),
+    "Without an event loop": ("from_thread",),
 }
 OPTIONS = {
     "Options of a task": keywords.Options,
@@ -85,7 +86,9 @@ def tables() -> list[str]:
     caught = [name for name in errors_of_ours() if name in aiogpu.__all__]
     others = [name for name in errors_of_ours() if name not in aiogpu.__all__]
     return [
-        *(rows(aiogpu, names, "aiogpu") for names in GROUPS.values()),
+        *(rows(aiogpu, names, "aiogpu") for names in [*GROUPS.values()][:-1]),
+        rows(aiogpu, GROUPS["Without an event loop"], "aiogpu")
+        + rows(sync, sync.__all__, "aiogpu.sync"),
         *map(option_rows, OPTIONS.values()),
         rows(aiogpu, caught, "aiogpu"),
         rows(errors, others, "aiogpu.errors"),

@@ -110,7 +110,7 @@ def test_dir_shows_what_is_public_before_it_is_loaded():
     ).stdout.split()
     assert set(aiogpu.__all__) <= set(listed)
     public = {name for name in listed if not name.startswith("_")}
-    assert public == {*aiogpu.__all__, "accelerators", "errors", "types"}
+    assert public == {*aiogpu.__all__, "accelerators", "errors", "sync", "types"}
 
 
 def test_a_misspelt_name_is_an_attribute_error():

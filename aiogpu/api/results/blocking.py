@@ -7,15 +7,30 @@ work. The base classes of handles and streams on event loops are here as well.
 
 from __future__ import annotations
 
+import time
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NoReturn,
+    Protocol,
+    TypeVar,
+)
 
+from aiogpu.api.options import check_seconds
 from aiogpu.api.usage_errors import NotItsResult
 from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
 from aiogpu.core.mailbox import Window
-from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
+from aiogpu.errors import (
+    DeserializationError,
+    MisuseError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
 from aiogpu.serialization.exceptions import STOPPED, error_of
 from aiogpu.serialization.references import add_handle
 from aiogpu.serialization.serializer import load_result
@@ -242,8 +257,9 @@ class BlockingHandle(HandleBase, Generic[T]):
         """The error of the task; None if it has a result or has not ended."""
         return self._error
 
-    def exception(self) -> Exception | None:
-        """Return why there is no result, None if there is one."""
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Wait for the end; return why there is no result, or None; see `result`."""
+        self._wait(timeout)
         return self._error
 
     @property
@@ -251,19 +267,26 @@ class BlockingHandle(HandleBase, Generic[T]):
         """True if there will be no result."""
         return self._state in ("failed", "cancelled")
 
-    def result(self) -> T:
-        """The result of a child that has ended; see `get` for waiting.
+    def _wait(self, timeout: float | None) -> None:
+        if not self.done():
+            if is_loop_running():
+                raise blocks_loop(f"waiting for {self.task_name}")
+            await_end([self], timeout)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result, as `get` does.
+
+        Args:
+            timeout: seconds; None waits as long as it takes.
 
         Raises:
             TaskCancelledError: it was cancelled.
-            MisuseError: it has not ended.
+            TaskTimeoutError: time was up; the child goes on.
             DeserializationError: its result cannot be unpickled in this process.
+            Exception: see `get`.
         """
         try:
-            if not self.done():
-                raise MisuseError(
-                    f"{self.task_name} has not ended; aiogpu.get() waits."
-                )
+            self._wait(timeout)
             if self.cancelled():
                 raise TaskCancelledError(f"{self.task_name} was cancelled.")
             if self._error is not None:
@@ -540,3 +563,140 @@ def block(
         else:
             # The driver cannot know by itself that nobody waits any more.
             client.note_wait(waiter, ())
+
+
+# Values from elsewhere.
+
+
+class RestoredOwner:
+    """Owns a handle that came from elsewhere.
+
+    Attributes:
+        reference: the value that the handle stands for.
+        remote_values: fetches the value from another process; None for a value of this
+            process.
+        why: says why the task that makes the value waits.
+    """
+
+    def __init__(self, reference: Any, caller: Any) -> None:
+        self.reference = reference
+        self.remote_values = caller.remote_values
+        self.why = caller.why
+
+    def on_loop(self, name: str) -> Any:
+        """Return the same handle for the running event loop."""
+        return HandleBase.restore(self.reference.id, name)
+
+    def fetch(self, handle: BlockingHandle[Any]) -> None:
+        """Ask for the value unless it is here or was asked for already."""
+        if self.remote_values is not None and not handle.task_id and not handle.done():
+            handle.task_id = self.remote_values.fetch(self.reference.id, handle)
+
+    def cancel(self, question: int) -> None:
+        """Stop the task that makes the value, and withdraw the question for it."""
+        if self.remote_values is not None:
+            self.remote_values.cancel(question)
+            self.remote_values.discard(self.reference.id)
+        elif self.reference.stop is not None:
+            self.reference.stop()
+
+
+# Waiting for results.
+
+
+def blocks_loop(what: str) -> MisuseError:
+    """The error for a wait that would block a running event loop."""
+    return MisuseError(
+        f"{what} would block the event loop that runs here; write `await handle`, or "
+        f"`await asyncio.gather(*handles)`."
+    )
+
+
+def await_end(handles: list[BlockingHandle[Any]], timeout: float | None) -> None:
+    """Wait until all have ended; raise the error of one as soon as it has failed."""
+    deadline = None
+    if timeout is not None:
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
+    try:
+        in_time = _all_have_ended(handles, deadline)
+        for one in handles:
+            if one.has_failed:
+                one.result()
+        if not in_time:
+            raise TaskTimeoutError(_late(handles, timeout))
+    finally:
+        one = None  # type: ignore[assignment]
+        del handles
+
+
+def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
+    """Wait until all have ended or one has failed; False if time is up before."""
+    fetch(handles)
+    pending = [one for one in handles if not one.done()]
+    if not pending or any(one.has_failed for one in handles):
+        return True
+    client = client_of_task()
+    for one in pending:
+        if isinstance(one.owner, RestoredOwner):
+            one.client = client  # it may have come to another task of this process
+    check_client("aiogpu.get()", pending, client)
+    tasks = tuple(one.task_id for one in pending)
+    return block(
+        client,
+        tasks,
+        _countdown(client, pending),
+        lambda: all(one.done() for one in handles),
+        deadline,
+        is_bound=deadline is None,
+    )
+
+
+def _countdown(
+    client: Client, pending: list[BlockingHandle[Any]]
+) -> Callable[[], bool]:
+    """A test whether a wait is over, which looks at each handle about once."""
+    upsets_seen = -1
+
+    def is_over() -> bool:
+        nonlocal upsets_seen
+        upsets = client.upsets
+        while pending and pending[-1]._state != "pending":
+            if pending.pop().has_failed:
+                # Another thread may have found that it cannot be unpickled.
+                return True
+        if upsets != upsets_seen:
+            upsets_seen = upsets
+            return not pending or any(one.has_failed for one in pending)
+        return not pending
+
+    return is_over
+
+
+def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
+    late = [one.task_name for one in handles if not one.done()]
+    if not late:
+        # If tasks run in this thread, one may have ended too late.
+        return f"{handles[-1].task_name} ended after the {timeout:g} s."
+    if len(handles) == 1:
+        return f"{late[0]} did not end within {timeout:g} s; it goes on."
+    return (
+        f"{len(late)} of {len(handles)} tasks did not end within {timeout:g} s, "
+        f"{late[0]} for one; they go on."
+    )
+
+
+def fetch(handles: list[BlockingHandle[Any]]) -> None:
+    """Ask for the values of restored handles, which are fetched only on demand."""
+    for one in handles:
+        if isinstance(one.owner, RestoredOwner):
+            one.owner.fetch(one)
+
+
+def check_client(what: str, handles: list[BlockingHandle[Any]], client: Client) -> None:
+    """Raise `MisuseError` unless all handles are those of this client's task."""
+    for one in handles:
+        if one.client is not client:
+            raise MisuseError(
+                f"the handle of {one.task_name} belongs to another task; {what} waits "
+                f"for what the running task has started."
+            )

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import (
     AsyncIterator,
-    Callable,
     Collection,
     Coroutine,
     Generator,
@@ -31,9 +30,18 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.calls import Putting, RestoredOwner
-from aiogpu.api.options import check_duration, check_seconds, whole_number
-from aiogpu.api.results.blocking import BlockingHandle, HandleBase, StreamBase, block
+from aiogpu.api.calls import Putting
+from aiogpu.api.options import check_duration, whole_number
+from aiogpu.api.results.blocking import (
+    BlockingHandle,
+    HandleBase,
+    StreamBase,
+    await_end,
+    block,
+    blocks_loop,
+    check_client,
+    fetch,
+)
 from aiogpu.api.usage_errors import options_of, refuse
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import (
@@ -41,14 +49,12 @@ from aiogpu.errors import (
     NodeError,
     NoLoopError,
     OptionError,
-    TaskTimeoutError,
 )
 
 if TYPE_CHECKING:
     import asyncio
 
     from aiogpu.api.results.handle import Handle
-    from aiogpu.client.interface import Client
 
 
 T = TypeVar("T")
@@ -92,94 +98,20 @@ def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
     if isinstance(handle, Putting):
         return handle.handle
     if is_loop_running():
-        raise MisuseError(
-            "aiogpu.get() would block the event loop that runs here; write `await "
-            "handle`, or `await asyncio.gather(*handles)`."
-        )
-    deadline = None
-    if timeout is not None:
-        deadline = time.monotonic() + check_seconds("timeout", timeout)
+        raise blocks_loop("aiogpu.get()")
     are_several = isinstance(handle, list | tuple)
     handles = list(handle) if are_several else [handle]
     del handle
     try:
-        results = _results(handles, deadline, timeout)
-    finally:
-        del handles  # see `BlockingHandle.result`
-    return results if are_several else results[0]
-
-
-def _results(
-    handles: list[Any], deadline: float | None, timeout: float | None
-) -> list[Any]:
-    for one in handles:
-        if not isinstance(one, BlockingHandle):
-            raise MisuseError(_not_for_get(one))
-    try:
-        in_time = _all_have_ended(handles, deadline)
         for one in handles:
-            if one.has_failed:
-                one.result()
-        if not in_time:
-            raise TaskTimeoutError(_late(handles, timeout))
-        return [one.result() for one in handles]
+            if not isinstance(one, BlockingHandle):
+                raise MisuseError(_not_for_get(one))
+        await_end(handles, timeout)
+        results = [one.result() for one in handles]
     finally:
         one = None
-        del handles
-
-
-def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
-    """Wait until all have ended or one has failed; False if time is up before."""
-    _fetch(handles)
-    pending = [one for one in handles if not one.done()]
-    if not pending or any(one.has_failed for one in handles):
-        return True
-    client = client_of_task()
-    for one in pending:
-        if isinstance(one.owner, RestoredOwner):
-            one.client = client  # it may have come to another task of this process
-    _check_client("aiogpu.get()", pending, client)
-    tasks = tuple(one.task_id for one in pending)
-    return block(
-        client,
-        tasks,
-        _countdown(client, pending),
-        lambda: all(one.done() for one in handles),
-        deadline,
-        is_bound=deadline is None,
-    )
-
-
-def _countdown(
-    client: Client, pending: list[BlockingHandle[Any]]
-) -> Callable[[], bool]:
-    """A test whether a wait is over, which looks at each handle about once."""
-    upsets_seen = -1
-
-    def is_over() -> bool:
-        nonlocal upsets_seen
-        upsets = client.upsets
-        while pending and pending[-1]._state != "pending":
-            if pending.pop().has_failed:
-                # Another thread may have found that it cannot be unpickled.
-                return True
-        if upsets != upsets_seen:
-            upsets_seen = upsets
-            return not pending or any(one.has_failed for one in pending)
-        return not pending
-
-    return is_over
-
-
-def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
-    late = [one.task_name for one in handles if not one.done()]
-    if not late:
-        # If tasks run in this thread, one may have ended too late.
-        return f"{handles[-1].task_name} ended after the {timeout:g} s of aiogpu.get()."
-    return (
-        f"{len(late)} of {len(handles)} tasks did not end within the {timeout:g} s of "
-        f"aiogpu.get(), {late[0]} for one; they go on."
-    )
+        del handles  # see `BlockingHandle.result`
+    return results if are_several else results[0]
 
 
 def _not_for_get(given: object) -> str:
@@ -351,32 +283,14 @@ def _check_here(what: str, handles: list[Any]) -> None:
                 f"{what} was called where no event loop runs; the handle of "
                 f"{one.task_name} belongs to one: call it there."
             )
-    _fetch(handles)
+    fetch(handles)
     try:
         client = client_of_task()
     except NodeError:
         from aiogpu.api.session import no_loop
 
         raise no_loop(what) from None
-    _check_client(what, handles, client)
-
-
-def _fetch(handles: list[BlockingHandle[Any]]) -> None:
-    """Ask for the values of restored handles, which are fetched only on demand."""
-    for one in handles:
-        if isinstance(one.owner, RestoredOwner):
-            one.owner.fetch(one)
-
-
-def _check_client(
-    what: str, handles: list[BlockingHandle[Any]], client: Client
-) -> None:
-    for one in handles:
-        if one.client is not client:
-            raise MisuseError(
-                f"the handle of {one.task_name} belongs to another task; {what} waits "
-                f"for what the running task has started."
-            )
+    check_client(what, handles, client)
 
 
 def _no_handle(what: str, one: object) -> MisuseError:

@@ -16,7 +16,7 @@ from collections.abc import (
 from typing import Any, assert_type
 
 import aiogpu
-from aiogpu import ActorHandle, Handle, Results, Stream
+from aiogpu import ActorHandle, Handle, Results, Stream, sync
 from aiogpu.accelerators import Device, Unwatched
 from aiogpu.types import Node, NodeStatus, RemoteFunction, Why
 
@@ -409,3 +409,48 @@ async def main() -> int:
 
 assert_type(aiogpu.run(main()), int)
 assert_type(aiogpu.run(main(), debug=True), int)
+
+
+# Without an event loop.
+
+
+@sync.remote(num_gpus=0.25)
+def halve(x: int) -> float:
+    return x / 2
+
+
+@sync.remote
+async def load(url: str) -> bytes:
+    return url.encode()
+
+
+@sync.remote
+def spell(text: str) -> Iterator[str]:
+    yield from text
+
+
+class Predictor:
+    def predict(self, x: int) -> int:
+        return x
+
+
+def script() -> None:
+    remote_predictor = sync.remote(Predictor)
+    assert_type(halve.remote(1), sync.Handle[float])
+    assert_type(halve.remote(1).result(timeout=5), float)
+    assert_type(sync.get(load.remote("u")), bytes)
+    assert_type(sync.get([halve.remote(1)]), list[float])
+    assert_type(halve.options(num_cpus=2).remote(1), sync.Handle[float])
+    assert_type(spell.remote("ab"), sync.ResultIterator[str])
+    assert_type(next(halve.map([1])), float)
+    ended, pending = sync.wait([halve.remote(1)])
+    assert_type(ended, list[sync.Handle[float]])
+    assert_type(pending, list[sync.Handle[float]])
+    with sync.init(num_cpus=1) as node, remote_predictor.remote() as model:
+        assert_type(node.cluster_resources(), dict[str, float])
+        model.predict.remote(1)
+    assert_type(sync.put(1).result(), int)
+    with sync.Executor(num_cpus=1) as pool:
+        assert_type(pool.submit(len, "abc"), sync.Handle[int])
+    assert_type(aiogpu.from_thread(fetch.remote, "u").result(), bytes)
+    assert_type(aiogpu.from_thread(aiogpu.available_resources), dict[str, float])

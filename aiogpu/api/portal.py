@@ -1,0 +1,925 @@
+"""Calls from threads without an event loop to the loop that has the node.
+
+A `Portal` runs functions and coroutines on a loop of another thread and waits for what
+they return, so that the objects of a node are touched on its loop alone. `portal_for`
+finds the portal of the running code, or starts a loop in a thread of its own. The
+classes below it stand for what the loop has made: handles, iterators over results,
+actors, the node. `aiogpu.sync` consists of them. This module imports asyncio and
+`concurrent.futures`, so it is itself imported late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import os
+import threading
+import time
+from _thread import allocate_lock, get_ident
+from collections import deque
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
+from functools import partial
+from queue import SimpleQueue
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeVar,
+    cast,
+    overload,
+)
+
+from aiogpu.api import node as nodes
+from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
+from aiogpu.api.calls import packed_call
+from aiogpu.api.map import Results
+from aiogpu.api.options import check_seconds
+from aiogpu.api.remote_function import RemoteFunction
+from aiogpu.api.results import handle as handles
+from aiogpu.api.results.stream import IteratedOnce, Stream
+from aiogpu.api.run import new_runner
+from aiogpu.api.session import refuse_in_worker
+from aiogpu.api.usage_errors import NotItsResult
+from aiogpu.client.current import current, host_of_task, is_loop_running
+from aiogpu.errors import (
+    MisuseError,
+    NodeError,
+    NoLoopError,
+    SerializationError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_arguments
+
+if TYPE_CHECKING:
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
+
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+GLANCE: Final = 1.0
+"""Seconds after which who waits for a loop sees that it was closed."""
+
+
+class Portal:
+    """Runs calls on an event loop of another thread.
+
+    Attributes:
+        loop: the event loop.
+        thread: the number of the thread that runs it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        self.loop = loop
+        self.thread = thread
+        self._pid = os.getpid()
+        self._posted: deque[Callable[[], object]] = deque()
+        self._is_woken = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to {self.loop!r}>"
+
+    @property
+    def is_here(self) -> bool:
+        """True if the loop's own thread asks, as in a callback of a handle."""
+        return get_ident() == self.thread
+
+    @property
+    def is_usable(self) -> bool:
+        """True if the loop is there, and a thread of this process runs it."""
+        return self._pid == os.getpid() and not self.loop.is_closed()
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            raise NodeError(
+                f"this node belongs to process {self._pid}, of which process "
+                f"{os.getpid()} is a fork. Open one here by aiogpu.sync.init()."
+            )
+        if self.loop.is_closed():
+            raise NodeError("this node is shut down; open one by aiogpu.sync.init().")
+
+    def wait(
+        self, future: concurrent.futures.Future[Any], timeout: float | None = None
+    ) -> None:
+        """Wait until something has ended that the loop ends.
+
+        Args:
+            future: that.
+            timeout: seconds; None waits as long as it takes.
+
+        Raises:
+            TaskTimeoutError: time was up.
+            MisuseError: the loop's own thread would wait.
+            NodeError: the loop was closed meanwhile.
+        """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        name = getattr(future, "task_name", "it")
+        if self.is_here:
+            raise _blocks_loop(f"waiting for {name}")
+        while not future.done():
+            left = GLANCE if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TaskTimeoutError(
+                    f"{name} did not end within {timeout:g} s; it goes on, and "
+                    f"handle.cancel() stops it."
+                )
+            concurrent.futures.wait([future], min(left, GLANCE))
+            if not future.done():
+                self._check()
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop soon, after what was posted before.
+
+        Args:
+            function: must raise nothing.
+
+        Raises:
+            NodeError: the loop is closed, or this process is a fork.
+        """
+        self._check()
+        self._posted.append(function)
+        if not self._is_woken:
+            self._is_woken = True  # one wake-up serves all that come until it runs
+            self.loop.call_soon_threadsafe(self._run_posted)
+
+    def _run_posted(self) -> None:
+        self._is_woken = False
+        for _ in range(len(self._posted)):
+            self._posted.popleft()()
+
+    def call(self, function: Callable[..., T], /, *args: Any, **named: Any) -> T:
+        """Call a function on the loop; return what it returns, or raise its error.
+
+        Raises:
+            NodeError: the loop is closed, or this process is a fork.
+        """
+        if self.is_here:
+            return function(*args, **named)
+        ended = allocate_lock()
+        ended.acquire()
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(function(*args, **named))
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                errors.append(error)
+            finally:
+                ended.release()
+
+        self.post(run)
+        while not ended.acquire(timeout=GLANCE):
+            self._check()
+        if not errors:
+            return results[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # its traceback refers to this frame
+
+    def run(self, what: str, begin: Callable[[], Awaitable[T]]) -> T:
+        """Await something on the loop; return its result, or raise its error.
+
+        Ctrl-C here cancels what is awaited there.
+
+        Args:
+            what: the call, for the message.
+            begin: called on the loop; returns what is awaited.
+
+        Raises:
+            MisuseError: the loop's own thread would wait.
+            NodeError: the loop is closed, or this process is a fork.
+        """
+        if self.is_here:
+            raise _blocks_loop(what)
+        self._check()
+
+        async def wait() -> T:
+            return await begin()
+
+        ended = asyncio.run_coroutine_threadsafe(wait(), self.loop)
+        try:
+            self.wait(ended)
+            return ended.result()
+        except BaseException:
+            ended.cancel()
+            raise
+        finally:
+            del ended  # its error's traceback refers to this frame
+
+
+class LoopThread(Portal):
+    """An event loop in a thread of its own, for a program without one.
+
+    The thread is a daemon, so that it keeps no program from ending; the end of the
+    interpreter closes the node all the same.
+    """
+
+    def __init__(self) -> None:
+        begun: concurrent.futures.Future[asyncio.AbstractEventLoop]
+        begun = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._serve, args=(begun,), name="aiogpu-loop", daemon=True
+        )
+        self._thread.start()
+        super().__init__(begun.result(), self._thread.ident or 0)
+        atexit.register(self.end)
+
+    def _serve(
+        self, begun: concurrent.futures.Future[asyncio.AbstractEventLoop]
+    ) -> None:
+        async def stay() -> None:
+            self._over = asyncio.Event()
+            begun.set_result(asyncio.get_running_loop())
+            await self._over.wait()
+
+        try:
+            with new_runner() as runner:
+                runner.run(stay())
+        except BaseException as error:
+            if begun.done():
+                raise
+            begun.set_exception(error)
+
+    def end(self) -> None:
+        """Close the loop, and the node with it if there is one; idempotent."""
+        atexit.unregister(self.end)
+        if self._pid == os.getpid():
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+
+_own: Final[list[LoopThread]] = []
+"""The loop that was started for code without one, if there is one."""
+
+
+_starting: Final = threading.Lock()
+
+
+def portal_for(what: str, *, opens: bool = False) -> Portal | None:
+    """The portal of the running code; None for a task's code, which needs none.
+
+    It leads to the loop that has the program's node, whichever thread that runs in. For
+    a program without a node a loop is started in a thread of its own.
+
+    Args:
+        what: the call, for the message.
+        opens: whether a fork of a program with a node shall have one of its own.
+
+    Raises:
+        MisuseError: an event loop runs in this thread, and would be blocked.
+        NoLoopError: several event loops of the program have a node.
+        NodeError: this process was forked by a task, or by a program with a node.
+    """
+    if current.client is not None or host_of_task.get() is not None:
+        return None
+    refuse_in_worker(what)
+    own = _own_loop()
+    if own is not None and own.is_here:
+        return own
+    if is_loop_running():
+        raise _blocks_loop(what)
+    there = own or portal_to_program(what)
+    if there is not None:
+        return there
+    for inherited in handles.sessions.values():
+        if inherited.is_forked and not opens:
+            raise inherited.unusable()
+    with _starting:
+        own = _own_loop()
+        if own is None:
+            own = LoopThread()
+            _own[:] = [own]
+        return own
+
+
+def _own_loop() -> LoopThread | None:
+    """The loop that was started for code without one, if it is still there."""
+    return next((one for one in _own if one.is_usable), None)
+
+
+def close_own_loop() -> None:
+    """Close the loop that was started for code without one, and its node."""
+    with _starting:
+        own = _own_loop()
+        _own.clear()
+    if own is not None:
+        own.end()
+
+
+def portal_to_program(what: str) -> Portal | None:
+    """The portal to the loop that has this program's node; None if none has.
+
+    Raises:
+        NoLoopError: several have one.
+    """
+    there = [one for one in handles.sessions.values() if not one.is_forked]
+    if len(there) > 1:
+        raise NoLoopError(
+            f"{what} cannot tell which node is meant: {len(there)} event loops of this "
+            f"program have one. Write `asyncio.run_coroutine_threadsafe(call(), loop)"
+            f".result()`, where `async def call()` awaits what you want of that loop."
+        )
+    return Portal(there[0].loop, there[0].thread) if there else None
+
+
+def _blocks_loop(what: str) -> MisuseError:
+    return MisuseError(
+        f"{what} is for threads without an event loop, and would block the one that "
+        f"runs in this thread: use the functions of `aiogpu` itself, and `await` them."
+    )
+
+
+@overload
+def from_thread(
+    call: Callable[P, handles.Handle[T]], /, *args: P.args, **named: P.kwargs
+) -> Handle[T]: ...
+
+
+@overload
+def from_thread(
+    call: Callable[P, IteratedOnce[T]], /, *args: P.args, **named: P.kwargs
+) -> ResultIterator[T]: ...
+
+
+@overload
+def from_thread(
+    call: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **named: P.kwargs
+) -> T: ...
+
+
+@overload
+def from_thread(call: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T: ...
+
+
+def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Make a call of aiogpu on the program's event loop, from another thread.
+
+    For code that runs beside the loop and may block: a plain `def` endpoint of FastAPI,
+    what `asyncio.to_thread` runs, a thread pool.
+
+    Args:
+        call: what is called on the loop: `f.remote`, `actor.method.remote`, `f.map`,
+            `aiogpu.status`.
+        *args: its arguments.
+        **named: those by name.
+
+    Returns:
+        In place of a `Handle` an `aiogpu.sync.Handle`, whose `result(timeout)` waits;
+        of a stream or of `map` a plain iterator; of a coroutine its result, which is
+        waited for. All else as it is.
+
+    Raises:
+        MisuseError: an event loop runs in this thread.
+        NoLoopError: no event loop of the program has a node, or several have.
+        Exception: what the call raises.
+
+    Example:
+        `score = aiogpu.from_thread(predict.remote, image).result(timeout=5)`
+    """
+    what = "aiogpu.from_thread()"
+    if current.client is not None or host_of_task.get() is not None:
+        return call(*args, **named)
+    if is_loop_running():
+        raise _blocks_loop(what)
+    portal = portal_to_program(what)
+    if portal is None:
+        raise NoLoopError(
+            f"{what} needs a node that an event loop of this program has opened, by "
+            f"aiogpu.init(). A program without an event loop uses `aiogpu.sync`."
+        )
+    made = call_on(portal, call, args, named)
+    if asyncio.iscoroutine(made):
+        return portal.run(what, lambda: made)
+    return made
+
+
+# What stands for what the loop has made.
+
+
+def outside(portal: Portal, made: Any) -> Any:
+    """What stands, in a thread without a loop, for what was made on one."""
+    if isinstance(made, handles.Handle):
+        return Handle[Any](portal, made.task_name).stand_for(made)
+    if isinstance(made, Stream | Results):
+        return ResultIterator(portal, made)
+    if isinstance(made, ActorHandle):
+        return SyncActorHandle(portal, made)
+    if isinstance(made, tuple) and made and isinstance(made[0], handles.Handle):
+        return tuple(outside(portal, one) for one in made)
+    return made
+
+
+def inside(given: Any) -> Any:
+    """Return what stands on the loop for an argument, on the loop; undoes `outside`."""
+    return given._made if isinstance(given, _Outside) else given
+
+
+def call_on(
+    portal: Portal,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Any:
+    """Call a function on the loop; return what stands for its result here."""
+
+    def make() -> Any:
+        given = {name: inside(one) for name, one in named.items()}
+        return outside(portal, function(*(inside(one) for one in args), **given))
+
+    return portal.call(make)
+
+
+class _OnlyOnLoopError(MisuseError):
+    """What stands for an object of the loop was to be pickled in another thread."""
+
+
+def call_function(
+    portal: Portal, remote: RemoteFunction[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Start a task; return its handle, or what stands for a stream or a tuple.
+
+    As a rule nobody waits for the loop; see `_post`.
+    """
+    func = remote._func or portal.call(remote._prepare)
+    if func.window or remote._returns:
+        return call_on(portal, remote.remote, args, kwargs)
+    remote._definition.parameters.check(args, kwargs)
+    made = _post(portal, func.spec.name, partial(remote._submit, func), args, kwargs)
+    if made is None:
+        return call_on(portal, remote.remote, args, kwargs)
+    return made
+
+
+def call_method(portal: Portal, remote: RemoteMethod, args: Any, kwargs: Any) -> Any:
+    """Call an actor's method; see `call_function`."""
+    method, made = remote._method, None
+    if remote._link.interface is not None and not (method.window or method.returns):
+        method.parameters.check(args, kwargs)
+        send = partial(remote._link.call, method.label, method.name)
+        made = _post(portal, method.label, send, args, kwargs)
+    if made is None:
+        return call_on(portal, remote.remote, args, kwargs)
+    return made
+
+
+def _post(
+    portal: Portal,
+    name: str,
+    send: Callable[[bytes], handles.Handle[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Handle[Any] | None:
+    """Pickle the arguments here, have the loop make the call, and wait for neither.
+
+    A round trip to the loop takes ten times as long as the call, as the interpreter
+    lets one thread run at a time.
+
+    Returns:
+        The handle; None if there is a handle among the arguments, since the loop alone
+        can pickle these.
+    """
+    if any(isinstance(one, _Outside) for one in (*args, *kwargs.values())):
+        return None
+    try:
+        payload = dump_arguments(name, args, kwargs)
+    except SerializationError as error:
+        if isinstance(error.__cause__, _OnlyOnLoopError):
+            return None
+        raise
+    handle: Handle[Any] = Handle(portal, name)
+
+    def begin() -> handles.Handle[Any]:
+        if isinstance(payload, PickledValue):
+            return send(packed_call(name, args, kwargs, payload))
+        return send(payload)
+
+    portal.post(partial(handle.start, begin))
+    return handle
+
+
+class _Outside:
+    """Stands for an object of the loop. Pickled it is that object.
+
+    Attributes:
+        _portal: the way to its loop.
+        _made: the object, for the loop; of a handle it is there when its call was made.
+    """
+
+    _portal: Portal
+    _made: Any
+
+    def __reduce__(self) -> Any:
+        if not self._portal.is_here:
+            raise _OnlyOnLoopError(
+                f"{self!r} can only be pickled as a part of what a task or an actor is "
+                f"given; pass on its value."
+            )
+        return inside(self).__reduce__()
+
+
+class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
+    """The future result of a task, in a thread without an event loop.
+
+    `result(timeout)` waits. `concurrent.futures.wait` and `as_completed` take it, and
+    `asyncio.wrap_future` makes it awaitable. Cancelling it stops the work.
+
+    Attributes:
+        task_name: name of the task.
+    """
+
+    def __init__(self, portal: Portal, task_name: str) -> None:
+        super().__init__()
+        self._portal = portal
+        self.task_name = task_name
+
+    def stand_for(self, made: handles.Handle[T]) -> Self:
+        """Note the handle of the loop, on the loop."""
+        self._made = made
+        made.add_done_callback(self._settle)
+        return self
+
+    def start(self, begin: Callable[[], handles.Handle[T]]) -> None:
+        """Make the call, on the loop; its error is that of the task."""
+        try:
+            made = begin()
+        except Exception as error:  # noqa: BLE001 - it is told by `result`
+            made = handles.Handle(self.task_name, cast("Any", None), self._portal.loop)
+            made.settle(error)
+        self.stand_for(made)
+
+    def __repr__(self) -> str:
+        state = (
+            "cancelled" if self.cancelled() else "done" if self.done() else "pending"
+        )
+        return f"<Handle {self.task_name} {self.task_id} {state}>"
+
+    def _how_to_wait(self) -> str:
+        return f"`aiogpu.sync.get(...)` around {self.task_name}.remote(...)"
+
+    @property
+    def task_id(self) -> int:
+        """Number of the task, 0 before it has one."""
+        made: handles.Handle[T] | None = getattr(self, "_made", None)
+        return 0 if made is None else made.task_id
+
+    def _settle(self, made: handles.Handle[T]) -> None:
+        """Take the outcome, on the loop."""
+        if self.done():
+            return  # `cancel` has told of it
+        if made.cancelled():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif error := made.exception():
+            self.set_exception(error)
+        else:
+            self.set_result(made.result())
+
+    def cancel(self) -> bool:
+        """Cancel the handle and stop the work; False if it had ended before."""
+        return self._portal.call(self._cancel)
+
+    def _cancel(self) -> bool:
+        if not self._made.cancel():
+            return False
+        self._settle(self._made)
+        return True
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the task's result.
+
+        Args:
+            timeout: seconds; None waits as long as it takes.
+
+        Raises:
+            Exception: what the task has raised, or what kept it from starting.
+            TaskTimeoutError: time was up; the task goes on.
+            TaskCancelledError: it was cancelled.
+            MisuseError: the wait would block the loop that is to settle it.
+        """
+        try:
+            self._wait(timeout)
+            return super().result()
+        finally:
+            del self  # the error's traceback refers to this frame
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the task's end; return its error, or None. Raises as `result`."""
+        self._wait(timeout)
+        return super().exception()
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self.done():
+            self._portal.wait(self, timeout)
+        if self.cancelled():
+            raise TaskCancelledError(f"{self.task_name} was cancelled.")
+
+    def why(self) -> Why:
+        """Say why the task waits, or what it does; see `aiogpu.Handle.why`."""
+
+        async def ask() -> Why:
+            return await self._made.why()  # type: ignore[no-any-return]
+
+        return self._portal.run("handle.why()", ask)
+
+
+def checked(name: str, given: Any) -> list[Handle[Any]]:
+    """The handles that a function of `aiogpu.sync` was given, as a list.
+
+    Raises:
+        MisuseError: there is something else among them.
+    """
+    what = f"aiogpu.sync.{name}()"
+    if isinstance(given, _Outside | str | bytes) or not hasattr(given, "__iter__"):
+        or_one = "a handle, or " if name == "get" else ""
+        raise MisuseError(
+            f"{what} was given {given!r}; give it {or_one}a list of handles."
+        )
+    found = list(given)
+    for one in found:
+        if not isinstance(one, Handle):
+            raise MisuseError(
+                f"{what} was given {one!r}; give it what .remote() of "
+                f"`aiogpu.sync.remote` has returned."
+            )
+    return found
+
+
+def results_of(given: Any, timeout: float | None) -> Any:
+    """Wait for the results of handles; see `aiogpu.sync.get`."""
+    if isinstance(given, Handle):
+        return given.result(timeout)
+    found = checked("get", given)
+    if timeout is not None:
+        check_seconds("timeout", timeout)
+    if any(not one.done() and one._portal.is_here for one in found):
+        raise _blocks_loop("aiogpu.sync.get()")
+    ended = concurrent.futures.wait(found, timeout, concurrent.futures.FIRST_EXCEPTION)
+    for one in found:
+        if one in ended.done and (one.cancelled() or one.exception() is not None):
+            return one.result()
+    if ended.not_done:
+        raise TaskTimeoutError(
+            f"{len(ended.not_done)} of {len(found)} tasks did not end within the "
+            f"{timeout:g} s of aiogpu.sync.get(); they go on."
+        )
+    return [one.result() for one in found]
+
+
+class ResultIterator(_Outside, Iterator[T]):
+    """Results one by one, in a thread without an event loop: of a generator or a map.
+
+    `with` stops the work at the end of its block. Without it that happens when the last
+    reference goes, which in `for item in f.remote()` is when the loop is left.
+    """
+
+    def __init__(self, portal: Portal, made: IteratedOnce[T]) -> None:
+        self._portal = portal
+        self._made: IteratedOnce[T] = made
+
+    def __repr__(self) -> str:
+        return repr(self._made)
+
+    def __next__(self) -> T:
+        made = self._made
+        try:
+            return self._portal.run("the next item", made.__anext__)
+        except StopAsyncIteration:
+            raise StopIteration from None
+        except concurrent.futures.CancelledError:
+            raise TaskCancelledError(f"{made!r} gives no more.") from None
+        finally:
+            del made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the work, and drop what was not taken; idempotent."""
+        self._portal.run("close()", self._made.aclose)
+
+
+class SyncActorHandle(_Outside, Generic[A]):
+    """A handle to an actor, in a thread without an event loop.
+
+    Methods are called by `handle.method.remote(...)`. The actor ends when the last
+    handle is gone; `with` ends it at the end of the block, after what it was sent.
+    """
+
+    def __init__(self, portal: Portal, made: ActorHandle[A]) -> None:
+        self._portal = portal
+        self._made = made
+
+    def __repr__(self) -> str:
+        return repr(self._made)
+
+    def __getattr__(self, name: str) -> SyncMethod:
+        found = self._portal.call(getattr, self._made, name)
+        return SyncMethod(self._portal, found)
+
+    def ready(self) -> Self:
+        """Wait until the actor was made, and return this handle.
+
+        Raises:
+            ActorDiedError: its constructor failed.
+        """
+        self._portal.run("ready()", lambda: self._made)
+        return self
+
+    def __enter__(self) -> Self:
+        self._portal.run("`with` of an actor", self._made.__aenter__)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._portal.run(
+            "`with` of an actor", lambda: self._made.__aexit__(kind, error, trace)
+        )
+
+
+class SyncMethod:
+    """A method of an actor; call it by `.remote(...)`."""
+
+    def __init__(self, portal: Portal, method: RemoteMethod) -> None:
+        self._portal = portal
+        self._method = method
+
+    def __repr__(self) -> str:
+        return repr(self._method)
+
+    def options(self, **options: Any) -> SyncMethod:
+        """Return the same method with other options; see `aiogpu.method`."""
+        return SyncMethod(self._portal, self._method.options(**options))
+
+    def remote(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call it; gives the call's handle at once, a generator's iterator."""
+        return call_method(self._portal, self._method, args, kwargs)
+
+    def map(self, iterable: Iterable[Any], /, **options: Any) -> ResultIterator[Any]:
+        """Call it with each item; see `aiogpu.sync.RemoteFunction.map`."""
+        return map_on(self._portal, self._method, iterable, options)
+
+    def __call__(self, /, *_args: object, **_kwargs: object) -> Any:
+        """Refuse a direct call.
+
+        Raises:
+            MisuseError: always; it says what to write.
+        """
+        name = self._method._method.attribute
+        raise MisuseError(
+            f"{self._method.__name__} runs in its actor's process: write "
+            f"`actor.{name}.remote(...)`."
+        )
+
+
+class SyncNode:
+    """The node of a program without an event loop; `with` closes it."""
+
+    def __init__(self, portal: Portal, node: nodes.Node) -> None:
+        self._portal = portal
+        self._node = node
+
+    def __repr__(self) -> str:
+        return repr(self._node)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def is_open(self) -> bool:
+        """True until the node is closed or dies."""
+        return self._node.is_open
+
+    def status(self) -> NodeStatus:
+        """Return who holds what, what waits and why; see `aiogpu.status`."""
+        return self._portal.run("status()", self._node.status)
+
+    def why(self, task_id: int) -> Why:
+        """Return why a task waits; see `aiogpu.why`."""
+        return self._portal.run("why()", lambda: self._node.why(task_id))
+
+    def cluster_resources(self) -> dict[str, float]:
+        """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
+        return self._portal.run("cluster_resources()", self._node.cluster_resources)
+
+    def available_resources(self) -> dict[str, float]:
+        """Return the free amount of each resource, 0.0 included."""
+        return self._portal.run("available_resources()", self._node.available_resources)
+
+    def shutdown(self, at_once: bool = False) -> None:
+        """Close the node: stop its tasks, leave nothing behind; idempotent.
+
+        Ctrl-C while it waits for tasks to stop ends them at once.
+
+        Args:
+            at_once: give running tasks no time to stop by themselves.
+        """
+        portal = self._portal
+        if not portal.is_usable:
+            return
+        try:
+            portal.run("shutdown()", lambda: self._node.shutdown(at_once))
+        except KeyboardInterrupt:
+            portal.run("shutdown()", lambda: self._node.shutdown(at_once=True))
+            raise
+        finally:
+            if portal in _own:
+                close_own_loop()
+
+
+# The input of `map`.
+
+
+_END: Final = object()
+
+
+class ThreadIterable(AsyncIterable[Any]):
+    """An iterable as the loop reads it, whose `next` may block: in a thread of its own.
+
+    The thread reads an item when one is wanted. It is a daemon and refers to none but
+    the iterator, and ends with this object.
+    """
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self._wanted: SimpleQueue[asyncio.Future[Any] | None] = SimpleQueue()
+        threading.Thread(
+            target=_read, args=(iter(iterable), self._wanted), daemon=True
+        ).start()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._items()
+
+    async def _items(self) -> AsyncIterator[Any]:
+        loop = asyncio.get_running_loop()
+        while True:
+            item: asyncio.Future[Any] = loop.create_future()
+            self._wanted.put(item)
+            if (found := await item) is _END:
+                return
+            yield found
+
+    def __del__(self) -> None:
+        self._wanted.put(None)
+
+
+def _read(
+    iterator: Iterator[Any], wanted: SimpleQueue[asyncio.Future[Any] | None]
+) -> None:
+    """Read items as they are wanted; the thread of a `ThreadIterable`."""
+
+    def settle(item: asyncio.Future[Any], found: Any, error: Any) -> None:
+        if item.done():
+            return
+        if error is None:
+            item.set_result(found)
+        else:
+            item.set_exception(error)
+
+    while (item := wanted.get()) is not None:
+        found, error = _END, None
+        try:
+            found = inside(next(iterator, _END))
+        except Exception as raised:  # noqa: BLE001 - it is that of the loop over map
+            error = raised
+        try:
+            item.get_loop().call_soon_threadsafe(settle, item, found, error)
+        except RuntimeError:
+            return  # the loop is closed
+
+
+def map_on(
+    portal: Portal, remote: Any, iterable: Iterable[Any], options: dict[str, Any]
+) -> ResultIterator[Any]:
+    """Map a remote function or method over an iterable; see `aiogpu.sync`."""
+    given: Any = iterable
+    if isinstance(iterable, Collection) and not isinstance(iterable, str | bytes):
+        given = [inside(one) for one in iterable]  # reading it blocks nothing
+    elif hasattr(iterable, "__iter__") and not isinstance(iterable, str | bytes):
+        given = ThreadIterable(iterable)
+    return portal.call(lambda: ResultIterator(portal, remote.map(given, **options)))

@@ -1,0 +1,358 @@
+"""Code without an event loop: `aiogpu.sync`, and `from_thread` beside a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+import aiogpu
+from aiogpu import sync
+from tests.support import program
+
+
+@sync.remote
+def double(x: int) -> int:
+    return 2 * x
+
+
+@sync.remote
+def total(numbers: list[Any]) -> int:
+    return sum(sync.get(numbers))
+
+
+@sync.remote
+def fail(word: str) -> None:
+    raise LookupError(word)
+
+
+@sync.remote
+def wait_long() -> None:
+    time.sleep(600)
+
+
+@sync.remote
+def count(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+@sync.remote
+def double_by_child(x: int) -> tuple[int, str]:
+    """Waits for a child in both ways, and once in vain."""
+    child = wait_long.remote()
+    try:
+        child.result(timeout=0.01)
+    except aiogpu.TaskTimeoutError as error:
+        told = str(error)
+    child.cancel()
+    return sync.get(double.remote(x)) + double.remote(x).result(timeout=60), told
+
+
+@sync.remote(num_returns=2)
+def split(text: str) -> tuple[str, str]:
+    return text[:1], text[1:]
+
+
+@sync.remote
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, more: int = 1) -> int:
+        self.value += more
+        return self.value
+
+    def upto(self, n: int) -> Iterator[int]:
+        yield from range(n)
+
+
+@aiogpu.remote
+def add_one(x: int) -> int:
+    return x + 1
+
+
+@pytest.fixture(params=["local", "inline"])
+def node(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A node of this thread, which runs no loop."""
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    with sync.init(address=request.param, num_cpus=2, num_gpus=1) as node:
+        yield node
+    assert not sync.is_initialized()
+    assert all(one.name != "aiogpu-loop" for one in threading.enumerate())
+    after = {one.pid for one in psutil.Process().children(recursive=True)}
+    assert after <= before
+
+
+def test_results_values_and_handles_as_arguments(node: Any) -> None:
+    handle = double.remote(4)
+    assert handle.result(timeout=60) == 8
+    assert handle.done()
+    assert handle.exception() is None
+    assert sync.get([double.remote(i) for i in range(5)]) == [0, 2, 4, 6, 8]
+    kept = sync.put(21)
+    assert sync.get(double.remote(kept)) == 42
+    assert sync.get(double.remote(double.remote(1))) == 4
+    assert sync.get(total.remote([kept, double.remote(2)])) == 25
+    first, rest = split.remote("abc")
+    assert sync.get([first, rest]) == ["a", "bc"]
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_children_are_waited_for_in_tasks(node: Any) -> None:
+    doubled, told = double_by_child.remote(3).result()
+    assert doubled == 12
+    assert told == "wait_long did not end within 0.01 s; it goes on."
+
+
+def test_errors_are_those_of_the_task(node: Any) -> None:
+    with pytest.raises(LookupError, match="here"):
+        sync.get([double.remote(1), fail.remote("here")])
+    assert isinstance(fail.remote("there").exception(), LookupError)
+    with pytest.raises(aiogpu.InfeasibleError, match="CPU 99"):
+        double.options(num_cpus=99).remote(1).result()
+    ended, _ = sync.wait([double.options(num_cpus=99).remote(1)])
+    assert isinstance(ended[0].exception(), aiogpu.InfeasibleError)
+    with pytest.raises(aiogpu.errors.MisuseError, match="missing a required argument"):
+        double.remote()  # type: ignore[call-arg]
+    with pytest.raises(aiogpu.errors.SerializationError, match=r"args\[0\] \(a lock\)"):
+        double.remote(threading.Lock())  # type: ignore[arg-type]
+
+
+def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
+    assert list(count.remote(4)) == [0, 1, 2, 3]
+    with count.remote(1_000_000) as items:
+        assert next(items) == 0
+    assert list(double.map(range(20))) == [2 * i for i in range(20)]
+    read = []
+
+    def endless() -> Iterator[int]:
+        i = 0
+        while True:
+            read.append(i)
+            yield double.remote(i).result() // 2  # blocks, in a thread of its own
+            i += 1
+
+    with double.map(endless(), limit=3) as doubled:
+        assert [next(doubled) for _ in range(4)] == [0, 2, 4, 6]
+    assert len(read) <= 9
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise KeyError("input")
+
+    with pytest.raises(KeyError, match="input"):
+        list(double.map(broken()))
+    with pytest.raises(aiogpu.errors.MisuseError, match="neither an iterable"):
+        double.map(3)  # type: ignore[arg-type]
+
+
+def test_actors(node: Any) -> None:
+    counter = Counter.options(name="c").remote(10).ready()
+    assert sync.get([counter.add.remote() for _ in range(3)]) == [11, 12, 13]
+    assert list(counter.upto.remote(3)) == [0, 1, 2]
+    assert sync.get(sync.get_actor("c").add.remote(more=5)) == 18
+    assert sync.get(counter.add.remote(double.remote(1))) == 20
+    with pytest.raises(AttributeError, match="Counter has no method ad"):
+        counter.ad.remote()
+    with pytest.raises(aiogpu.errors.MisuseError, match=r"write `actor\.add\.remote"):
+        counter.add()
+    sync.kill(counter)
+    with pytest.raises(aiogpu.ActorDiedError):
+        counter.add.remote().result()
+    with Counter.remote() as other:
+        last = other.add.remote()
+    assert last.result() == 1
+    with pytest.raises(aiogpu.errors.ActorNameError):
+        sync.get_actor("nobody")
+
+
+def test_the_node_is_asked_and_reserved(node: Any) -> None:
+    assert node.cluster_resources()["CPU"] == sync.cluster_resources()["CPU"] == 2
+    assert sync.available_resources()["GPU"] == 1
+    assert sync.is_initialized()
+    assert node.is_open
+    assert "GPU" in str(sync.status())
+    with sync.placement([{"CPU": 1}]) as group:
+        placed = double.options(placement=group, num_cpus=1)
+        assert placed.remote(2).result() == 4
+    with pytest.raises(aiogpu.errors.NodeRunningError):
+        sync.init()
+    with pytest.raises(AttributeError, match=r"write `handle\.cancel\(\)`"):
+        sync.cancel  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_waits_and_cancels(node: Any) -> None:
+    slow, quick = wait_long.remote(), double.remote(1)
+    assert sync.wait([slow, quick]) == ([quick], [slow])
+    assert sync.wait([slow], timeout=0) == ([], [slow])
+    assert next(iter(sync.as_completed([slow, quick]))) is quick
+    assert concurrent.futures.wait([quick]).done == {quick}
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"within 0\.01 s; it goes on"):
+        slow.result(timeout=0.01)
+    with pytest.raises(aiogpu.TaskTimeoutError, match="1 of 2 tasks"):
+        sync.get([slow, double.remote(1)], timeout=1)
+    assert slow.why().state == "running"
+    assert node.why(slow.task_id).name == "wait_long"
+    assert slow.cancel()
+    assert slow.cancelled()
+    assert not slow.cancel()
+    with pytest.raises(aiogpu.TaskCancelledError):
+        slow.result()
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_a_lease(node: Any) -> None:
+    with sync.lease(num_gpus=1) as lease:
+        assert lease.environ["CUDA_VISIBLE_DEVICES"] == "0"
+        assert sync.available_resources()["GPU"] == 0
+
+
+def test_an_executor(node: Any) -> None:
+    with sync.Executor(num_cpus=0.5) as pool:
+        assert pool.submit(lambda: 5).result() == 5
+        assert pool.submit(pow, 2, exp=3).result() == 8
+        assert list(pool.map(pow, [1, 2, 3], [2, 2, 2])) == [1, 4, 9]
+        assert list(pool.map(pow, [1, 2, 3], [2, 2, 2], chunksize=2)) == [1, 4, 9]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(pow, 1, 1)
+    with pytest.raises(aiogpu.OptionError, match="num_returns"):
+        sync.Executor(num_returns=2)
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_an_executor_stops_what_is_left(node: Any) -> None:
+    pool = sync.Executor()
+    left = pool.submit(time.sleep, 600)
+    pool.shutdown(cancel_futures=True)
+    assert left.cancelled()
+
+
+def test_what_was_given_that_is_no_handle(node: Any) -> None:
+    for call in (sync.get, sync.wait, sync.as_completed):
+        for wrong in (3, "abc", [3]):
+            with pytest.raises(aiogpu.errors.MisuseError, match="was given"):
+                list(call(wrong))  # type: ignore[call-overload, arg-type]
+    with pytest.raises(aiogpu.errors.MisuseError, match="no truth value"):
+        bool(double.remote(1))
+    with pytest.raises(aiogpu.errors.MisuseError, match=r"write `double\.remote"):
+        double(1)
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_several_threads_call_at_once(node: Any) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        sums = pool.map(
+            lambda k: sum(sync.get([double.remote(i) for i in range(50)])) + k, range(8)
+        )
+        assert list(sums) == [2450 + k for k in range(8)]
+
+
+# Beside an event loop.
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_threads_beside_a_loop_use_its_node() -> None:
+    with pytest.raises(aiogpu.NoLoopError, match="needs a node"):
+        await asyncio.to_thread(aiogpu.from_thread, add_one.remote, 1)
+
+    def work() -> list[Any]:
+        return [
+            aiogpu.from_thread(add_one.remote, 1).result(timeout=60),
+            aiogpu.from_thread(aiogpu.available_resources)["CPU"],
+            list(aiogpu.from_thread(add_one.map, [1, 2])),
+            sync.get(double.remote(3)),
+            sync.is_initialized(),
+        ]
+
+    async with aiogpu.init(num_cpus=1):
+        assert await asyncio.to_thread(work) == [2, 1.0, [2, 3], 6, True]
+        handle = await asyncio.to_thread(double.remote, 5)
+        assert await asyncio.wrap_future(handle) == 10
+        for call in (
+            lambda: aiogpu.from_thread(add_one.remote, 1),
+            lambda: double.remote(1),
+            sync.status,
+        ):
+            with pytest.raises(aiogpu.errors.MisuseError, match="would block the one"):
+                call()
+
+
+# Whole programs.
+
+BEGIN = """
+    import os, sys, time, aiogpu, aiogpu.sync as ray
+
+    @ray.remote
+    def double(x):
+        return 2 * x
+
+    @ray.remote
+    def wait_long():
+        time.sleep(600)
+"""
+
+
+def test_a_program_that_opens_and_closes_nothing() -> None:
+    assert program.run(f"{BEGIN}\n    print(ray.get(double.remote(4)))") == "8\n"
+
+
+def test_a_mistake_leaves_no_thread() -> None:
+    source = f"""{BEGIN}
+    import threading
+    for options in ({{"num_cpuz": 1}}, {{"preload": ["no_such_module"]}}):
+        try:
+            ray.init(**options)
+        except aiogpu.AiogpuError as error:
+            print(type(error).__name__, threading.active_count(), ray.is_initialized())
+    """
+    assert program.run(source) == "OptionError 1 False\nPreloadError 1 False\n"
+
+
+def test_a_fork_has_no_node_of_its_own_unless_it_opens_one() -> None:
+    source = f"""{BEGIN}
+    with ray.init(num_cpus=1):
+        print(ray.get(double.remote(1)), flush=True)
+        child = os.fork()
+        if not child:
+            try:
+                double.remote(2)
+            except aiogpu.errors.NodeError as error:
+                print("of which process" in str(error), flush=True)
+            with ray.init(num_cpus=1):
+                print(ray.get(double.remote(2)), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(ray.get(double.remote(3)))
+    """
+    assert program.run(source) == "2\nTrue\n4\n6\n"
+
+
+@pytest.mark.parametrize("opening", ["with ray.init(num_cpus=1):", "if ray.init():"])
+def test_ctrl_c_ends_a_program_and_its_tasks(opening: str) -> None:
+    source = f"""{BEGIN}
+    {opening}
+        handle = wait_long.remote()
+        while handle.why().state != "running":
+            pass
+        print(os.getpid(), flush=True)
+        handle.result()
+    """
+    running = program.start(source)
+    assert running.stdout is not None
+    assert int(running.stdout.readline()) == running.pid
+    children = psutil.Process(running.pid).children(recursive=True)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=60)
+    assert told.rstrip().endswith("KeyboardInterrupt")
+    assert running.returncode  # 1 where Python's end has run code of its own
+    _gone, alive = psutil.wait_procs(children, timeout=60)
+    assert children
+    assert not alive
