@@ -1,6 +1,6 @@
-"""Sockets that are full, as their other end does not read: nothing is torn or lost.
+"""[B2] [B45] Sockets and queues that are full: nothing is torn or lost, all are served.
 
-[B2] [B45]
+Their other end does not read, or a node that many knock at is stopped for a while.
 """
 
 from __future__ import annotations
@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 import aiogpu
+from aiogpu.runtime.directories import BACKLOG
 from aiogpu.serialization.references import SHARED_FROM
 from tests.contract import full_socket_tasks as tasks
-from tests.contract.raw_client import LIMIT, service
+from tests.contract import shared_tasks
+from tests.contract import tasks as plain
+from tests.contract.raw_client import LIMIT, Service, service
 from tests.support.gate import Gate
 from tests.support.idle import wait_until_asleep
 from tests.support.turns import turns
@@ -91,3 +97,85 @@ async def test_frames_of_threads_do_not_mix(gate: Gate, tmp_path: Path) -> None:
         for byte, answer in enumerate(answers):
             assert await answer == bytes([byte]) * LONG
         await begun
+
+
+# More large values at a time than the kernel lets be under way between two processes:
+# their descriptors go ahead of what names them, and are read when that is heard of
+
+MANY = 400
+"""A Unix socket takes 278 messages that nobody reads."""
+
+
+async def test_results_of_one_task() -> None:
+    """One message names them all, and comes after the last one's descriptor."""
+    async with asyncio.timeout(60), aiogpu.init(num_cpus=1):
+        task = shared_tasks.make_many.options(num_returns=MANY)
+        views = await asyncio.gather(*task.remote(MANY, SHARED_FROM))
+        found = [int.from_bytes(view[:4], "little") for view in views]
+        assert found == [*range(MANY)]
+
+
+async def test_arguments_of_tasks_that_are_started_in_one_turn(served: None) -> None:
+    """What names them waits for the loop, as it is more than the socket takes."""
+    text = "-" * SHARED_FROM
+    async with aiogpu.init(address="node", num_cpus=4):
+        handles = [
+            shared_tasks.number_in.remote(
+                text, memoryview(i.to_bytes(4, "little") + bytes(SHARED_FROM - 4))
+            )
+            for i in range(MANY)
+        ]
+        assert await asyncio.gather(*handles) == [*range(MANY)]
+
+
+# A queue of programs that wait to be let in
+
+
+@pytest.fixture
+def node(no_leaks: None) -> Iterator[Service]:
+    with service() as running:
+        yield running
+
+
+@contextmanager
+def full_queue(path: str) -> Iterator[int]:
+    """So many wait to be let in that nobody else may; nobody else knows them."""
+    with ExitStack() as waiting:
+        for count in range(8 * BACKLOG):
+            visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            visitor.setblocking(False)
+            try:
+                visitor.connect(path)
+            except BlockingIOError:
+                yield count
+                return
+        pytest.fail("the queue has no end")
+
+
+async def join_and_add(path: str) -> int:
+    async with aiogpu.init(address=path, log_to_driver=False):
+        return await plain.add.remote(1, 2)
+
+
+async def test_a_program_waits_until_there_is_room(node: Service) -> None:
+    os.kill(node.pid, signal.SIGSTOP)
+    with full_queue(node.path) as count:
+        assert count >= BACKLOG
+        joining = asyncio.create_task(join_and_add(node.path))
+        await turns(50)
+        assert not joining.done()
+    os.kill(node.pid, signal.SIGCONT)
+    async with asyncio.timeout(60):
+        assert await joining == 3
+
+
+async def test_a_program_that_gives_up_leaves_nothing(node: Service) -> None:
+    os.kill(node.pid, signal.SIGSTOP)
+    with full_queue(node.path):
+        joining = asyncio.create_task(join_and_add(node.path))
+        await turns(50)
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+    os.kill(node.pid, signal.SIGCONT)
+    assert await join_and_add(node.path) == 3

@@ -1,26 +1,68 @@
-"""The event loop of a task in a worker of Ray's outlives the task's interrupts."""
+"""What runs tasks in a worker of Ray's, interrupted anywhere; needs no cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from importlib import import_module
+from inspect import isasyncgenfunction
 from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiogpu.client.current import host_of_task
+from aiogpu.serialization.exceptions import STOPPED
+from aiogpu.serialization.serializer import dump_arguments
+from aiogpu.worker import invoke
+from aiogpu.worker.invoke import Functions
 
 pytest.importorskip("ray", reason="Ray is not installed here")
 from aiogpu.engines.ray import task_worker
+from aiogpu.engines.ray.actor_process import decode_call, encode_call
 from aiogpu.engines.ray.task_worker import TaskLoop, interrupts
-from tests.contract.tripwire import Tripwire
 
 pytestmark = pytest.mark.ray
+
+
+class Tripwire:
+    """Raises one at the nth line of these files that its block executes.
+
+    Attributes:
+        is_torn: whether there were so many.
+    """
+
+    def __init__(self, nth: int, files: Container[str]) -> None:
+        self._left = nth
+        self._files = files
+        self.is_torn = False
+
+    def __enter__(self) -> Tripwire:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if self.is_torn or frame.f_code.co_filename not in self._files:
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left <= 0:
+                self.is_torn = True
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
 
 
 OWN_CODE: Final = frozenset(
@@ -357,3 +399,155 @@ def test_what_came_for_a_task_is_none_of_the_nexts(half: str) -> None:
     with interrupts.enabled():
         interrupts._look(0, None)
     assert not interrupts.has_come
+
+
+# A whole task
+
+
+class Written:
+    """A task as it comes to a worker, without a program that has sent it."""
+
+    name = "written"
+    resources: dict[str, float] = {}  # noqa: RUF012 - never written to
+    kinds = ()
+    retried = b""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        from aiogpu.engines.ray.engine import RayEngine
+
+        self.functions = Functions()
+        self.functions[0] = function
+        self.make_engine = RayEngine.inside
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module that runs tasks."""
+    cluster = pytest.importorskip("aiogpu.engines.ray.cluster")
+    monkeypatch.setattr(cluster, "task_id", lambda: "00" * 24)
+    monkeypatch.setattr(task_worker, "set_up_process", lambda *_place: None)
+    monkeypatch.setattr(task_worker, "SLICE", 0)
+    monkeypatch.setattr(task_worker, "_thread", task_worker._Thread())
+    handler = signal.getsignal(signal.SIGINT)
+    yield task_worker
+    signal.signal(signal.SIGINT, handler)
+    if task_worker._thread.loop is not None:
+        task_worker._thread.loop.loop.close()
+
+
+def task_waits() -> str:
+    """As `aiogpu.get` does."""
+    host = host_of_task.get()
+    assert host is not None
+    done: list[bool] = []
+    host.program.call_soon(done.append, True)
+    assert host.wait_until(lambda: bool(done))
+    return "done"
+
+
+async def task_awaits() -> str:
+    await asyncio.sleep(0)
+    return "done"
+
+
+async def task_leaves_some() -> str:
+    async def rest() -> None:
+        await asyncio.Event().wait()
+
+    asyncio.create_task(rest())  # noqa: RUF006 - it is to be left
+    await asyncio.sleep(0)
+    return "done"
+
+
+async def yields_some() -> AsyncIterator[int]:
+    try:
+        for number in range(1):
+            await asyncio.sleep(0)
+            yield number
+    finally:
+        await asyncio.sleep(0)
+
+
+async def task_fails() -> str:
+    raise LookupError("of its own")
+
+
+def run(work: Any, function: Callable[[], Any]) -> Any:
+    payload = dump_arguments("written", (), {})
+    if isasyncgenfunction(function):
+        return list(work.stream_task(Written(function), (payload,)))
+    return work.run_task(Written(function), (payload,))
+
+
+def outcome(work: Any, function: Callable[[], Any]) -> str:
+    """How a task ends."""
+    from aiogpu.engines.ray.errors import TaskFailure
+
+    try:
+        run(work, function)
+    except TaskFailure as error:
+        return "stopped" if error.failed.kind == STOPPED else error.failed.type_name
+    except KeyboardInterrupt:
+        return "left to Ray"
+    return "done"
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "task", [task_waits, task_awaits, task_leaves_some, yields_some, task_fails]
+)
+def test_an_interrupt_at_any_line_of_what_runs_a_task(
+    task: Callable[[], Any], work: Any
+) -> None:
+    """The next task in that worker is none the worse for it."""
+    modules = (work, invoke, asyncio.base_events, asyncio.runners)
+    files = frozenset(module.__file__ for module in modules)
+    expected = run(work, task_awaits), outcome(work, task)
+    seen = set()
+    for nth in count(1):
+        with Tripwire(nth, files) as wire:
+            seen.add(outcome(work, task))
+        assert asyncio._get_running_loop() is None, nth
+        assert not asyncio.all_tasks(work.task_loop().loop), nth
+        assert (run(work, task_awaits), outcome(work, task)) == expected, nth
+        assert run(work, task_waits) == expected[0], nth
+        if not wire.is_torn:
+            break
+    gc.collect()  # what a torn task leaves is not the next test's
+    assert nth > 50
+    assert {"stopped", expected[1]} <= seen
+
+
+def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(
+    work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aiogpu.engines.ray.tasks import Calls
+
+    loop = asyncio.new_event_loop()
+    calls, done = Calls(loop), []
+    monkeypatch.setattr(
+        loop, "call_soon_threadsafe", lambda _call: signal.default_int_handler(2, None)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        calls.call_soon(lambda: done.append("first"))
+    monkeypatch.undo()
+    calls.call_soon(lambda: done.append("second"))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert done == ["first", "second"]
+
+
+# Calls of actors
+
+
+@given(
+    method=st.text(st.characters(exclude_categories=["Cs"]), max_size=50),
+    payload=st.binary(max_size=50),
+)
+def test_a_call_comes_out_as_it_went_in(method: str, payload: bytes) -> None:
+    assert decode_call(encode_call(method.encode(), payload)) == (method, payload)
+
+
+def test_arguments_of_a_call_may_come_beside_it() -> None:
+    assert decode_call(encode_call(b"add")) == ("add", b"")

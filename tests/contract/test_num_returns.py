@@ -137,3 +137,37 @@ async def test_results_of_children_as_arguments(
 ) -> None:
     factor = 2 if task is v.add_gotten_parts else 1
     assert await task.remote([1, 20, 300]) == 321 * factor
+
+
+# Handles of either kind are given to others while their node is still opening
+
+
+@aiogpu.remote(num_returns=2)
+def both(number: int) -> tuple[int, int]:
+    return number, number + 1
+
+
+@pytest.mark.usefixtures("each_engine")
+async def test_a_handle_whose_task_is_not_started() -> None:
+    first = v.add.remote(1, 1)
+    one, two = both.remote(5)
+    waiting = [v.add.remote(first, first), v.add.remote(one, two), first]
+    async with asyncio.timeout(60):
+        assert await asyncio.gather(*waiting) == [4, 11, 2]
+    await aiogpu.shutdown()
+
+
+@pytest.mark.usefixtures("each_engine")
+async def test_one_that_is_never_started() -> None:
+    never = v.add.options(num_gpus=1000).remote(1, 1)
+    cancelled = v.add.remote(1, 1)
+    waiting = [v.add.remote(never, 1), v.add.remote(cancelled, 1)]
+    cancelled.cancel()
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*waiting, never, return_exceptions=True)
+    assert list(map(type, found)) == [
+        aiogpu.InfeasibleError,
+        aiogpu.TaskCancelledError,
+        aiogpu.InfeasibleError,
+    ]
+    await aiogpu.shutdown()
