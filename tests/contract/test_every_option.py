@@ -11,7 +11,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,6 +22,7 @@ import pytest
 import aiogpu
 from aiogpu.api.options import CHECKS
 from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks
+from tests.contract.node_here import node_here
 from tests.contract.option_tasks import Actor, Grouped
 from tests.support.gate import Gate
 from tests.support.until import until
@@ -549,3 +550,32 @@ def test_each_option_has_a_probe() -> None:
     assert set(OF_TASKS) == set(CHECKS["task"])
     assert set(OF_ACTORS) == set(CHECKS["actor"])
     assert set(OF_METHODS) == set(CHECKS["method"])
+
+
+# Options as large as they may be: every engine serves them
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("engine", ["local", "joined", "inline"])
+async def test_options_as_large_as_they_may_be(engine: str, tmp_path: Path) -> None:
+    """[B10]"""
+    o = option_tasks
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        if engine == "joined":
+            here = await stack.enter_async_context(node_here(tmp_path))
+            await stack.enter_async_context(here.join())
+        else:
+            await stack.enter_async_context(aiogpu.init(address=engine, num_cpus=2))
+        assert await o.give.remote(1) == 1
+        assert [number async for number in o.count.remote(3)] == [0, 1, 2]
+        assert await asyncio.gather(*o.many.remote()) == list(range(1000))
+        ready, _ = await aiogpu.wait([o.give.remote(2)], timeout=o.TIME)
+        assert await ready[0] == 2
+        with pytest.raises(aiogpu.OptionError, match=f"timeout=1e.300 .* {o.TIME:_}"):
+            aiogpu.wait(ready, timeout=1e300)
+        assert await o.give_below.remote(7) == [7, 0, 1, 2]
+        async with o.Patient.remote() as patient, o.Interleaved.remote() as other:
+            assert await asyncio.gather(
+                patient.give.remote(1), other.give.remote(2)
+            ) == [1, 2]
+            assert [number async for number in patient.count.remote(3)] == [0, 1, 2]

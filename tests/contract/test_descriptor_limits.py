@@ -57,8 +57,7 @@ def program(body: str, limits: str, loop: str = "asyncio.run", **variables: str)
     return run(source, limits, **variables)
 
 
-@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
-def test_many_more_than_there_is_room_for(loop: str) -> None:
+def test_many_more_than_there_is_room_for() -> None:
     body = """
         handles = [pid.remote() for _ in range(300)]
         handles += [pid.options(max_calls=1).remote() for _ in range(30)]
@@ -70,7 +69,8 @@ def test_many_more_than_there_is_room_for(loop: str) -> None:
         assert len({pid for pid, _ in results[300:330]}) == 30
         assert len(os.listdir("/proc/self/fd")) < 128
     """
-    assert program(body, "128 128", loop) == "ok\n"
+    said = program(body, "128 128", "sys.stderr = sys.stdout; aiogpu.run")
+    assert said == "ok\n", "there is room enough not to be told of"
 
 
 def test_a_soft_limit_is_raised_and_tasks_have_what_the_program_had() -> None:
@@ -81,21 +81,18 @@ def test_a_soft_limit_is_raised_and_tasks_have_what_the_program_had() -> None:
         later = limit.options(runtime_env=env)
         assert await later.remote() == ((128, 1024), 128), "of a later zygote"
         with tempfile.TemporaryDirectory() as directory:
-            together = [meet.remote(directory, 60) for _ in range(60)]
-            assert len(set(await asyncio.gather(*together))) == 60
+            together = [meet.remote(directory, 40) for _ in range(40)]
+            assert len(set(await asyncio.gather(*together))) == 40
     """
     assert program(body, "128 1024") == "ok\n"
 
 
-@pytest.mark.parametrize(("limit", "is_told"), [("64", True), ("128", False)])
-def test_room_for_very_few_is_told_at_once(limit: str, is_told: bool) -> None:
+def test_room_for_very_few_is_told_at_once() -> None:
     """An actor has one for its life, and the next task would wait for ever."""
     body = "assert (await pid.remote())[0]"
-    said = program(body, f"{limit} {limit}", "sys.stderr = sys.stdout; asyncio.run")
-    told = (
-        rf"at a time: \d at most.* may have {limit} .*limit \({limit}\): `ulimit -Hn`"
-    )
-    assert bool(re.search(told, said)) is is_told
+    said = program(body, "64 64", "sys.stderr = sys.stdout; asyncio.run")
+    told = r"at a time: \d at most.* may have 64 .*limit \(64\): `ulimit -Hn`"
+    assert re.search(told, said)
     assert said.endswith("ok\n")
 
 
@@ -133,6 +130,13 @@ def test_a_tree_that_is_deeper_than_there_is_room_for() -> None:
     assert ok == "ok"
 
 
+@pytest.mark.slow
+def test_two_hundred_levels_with_the_usual_limit() -> None:
+    """[B12] Each level costs four or five descriptors."""
+    body = "assert await parent.remote(200) == 201"
+    assert program(body, "1024 4096", "aiogpu.run") == "ok\n"
+
+
 def test_descriptors_that_the_program_takes_itself() -> None:
     body = """
         await asyncio.gather(*(pid.remote() for _ in range(3)))
@@ -147,21 +151,20 @@ def test_descriptors_that_the_program_takes_itself() -> None:
     assert program(body, "128 128") == "ok\n"
 
 
-@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
-def test_no_more_processes_than_there_may_be(loop: str) -> None:
+def test_no_more_processes_than_there_may_be() -> None:
     body = """
         handles = [pid.remote() for _ in range(100)]
         handles += [pid.options(max_calls=1).remote() for _ in range(20)]
         await asyncio.gather(*handles)
     """
-    assert program(body, "1024 4096", loop, SCARCE="15") == "ok\n"
+    assert program(body, "1024 4096", SCARCE="15") == "ok\n"
 
 
 @pytest.mark.parametrize("most", ["0", "1"])
 def test_no_process_at_all_keeps_tasks_queued(most: str) -> None:
     body = """
         handles = [pid.remote(), pid.remote()]
-        while not (found := (await aiogpu.status()).outages) or found[0].failures < 8:
+        while not (found := (await aiogpu.status()).outages) or found[0].failures < 5:
             await asyncio.sleep(0)
         print(found[0].reason)
         print(str(await handles[0].why()).splitlines()[1].partition("fork")[0])
@@ -209,10 +212,9 @@ def test_no_descriptor_for_the_next_zygote() -> None:
         assert (await aiogpu.status()).outages == ()
         await aiogpu.shutdown()
     """
-    for loop in ("asyncio.run", "aiogpu.run"):
-        reason, ok = program(body, "128 128", loop).splitlines()
-        assert "Too many open files" in reason
-        assert ok == "ok"
+    reason, ok = program(body, "128 128", "aiogpu.run").splitlines()
+    assert "Too many open files" in reason
+    assert ok == "ok"
 
 
 def test_more_large_results_than_there_may_be_descriptors() -> None:
@@ -229,12 +231,12 @@ def test_more_large_results_than_there_may_be_descriptors() -> None:
         def many(count):
             return [np.full(1 << 19, number, np.uint8) for number in range(count)]
 
-        handles = [large.options(num_cpus=250).remote(i) for i in range(350)]
+        handles = [large.options(num_cpus=250).remote(i) for i in range(280)]
         results = await asyncio.gather(*handles)
-        assert [int(array[-1]) for _, array in results] == [i % 256 for i in range(350)]
+        assert [int(array[-1]) for _, array in results] == [i % 256 for i in range(280)]
         assert len({pid for pid, _ in results}) <= 4, "no worker had to be replaced"
         assert len(os.listdir("/proc/self/fd")) < 256
-        for number in (0, 201, 349):
+        for number in (0, 201, 279):
             assert await total.remote(handles[number]) == number % 256 << 19
         assert [int(array[0]) for array in await many.remote(60)] == list(range(60))
         assert (await pid.options(max_calls=1).remote())[0], "there is room for others"

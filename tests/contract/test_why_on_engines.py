@@ -208,14 +208,14 @@ async def test_a_great_many_that_wait_cost_no_more_than_a_few(
     async with aiogpu.init(address=address, num_cpus=1):
         runs = tasks.gated_coroutine.remote(gate.path, "a")
         await gate.entered("a")
-        handles = [tasks.add.remote(1) for _ in range(50_000)]
+        handles = [tasks.add.remote(1) for _ in range(5_000)]
         status = await aiogpu.status()
-        assert status.waiting_count == 50_000
+        assert status.waiting_count == 5_000
         assert len(made) == len(status.tasks) == 1 + LISTED
         (shape,) = status.shapes
-        assert (shape.count, shape.first) == (50_000, "add")
-        why = await handles[40_000].why()
-        assert (why.position, why.of) == (40_001, 50_000)
+        assert (shape.count, shape.first) == (5_000, "add")
+        why = await handles[4_000].why()
+        assert (why.position, why.of) == (4_001, 5_000)
         gate.release("a")
         await runs
 
