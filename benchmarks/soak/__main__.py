@@ -12,21 +12,32 @@ from typing import Final
 
 import click
 
-from benchmarks.soak import embedded, service
-from benchmarks.soak.record import Record
+from benchmarks.soak import scenarios
+from benchmarks.soak.claims import Record
 
-TELL_EVERY: Final = 10.0
-HALVES: Final = {"embedded": embedded.soak, "service": service.soak}
+PROGRESS_EVERY: Final = 10.0
+SCENARIOS: Final = {"embedded": scenarios.embedded, "service": scenarios.service}
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 ANSWERS: Final = "programs and services do as they are told"
 
 
 @click.command()
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=2.0)
-@click.option("--seed", type=int, default=11, show_default=True)
-@click.option("--embedded", is_flag=True, help="The half with a node in a program.")
-@click.option("--service", is_flag=True, help="The half with a node as a service.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=2.0,
+    show_default=True,
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=11,
+    show_default=True,
+    help="Draws the operations and the faults.",
+)
+@click.option("--embedded", is_flag=True, help="Only with a node in a program.")
+@click.option("--service", is_flag=True, help="Only with a node as a service.")
 @click.option(
     "--json",
     "file",
@@ -36,7 +47,13 @@ ANSWERS: Final = "programs and services do as they are told"
 def main(
     minutes: float, seed: int, embedded: bool, service: bool, file: Path | None
 ) -> None:
-    """Soak aiogpu for so many minutes, both halves unless one is named."""
+    """Run a mixed load under kills, and check what must hold meanwhile.
+
+    Half of the time the node is embedded in a program, half of the time it is a
+    service whose programs come and go. Workers, keepers, zygotes, programs and whole
+    nodes are killed or paused. Prints what was counted, and each claim with the number
+    of its checks; exit status 1 says that a claim has failed.
+    """
     flags = {"embedded": embedded, "service": service}
     named = [name for name, is_named in flags.items() if is_named] or list(flags)
     record = Record()
@@ -49,27 +66,27 @@ def main(
     except asyncio.CancelledError:
         status = TERMINATED
     click.echo(f"\n{record.table()}\n")
-    told = "all claims held" if record.has_held else "NOT all claims held"
-    click.echo(f"{told}; seed {seed}, {record.seconds:.0f} s")
+    verdict = "all claims held" if record.holds else "NOT all claims held"
+    click.echo(f"{verdict}; seed {seed}, {record.seconds:.0f} s")
     if file is not None:
         content = {"seed": seed, "minutes": minutes, **record.as_json()}
         file.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    sys.exit(status if record.has_held else 1)
+    sys.exit(status if record.holds else 1)
 
 
 async def soak(record: Record, seed: int, seconds: float, named: list[str]) -> None:
-    """The halves, one after the other; SIGTERM has them end what they have started."""
+    """Run the scenarios in turn; SIGTERM has them end what they have started."""
     # Not by way of SIGINT, which a shell's job in the background ignores.
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     for name in named:
-        half, tell = HALVES[name], told_now_and_then(record, name)
+        progress = printer(record, name)
         try:
-            await half(record, f"{seed}", seconds / len(named), tell)
+            await SCENARIOS[name](record, f"{seed}", seconds / len(named), progress)
         except* RuntimeError as errors:
-            told = [f"{name}: {error!r}" for error in _leaves(errors)]
-            record.look(ANSWERS, told)
+            found = [f"{name}: {error!r}" for error in _leaves(errors)]
+            record.check_none(ANSWERS, found)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -78,17 +95,17 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def told_now_and_then(record: Record, name: str) -> Callable[[str], None]:
-    """What prints how far it has come, but not each time."""
-    last = -TELL_EVERY
+def printer(record: Record, name: str) -> Callable[[str], None]:
+    """Return what prints the progress, but not each time."""
+    last = -PROGRESS_EVERY
 
-    def tell(how_far: str) -> None:
+    def progress(text: str) -> None:
         nonlocal last
-        if record.seconds >= last + TELL_EVERY:
+        if record.seconds >= last + PROGRESS_EVERY:
             last = record.seconds
-            print(f"{last:6.0f} s  {name}: {how_far}", flush=True)
+            print(f"{last:6.0f} s  {name}: {text}", flush=True)
 
-    return tell
+    return progress
 
 
 if __name__ == "__main__":

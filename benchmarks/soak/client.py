@@ -1,4 +1,4 @@
-"""A program of the soak, as the one that has started it sees it."""
+"""A program of the soak, as the process that started it sees it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from typing import Any, Final
 
-from benchmarks.soak.box import ROOT, Box
 from benchmarks.soak.operation import LIMIT
+from benchmarks.soak.sandbox import ROOT, Sandbox
 
-PATIENCE: Final = 2 * LIMIT + 60
-"""Seconds in which it answers: all it has begun may take the longest that is legal."""
-COMPLAINED: Final = 4000
-"""Letters of what programs have complained of that are told."""
+ANSWERS_WITHIN: Final = 2 * LIMIT + 60
+"""Seconds; all that a program has begun may take the longest that is legal."""
+SHOWN: Final = 4000
+"""Characters of stderr that are shown where a program ends early."""
 
 
 class SilentError(RuntimeError):
@@ -22,24 +22,24 @@ class SilentError(RuntimeError):
 
 
 class Client:
-    """See above.
+    """One program.
 
     Attributes:
-        told: what it has said last of its account.
+        account: what it has reported last.
     """
 
-    def __init__(self, name: str, process: Process, box: Box) -> None:
+    def __init__(self, name: str, process: Process, sandbox: Sandbox) -> None:
         self.name = name
-        self._box = box
+        self._sandbox = sandbox
         self._process = process
-        self.told: dict[str, Any] = {}
+        self.account: dict[str, Any] = {}
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
     async def start(
         cls,
-        box: Box,
+        sandbox: Sandbox,
         name: str,
         address: str,
         seed: str,
@@ -47,48 +47,48 @@ class Client:
         is_mortal: bool = False,
     ) -> Client:
         """Start one, out of reach of Ctrl-C; `SilentError` if it does not get ready."""
-        with box.complaints_of(name) as complaints:
+        with sandbox.open_stderr(name) as stderr:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "benchmarks.soak.program"),
                 *(address, f"{seed}/{name}", str(in_flight)),
                 *(["mortal"] if is_mortal else []),
-                env=box.environ,
+                env=sandbox.environ,
                 cwd=ROOT,
                 stdin=PIPE,
                 stdout=PIPE,
-                stderr=complaints,
+                stderr=stderr,
                 start_new_session=True,
             )
-        return cls(name, process, box)
+        return cls(name, process, sandbox)
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
 
-    def say(self, word: str) -> None:
+    def send(self, word: str) -> None:
         """Tell it what to do."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n".encode())
 
-    async def heard(self, event: str) -> dict[str, Any]:
-        """What it says of that; raises `SilentError`."""
+    async def received(self, event: str) -> dict[str, Any]:
+        """Wait for an event; raises `SilentError`."""
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(ANSWERS_WITHIN):
                 while True:
                     found = await self._events.get()
                     if found["event"] == event:
                         return found
                     if found["event"] == "silent":
                         status = await self._process.wait()
-                        complaints = self._box.all_complaints()[-COMPLAINED:]
+                        output = self._sandbox.all_stderr()[-SHOWN:]
                         raise SilentError(
                             f"{self.name} ended with {status} before it was {event}: "
-                            f"{complaints}"
+                            f"{output}"
                         )
         except TimeoutError:
             raise SilentError(
-                f"{self.name} was not {event} after {PATIENCE:g} s"
+                f"{self.name} was not {event} after {ANSWERS_WITHIN:g} s"
             ) from None
 
     async def ended(self) -> int:
@@ -107,7 +107,7 @@ class Client:
         async for line in self._process.stdout:
             found = json.loads(line)
             if "begun" in found:
-                self.told = found
+                self.account = found
             if found["event"] != "account":
                 self._events.put_nowait(found)
         self._events.put_nowait({"event": "silent"})

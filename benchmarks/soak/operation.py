@@ -1,37 +1,38 @@
-"""One operation of the load, and the account of what came of all of them.
+"""One operation of the load, the account of all of them, and the load itself.
 
-An operation starts work of one kind and says of each handle which ends are legal. It
-has ended when all its handles have; one that does not within `LIMIT` hangs.
+An operation starts work of one kind and says of each handle which ends are legal. An
+operation that does not end within `LIMIT` hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from random import Random
 from typing import Any, Final, TypeVar
 
 import aiogpu
 from benchmarks.soak import stacks
-from benchmarks.soak.box import LIMITING
+from benchmarks.soak.sandbox import LIMIT_VARIABLE
 
-LIMIT: Final = float(os.environ.get(LIMITING, "120"))
+LIMIT: Final = float(os.environ.get(LIMIT_VARIABLE, "120"))
 """Seconds that any handle may take; what is drawn takes a few at most."""
-TOLD: Final = 20
-"""Wrong ends that are told one by one."""
-OF_KILLS: Final = (aiogpu.WorkerDiedError, aiogpu.ActorDiedError)
+SHOWN: Final = 20
+"""Wrong ends that are reported one by one."""
+KILL_ERRORS: Final = (aiogpu.WorkerDiedError, aiogpu.ActorDiedError)
 """Legal for whatever runs where processes are killed."""
-OF_THE_NODE: Final = (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError)
+NODE_ERRORS: Final = (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError)
 """Legal where the node itself is ended."""
 
 T = TypeVar("T")
+Operate = Callable[["Operation"], Awaitable[None]]
 
 
 class Account:
-    """What came of all operations of one program.
+    """The outcomes of all operations of one program.
 
     Attributes:
         begun: how many handles were made.
@@ -51,29 +52,29 @@ class Account:
         self.is_mortal = is_mortal
         self.is_joined = is_joined
 
-    def as_told(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it."""
         return {
             "begun": self.begun,
             "operations": dict(self.operations),
             "ends": dict(self.ends),
-            "wrong": self.wrong[:TOLD],
-            "hung": self.hung[:TOLD],
+            "wrong": self.wrong[:SHOWN],
+            "hung": self.hung[:SHOWN],
         }
 
 
 class Operation:
-    """One of them.
+    """Work of one kind; it has ended when all its handles have.
 
     Attributes:
-        hand: draws what it does; the same for the same seed and number.
+        random: draws what it does; the same for the same seed and number.
         number: tells it from others of its program.
     """
 
     def __init__(self, name: str, number: int, seed: str, account: Account) -> None:
         self.name = name
         self.number = number
-        self.hand = random.Random(f"{seed}/{number}")
+        self.random = Random(f"{seed}/{number}")
         self._account = account
         self._open: list[tuple[str, weakref.ref[Any]]] = []
 
@@ -83,7 +84,7 @@ class Operation:
         return self._account.is_joined
 
     def begin(self, what: str, handle: T) -> T:
-        """Take note of a handle, which is then to end."""
+        """Note a handle, which is then to end."""
         self._account.begun += 1
         self._open.append((what, weakref.ref(handle)))
         return handle
@@ -91,7 +92,7 @@ class Operation:
     async def end(
         self, handle: Any, expected: object, *legal: type[BaseException]
     ) -> bool:
-        """Wait for a handle's end without asking for it; whether it has a result."""
+        """Wait for a handle without cancelling it; return whether it has a result."""
         await asyncio.wait([handle])
         if handle.cancelled():
             return self.note(handle, asyncio.CancelledError(), legal)
@@ -107,7 +108,7 @@ class Operation:
         expected: object,
         *legal: type[BaseException],
     ) -> bool:
-        """The same of what is awaited and may be cancelled by that."""
+        """Await something, which a cancel of this wait cancels too."""
         try:
             result = await awaited
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
@@ -118,13 +119,13 @@ class Operation:
         """Count a handle that nobody waits for: what it stands for goes on."""
         self._account.ends["dropped"] += 1
 
-    def see(self, what: str, is_so: bool) -> None:
-        """Take note of what does not hold."""
+    def expect(self, what: str, is_so: bool) -> None:
+        """Note what does not hold."""
         if not is_so:
             self._account.wrong.append(f"{self}: {what} does not hold")
 
     def found(self, what: object, result: object, expected: object) -> bool:
-        """Count a result; whether it is the right one."""
+        """Count a result; return whether it is the right one."""
         is_right = expected(result) if callable(expected) else result == expected
         self._count("result", is_right, f"{what!r} gave {result!r:.200}")
         return is_right
@@ -132,24 +133,24 @@ class Operation:
     def note(
         self, what: object, error: BaseException, legal: tuple[type[BaseException], ...]
     ) -> bool:
-        """Count an error, which is wrong unless it is one of these. Gives False."""
-        allowed = (*legal, *OF_KILLS)
+        """Count an error, which is wrong unless it is legal. Returns False."""
+        allowed = (*legal, *KILL_ERRORS)
         if self._account.is_mortal:
-            allowed = (*allowed, *OF_THE_NODE)
-            if isinstance(error.__cause__, OF_THE_NODE):
+            allowed = (*allowed, *NODE_ERRORS)
+            if isinstance(error.__cause__, NODE_ERRORS):
                 # A pool is closed with its node, and says why.
                 allowed = (*allowed, aiogpu.errors.MisuseError)
-        told = f"{what!r} raised {error!r:.600} caused by {error.__cause__!r:.600}"
-        self._count(type(error).__name__, isinstance(error, allowed), told)
+        detail = f"{what!r} raised {error!r:.600} caused by {error.__cause__!r:.600}"
+        self._count(type(error).__name__, isinstance(error, allowed), detail)
         return False
 
-    def _count(self, end: str, is_legal: bool, told: str) -> None:
+    def _count(self, end: str, is_legal: bool, detail: str) -> None:
         self._account.ends[end] += 1
         if not is_legal:
-            self._account.wrong.append(f"{self}: {told}")
+            self._account.wrong.append(f"{self}: {detail}")
 
-    async def run(self, operate: Callable[[Operation], Awaitable[None]]) -> None:
-        """To its end, within the limit."""
+    async def run(self, operate: Operate) -> None:
+        """Run the operation to its end, within the limit."""
         self._account.operations[self.name] += 1
         try:
             async with asyncio.timeout(LIMIT) as limit:
@@ -163,7 +164,7 @@ class Operation:
             self.note("the operation", error, ())
 
     async def _hanging(self) -> str:
-        told, hanging = [], []
+        reports, hanging = [], []
         for what, reference in self._open:
             handle = reference()
             is_done = getattr(handle, "done", None)
@@ -173,14 +174,60 @@ class Operation:
                         why = str(await handle.why())
                 except Exception as error:  # noqa: BLE001
                     why = repr(error)
-                told.append(f"{what} {handle!r}: {why}")
+                reports.append(f"{what} {handle!r}: {why}")
                 hanging.append(handle)
-        await stacks.asked()
+        await stacks.dump_all()
         for handle in hanging:
             if hasattr(handle, "cancel"):
                 handle.cancel()
-        left = "; ".join(told) or "no handle is open, but it does not end"
+        left = "; ".join(reports) or "no handle is open, but it does not end"
         return f"{self} has not ended in {LIMIT:g} s: {left}"
 
     def __str__(self) -> str:
         return f"{self.name} {self.number}"
+
+
+class Load:
+    """Operations drawn one after the other, so many at a time."""
+
+    def __init__(
+        self,
+        operations: dict[Operate, int],
+        seed: str,
+        in_flight: int,
+        account: Account,
+    ) -> None:
+        self._operations = operations
+        self.account = account
+        self._seed = seed
+        self._in_flight = in_flight
+        self._random = Random(seed)
+        self._number = 0
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Begin operations until it is to stop; then let all of them end."""
+        ended = asyncio.create_task(stop.wait())
+        while not stop.is_set():
+            while len(self._running) < self._in_flight:
+                self._begin()
+            await asyncio.wait(
+                [*self._running, ended], return_when=asyncio.FIRST_COMPLETED
+            )
+        while self._running:
+            await asyncio.wait(self._running)
+
+    def _begin(self) -> None:
+        self._number += 1
+        (operate,) = self._random.choices(
+            list(self._operations), tuple(self._operations.values())
+        )
+        operation = Operation(operate.__name__, self._number, self._seed, self.account)
+        task = asyncio.create_task(operation.run(operate))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def cancel(self) -> None:
+        """Cancel all that runs."""
+        for task in self._running:
+            task.cancel()

@@ -1,22 +1,85 @@
-"""The tasks of the soak. Light to import, since workers import it."""
+"""The tasks and actors of the soak. Light to import, since workers import it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from random import random
-from typing import Final
+from typing import IO, Any, Final
 from zlib import crc32
 
 import aiogpu
 from benchmarks.soak import stacks
-from benchmarks.soak.shares import held
 
-stacks.tell_when_asked()
+stacks.dump_on_signal()
+
+
+QUARTERS: Final = 4
+LOCKS: Final = "AIOGPU_SOAK_LOCKS"
+"""The variable with the directory of the locks."""
+
+
+class OverlapError(AssertionError):
+    """A share was given to two at once."""
+
+
+def lock(gpus: list[int], amount: float) -> list[IO[bytes]]:
+    """Lock so much of each of these GPUs; the files are to be closed.
+
+    Each quarter of a GPU is a file. Code that was given a share locks as many quarters
+    of its GPU as the share has. If there are too few left, two were given the same, or
+    one was given what another's process still had. A lock ends with its process.
+
+    Raises:
+        OverlapError: another process has it.
+    """
+    wanted = min(QUARTERS, round(amount * QUARTERS))
+    found: list[IO[bytes]] = []
+    try:
+        for gpu in gpus:
+            _lock_quarters(found, gpu, wanted)
+    except OverlapError:
+        for file in found:
+            file.close()
+        raise
+    return found
+
+
+@contextmanager
+def locked(gpus: list[int], amount: float) -> Iterator[None]:
+    """Lock it for the time of the block."""
+    files = lock(gpus, amount)
+    try:
+        yield
+    finally:
+        for file in files:
+            file.close()
+
+
+def _lock_quarters(found: list[IO[bytes]], gpu: int, wanted: int) -> None:
+    before = len(found)
+    for quarter in range(QUARTERS):
+        path = f"{os.environ[LOCKS]}/gpu-{gpu}-{quarter}"
+        file = open(path, "wb")  # noqa: SIM115 - it is held
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+        else:
+            found.append(file)
+        if len(found) - before == wanted:
+            return
+    raise OverlapError(
+        f"process {os.getpid()} was given {wanted} quarters of GPU {gpu}, of which "
+        f"others hold all but {len(found) - before}."
+    )
+
 
 _kept: Final[dict[str, tuple[memoryview, int]]] = {}
 STEP: Final = 4096
@@ -32,10 +95,10 @@ def echo(number: int) -> int:
 
 
 @aiogpu.remote
-async def soft(number: int, seconds: float = 0.0) -> int:
-    from asyncio import sleep
+async def sleep(number: int, seconds: float = 0.0) -> int:
+    import asyncio
 
-    await sleep(seconds)
+    await asyncio.sleep(seconds)
     return number
 
 
@@ -54,7 +117,7 @@ def on_gpu(number: int, amount: float, seconds: float) -> int:
     visible = os.environ["CUDA_VISIBLE_DEVICES"]
     assert visible == ",".join(map(str, ids)), (visible, ids)
     assert len(ids) == max(1, amount), (ids, amount)
-    with held([int(one) for one in ids], amount):
+    with locked([int(one) for one in ids], amount):
         time.sleep(seconds)
     return number
 
@@ -115,11 +178,11 @@ def once(number: int, program: int) -> int:
 
 def trace_of(number: int, program: int) -> str:
     """The file that says that it has begun."""
-    return f"{os.environ['AIOGPU_SOAK_LOCKS']}/begun-{program}-{number}"
+    return f"{os.environ[LOCKS]}/begun-{program}-{number}"
 
 
 @aiogpu.remote(max_retries=0)
-def wild(number: int) -> int:
+def misbehave(number: int) -> int:
     """Do to its process what no program should."""
     match number % 4:
         case 0:
@@ -128,7 +191,7 @@ def wild(number: int) -> int:
             os.execvp("true", ["true"])
         case 2:
             if os.fork() == 0:
-                return -1  # it comes back, and speaks for nobody
+                return -1  # it returns in a process that is no worker
             os.wait()
         case 3:
             os.kill(os.getppid(), signal.SIGKILL)
@@ -136,13 +199,13 @@ def wild(number: int) -> int:
 
 
 @aiogpu.remote
-def deaf(number: int) -> int:
-    """Hear of no interrupt."""
+def uninterruptible(number: int) -> int:
+    """Ignore every interrupt."""
     while True:
         try:
             while True:
                 pass
-        except BaseException:  # noqa: BLE001 - it is deaf
+        except BaseException:  # noqa: BLE001 - that is the point
             continue
 
 
@@ -154,17 +217,17 @@ def parent(number: int, depth: int) -> int:
 
 
 @aiogpu.remote
-async def soft_parent(number: int) -> int:
+async def async_parent(number: int) -> int:
     from asyncio import gather
 
-    return max(await gather(*(soft.remote(number) for _ in range(3))))
+    return max(await gather(*(sleep.remote(number) for _ in range(3))))
 
 
 @aiogpu.remote
 def forgetful(number: int) -> int:
     """Leave children behind, which end with it."""
     for _ in range(3):
-        deaf.remote(number)
+        uninterruptible.remote(number)
     return number
 
 
@@ -177,7 +240,7 @@ def count(to: int, fatal_at: int = -1) -> Iterator[int]:
 
 
 @aiogpu.remote
-async def count_softly(to: int) -> AsyncIterator[int]:
+async def count_async(to: int) -> AsyncIterator[int]:
     for number in range(to):
         yield number
 
@@ -245,3 +308,82 @@ def bloat(megabytes: int) -> int:
     block = bytearray(megabytes << 20)
     block[::STEP] = b"x" * len(range(0, len(block), STEP))
     return len(block) >> 20
+
+
+class Member:
+    """Holds its share for life."""
+
+    def __init__(self, amount: float = 0) -> None:
+        self.last = -1
+        self.view: memoryview | None = None
+        gpus = [int(one) for one in aiogpu.get_gpu_ids()]
+        self.share = lock(gpus, amount) if amount else []
+
+    def add(self, number: int) -> int:
+        return number + 1
+
+    def fail(self, number: int) -> int:
+        raise ValueError(number)
+
+    def spin(self, number: int, seconds: float) -> int:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return number + 1
+
+    def ask(self, number: int) -> int:
+        """Have a task of its own."""
+        return aiogpu.get(echo.remote(number + 1))
+
+    def keep(self, view: memoryview) -> int:
+        self.view = view
+        return fingerprint(view)
+
+    def count(self, to: int) -> Iterator[int]:
+        yield from range(to)
+
+    def die(self, number: int) -> int:
+        os._exit(number % 100)
+
+    def leave(self, number: int) -> int:
+        aiogpu.exit_actor()
+
+
+class AsyncMember(Member):
+    """The same with coroutines."""
+
+    async def add(self, number: int) -> int:  # type: ignore[override]
+        from asyncio import sleep
+
+        await sleep(0)
+        return number + 1
+
+    async def wait(self, number: int, seconds: float) -> int:
+        from asyncio import sleep
+
+        await sleep(seconds)
+        return number + 1
+
+    async def ask(self, number: int) -> int:  # type: ignore[override]
+        return await echo.remote(number + 1)
+
+
+class InOrder(Member):
+    """Sees that calls come in order, as one caller has sent them."""
+
+    def add(self, number: int) -> int:
+        assert number > self.last, (number, self.last)
+        self.last = number
+        return number + 1
+
+
+@aiogpu.remote
+def call(actor: aiogpu.ActorHandle[Any], number: int) -> int:
+    """Call an actor from another process."""
+    found: int = aiogpu.get(actor.add.remote(number))
+    return found
+
+
+SERIAL = aiogpu.remote(InOrder)
+THREADED = aiogpu.remote(max_concurrency=4)(Member)
+ASYNC = aiogpu.remote(AsyncMember)

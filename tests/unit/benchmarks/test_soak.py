@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 import aiogpu
-from benchmarks.soak import shares
-from benchmarks.soak.growth import Series
+from benchmarks.soak import stacks, tasks
+from benchmarks.soak.claims import Record
+from benchmarks.soak.monitor import Series
 from benchmarks.soak.operation import Account, Operation
 from benchmarks.soak.operations import OPERATIONS
-from benchmarks.soak.record import Record
-from tests.support.program import ROOT, environment
+from benchmarks.soak.sandbox import LIMIT_VARIABLE, Sandbox
+from benchmarks.soak.scenarios import NO_WARNING, check_stderr
+from tests.support.program import ROOT, environment, start
 
 
 def operation(account: Account) -> Operation:
@@ -34,7 +36,7 @@ def settled(result: object = None, error: BaseException | None = None) -> Any:
     return future
 
 
-async def test_ends_are_legal_or_told() -> None:
+async def test_an_illegal_end_is_noted() -> None:
     account = Account()
     one = operation(account)
     assert await one.end(settled(1), 1)
@@ -51,13 +53,13 @@ async def test_ends_are_legal_or_told() -> None:
     )
 
 
-async def test_a_node_that_is_ended_may_be_told_of() -> None:
+async def test_a_node_that_is_ended_may_be_reported() -> None:
     account = Account(is_mortal=True)
     await operation(account).end(settled(error=aiogpu.NodeDiedError("gone")), 1)
     assert account.wrong == []
 
 
-async def test_what_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_hangs_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.soak.operation.LIMIT", 0.01)
     account = Account()
     handle = asyncio.get_running_loop().create_future()
@@ -72,7 +74,7 @@ async def test_what_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handle.cancelled(), "the others are not to wait for it"
 
 
-async def test_a_mistake_of_an_operation_is_told() -> None:
+async def test_an_error_of_an_operation_is_noted() -> None:
     async def wrong(one: Operation) -> None:
         raise AssertionError("it does not hold")
 
@@ -81,18 +83,17 @@ async def test_a_mistake_of_an_operation_is_told() -> None:
     assert "it does not hold" in account.wrong[0]
 
 
-def test_two_who_have_one_share_meet(
+def test_a_share_that_is_held_twice_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in shares.environment(str(tmp_path)).items():
-        monkeypatch.setenv(name, value)
-    with shares.held([0], 0.5), shares.held([0], 0.25), shares.held([1], 1):
-        shares.take([0], 0.25)[0].close()
-        with pytest.raises(shares.OverlapError, match="2 quarters of GPU 0"):
-            shares.take([0], 0.5)
-        with pytest.raises(shares.OverlapError, match="of GPU 1"):
-            shares.take([1], 0.25)
-    with shares.held([0, 1], 2):
+    monkeypatch.setenv(tasks.LOCKS, str(tmp_path))
+    with tasks.locked([0], 0.5), tasks.locked([0], 0.25), tasks.locked([1], 1):
+        tasks.lock([0], 0.25)[0].close()
+        with pytest.raises(tasks.OverlapError, match="2 quarters of GPU 0"):
+            tasks.lock([0], 0.5)
+        with pytest.raises(tasks.OverlapError, match="of GPU 1"):
+            tasks.lock([1], 0.25)
+    with tasks.locked([0, 1], 2):
         pass
 
 
@@ -109,15 +110,35 @@ def test_growth_is_told_from_what_comes_and_goes() -> None:
 def test_a_claim_that_fails_once_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
     record = Record()
     record.check("all is well", True)
-    assert record.has_held
-    record.look("all is well", ["no", "not at all"])
+    assert record.holds
+    record.check_none("all is well", ["no", "not at all"])
     record.add("figures", {"kills": 3})
-    assert not record.has_held
+    assert not record.holds
     assert "FAILED: all is well: no; not at all" in capsys.readouterr().out
     table = record.table()
     assert "figures: kills 3" in table
     assert "all is well       2  FAILED 1 x" in table
     assert record.as_json()["claims"]["all is well"]["checks"] == 2
+
+
+def test_a_warning_on_stderr_is_a_failure(tmp_path: Path) -> None:
+    sandbox, record = Sandbox(str(tmp_path)), Record()
+    with sandbox.open_stderr("quiet") as file:
+        file.write(b"what a task prints\n")
+    check_stderr(record, sandbox)
+    assert record.holds
+    with sandbox.open_stderr("loud") as file:
+        file.write(b"RuntimeWarning: coroutine 'f' was never awaited\n")
+    check_stderr(record, sandbox)
+    assert "never awaited" in record.claims[NO_WARNING].failures[0]
+
+
+async def test_a_file_that_is_left_is_found(tmp_path: Path) -> None:
+    sandbox = Sandbox(str(tmp_path))
+    assert await sandbox.left() == []
+    Path(sandbox.environ["TMPDIR"], "spilled").touch()
+    (left,) = await sandbox.left()
+    assert left.endswith("/spilled")
 
 
 def test_each_operation_is_drawn_by_its_name() -> None:
@@ -126,32 +147,18 @@ def test_each_operation_is_drawn_by_its_name() -> None:
     assert all(OPERATIONS.values())
 
 
-def test_the_command_says_what_it_takes() -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.soak", "--help"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
-    for option in ("--minutes", "--seed", "--embedded", "--service", "--json"):
-        assert option in told
-
-
-HALF = """
+SCENARIO = """
 import asyncio
 from benchmarks.soak import __main__ as soak
 
-async def half(record, seed, seconds, tell):
+async def scenario(record, seed, seconds, progress):
     print("begun", flush=True)
     try:
         await asyncio.Event().wait()
     finally:
         print("its services are ended", flush=True)
 
-soak.HALVES["service"] = half
+soak.SCENARIOS["service"] = scenario
 soak.main(["--service"])
 """
 
@@ -168,7 +175,7 @@ def test_whatever_ends_it_it_ends_what_it_has_started(
     number: signal.Signals, status: int, before: str
 ) -> None:
     with subprocess.Popen(
-        ["sh", "-c", f'{before} exec "$@"', "sh", sys.executable, "-c", HALF],
+        ["sh", "-c", f'{before} exec "$@"', "sh", sys.executable, "-c", SCENARIO],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -182,3 +189,55 @@ def test_whatever_ends_it_it_ends_what_it_has_started(
     assert "its services are ended" in told
     assert "all claims held" in told
     assert soak.returncode == status
+
+
+PROGRAM = """
+import asyncio
+import os
+import sys
+
+import aiogpu
+from benchmarks.soak.operation import Account, Operation
+from benchmarks.soak.tasks import echo
+
+@aiogpu.remote
+def stands_still(way):
+    open(way, "w").write("!")
+    with open(way + ".never") as never:  # a pipe that nobody writes to
+        never.read()
+
+async def waits(one):
+    way = os.environ["TMPDIR"] + "/begun"
+    os.mkfifo(way + ".never")
+    await one.end(one.begin("a call", stands_still.remote(way)), None)
+
+async def main():
+    account = Account()
+    async with aiogpu.init(num_cpus=1):
+        assert await echo.remote(1) == 1
+        await Operation("waits", 1, "seed", account).run(waits)
+        assert await echo.remote(2) == 2
+    print(account.hung[0], flush=True)
+
+aiogpu.run(main())
+"""
+
+
+def test_stacks_of_all_are_dumped_when_something_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, "1")
+    sandbox = Sandbox(str(tmp_path))
+    output, stderr = start(PROGRAM, **sandbox.environ).communicate(timeout=60)
+    assert "waits 1 has not ended in 1 s: a call" in output
+    assert "stands_still" in output, "what hangs is named"
+    assert "(aiogpu-work" in stderr
+    assert " in stands_still" in stderr, "the worker's"
+    assert "benchmarks/soak/stacks.py" in stderr, "the program's own"
+
+
+async def test_outside_a_soak_no_process_is_signalled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(stacks.RUNTIME, raising=False)
+    assert await stacks.dump_all() == []

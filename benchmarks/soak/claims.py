@@ -1,4 +1,4 @@
-"""What is claimed, how often it was looked at, and when it did not hold."""
+"""The claims of a run: how often each was checked, and when it did not hold."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-TOLD: Final = 10
-"""Failures of one claim that are told."""
+SHOWN: Final = 10
+"""Failures of one claim that are shown."""
 
 
 @dataclass(slots=True)
 class Claim:
-    """One of them.
+    """A statement that must hold at each check.
 
     Attributes:
-        checks: how often it was looked at.
+        checks: how often it was checked.
         failures: each time that it did not hold, in words.
     """
 
@@ -25,11 +25,11 @@ class Claim:
 
 
 class Record:
-    """Of a whole run.
+    """The claims and figures of a whole run.
 
     Attributes:
         figures: what was counted, by what it is.
-        series: what was weighed at each rest, by what it is.
+        series: what was measured at each idle phase, by what it is.
     """
 
     def __init__(self) -> None:
@@ -40,32 +40,32 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """For how long it has gone on."""
+        """Seconds since the start of the run."""
         return time.monotonic() - self._begun
 
     @property
-    def has_held(self) -> bool:
-        """Whether each claim has, as often as it was looked at."""
+    def holds(self) -> bool:
+        """Whether no check of any claim has failed."""
         return not any(claim.failures for claim in self.claims.values())
 
-    def check(self, claim: str, is_so: bool, told: str = "") -> None:
-        """Look once at a claim; `told` says what is so instead."""
+    def check(self, claim: str, is_so: bool, detail: str = "") -> None:
+        """Check a claim once; `detail` says what is so instead."""
         entry = self.claims.setdefault(claim, Claim())
         entry.checks += 1
         if not is_so:
-            entry.failures.append(f"[{self.seconds:.0f} s] {told}")
-            print(f"FAILED: {claim}: {told}", flush=True)
+            entry.failures.append(f"[{self.seconds:.0f} s] {detail}")
+            print(f"FAILED: {claim}: {detail}", flush=True)
 
-    def look(self, claim: str, wrong: list[str]) -> None:
-        """The same; it holds if nothing is wrong."""
-        self.check(claim, not wrong, "; ".join(wrong[:TOLD]))
+    def check_none(self, claim: str, wrong: list[str]) -> None:
+        """Check a claim that holds if nothing is wrong."""
+        self.check(claim, not wrong, "; ".join(wrong[:SHOWN]))
 
     def add(self, what: str, counted: Counter[str] | dict[str, int]) -> None:
         """Add to figures."""
         self.figures.setdefault(what, Counter()).update(counted)
 
     def table(self) -> str:
-        """The figures and the claims, for people."""
+        """Render the figures and the claims."""
         lines = []
         for what, counted in self.figures.items():
             pairs = (f"{name} {n}" for name, n in counted.most_common())
@@ -77,14 +77,14 @@ class Record:
         for name, claim in self.claims.items():
             verdict = f"FAILED {len(claim.failures)} x" if claim.failures else "held"
             lines.append(f"{name:{width}}  {claim.checks:6}  {verdict}")
-            lines += [f"    {told}" for told in claim.failures[:TOLD]]
+            lines += [f"    {failure}" for failure in claim.failures[:SHOWN]]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all of it."""
         return {
             "seconds": round(self.seconds, 1),
-            "held": self.has_held,
+            "held": self.holds,
             "figures": {what: dict(n) for what, n in self.figures.items()},
             "series": self.series,
             "claims": {

@@ -1,4 +1,4 @@
-"""A place of its own for a node and its programs, and what of them is there."""
+"""Directories, variables and processes of one node and its programs."""
 
 from __future__ import annotations
 
@@ -12,57 +12,69 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from benchmarks.processes import Process, belonging
-from benchmarks.soak import shares, stacks
-from benchmarks.soak.node import SERVICE
+from benchmarks.soak import stacks
+from benchmarks.soak.tasks import LOCKS
 
-LIMITING: Final = "AIOGPU_SOAK_LIMIT"
+OPTIONS: Final[dict[str, Any]] = {
+    "num_cpus": 3,
+    "num_gpus": 2,
+    "object_memory": 48 << 20,  # little, so that values are spilled
+    "cancel_grace": 0.3,
+}
+SERVICE: Final = tuple(
+    f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()
+)
+"""The same for the command that starts a service."""
+
+
+LIMIT_VARIABLE: Final = "AIOGPU_SOAK_LIMIT"
 """The variable that says after how many seconds an operation hangs."""
-LOOK_EVERY: Final = 0.1
+POLLS_EVERY: Final = 0.1
 ENDS_WITHIN: Final = 30.0
-"""Seconds after which nothing is left; two are promised, on a box that is idle."""
+"""Seconds after which nothing is left; two are promised, on an idle machine."""
 ROOT: Final = Path(__file__).parents[2]
 
 
-class Box:
-    """See above.
+class Sandbox:
+    """Directories of their own for a node and its programs, and their processes.
 
     Attributes:
         runtime: the runtime directory, by which its processes are known.
         environ: the variables of all of them.
-        address: where its service is met.
+        address: the socket of its service.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self.runtime = f"{directory}/run"
         self._spill = f"{directory}/spill"
-        for place in (self.runtime, self._spill, f"{directory}/locks"):
-            os.mkdir(place, 0o700)
+        for folder in (self.runtime, self._spill, f"{directory}/locks"):
+            os.mkdir(folder, 0o700)
         self.address = f"{self.runtime}/aiogpu/node.sock"
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        kept = {k: v for k, v in os.environ.items() if not _is_told_apart(k)}
+        kept = {k: v for k, v in os.environ.items() if not _is_replaced(k)}
         self.environ = {
             **kept,
-            **shares.environment(f"{directory}/locks"),
-            stacks.PLACE: self.runtime,
+            LOCKS: f"{directory}/locks",
+            stacks.RUNTIME: self.runtime,
             "XDG_RUNTIME_DIR": self.runtime,
             "TMPDIR": self._spill,
             "PYTHONPATH": path.rstrip(os.pathsep),
         }
 
     def processes(self) -> list[Process]:
-        """All that have not ended."""
+        """Return all that have not ended."""
         return belonging(self.runtime)
 
-    def complaints_of(self, name: str) -> IO[bytes]:
-        """Where a program's stderr goes."""
+    def open_stderr(self, name: str) -> IO[bytes]:
+        """Open the file for a program's stderr."""
         return open(f"{self._directory}/{name}.err", "wb")
 
-    def all_complaints(self) -> str:
-        """What all programs have written to stderr, and the services to their logs."""
+    def all_stderr(self) -> str:
+        """Return what all programs wrote to stderr, and services to their logs."""
         places = [
             *sorted(Path(self._directory).glob("*.err")),
             *sorted(Path(self.runtime).glob("aiogpu/logs/node.*")),
@@ -87,41 +99,41 @@ class Box:
             stderr=STDOUT,
             start_new_session=True,
         )
-        told, _ = await command.communicate()
+        output, _ = await command.communicate()
         if command.returncode:
-            raise RuntimeError(f"aiogpu {' '.join(words)}: {told.decode()}")
+            raise RuntimeError(f"aiogpu {' '.join(words)}: {output.decode()}")
 
-    async def left(self, but_logs: bool = False) -> list[str]:
-        """What is there still, after the time in which all should have ended."""
+    async def left(self, except_logs: bool = False) -> list[str]:
+        """Return what is there still, after the time in which all should have ended."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + ENDS_WITHIN
         while found := self.processes():
             if loop.time() > ends:
                 break
-            await asyncio.sleep(LOOK_EVERY)
-        told = [f"process {process}" for process in found]
-        return told + [f"file {path}" for path in self._files(but_logs)]
+            await asyncio.sleep(POLLS_EVERY)
+        found_left = [f"process {process}" for process in found]
+        return found_left + [f"file {path}" for path in self._files(except_logs)]
 
-    def _files(self, but_logs: bool) -> Iterator[str]:
+    def _files(self, except_logs: bool) -> Iterator[str]:
         for top in (self.runtime, self._spill):
             for at, folders, names in os.walk(top):
-                if but_logs:
+                if except_logs:
                     folders[:] = [name for name in folders if name != "logs"]
-                if not (but_logs and at == f"{self.runtime}/aiogpu"):
+                if not (except_logs and at == f"{self.runtime}/aiogpu"):
                     yield from (f"{at}/{name}/" for name in folders if name != "aiogpu")
                 yield from (f"{at}/{name}" for name in names)
 
 
-def _is_told_apart(name: str) -> bool:
-    return name.startswith(("AIOGPU_", "CUDA_")) and name != LIMITING
+def _is_replaced(name: str) -> bool:
+    return name.startswith(("AIOGPU_", "CUDA_")) and name != LIMIT_VARIABLE
 
 
 @contextmanager
-def box() -> Iterator[Box]:
-    """One that is empty before, and removed after."""
+def open_sandbox() -> Iterator[Sandbox]:
+    """Make an empty sandbox; its processes and files end with the block."""
     # A short path: a socket's has 107 bytes.
     directory = tempfile.mkdtemp(prefix="ags-", dir="/tmp")
-    opened = Box(directory)
+    opened = Sandbox(directory)
     try:
         yield opened
     finally:

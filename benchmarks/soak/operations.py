@@ -1,0 +1,541 @@
+"""The operations of the load: tasks, streams, values, actors, leases and placements."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import aiogpu
+from benchmarks.soak import tasks
+from benchmarks.soak.operation import Operate, Operation
+
+
+class Kind(NamedTuple):
+    """How often a task is drawn, and how it may end beside giving its number."""
+
+    weight: int
+    task: Any
+    legal: tuple[type[BaseException], ...] = ()
+
+
+TASKS: Final = (
+    Kind(30, tasks.echo),
+    Kind(15, tasks.sleep),
+    Kind(4, tasks.prints),
+    Kind(8, tasks.fail, (ValueError,)),
+    Kind(4, tasks.flaky, (tasks.FlakyError,)),
+    # The last of its ways is an exit by an exception, which is an error like others.
+    Kind(4, tasks.die, (aiogpu.TaskError,)),
+    Kind(3, tasks.uninterruptible),
+)
+AMOUNTS: Final = (0.25, 0.5, 0.75, 1, 2)
+LEAVES: Final = ("await", "cancel", "time out", "drop")
+
+
+async def on_cpus(op: Operation) -> None:
+    """One of the kinds, with options that are drawn."""
+    random = op.random
+    (kind,) = random.choices(TASKS, [kind.weight for kind in TASKS])
+    options: dict[str, Any] = {"max_retries": random.choice((0, 1, 3))}
+    if kind.task is tasks.flaky:
+        options["retry_exceptions"] = random.choice((True, [tasks.FlakyError]))
+    if random.random() < 0.1:
+        options["num_gpus"] = random.choice((0.25, 0.5, 1))
+        options["max_calls"] = random.choice((None, 0, 2))
+    if random.random() < 0.03:
+        options["runtime_env"] = {"env_vars": {"SOAK": str(random.randrange(2))}}
+    if random.random() < 0.1:
+        options["priority"] = random.randrange(-1, 2)
+    await _run(op, kind.task, options, (op.number,), kind.legal)
+
+
+async def on_gpus(op: Operation) -> None:
+    """A share that only its task may have, in a process of its own or reused."""
+    random = op.random
+    amount = random.choice(AMOUNTS)
+    options: dict[str, Any] = {
+        "num_gpus": amount,
+        "max_calls": random.choice((None, None, 0, 3)),
+        "strategy": random.choice(("pack", "spread")),
+        "max_retries": random.choice((0, 3)),
+    }
+    seconds = random.choice((0, 0, 0.01, 0.1))
+    await _run(op, tasks.on_gpu, options, (op.number, amount, seconds), ())
+
+
+async def leaving_a_daemon(op: Operation) -> None:
+    """A process that a task leaves holds its share until it is ended."""
+    task = tasks.leaves_a_daemon.options(num_gpus=1)
+    await op.end(op.begin("daemon", task.remote(op.number)), op.number)
+
+
+async def _run(
+    op: Operation,
+    task: Any,
+    options: dict[str, Any],
+    arguments: tuple[object, ...],
+    legal: tuple[type[BaseException], ...],
+) -> None:
+    random, is_stuck = op.random, task is tasks.uninterruptible
+    (leave,) = random.choices(LEAVES, (70, 12, 6, 4))
+    if is_stuck:
+        options["cancel_grace"] = random.choice((0, 0.02, 0.2))
+        leave = "await"
+    if is_stuck or random.random() < 0.08:
+        options["timeout"] = random.choice((0.001, 0.01, 0.05, 0.2))
+        legal = (*legal, aiogpu.TaskTimeoutError)
+    handle = op.begin(f"{task} {options}", task.options(**options).remote(*arguments))
+    pause = random.choice((0, 0.001, 0.01, 0.05))
+    match leave:
+        case "await":
+            await op.end(handle, op.number, *legal)
+        case "cancel":
+            await asyncio.sleep(pause)
+            handle.cancel()
+            await op.end(handle, op.number, *legal, asyncio.CancelledError)
+        case "time out":
+            waited = asyncio.wait_for(handle, pause)
+            await op.attempt(handle, waited, op.number, *legal, TimeoutError)
+        case "drop":
+            op.drop(handle)
+
+
+async def tried_once(op: Operation) -> None:
+    """It runs once if it has a result, and after its cancel no more."""
+    program = os.getpid()
+    handle = op.begin("once", tasks.once.remote(op.number, program))
+    legal: tuple[type[BaseException], ...] = ()
+    if op.random.random() < 0.3:
+        await asyncio.sleep(op.random.choice((0, 0, 0.001, 0.01)))
+        handle.cancel()
+        legal = (asyncio.CancelledError,)
+    has_result = await op.end(handle, op.number, *legal)
+    with suppress(FileNotFoundError):
+        os.unlink(tasks.trace_of(op.number, program))
+        return
+    op.expect("what has a result has begun", not has_result)
+
+
+async def misbehaving(op: Operation) -> None:
+    """Its end is told on its own handle alone."""
+    handle = op.begin("misbehave", tasks.misbehave.remote(op.number))
+    await op.end(handle, op.number)
+
+
+async def together(op: Operation) -> None:
+    """Many small ones, and a look at those that have ended."""
+    count = op.random.choice((5, 20, 100))
+    handles = [op.begin("echo", tasks.echo.remote(each)) for each in range(count)]
+    ready, pending = await aiogpu.wait(handles, num_returns=count // 2, timeout=0.05)
+    assert len(ready) + len(pending) == count, (len(ready), len(pending))
+    async for handle in aiogpu.as_completed(handles):
+        await op.end(handle, lambda found: found in range(count))
+
+
+async def several(op: Operation) -> None:
+    """A task with two results, of which one is an argument of the next."""
+    results: Any = tasks.split.remote(op.number)
+    first, second = results
+    total = tasks.add_up.remote(first, second)
+    for what, handle, expected in (
+        ("split", first, op.number),
+        ("split", second, -op.number),
+        ("add up", total, 0),
+    ):
+        await op.end(op.begin(what, handle), expected)
+
+
+async def nested(op: Operation) -> None:
+    """Tasks that have tasks of their own, cancelled now and then."""
+    random, handle = op.random, None
+    match random.randrange(3):
+        case 0:
+            handle = tasks.parent.remote(op.number, random.randrange(3))
+        case 1:
+            handle = tasks.async_parent.remote(op.number)
+        case _:
+            handle = tasks.forgetful.remote(op.number)
+    op.begin("parent", handle)
+    legal: tuple[type[BaseException], ...] = ()
+    if random.random() < 0.2:
+        await asyncio.sleep(random.choice((0, 0.002, 0.02)))
+        handle.cancel()
+        legal = (asyncio.CancelledError,)
+    await op.end(handle, op.number, *legal)
+
+
+async def bloated(op: Operation) -> None:
+    """Memory that is needed for a moment."""
+    megabytes = op.random.choice((50, 150, 300))
+    handle = op.begin("bloat", tasks.bloat.remote(megabytes))
+    await op.end(handle, megabytes)
+
+
+async def stream(op: Operation) -> None:
+    """Items in order, none twice and none left out, whoever dies."""
+    random = op.random
+    to = random.choice((1, 10, 200))
+    fatal_at = random.randrange(to) if random.random() < 0.1 else -1
+    options: dict[str, Any] = {"max_buffered": random.choice((1, 4, 64))}
+    options["max_retries"] = random.choice((0, 1, 3))
+    match random.randrange(3):
+        case 0:
+            source = tasks.count.options(**options).remote(to, fatal_at)
+        case 1:
+            source = tasks.count_async.options(**options).remote(to)
+        case _:
+            source = tasks.pass_on.options(**options).remote(to)
+    taken = op.begin("stream", source)
+    until = random.randrange(to) if random.random() < 0.3 else to
+    if random.random() < 0.1:
+        # Cancelled from beside: it ends early, after items in order.
+        asyncio.get_running_loop().call_later(0.01, taken.cancel)
+        await op.attempt(
+            taken, _consume(taken, until), _is_beginning(until), *CANCELLED_STREAM
+        )
+    else:
+        await op.attempt(taken, _consume(taken, until), list(range(until)))
+
+
+CANCELLED_STREAM = (asyncio.CancelledError, aiogpu.TaskCancelledError)
+
+
+def _is_beginning(until: int) -> Any:
+    return lambda found: found == list(range(len(found))) and len(found) <= until
+
+
+async def _consume(source: AsyncIterator[int], until: int) -> list[int]:
+    found: list[int] = []
+    async for item in source:
+        if len(found) == until:
+            break
+        found.append(item)
+    return found
+
+
+async def mapped(op: Operation) -> None:
+    """A map with or without chunks, in order or not, whole or left."""
+    random = op.random
+    count = random.choice((10, 100, 1000))
+    is_ordered = random.random() < 0.7
+    results = op.begin(
+        "map",
+        tasks.echo.map(
+            range(count),
+            limit=random.choice((4, 32, 256)) * 4,
+            ordered=is_ordered,
+            chunk=random.choice((1, 3, 4, "auto")),
+        ),
+    )
+    until = random.randrange(count) if random.random() < 0.3 else count
+    expected: Any = list(range(until))
+    if not is_ordered:
+        expected = lambda found: len(set(found)) == until  # noqa: E731
+    await op.attempt(results, _consume_all(results, until), expected)
+
+
+async def _consume_all(results: Any, until: int) -> list[int]:
+    async with results:
+        return await _consume(results, until)
+
+
+SIZES: Final = (1 << 10, 1 << 18, 1 << 20, 5 << 20)
+
+
+async def shared(op: Operation) -> None:
+    """One value for several tasks, some of which keep it."""
+    view = tasks.filled(op.random.choice(SIZES), op.number)
+    mark = tasks.fingerprint(view)
+    value = op.begin("put", await aiogpu.put(view))
+    handles: list[Any] = []
+    for _ in range(op.random.randrange(1, 6)):
+        task = op.random.choice((tasks.measure, tasks.keep))
+        handles.append(op.begin(f"{task}", task.remote(value)))
+    handles.append(op.begin("inside", tasks.measure_inside.remote([value, value])))
+    del value, view
+    for handle in handles[:-1]:
+        await op.end(handle, mark)
+    await op.end(handles[-1], [mark, mark])
+
+
+async def passed_on(op: Operation) -> None:
+    """From task to task; the last one comes here, and stays what it is."""
+    size = op.random.choice(SIZES)
+    mark = tasks.fingerprint(tasks.filled(size, op.number))
+    made = op.begin("make", tasks.make.remote(size, op.number))
+    relayed = op.begin("relay", tasks.relay.remote(made))
+    measured = op.begin("measure", tasks.measure.remote(relayed))
+    await op.end(measured, mark)
+    await op.end(relayed, lambda view: tasks.fingerprint(view) == mark)
+    if not relayed.exception():
+        view = relayed.result()
+        del relayed, made
+        await asyncio.sleep(op.random.choice((0, 0.05, 0.3)))
+        op.expect("a view that was kept", tasks.fingerprint(view) == mark)
+
+
+async def sent_along(op: Operation) -> None:
+    """As an argument that is no handle."""
+    view = tasks.filled(op.random.choice(SIZES), op.number)
+    handle = op.begin("measure", tasks.measure.remote(view))
+    await op.end(handle, tasks.fingerprint(view))
+
+
+async def given_up(op: Operation) -> None:
+    """Who needs what was cancelled has not run, and is told."""
+    made = op.begin("make", tasks.make.remote(SIZES[2], op.number))
+    needs = op.begin("measure", tasks.measure.remote(made))
+    await asyncio.sleep(op.random.choice((0, 0, 0.005)))
+    made.cancel()
+    mark = tasks.fingerprint(tasks.filled(SIZES[2], op.number))
+    await op.end(needs, mark, aiogpu.TaskCancelledError)
+    await op.end(made, lambda _: True, asyncio.CancelledError)
+
+
+async def hoarded(op: Operation) -> None:
+    """More than the object memory has room for."""
+    views = [tasks.filled(8 << 20, each) for each in range(6)]
+    marks = [tasks.fingerprint(view) for view in views]
+    values = [op.begin("put", await aiogpu.put(view)) for view in views]
+    del views
+    handle = op.begin("inside", tasks.measure_inside.remote(values))
+    await op.end(handle, marks)
+    for value, mark in zip(values, marks, strict=True):
+        await op.end(op.begin("measure", tasks.measure.remote(value)), mark)
+
+
+ACTORS: Final = (tasks.SERIAL, tasks.THREADED, tasks.ASYNC)
+
+
+async def private_actor(op: Operation) -> None:
+    """One of its own, and calls of all kinds; it ends in one of five ways."""
+    random = op.random
+    kind, amount = random.choice(ACTORS), random.choice((0, 0, 0.25, 0.5, 1))
+    options: dict[str, Any] = {
+        "num_gpus": amount,
+        "max_restarts": random.choice((0, 0, 1, 3, -1)),
+        "max_task_retries": random.choice((0, 0, 2)),
+    }
+    actor = op.begin("actor", kind.options(**options).remote(amount))
+    if random.random() < 0.3:
+        await op.attempt(actor, actor, lambda found: found is not None)
+    ends = [_called(op, actor, kind, each) for each in range(random.randrange(1, 12))]
+    match random.randrange(5):
+        case 0:
+            aiogpu.kill(actor, no_restart=random.random() < 0.5)
+        case 1:
+            ends.append(op.end(op.begin("leave", actor.leave.remote(0)), None))
+        case 2:
+            async with asyncio.timeout(60):
+                await op.attempt(actor, _block(actor), None)
+        case 3:
+            await asyncio.sleep(random.choice((0, 0.05)))
+    del actor
+    await asyncio.gather(*ends)
+
+
+async def _block(actor: Any) -> None:
+    async with actor:
+        pass
+
+
+def _called(op: Operation, actor: Any, kind: Any, number: int) -> Any:
+    """One call; what awaits its end."""
+    random, is_cancelled = op.random, op.random.random() < 0.15
+    (what,) = random.choices(list(CALLS), [weight for weight, _ in CALLS.values()])
+    if what == "wait" and kind is not tasks.ASYNC:
+        what = "spin"
+    handle, expected, legal = CALLS[what][1](actor, number)
+    op.begin(f"{what} of {actor!r}", handle)
+    return _ended(op, handle, expected, legal, is_cancelled)
+
+
+async def _ended(
+    op: Operation,
+    handle: Any,
+    expected: object,
+    legal: tuple[type[BaseException], ...],
+    is_cancelled: bool,
+) -> None:
+    if is_cancelled:
+        await asyncio.sleep(op.random.choice((0, 0.002, 0.02)))
+        handle.cancel()
+        legal = (*legal, asyncio.CancelledError)
+    if isinstance(handle, aiogpu.Stream):
+        await op.attempt(handle, _items(handle), expected, *legal)
+    else:
+        await op.end(handle, expected, *legal)
+
+
+async def _items(stream: Any) -> list[int]:
+    return [item async for item in stream]
+
+
+def _keep(actor: Any, number: int) -> tuple[Any, object, tuple[Any, ...]]:
+    view = tasks.filled(1 << 19, number)
+    return actor.keep.remote(view), tasks.fingerprint(view), ()
+
+
+def _count(actor: Any, number: int) -> tuple[Any, object, tuple[Any, ...]]:
+    is_whole = list(range(20))
+    legal = (aiogpu.TaskCancelledError, asyncio.CancelledError)
+    return actor.count.remote(20), lambda found: found == is_whole[: len(found)], legal
+
+
+Called = Callable[[Any, int], tuple[Any, object, tuple[Any, ...]]]
+CALLS: Final[dict[str, tuple[int, Called]]] = {
+    "add": (50, lambda actor, n: (actor.add.remote(n), n + 1, ())),
+    "fail": (8, lambda actor, n: (actor.fail.remote(n), None, (ValueError,))),
+    "spin": (8, lambda actor, n: (actor.spin.remote(n, 0.02), n + 1, ())),
+    "wait": (8, lambda actor, n: (actor.wait.remote(n, 0.05), n + 1, ())),
+    "ask": (8, lambda actor, n: (actor.ask.remote(n), n + 1, ())),
+    "task": (
+        8,
+        lambda actor, n: (tasks.call.remote(actor, n), n + 1, (AssertionError,)),
+    ),
+    "keep": (6, _keep),
+    "count": (6, _count),
+    "die": (4, lambda actor, n: (actor.die.remote(n), None, ())),
+}
+
+
+async def named_actor(op: Operation) -> None:
+    """One that several share by its name, made by whoever is first."""
+    random = op.random
+    name = f"shared-{random.randrange(3)}"
+    (kind,) = random.choices((tasks.ASYNC, tasks.THREADED))
+    name = f"{name}-{kind.__name__}"
+    legal: tuple[type[BaseException], ...] = ()
+    try:
+        if random.random() < 0.2:
+            if op.is_joined:
+                legal = (aiogpu.errors.ActorNameError,)  # told by the calls
+            actor = aiogpu.get_actor(name)
+        else:
+            is_shared = random.random() < 0.9
+            # Another program may take the name in the very moment: its calls tell.
+            if op.is_joined and not is_shared:
+                legal = (aiogpu.errors.ActorNameError,)
+            options = kind.options(name=name, max_restarts=1, get_if_exists=is_shared)
+            actor = options.remote()
+    except aiogpu.errors.ActorNameError as error:
+        op.note(name, error, (aiogpu.errors.ActorNameError,))
+        return
+    op.begin(name, actor)
+    handles = [op.begin("add", actor.add.remote(each)) for each in range(5)]
+    if random.random() < 0.1:
+        aiogpu.kill(actor)
+    for each, handle in enumerate(handles):
+        await op.end(handle, each + 1, *legal)
+
+
+async def actor_pool(op: Operation) -> None:
+    """Several that are called as one."""
+    expected = list(range(1, 31))
+    pool = aiogpu.ActorPool(tasks.THREADED.options(max_restarts=2), 2)
+    await op.attempt("pool", _map_over(op.begin("pool", pool)), expected)
+
+
+async def _map_over(pool: Any) -> list[int]:
+    async with pool:
+        return [item async for item in pool.add.map(range(30))]
+
+
+BUNDLES: Final[tuple[list[dict[str, float]], ...]] = (
+    [{"GPU": 0.5, "CPU": 1}, {"CPU": 1}],
+    [{"GPU": 1}, {"GPU": 1}],
+    [{"GPU": 0.25}, {"GPU": 0.25}, {"GPU": 0.25}],
+)
+
+
+async def leased(op: Operation) -> None:
+    """A share for this program itself, with a process beside it now and then."""
+    amount = op.random.choice((0.25, 0.5, 1, 2))
+    timeout = op.random.choice((0.01, 0.5, 20))
+    wanted = aiogpu.lease(num_gpus=amount, timeout=timeout)
+    op.begin("lease", wanted)
+    await op.attempt("lease", _use(op, wanted, amount), None, aiogpu.TaskTimeoutError)
+
+
+async def _use(op: Operation, wanted: Any, amount: float) -> None:
+    beside = None
+    async with wanted as gpu:
+        with tasks.locked([int(each) for each in gpu.ids], amount):
+            await asyncio.sleep(op.random.choice((0, 0.02, 0.1)))
+        if op.random.random() < 0.3:
+            variables = {**os.environ, **gpu.environ}
+            beside = await asyncio.create_subprocess_exec("sleep", "0.1", env=variables)
+    # It has kept the share until now, though the program has given it back.
+    if beside is not None:
+        await beside.wait()
+
+
+async def placed(op: Operation) -> None:
+    """Tasks and an actor in bundles, which go under them now and then."""
+    random = op.random
+    bundles = random.choice(BUNDLES)
+    group = op.begin("placement", aiogpu.placement(bundles, random.choice(STRATEGIES)))
+    legal: tuple[type[BaseException], ...] = (aiogpu.errors.PlacementRemovedError,)
+    try:
+        handles = [
+            _submit_in(op, group, index) for index in range(len(bundles)) for _ in "ab"
+        ]
+        if random.random() < 0.5:
+            kind = tasks.SERIAL.options(placement=group, num_cpus=0)
+            handles.append(op.begin("actor's", kind.remote().add.remote(op.number - 1)))
+        if random.random() < 0.7:
+            async with asyncio.timeout(30):
+                await group
+        if random.random() < 0.7:
+            legal = ()
+            for handle in handles:
+                await op.end(handle, op.number)
+    except TimeoutError as error:
+        op.note(group, error, (TimeoutError,))
+    finally:
+        await group.remove()
+    if legal:
+        for handle in handles:
+            await op.end(handle, op.number, *legal)
+
+
+STRATEGIES: Final = ("PACK", "SPREAD")
+
+
+def _submit_in(op: Operation, group: Any, index: int) -> Any:
+    amount = group.bundles[index].get("GPU", 0)
+    if amount:
+        task = tasks.on_gpu.options(placement=group, bundle=index, num_gpus=amount)
+        handle = task.remote(op.number, amount, 0.01)
+    else:
+        without = tasks.echo.options(placement=group, bundle=index)
+        handle = without.remote(op.number)
+    return op.begin("in a bundle", handle)
+
+
+OPERATIONS: Final[dict[Operate, int]] = {
+    on_cpus: 300,
+    on_gpus: 100,
+    leaving_a_daemon: 3,
+    tried_once: 60,
+    misbehaving: 6,
+    together: 10,
+    several: 15,
+    nested: 40,
+    bloated: 2,
+    stream: 40,
+    mapped: 12,
+    shared: 20,
+    passed_on: 20,
+    sent_along: 15,
+    given_up: 8,
+    hoarded: 3,
+    private_actor: 50,
+    named_actor: 15,
+    actor_pool: 3,
+    leased: 15,
+    placed: 10,
+}
