@@ -9,10 +9,12 @@ import io
 import logging
 import os
 import pdb
+import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
@@ -21,6 +23,8 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu.engines.inline.execution import InlineExecutor, TaskHost
+from aiogpu.engines.inline.jobs import Job
 from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import Async, Broken, Counter, Groups, Threads
 from tests.support.gate import Gate
@@ -351,22 +355,6 @@ async def wait_for_ever() -> None:
         await asyncio.Event().wait()
     finally:
         seen.append("end")
-
-
-async def test_the_program_ends_while_a_task_runs() -> None:
-    async def main() -> None:
-        await aiogpu.init(address="inline", num_cpus=1)
-        handles = [wait_for_ever.remote(), note.remote("never")]
-        while not seen:
-            await asyncio.sleep(0)
-        assert not any(handle.done() for handle in handles)
-
-    before = dict(os.environ)
-    thread = threading.Thread(target=aiogpu.run, args=[main()])
-    thread.start()
-    await asyncio.to_thread(thread.join)
-    assert dict(os.environ) == before
-    assert seen[:2] == ["begin", "end"]
 
 
 @aiogpu.remote
@@ -990,9 +978,10 @@ async def test_killed_and_made_anew(actors_node: aiogpu.types.Node) -> None:
     assert (await tasks.where.options(num_gpus=2).remote())["ids"] == [0, 1]
 
 
-@pytest.mark.parametrize("runner", [aiogpu.run, asyncio.run])
+@pytest.mark.parametrize("runner", [aiogpu.run, asyncio.run], ids=["aiogpu", "asyncio"])
 def test_a_program_that_ends_without_closing_its_node(runner: Any) -> None:
     """[B6] Its loop cancels all that runs, and then the node ends in order."""
+    before = dict(os.environ)
     calls: list[aiogpu.Handle[Any]] = []
 
     async def main() -> None:
@@ -1000,11 +989,18 @@ def test_a_program_that_ends_without_closing_its_node(runner: Any) -> None:
         actor = await Visited.remote()
         calls.append(actor.wait.remote("wait"))
         await until(lambda: "wait" in seen)
+        running = wait_for_ever.remote()
+        await until(lambda: "begin" in seen)
+        assert not running.done()
+        calls.append(running)
 
     runner(main())
-    assert seen[:3] == ["wait", "wait cancelled", "closing"]
-    assert seen[3][:2] == ("closed", "Visited")
-    assert seen[4:] == ["gone"]
+    assert dict(os.environ) == before
+    (closed,) = (each for each in seen if type(each) is tuple)
+    assert closed[:2] == ("closed", "Visited")
+    seen.remove(closed)
+    assert sorted(seen[:4]) == ["begin", "end", "wait", "wait cancelled"]
+    assert seen[4:] == ["closing", "gone"]
     told = repr(calls[0].exception())
     assert told == "NodeClosedError('the event loop of Visited has ended.')"
 
@@ -1024,3 +1020,228 @@ async def test_what_an_actor_has_started_ends_with_it(
         await until(lambda: seen == ["begin"])
     await until(lambda: seen == ["begin", "end"])
     assert await add_one.remote("x") == "x 1"
+
+
+# A Ctrl-C ends the program, whatever code it finds. Each program sends the signal to
+# itself from inside a task.
+
+
+@pytest.fixture
+def ended() -> Callable[[Callable[[], object]], tuple[str, str]]:
+    """Runs a program in a fork of this process; how it has ended, and its output."""
+
+    def run(program: Callable[[], object]) -> tuple[str, str]:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            how = "failed"
+            try:
+                os.dup2(writing, 1)
+                os.dup2(writing, 2)
+                sys.stdout = sys.stderr = open(1, "w", buffering=1)  # noqa: SIM115
+                logging.getLogger().handlers = [logging.StreamHandler(sys.stderr)]
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                program()
+                how = "ended"
+            except KeyboardInterrupt:
+                how = "interrupted"
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                gc.collect()
+                print(how, flush=True)
+                os._exit(0)
+        os.close(writing)
+        with open(reading) as pipe:
+            *lines, how = pipe.read().splitlines(keepends=True)
+        os.waitpid(child, 0)
+        return how.strip(), "".join(lines)
+
+    return run
+
+
+times = 1
+"""How often Ctrl-C is pressed."""
+again = aiogpu.remote(max_retries=3, retry_exceptions=True)
+
+
+def press() -> None:
+    print("pressed")
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+    print("went on")
+
+
+@again
+def presses() -> None:
+    press()
+
+
+@again
+async def presses_softly() -> None:
+    await asyncio.sleep(0)
+    press()
+
+
+@aiogpu.remote
+def parent_of(child: Any) -> None:
+    try:
+        aiogpu.get(child.remote())
+    finally:
+        print("parent ends")
+
+
+class Presses:
+    def __init__(self, at_once: bool = False) -> None:
+        if at_once:
+            press()
+
+    def method(self) -> None:
+        press()
+
+
+class PressesSoftly:
+    async def method(self) -> None:
+        await asyncio.sleep(0)
+        press()
+
+
+class PressesAtItsEnd:
+    async def close(self) -> None:
+        press()
+
+
+async def block() -> None:
+    async with aiogpu.remote(PressesAtItsEnd).remote() as actor:
+        await actor
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "plain": presses.remote,
+    "coroutine": presses_softly.remote,
+    "parent": lambda: parent_of.remote(presses),
+    "parent of coroutine": lambda: parent_of.remote(presses_softly),
+    "constructor": lambda: aiogpu.remote(Presses).remote(True),
+    "method": lambda: aiogpu.remote(Presses).remote().method.remote(),
+    "async method": lambda: aiogpu.remote(PressesSoftly).remote().method.remote(),
+    "close": block,
+}
+
+
+def run_on_a_loop(main: Coroutine[Any, Any, None]) -> None:
+    """As a program that has no runner."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(main)
+    finally:
+        asyncio.set_event_loop(loop)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+# asyncio's rule: the first cancels the main task, which is heard when the code that
+# blocks has ended; the second is heard at once. Without a runner the first is.
+@pytest.mark.parametrize(
+    ("runner", "count"),
+    [
+        *((aiogpu.run, 1), (aiogpu.run, 2)),
+        *((asyncio.run, 1), (asyncio.run, 2)),
+        (run_on_a_loop, 1),
+    ],
+    ids=["aiogpu-1", "aiogpu-2", "asyncio-1", "asyncio-2", "loop-1"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_ends_the_program(
+    kind: str, runner: Any, count: int, ended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is tried again, though `retry_exceptions` names all."""
+    monkeypatch.setenv(VISIBLE, "")
+    monkeypatch.setattr(f"{__name__}.times", count)
+    goes_on = count == 1 and runner is not run_on_a_loop
+
+    async def main() -> None:
+        try:
+            async with aiogpu.init(address="inline", num_cpus=1):
+                await KINDS[kind]()
+                await asyncio.sleep(60)
+        finally:
+            print("cleaned up", VISIBLE in os.environ)
+
+    how, out = ended(lambda: runner(main()))
+    assert how == "interrupted", out
+    expected = [
+        "pressed",
+        *["went on"] * goes_on,
+        *["parent ends"] * ("parent" in kind),
+    ]
+    assert out.splitlines() == [*expected, "cleaned up True"]
+
+
+def test_ctrl_c_may_find_code_that_is_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program ends all the same, and does not wait for what never ran."""
+
+    def press(executor: InlineExecutor, job: Job, host: TaskHost) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InlineExecutor, "begin", press)
+    handles: list[aiogpu.Handle[int]] = []
+
+    async def main() -> None:
+        async with aiogpu.init(address="inline", num_cpus=1):
+            handles.append(tasks.add.remote(1))
+            await handles[0]
+
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert isinstance(handles[0].exception(), aiogpu.errors.NodeClosedError)
+    assert dict(os.environ) == before
+
+
+def handle_signal(number: int, frame: FrameType | None) -> None:
+    assert frame is not None
+    print("handled", frame.f_code.co_name)
+
+
+def test_a_handler_of_the_programs_own_is_asked_and_put_back(ended: Any) -> None:
+    async def main() -> None:
+        signal.signal(signal.SIGINT, handle_signal)
+        async with aiogpu.init(address="inline", num_cpus=1):
+            await presses.remote()
+        assert signal.getsignal(signal.SIGINT) is handle_signal
+
+    how, out = ended(lambda: aiogpu.run(main()))
+    assert (how, out) == ("ended", "pressed\nhandled press\nwent on\n")
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@aiogpu.remote
+def take_the_handler() -> None:
+    seen.append(signal.signal(signal.SIGINT, interrupt))
+
+
+@aiogpu.remote
+def put_it_back() -> None:
+    signal.signal(signal.SIGINT, seen.pop())
+
+
+def test_a_debugger_may_take_the_handler_over(ended: Any) -> None:
+    """As `pdb` does when it is told to continue."""
+
+    async def main() -> None:
+        async with aiogpu.init(address="inline", num_cpus=1):
+            await take_the_handler.remote()
+            assert signal.getsignal(signal.SIGINT) is interrupt
+            await put_it_back.remote()
+            await presses.remote()
+            print("cancelled after this")
+            await asyncio.sleep(60)
+
+    how, out = ended(lambda: aiogpu.run(main()))
+    assert (how, out) == ("interrupted", "pressed\n")
