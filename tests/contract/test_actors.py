@@ -50,10 +50,10 @@ async def test_an_actor_keeps_its_state_and_its_order() -> None:
         assert await counter.add.remote() == 6
         assert await counter.add.remote(k=3) == 9
         # More than are sent ahead, in one turn of the loop and in several.
-        handles = [counter.add.remote() for _ in range(600)]
+        handles = [counter.add.remote() for _ in range(400)]
         await handles[0]
-        handles += [counter.add.remote() for _ in range(600)]
-        assert await asyncio.gather(*handles) == list(range(10, 1210))
+        handles += [counter.add.remote() for _ in range(400)]
+        assert await asyncio.gather(*handles) == list(range(10, 810))
         assert await Counter.remote().add.remote() == 1
         assert repr(counter) == "<ActorHandle Counter>"
         assert repr(counter.add) == "<RemoteMethod Counter.add>"
@@ -72,7 +72,7 @@ async def test_each_caller_has_its_order() -> None:
     """[B31]"""
 
     async def caller(counter: Any, name: int) -> None:
-        for step in range(50):
+        for step in range(30):
             if step % 3:
                 await counter.note.remote((name, step))
             else:
@@ -80,10 +80,10 @@ async def test_each_caller_has_its_order() -> None:
 
     async with aiogpu.init(num_cpus=1):
         for actor in (Counter.remote(), Async.remote()):
-            await asyncio.gather(*(caller(actor, name) for name in range(8)))
+            await asyncio.gather(*(caller(actor, name) for name in range(5)))
             notes = await actor.notes.remote()
-            for name in range(8):
-                assert [step for who, step in notes if who == name] == [*range(50)]
+            for name in range(5):
+                assert [step for who, step in notes if who == name] == [*range(30)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.support.gate import Gate
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 MIB = 1 << 20
-LIMIT = 400 * MIB
+LIMIT = 200 * MIB
 
 
 async def test_those_who_ask_for_memory_share_it(gate: Gate) -> None:
@@ -66,7 +66,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_of_two_that_do_not_fit_one_goes_and_is_tried_alone(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         handles = {
-            name: fill.options(num_gpus=0.5).remote(gate.path, name, 250)
+            name: fill.options(num_gpus=0.5).remote(gate.path, name, 125)
             for name in "ab"
         }
         states: dict[str, str] = {}
@@ -82,25 +82,25 @@ async def test_of_two_that_do_not_fit_one_goes_and_is_tried_alone(gate: Gate) ->
         late = tasks.add.remote(1)
         assert "run alone" in str(await late.why())
         gate.release(other)
-        assert await handles[other] == 250
+        assert await handles[other] == 125
         await gate.entered(ended)
         assert not late.done()
         gate.release(ended)
-        assert await handles[ended] == 250
+        assert await handles[ended] == 125
         assert await late == 2
 
 
 @pytest.mark.usefixtures("scarce")
 async def test_what_does_not_fit_alone_is_an_error(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2):
-        task = fill.options(memory="100MiB", name="glutton")
+        task = fill.options(memory="50MiB", name="glutton")
         with pytest.raises(aiogpu.OutOfMemoryError, match="glutton") as caught:
-            await task.remote(gate.path, "a", 600)
+            await task.remote(gate.path, "a", 300)
         error = caught.value
         assert isinstance(error, MemoryError)
         assert error.cause == "out of memory"
-        assert (error.asked, error.limit) == (100 * MIB, int(LIMIT * 0.95))
-        assert error.used > error.limit - 100 * MIB
+        assert (error.asked, error.limit) == (50 * MIB, int(LIMIT * 0.95))
+        assert error.used > error.limit - 50 * MIB
         assert await tasks.add.remote(1) == 2
 
 
@@ -108,13 +108,13 @@ async def test_what_does_not_fit_alone_is_an_error(gate: Gate) -> None:
 async def test_what_must_not_be_tried_twice_is_not(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2):
         with pytest.raises(aiogpu.OutOfMemoryError):
-            await fill.options(max_retries=0).remote(gate.path, "a", 600)
+            await fill.options(max_retries=0).remote(gate.path, "a", 300)
 
 
 @pytest.mark.usefixtures("scarce")
 async def test_the_guard_can_be_sent_home(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2, memory_guard=False):
-        handle = fill.remote(gate.path, "a", 450)
+        handle = fill.remote(gate.path, "a", 225)
         await gate.entered("a")
         gate.release("a")
-        assert await handle == 450
+        assert await handle == 225

@@ -31,8 +31,8 @@ async def idle(cpus: float) -> None:
 async def test_all_items_come_in_order(address: str, generator: Any) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         for window in (1, 2, None, 1000):
-            stream = generator.options(max_buffered=window).remote(300)
-            assert [item async for item in stream] == list(range(300))
+            stream = generator.options(max_buffered=window).remote(150)
+            assert [item async for item in stream] == list(range(150))
         assert [item async for item in generator.remote(0)] == []
 
 
@@ -360,8 +360,8 @@ async def test_many_streams_at_once(address: str) -> None:
         return [item async for item in stream_tasks.numbers_softly.remote(number)]
 
     async with aiogpu.init(address=address, num_cpus=2):
-        found = await asyncio.gather(*[consume(each % 70) for each in range(300)])
-        assert found == [[*range(each % 70)] for each in range(300)]
+        found = await asyncio.gather(*[consume(each % 70) for each in range(140)])
+        assert found == [[*range(each % 70)] for each in range(140)]
 
 
 def test_options_of_streams() -> None:

@@ -288,23 +288,22 @@ async def test_arguments_and_calls_whose_time_is_up(
     assert await slow == 5
 
 
-@pytest.mark.parametrize("chunk", [None, 3, "auto"])
-async def test_maps_over_handles_and_large_items(
-    chunk: Any, node: aiogpu.types.Node
-) -> None:
+async def test_maps_over_handles_and_large_items(node: aiogpu.types.Node) -> None:
     """[B18]"""
-    sums = v.add.map([v.add.remote(number) for number in range(10)], chunk=chunk)
-    assert [each async for each in sums] == list(range(2, 12))
-    arrays = [each async for each in v.full.map(range(10), chunk=chunk)]
-    assert [int(array[0]) for array in arrays] == list(range(10))
-    sums = v.give_sum.map(arrays, chunk=chunk)
-    assert [each async for each in sums] == [200_000 * number for number in range(10)]
     async with v.Serial.remote() as actor:
-        handles = [v.full.remote(number) for number in range(4)]
-        sums = actor.sum_of.map(handles, chunk=chunk)
-        assert [each async for each in sums] == [0, 200_000, 400_000, 600_000]
-    with pytest.raises(aiogpu.errors.MisuseError, match="split has num_returns=2"):
-        v.split.options(num_returns=2).map([(1, 2)], chunk=chunk)
+        for chunk in (None, 3, "auto"):
+            handles = [v.add.remote(number) for number in range(10)]
+            sums = v.add.map(handles, chunk=chunk)
+            assert [each async for each in sums] == list(range(2, 12))
+            arrays = [each async for each in v.full.map(range(4), chunk=chunk)]
+            assert [int(array[0]) for array in arrays] == list(range(4))
+            items = [*arrays, *(v.full.remote(number) for number in range(4, 6))]
+            for method in (v.give_sum, actor.sum_of):
+                sums = method.map(items, chunk=chunk)
+                found = [each async for each in sums]
+                assert found == [200_000 * number for number in range(6)]
+            with pytest.raises(aiogpu.errors.MisuseError, match="has num_returns=2"):
+                v.split.options(num_returns=2).map([(1, 2)], chunk=chunk)
 
 
 async def test_wait_and_as_completed_of_handles(node: aiogpu.types.Node) -> None:
