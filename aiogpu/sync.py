@@ -129,6 +129,7 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         """
         return type(self)(self._made.options(**options))
 
+    @overload
     def map(
         self,
         iterable: Iterable[Any],
@@ -137,7 +138,31 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         limit: int | None = None,
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
-    ) -> ResultIterator[R]:
+        return_exceptions: Literal[False] = False,
+    ) -> ResultIterator[R]: ...
+
+    @overload
+    def map(
+        self,
+        iterable: Iterable[Any],
+        /,
+        *,
+        limit: int | None = None,
+        ordered: bool = True,
+        chunk: int | Literal["auto"] | None = None,
+        return_exceptions: Literal[True],
+    ) -> ResultIterator[R | Exception]: ...
+
+    def map(
+        self,
+        iterable: Iterable[Any],
+        /,
+        *,
+        limit: int | None = None,
+        ordered: bool = True,
+        chunk: int | Literal["auto"] | None = None,
+        return_exceptions: bool = False,
+    ) -> ResultIterator[Any]:
         """Call it with each item; gives an iterator over the results.
 
         The options are those of `aiogpu.RemoteFunction.map`. An iterable that is no
@@ -148,13 +173,16 @@ class RemoteFunction(_Decorated, Generic[P, R]):
             MisuseError: it is no iterable, or this is a task: `map` needs a program.
         """
         portal = _portal(f"{self._made.__name__}.map()")
+        options: dict[str, Any] = {
+            "limit": limit,
+            "ordered": ordered,
+            "chunk": chunk,
+            "return_exceptions": return_exceptions,
+        }
         if portal is None:
-            return self._made.map(  # type: ignore[no-any-return]
-                iterable, limit=limit, ordered=ordered, chunk=chunk
-            )
+            return self._made.map(iterable, **options)  # type: ignore[no-any-return]
         from aiogpu.api.portal import map_on
 
-        options = {"limit": limit, "ordered": ordered, "chunk": chunk}
         return map_on(portal, self._made, iterable, options)
 
 

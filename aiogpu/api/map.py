@@ -29,7 +29,7 @@ from typing import (
     TypeVar,
 )
 
-from aiogpu.api.options import whole_number
+from aiogpu.api.options import check_flag, whole_number
 from aiogpu.api.results.handle import Handle
 from aiogpu.api.results.stream import IteratedOnce, LoopSource
 from aiogpu.api.usage_errors import IteratedOnLoop
@@ -97,8 +97,15 @@ class Chunker:
         partial: items that wait until their chunk is full.
     """
 
-    def __init__(self, remote: Any, chunk: int | Literal["auto"], most: int) -> None:
+    def __init__(
+        self,
+        remote: Any,
+        chunk: int | Literal["auto"],
+        most: int,
+        return_exceptions: bool,
+    ) -> None:
         self.partial: list[Any] = []
+        self._returns_exceptions = return_exceptions
         self._remote = remote
         self._fixed = None if chunk == "auto" else chunk
         self._sizes = Sizes(min(MOST, most))
@@ -123,12 +130,17 @@ class Chunker:
         """Unpack a chunk that has ended; raises its error if no item has a result.
 
         Returns:
-            The results, the error that comes after them, and the calls submitted for
-            the items that remain.
+            The results, with errors among them if they are wanted; the error that
+            comes after them; and the calls submitted for the items that remain.
         """
         items, seconds = self._sent.pop(handle, ((), 0.0))
         begun = perf_counter()
-        result = handle.result()
+        try:
+            result = handle.result()
+        except Exception as failure:
+            if not self._returns_exceptions:
+                raise
+            return [failure] * (len(items) or 1), None, []
         if not items:
             return [result], None, []  # the retry of a single item
         outcome = ChunkOutcome(*result)
@@ -136,18 +148,21 @@ class Chunker:
         done = len(outcome.values)
         self._sizes.note(done or 1, seconds)
         calls: list[Handle[Any]] = []
-        rest = items[done:]
+        values, rest = list(outcome.values), items[done:]
         if outcome.failure is not None:
             failed = Failed(*outcome.failure)
             error = unpack_failure(failed, self._remote.__name__)
             again = self._remote._again_after(error) if failed.kind == RAISED else None
-            if again is None:
-                return outcome.values, error, calls
-            calls.append(again.remote(rest[0]))
+            if again is not None:
+                calls.append(again.remote(rest[0]))
+            elif self._returns_exceptions:
+                values.append(error)
+            else:
+                return values, error, calls
             rest = rest[1:]
         size = self.size
         calls += [self.send(rest[i : i + size]) for i in range(0, len(rest), size)]
-        return outcome.values, None, calls
+        return values, None, calls
 
     def clear(self) -> None:
         """Forget all items."""
@@ -465,6 +480,7 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
         limit: int | None = None,
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
+        return_exceptions: bool = False,
     ) -> None:
         self._name = remote.__name__
         _check_returns(remote)
@@ -476,11 +492,13 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
             whole_number("limit", limit, 1, allowed)
         if not isinstance(ordered, bool):
             raise OptionError(f"ordered={ordered!r} must be True or False.")
+        self._returns_exceptions = check_flag("return_exceptions", return_exceptions)
         chunk = check_chunk(chunk, limit)
         self._is_chunked = chunk is not None
         chunker = None
         if chunk is not None:
-            chunker = Chunker(remote, chunk, (limit or MOST * SHARE) // SHARE)
+            most = (limit or MOST * SHARE) // SHARE
+            chunker = Chunker(remote, chunk, most, return_exceptions)
         elif limit is None:
             limit = DEFAULT_LIMIT
         self._source = self._window = MapWindow(
@@ -540,7 +558,12 @@ class Results(IteratedOnLoop, IteratedOnce[R]):
                         break
                     await window.wait_for_change()
                 elif not self._is_chunked:
-                    return handle.result()
+                    try:
+                        return handle.result()
+                    except Exception as failure:
+                        if not self._returns_exceptions:
+                            raise
+                        return failure  # type: ignore[return-value]
                 else:
                     values, self._error = window.open(handle)
                     self._unreleased = len(values)

@@ -251,6 +251,30 @@ class Mapper:
 
     __slots__ = ()
 
+    if TYPE_CHECKING:
+
+        @overload
+        def map(
+            self: TakesOne[X_contra, Y],
+            iterable: Iterable[X_contra] | AsyncIterable[X_contra],
+            *,
+            limit: int | None = None,
+            ordered: bool = True,
+            chunk: int | Literal["auto"] | None = None,
+            return_exceptions: Literal[False] = False,
+        ) -> Results[Y]: ...
+
+        @overload
+        def map(
+            self: TakesOne[X_contra, Y],
+            iterable: Iterable[X_contra] | AsyncIterable[X_contra],
+            *,
+            limit: int | None = None,
+            ordered: bool = True,
+            chunk: int | Literal["auto"] | None = None,
+            return_exceptions: Literal[True],
+        ) -> Results[Y | Exception]: ...
+
     @options_of("map()")
     def map(
         self: TakesOne[X_contra, Y],
@@ -259,7 +283,8 @@ class Mapper:
         limit: int | None = None,
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
-    ) -> Results[Y]:
+        return_exceptions: bool = False,
+    ) -> Results[Any]:
         """Call it with each item; gives an async iterator over the results.
 
         At most `limit` calls are ahead: started, and their result not yet taken by
@@ -288,10 +313,13 @@ class Mapper:
                 the calls end.
             chunk: items in a task, 1 or more; "auto" for as many as take about 4 ms;
                 None for 1.
+            return_exceptions: whether what a call raises is given in its place, as a
+                result, and the iteration goes on. What the iterable and `.remote()`
+                raise is raised all the same. If the process of a chunk dies, the
+                error stands for each of its items.
 
         Raises:
-            OptionError: `limit`, `ordered` or `chunk` is ill-valued, or `limit` has no
-                room for a chunk.
+            OptionError: an option is ill-valued, or `limit` has no room for a chunk.
             MisuseError: it is no iterable.
             NoLoopError: no event loop is running here.
         """
@@ -302,7 +330,7 @@ class Mapper:
             )
         from aiogpu.api.map import Results
 
-        return Results(self, iterable, limit, ordered, chunk)
+        return Results(self, iterable, limit, ordered, chunk, return_exceptions)
 
     def _again_after(self, error: Exception) -> Any:
         """Return what retries an item after this error; None for no retry."""

@@ -291,6 +291,30 @@ async def test_an_error_comes_in_its_place(
         assert await tasks.add.remote(1) == 2
 
 
+@pytest.mark.parametrize(
+    ("task", "chunk"), [(check, None), (check, 4), (check, "auto"), (check_later, 100)]
+)
+async def test_errors_among_the_results(
+    address: str, task: aiogpu.types.RemoteFunction[[int], int], chunk: Any
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=2):
+        mapped = task.map(range(50), chunk=chunk, return_exceptions=True)
+        found = [repr(one) async for one in mapped]
+        assert found == [
+            f"ValueError({n})" if n % 10 == 7 else f"{n}" for n in range(50)
+        ]
+        mapped = task.map(range(50), chunk=chunk, ordered=False, return_exceptions=True)
+        assert sorted([repr(one) async for one in mapped]) == sorted(found)
+
+        def broken() -> Iterator[int]:
+            yield 7
+            raise KeyError("input")
+
+        with pytest.raises(KeyError, match="input"):
+            async for _ in task.map(broken(), chunk=chunk, return_exceptions=True):
+                pass
+
+
 @aiogpu.remote
 def exit_at_2(number: int) -> int:
     if number == 2:
@@ -342,6 +366,9 @@ async def test_a_chunk_that_dies_fails_in_the_place_of_its_first(address: str) -
         with pytest.raises(aiogpu.WorkerDiedError, match="code 7"):
             await anext(results)
         assert await tasks.add.remote(1) == 2
+        results = die_at_5.map(range(9), chunk=3, return_exceptions=True)
+        kinds = [type(one).__name__ async for one in results]
+        assert kinds == 3 * ["int"] + 3 * ["WorkerDiedError"] + 3 * ["int"]
 
 
 @pytest.mark.parametrize("retries", [2, -1])

@@ -531,6 +531,7 @@ async def test_an_iterable_that_fails_as_it_is_left_is_reported(
         ({"limit": 2.0}, "limit=2.0 must be a whole number"),
         ({"limit": True}, "limit=True must be a whole number"),
         ({"ordered": "no"}, "ordered='no'"),
+        ({"return_exceptions": 1}, "return_exceptions=1 must be True or False"),
     ],
 )
 async def test_options_that_are_refused(
