@@ -139,20 +139,6 @@ async def test_the_second_taker_of_a_gpu_prints_gpu_1(
     assert err == ""
 
 
-@pytest.mark.usefixtures("each_engine")
-async def test_a_task_may_ignore_its_assignment_and_harms_no_other() -> None:
-    """[B26] Nothing keeps it from that; the next has a process of its own."""
-
-    @aiogpu.remote(num_gpus=0.5)
-    def take_all() -> str:
-        before = os.environ[VISIBLE]
-        os.environ[VISIBLE] = "0,1,2,3"
-        return before
-
-    async with aiogpu.init(num_cpus=1, num_gpus=1):
-        assert [await take_all.remote() for _ in range(2)] == ["0", "0"]
-
-
 async def test_four_quarters_at_once_need_four_cpus(gate: Gate) -> None:
     """[B21] A task takes one CPU unless it says otherwise."""
 
@@ -233,11 +219,16 @@ async def test_what_is_used_up_is_told_as_zero(gate: Gate) -> None:
 
 
 async def test_what_a_task_leaves_behind_is_gone_unless_workers_are_reused() -> None:
-    """[B26] The page's program of a task that does not clean up after itself."""
+    """[B26] The page's program of a task that does not clean up after itself.
+
+    Nothing keeps a task from ignoring its assignment, either.
+    """
 
     def leak() -> bool:
         is_leaked = "AIOGPU_TEST_LEAK" in os.environ
         os.environ["AIOGPU_TEST_LEAK"] = "1"
+        seen, os.environ[VISIBLE] = os.environ[VISIBLE], "0,1,2,3"
+        assert seen == "0"
         return is_leaked
 
     async with aiogpu.init(num_cpus=1, num_gpus=1):
@@ -316,61 +307,3 @@ async def test_a_type_is_a_thousandth_of_its_own_resource(gate: Gate) -> None:
         assert await handle == "trained on a V100"
         with pytest.raises(aiogpu.InfeasibleError, match="T4"):
             train.options(accelerator_type="T4").remote(gate.path)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_gpus": 1.5}, r"num_gpus=1\.5 mixes whole devices and a share"),
-        ({"num_gpus": -1}, "num_gpus=-1 is not a quantity"),
-        ({"num_gpus": True}, "num_gpus=True is a bool"),
-        ({"num_gpus": float("nan")}, "num_gpus=nan is not a quantity"),
-        ({"num_gpus": 0.00001}, "finer than 1/10000"),
-        ({"resources": {"GPU": 1}}, "say num_gpus=1 instead"),
-        ({"gpu_memory": "6 gigs"}, "gpu_memory='6 gigs' is not an amount of memory"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_at_decoration(
-    options: dict[str, object], said: str
-) -> None:
-    """[B9] [B21] Ray accepts some of these and fails later, or never."""
-    with pytest.raises(aiogpu.OptionError, match=said):
-        aiogpu.remote(**options)  # type: ignore[arg-type]
-
-
-async def test_blocking_calls_become_awaits(gate: Gate) -> None:
-    """[B14] [B15] `get` of one and of several, `wait` for the first, `cancel`."""
-    async with aiogpu.init(num_cpus=2):
-        assert await tasks.add.remote(1) == 2
-        assert await asyncio.gather(*map(tasks.add.remote, range(3))) == [1, 2, 3]
-        slow = tasks.gated.remote(gate.path, "slow")
-        quick = tasks.add.remote(1)
-        done, pending = await asyncio.wait(
-            [slow, quick], return_when=asyncio.FIRST_COMPLETED
-        )
-        assert (done, pending) == ({quick}, {slow})
-        await gate.entered("slow")
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await slow
-        assert slow.cancelled(), "nobody waits for it any more"
-        never = tasks.add.remote(1)
-        assert never.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await never
-
-
-async def test_object_refs_become_handles() -> None:
-    """[B16] [B17] `put`, a ref as an argument and within one, `num_returns`."""
-    async with aiogpu.init(num_cpus=2):
-        put = await aiogpu.put([1, 2])
-        assert await put == [1, 2]
-        assert await tasks.echo.remote(put) == [1, 2]
-        assert await tasks.add.remote(tasks.add.remote(1), b=tasks.add.remote(2)) == 5
-        (handle,) = await tasks.echo.remote([put])
-        assert isinstance(handle, aiogpu.Handle)
-        assert await handle == [1, 2]
-        first, second = tasks.echo.options(num_returns=2).remote(put)
-        assert (await first, await second) == (1, 2)
-        with pytest.raises(ValueError, match="no data"):
-            await tasks.add.remote(tasks.fail.remote(ValueError, "no data"))

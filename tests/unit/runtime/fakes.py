@@ -19,8 +19,11 @@ from aiogpu.client.function_spec import (
     new_func_id,
     new_function_id,
 )
+from aiogpu.core.model.ids import LeaseId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.runtime.devices.probe_thread import DeviceThread, Key, Look
 from aiogpu.runtime.output import Source
 from aiogpu.runtime.pending_tasks import Call
@@ -42,6 +45,28 @@ def func(
 
 def call(site: FunctionSpec | None = None) -> Call:
     return Call(site or func(), b"arguments", None)
+
+
+GIB = 1 << 30
+SIZED_GPUS = DeviceSet(
+    "GPU",
+    [Device(0, memory=80 * GIB), Device("GPU-1", memory=40 * GIB), Device(2)],
+)
+
+
+def lease_of(
+    *indices: int, share: int = UNIT, gpu_memory: int = 0, also: bool = False
+) -> Lease:
+    """A lease of these GPUs, each of that share; also of another kind of device."""
+    amounts = {"GPU": share * len(indices)} if share else {}
+    if also:
+        amounts["AAA"] = UNIT
+    request = Request.of({}, amounts, gpu_memory=gpu_memory)
+    shares = tuple((index, share) for index in indices)
+    others = (((0, UNIT),),) if also else ()
+    return Lease(
+        LeaseId(1), request, (*others, shares) if request.devices else (), Ledger({})
+    )
 
 
 class Timer:

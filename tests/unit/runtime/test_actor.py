@@ -477,7 +477,7 @@ TestActor = seed(1)(ActorMachine).TestCase
 TestActor.settings = settings(
     database=None,
     deadline=None,
-    max_examples=examples(200),
+    max_examples=examples(400),
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )

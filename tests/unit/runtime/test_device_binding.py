@@ -18,6 +18,7 @@ from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.runtime.devices import binding
 from aiogpu.runtime.devices.binding import Affinity, Assignment, limits_of, variables_of
 from aiogpu.wire.messages import Bind
+from tests.unit.runtime.fakes import SIZED_GPUS, lease_of
 
 FIRST = Device(0, pci="00000000:3B:00.0")
 SECOND = Device(1, pci="0001:af:00.0")
@@ -379,26 +380,6 @@ def test_shares_of_mps_that_the_user_has_set_stay() -> None:
     assert binding.mps_variables(2500, (GIB,), {binding.MEMORY: ""}) == {
         binding.THREADS: "25"
     }
-
-
-SIZED_GPUS = DeviceSet(
-    "GPU",
-    [Device(0, memory=80 * GIB), Device("GPU-1", memory=40 * GIB), Device(2)],
-)
-
-
-def lease_of(
-    *indices: int, share: int = UNIT, gpu_memory: int = 0, also: bool = False
-) -> Lease:
-    amounts = {"GPU": share * len(indices)} if share else {}
-    if also:
-        amounts["AAA"] = UNIT
-    request = Request.of({}, amounts, gpu_memory=gpu_memory)
-    shares = tuple((index, share) for index in indices)
-    others = (((0, UNIT),),) if also else ()
-    return Lease(
-        LeaseId(1), request, (*others, shares) if request.devices else (), Ledger({})
-    )
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from aiogpu.core.model.ids import LeaseId, TaskId, WorkerId
-from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
-from aiogpu.core.model.units import UNIT
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback, WorkerDiedError
@@ -33,6 +31,7 @@ from aiogpu.runtime.workers.death import (
 )
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.wire.messages import Failed
+from tests.unit.runtime.fakes import SIZED_GPUS, lease_of
 
 NOTHING = Findings()
 IN_GROUP = Findings(1, 1)
@@ -192,26 +191,6 @@ def test_a_task_that_used_too_much_memory(asked: int, words: str) -> None:
     assert (error.asked, error.used, error.limit) == (asked, used, limit)
 
 
-GPUS = DeviceSet(
-    "GPU",
-    [Device(0, memory=80 * GIB), Device("GPU-1", memory=40 * GIB), Device(2)],
-)
-
-
-def lease_of(
-    *indices: int, share: int = UNIT, gpu_memory: int = 0, also: bool = False
-) -> Lease:
-    amounts = {"GPU": share * len(indices)} if share else {}
-    if also:
-        amounts["AAA"] = UNIT
-    request = Request.of({}, amounts, gpu_memory=gpu_memory)
-    shares = tuple((index, share) for index in indices)
-    others = (((0, UNIT),),) if also else ()
-    return Lease(
-        LeaseId(1), request, (*others, shares) if request.devices else (), Ledger({})
-    )
-
-
 def worker_of(node: Scheduler, name: str | None, lease: Lease | None) -> WorkerRecord:
     worker = node.workers.create(())
     worker.lease = lease
@@ -223,7 +202,7 @@ def worker_of(node: Scheduler, name: str | None, lease: Lease | None) -> WorkerR
 
 @pytest.fixture
 def node() -> Scheduler:
-    return Scheduler(Ledger({}, [GPUS]))
+    return Scheduler(Ledger({}, [SIZED_GPUS]))
 
 
 def test_the_error_says_what_was_asked_and_who_was_beside(node: Scheduler) -> None:
