@@ -1,8 +1,9 @@
-"""[B23] What every engine says when it is asked why a task waits, or what there is."""
+"""[B8] [B23] What every engine says when asked: why a task waits, what there is."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +12,13 @@ from aiogpu.observe import snapshot as module
 from aiogpu.observe.snapshot import LISTED
 from aiogpu.observe.status import TaskStatus
 from tests.contract import tasks
+from tests.contract.actor_classes import Counter
 from tests.support.gate import Gate
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
-    pytest.mark.either_loop,
-    pytest.mark.needs("holders"),
-]
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
+@pytest.mark.needs("holders")
 @pytest.mark.needs("at once")
 async def test_a_waiting_task_names_what_is_short_and_who_holds_it(
     address: str, gate: Gate
@@ -56,6 +55,7 @@ async def test_a_waiting_task_names_what_is_short_and_who_holds_it(
         await asyncio.gather(a, b, d)
 
 
+@pytest.mark.needs("holders")
 @pytest.mark.needs("at once")
 async def test_a_task_that_waits_for_its_children_says_so(
     address: str, gate: Gate
@@ -77,6 +77,7 @@ async def test_a_task_that_waits_for_its_children_says_so(
         assert await handle == "child"
 
 
+@pytest.mark.needs("holders")
 async def test_a_running_task_and_those_behind_it(address: str, gate: Gate) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         runs = tasks.gated_coroutine.options(name="runs").remote(gate.path, "a")
@@ -93,6 +94,7 @@ async def test_a_running_task_and_those_behind_it(address: str, gate: Gate) -> N
         assert await asyncio.gather(runs, *waiting) == ["a", 1, 2, 3]
 
 
+@pytest.mark.needs("holders")
 @pytest.mark.parametrize("address", ["inline"])
 async def test_inline_tasks_wait_for_their_turn(address: str, gate: Gate) -> None:
     """Whatever they ask for: one runs after the other."""
@@ -114,6 +116,7 @@ async def test_inline_tasks_wait_for_their_turn(address: str, gate: Gate) -> Non
         assert await asyncio.gather(runs, first, last) == ["a", 2, 2]
 
 
+@pytest.mark.needs("holders")
 async def test_what_has_ended_says_how(address: str, gate: Gate) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         done, failed = tasks.add.remote(1), tasks.fail.remote(KeyError, "no")
@@ -134,6 +137,7 @@ async def test_what_has_ended_says_how(address: str, gate: Gate) -> None:
     assert runs.done()
 
 
+@pytest.mark.needs("holders")
 async def test_while_the_node_opens(address: str) -> None:
     opening = asyncio.ensure_future(
         aiogpu.init(address=address, num_cpus=1).__aenter__()
@@ -147,6 +151,7 @@ async def test_while_the_node_opens(address: str) -> None:
     await aiogpu.shutdown()
 
 
+@pytest.mark.needs("holders")
 async def test_a_task_cannot_ask(address: str) -> None:
     """Only the program can; so it is in a worker, and so it is in this process."""
 
@@ -178,6 +183,7 @@ async def test_a_task_cannot_ask(address: str) -> None:
         assert (await aiogpu.status()).total["CPU"] == 1.0
 
 
+@pytest.mark.needs("holders")
 async def test_a_plain_task_cannot_ask_either(address: str) -> None:
     def ask() -> str:
         child = tasks.add.remote(1)
@@ -193,6 +199,7 @@ async def test_a_plain_task_cannot_ask_either(address: str) -> None:
         assert answer.endswith(" 2")
 
 
+@pytest.mark.needs("holders")
 @pytest.mark.needs("own objects")
 async def test_a_great_many_that_wait_cost_no_more_than_a_few(
     address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +227,7 @@ async def test_a_great_many_that_wait_cost_no_more_than_a_few(
         await runs
 
 
+@pytest.mark.needs("holders")
 async def test_the_table_and_the_line(address: str, gate: Gate) -> None:
     async with aiogpu.init(address=address, num_cpus=1, num_gpus=1):
         runs = tasks.gated_coroutine.options(num_gpus=1, name="train")
@@ -232,3 +240,100 @@ async def test_the_table_and_the_line(address: str, gate: Gate) -> None:
         assert "  1 x {CPU: 1}: add first, the oldest for " in str(status)
         gate.release("a")
         assert await asyncio.gather(handle, waiting) == ["a", 2]
+
+
+@pytest.mark.usefixtures("each_engine")
+@pytest.mark.needs("listed actors")
+async def test_actors_are_listed_while_they_live() -> None:
+    async with aiogpu.init(num_cpus=1):
+        named = Counter.options(name="tally", lifetime="detached").remote()
+        plain = Counter.remote()
+        pids = [await one.pid.remote() for one in (named, plain)]
+        first, second = (await aiogpu.status()).actors
+        told = (first.name, first.class_name, first.state, first.is_detached)
+        assert told == ("tally", "Counter", "alive", True)
+        assert (first.holders, second.holders) == (2, 1)
+        assert (second.name, second.client, second.calls) == (None, first.client, 0)
+        assert [first.pid, second.pid] == pids
+        aiogpu.kill(named)
+        assert [one.id for one in (await aiogpu.status()).actors] == [second.id]
+
+
+@pytest.mark.usefixtures("each_engine")
+@pytest.mark.needs("listed actors")
+async def test_an_actor_that_waits_for_its_place_is_listed_last() -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        living = Counter.options(num_gpus=1).remote()
+        await living.add.remote()
+        waiting = Counter.options(num_gpus=1).remote()
+        first, second = (await aiogpu.status()).actors
+        assert (second.state, second.worker, second.pid) == ("pending", None, 0)
+        told = await aiogpu.why(second.id)
+        assert (told.name, told.state) == ("Counter", "waiting")
+        assert first.worker is not None
+        del living, waiting
+
+
+@pytest.mark.usefixtures("each_engine")
+async def test_why_asks_by_number() -> None:
+    async with aiogpu.init(num_cpus=1):
+        async with aiogpu.placement([{"CPU": 1}]):
+            handle = tasks.pid.remote()
+            seen = (await aiogpu.status()).tasks
+            (task,) = (one for one in seen if one.name == "pid")
+            assert (await aiogpu.why(task.id)).name == "pid"
+        await handle
+        with pytest.raises(
+            aiogpu.errors.NoSuchTaskError, match=f"no task {task.id} that"
+        ):
+            await aiogpu.why(task.id)
+
+
+@pytest.mark.usefixtures("each_engine")
+@pytest.mark.parametrize("number", [-1, "3", True, 1.5])
+async def test_why_wants_a_number(number: int) -> None:
+    with pytest.raises(
+        aiogpu.OptionError, match=r"asks for a task's number.*handle\.why"
+    ):
+        await aiogpu.why(number)
+
+
+@pytest.mark.usefixtures("each_engine")
+@pytest.mark.needs("processes")
+async def test_failures_are_remembered_the_latest_first(tmp_path: Path) -> None:
+    async with aiogpu.init(num_cpus=1):
+        counter = Counter.remote()
+        with pytest.raises(KeyError):
+            await tasks.fail.remote(KeyError, "x")
+        with pytest.raises(aiogpu.WorkerDiedError):
+            await tasks.exit_at_once.options(max_retries=0).remote(3)
+        with pytest.raises(TypeError):
+            await counter.add.remote("no number")
+        tried_again = tasks.fail_until.options(retry_exceptions=True)
+        await tried_again.remote(str(tmp_path / "count"), 1, ValueError)
+        called, died, raised = (await aiogpu.status()).failures
+        assert (called.name, called.error) == ("Counter.add", "TypeError")
+        assert (died.name, died.error) == ("exit_at_once", "WorkerDiedError")
+        assert (raised.name, raised.error, raised.message) == (
+            "fail",
+            "KeyError",
+            "'x'",
+        )
+        assert 0 <= called.seconds <= died.seconds <= raised.seconds < 60
+
+
+@pytest.mark.usefixtures("each_engine")
+@pytest.mark.needs("processes")
+async def test_who_runs_out_of_time_has_failed_and_who_is_cancelled_has_not() -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        actor = Counter.options(num_gpus=1).remote()
+        await actor.add.remote()
+        late = tasks.pid.options(num_gpus=1, timeout=0.01).remote()
+        cancelled = tasks.pid.options(num_gpus=1).remote()
+        with pytest.raises(aiogpu.TaskTimeoutError):
+            await late
+        cancelled.cancel()
+        await tasks.pid.remote()
+        (failed,) = (await aiogpu.status()).failures
+        told = (failed.name, failed.error, failed.message)
+        assert told == ("pid", "TaskTimeoutError", "0.01 s")
