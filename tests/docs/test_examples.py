@@ -114,5 +114,6 @@ def test_every_example_is_here() -> None:
 def test_is_short_and_says_what_it_shows(program: Path) -> None:
     source = program.read_text()
     assert source.startswith('"""')
-    assert 'if __name__ == "__main__":\n    aiogpu.run(main())\n' in source
+    call = "main()" if "aiogpu.sync" in source else "aiogpu.run(main())"
+    assert f'if __name__ == "__main__":\n    {call}\n' in source
     assert source.count("\n") <= 60
