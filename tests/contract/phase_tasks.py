@@ -120,20 +120,6 @@ def in_finally(path: str, name: str, place: str) -> None:
             spin()
 
 
-@aiogpu.remote
-def in_exit(path: str, name: str, place: str) -> None:
-    class Slow:
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            say(path, name)
-            spin()
-
-    with noted(place), Slow():
-        pass
-
-
 class Dying:
     """Busy for ever while it is finalised."""
 
@@ -178,15 +164,6 @@ def swallowed() -> Iterator[None]:
         yield
     except BaseException as error:
         del error
-
-
-@aiogpu.remote
-def sleeping(path: str, name: str, place: str) -> None:
-    note(place, BEGUN)
-    while True:
-        with swallowed():
-            say(path, name)
-            time.sleep(1000)
 
 
 @aiogpu.remote
@@ -326,7 +303,6 @@ INTERRUPTED: Final[list[Callable[..., Any]]] = [
     blocked_by_lock,
     waiting_for_a_process,
     in_finally,
-    in_exit,
     in_del,
     packing,
 ]
@@ -334,7 +310,6 @@ INTERRUPTED: Final[list[Callable[..., Any]]] = [
 KILLED: Final[list[Callable[..., Any]]] = [
     in_del_for_ever,
     swallowing,
-    sleeping,
     in_foreign_code,
     ignoring,
     blocking_signals,

@@ -363,13 +363,6 @@ def flood(lines: int) -> None:
 
 
 @aiogpu.remote
-def random_number() -> float:
-    import numpy
-
-    return float(numpy.random.rand())
-
-
-@aiogpu.remote
 def clock() -> float:
     return time.monotonic()
 

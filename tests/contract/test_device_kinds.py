@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -288,26 +287,6 @@ async def test_whatever_a_thread_raises_is_raised_at_the_await() -> None:
     assert caught.value is error
 
 
-def test_a_thread_may_outlive_the_loop() -> None:
-    may_end = threading.Event()
-    threads: list[threading.Thread] = []
-
-    def block() -> None:
-        threads.append(threading.current_thread())
-        may_end.wait()
-
-    async def main() -> None:
-        waiting = asyncio.ensure_future(in_thread(block))
-        while not threads:
-            await asyncio.sleep(0)
-        waiting.cancel()
-
-    asyncio.run(main())
-    may_end.set()
-    threads[0].join(5)
-    assert not threads[0].is_alive()
-
-
 GIB = 1 << 30
 
 
@@ -586,21 +565,3 @@ async def test_a_vendor_of_ones_own(address: str) -> None:
         assert await starts_another.remote() == {"FPGA": ["0"]}
     async with aiogpu.init(address=address, resources={"FPGA": 3}, num_gpus=0):
         assert (await aiogpu.cluster_resources())["FPGA"] == 3.0
-
-
-@pytest.mark.usefixtures("counted")
-@pytest.mark.needs("own vendors")
-@pytest.mark.needs("at once")
-@usual
-async def test_devices_of_two_kinds_are_held_side_by_side(address: str) -> None:
-    resources = {"neuron_cores": 2, "FPGA": 1}
-    async with aiogpu.init(
-        address=address, num_cpus=3, num_gpus=0, resources=resources
-    ):
-        asked = [{"neuron_cores": 1}, {"neuron_cores": 1}, {"FPGA": 1}]
-        facts = await asyncio.gather(
-            *(seen.options(resources=each).remote() for each in asked)
-        )
-        ids = sorted(json.dumps(each["ids"]) for each in facts)
-        assert ids[0] == '{"FPGA": ["0"]}'
-        assert set(ids[1:]) <= {'{"neuron_cores": ["0"]}', '{"neuron_cores": ["1"]}'}

@@ -7,7 +7,6 @@ import contextvars
 import gc
 import os
 import threading
-import time
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -123,22 +122,6 @@ async def test_what_pauses_takes_its_surroundings_along(
 
     assert await parent.remote() == [("parent", "0", [0])] * 3
     assert seen == ["begin", "end"]
-
-
-async def test_a_plain_child_that_ends_too_late(node: aiogpu.types.Node) -> None:
-    @aiogpu.remote
-    def slow() -> str:
-        time.sleep(0.2)
-        return "slow"
-
-    @aiogpu.remote
-    def parent() -> str:
-        handle = slow.remote()
-        with pytest.raises(aiogpu.TaskTimeoutError, match=r"slow ended after .* 0\.1"):
-            aiogpu.get(handle, timeout=0.1)
-        return aiogpu.get(handle)
-
-    assert await parent.remote() == "slow"
 
 
 @aiogpu.remote
@@ -339,26 +322,6 @@ async def test_children_run_before_others_that_wait(node: aiogpu.types.Node) -> 
         "parent ends",
         "other",
     ]
-
-
-@aiogpu.remote
-async def parent_of_a_group() -> list[object]:
-    async def helper(name: str) -> object:
-        return await note.remote(name)
-
-    async with asyncio.TaskGroup() as group:
-        helpers = [group.create_task(helper(name)) for name in "ab"]
-        gathered = await asyncio.gather(note.remote("c"), helper("d"))
-    return [helper.result() for helper in helpers] + list(gathered)
-
-
-async def test_asyncio_tasks_of_a_task_start_its_children(
-    node: aiogpu.types.Node,
-) -> None:
-    handles = [parent_of_a_group.remote(), note.remote("other")]
-    results = await asyncio.gather(*handles)
-    assert results == [["a", "b", "c", "d"], "other"]
-    assert seen[-1] == "other"
 
 
 @aiogpu.remote

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import io
 import os
 import threading
@@ -136,19 +135,6 @@ async def test_every_item_gives_one_result(
             assert results == [2 * n if is_double else n + 1 for n in range(200)]
         assert [each async for each in tasks.add.map([], chunk=chunk)] == []
         await left(0)
-
-
-async def test_an_async_iterable_in_chunks(address: str) -> None:
-    async def numbers() -> AsyncIterator[int]:
-        for number in range(100):
-            if number % 30 == 0:
-                await asyncio.sleep(0)
-            yield number
-
-    async with aiogpu.init(address=address, num_cpus=2):
-        for chunk in (7, "auto"):
-            results = tasks.add.map(numbers(), chunk=chunk)  # type: ignore[arg-type]
-            assert [each async for each in results] == list(range(1, 101))
 
 
 async def test_a_chunk_is_one_task_with_the_options_of_its_function(
@@ -574,15 +560,3 @@ async def test_tqdm_draws_a_bar_over_results(address: str) -> None:
         bar = tqdm(aiogpu.as_completed(handles), file=io.StringIO())
         assert bar.total == 5
         assert {await handle async for handle in bar} == {1, 2, 3, 4, 5}
-
-
-async def test_leaving_a_bar_stops_what_runs(address: str) -> None:
-    async def leave() -> int:
-        async for each in tqdm(tasks.add.map(count(), limit=8), file=io.StringIO()):
-            return int(each)
-        raise AssertionError
-
-    async with aiogpu.init(address=address, num_cpus=2):
-        assert await leave() == 1
-        gc.collect()
-        await left(0)

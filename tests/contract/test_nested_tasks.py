@@ -343,44 +343,6 @@ async def test_the_ways_to_wait(local: aiogpu.types.Node) -> None:
     assert await await_here.remote(work) == told
 
 
-async def fail_beside(path: str) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(tasks.gated.remote(path, "beside").coro())
-        group.create_task(tasks.fail.remote(KeyError).coro())
-
-
-async def test_errors_and_the_ways_to_stop(
-    local: aiogpu.types.Node, gate: Gate
-) -> None:
-    path = gate.path
-
-    async def work() -> list[str]:
-        told = []
-        with pytest.raises(LostError) as caught:
-            await nested_tasks.raise_below.remote(1)
-        told.append(str(caught.value.__cause__).count("LostError") > 1)
-        one = tasks.gated_coroutine.remote(path, "cancelled")
-        pass_gate(path, "first")
-        one.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await one
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.001):
-                await tasks.gated_coroutine.remote(path, "late")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(tasks.gated.remote(path, "too"), 0.001)
-        with pytest.raises(ExceptionGroup):
-            await fail_beside(path)
-        told.append(await tasks.add.remote(1))
-        return told
-
-    handle = await_here.remote(work)
-    await gate.entered("cancelled", "first")
-    gate.release("first")
-    await gate.entered("cancelled-cancelled")
-    assert await handle == [True, 2]
-
-
 async def test_threads_of_a_plain_task(local: aiogpu.types.Node) -> None:
     def work() -> list[int]:
         def one(number: int) -> int:
@@ -512,20 +474,6 @@ async def test_a_wait_that_is_given_up_takes_the_cpus_again(gate: Gate) -> None:
         assert (await aiogpu.available_resources())["CPU"] == 0
         gate.release("child", "parent")
         assert (await handle).startswith("TaskTimeoutError")
-
-
-async def test_children_have_gpus_of_their_own() -> None:
-    def work() -> list[Any]:
-        half = tasks.where.options(num_gpus=0.5)
-        shared = [half.remote() for _ in range(2)]
-        whole = tasks.where.options(num_gpus=1, max_calls=0).remote()
-        mine = aiogpu.get_gpu_ids()
-        return [mine, *(told["visible"] for told in aiogpu.get([*shared, whole]))]
-
-    async with aiogpu.init(num_cpus=2, num_gpus=3):
-        mine, *others = await run_here.options(num_gpus=1).remote(work)
-        assert mine == [0]
-        assert others == ["1", "1", "2"]
 
 
 async def test_two_trees_that_hold_each_others_gpu(gate: Gate) -> None:

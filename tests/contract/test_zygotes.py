@@ -235,18 +235,6 @@ async def test_a_workers_own_seed_is_not_touched() -> None:
             assert await seeded.remote() == expected.rand()
 
 
-async def test_torch_threads_and_numbers() -> None:
-    pytest.importorskip("torch", reason="the CPU build of torch is not installed")
-    async with aiogpu.init(num_cpus=4, num_gpus=1, preload=["torch"]):
-        for cpus in (1, 2):
-            _, counts = await threads.options(num_cpus=cpus, num_gpus=1).remote()
-            assert counts["torch"] == cpus
-            assert set(counts.values()) == {cpus}
-        drawn = [await numbers.remote() for _ in range(3)]
-        for column in zip(*drawn, strict=True):
-            assert len(column) == len(set(column)) == 3
-
-
 # Learning
 
 
@@ -289,20 +277,6 @@ async def test_what_one_call_imported_the_next_one_has(func: Path) -> None:
         assert old.is_over
 
 
-async def test_of_a_users_module_the_installed_ones_are_learnt(
-    func: Path, tmp_path: Path
-) -> None:
-    write(func / "slow_lib.py")
-    write(tmp_path / "users_own.py", "import slow_lib\n" + SLOW.format(value=1))
-    async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
-        plain = zygotes_of(session).plain
-        assert await load.remote("users_own") is False
-        await learnt(plain, "slow_lib")
-        assert "users_own" not in plain.learning.modules
-        assert await load.remote("users_own") is False
-        assert await load.remote("slow_lib") is True
-
-
 @pytest.mark.parametrize("preload", [(), ("json",)])
 async def test_learning_can_be_switched_off(
     preload: tuple[str, ...], func: Path
@@ -314,17 +288,6 @@ async def test_learning_can_be_switched_off(
         plain = zygotes_of(session).plain
         assert plain.learning.modules == []
         assert plain.current.generation == 0
-
-
-async def test_both_named_and_learnt(func: Path) -> None:
-    write(func / "slow_lib.py")
-    preload = ("json", "auto")
-    async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
-        assert await load.remote("json") is True
-        assert await load.remote("slow_lib") is False
-        await learnt(zygotes_of(session).plain, "slow_lib")
-        assert await load.remote("json") is True
-        assert await load.remote("slow_lib") is True
 
 
 async def test_a_generation_finds_what_the_first_one_found(
@@ -495,19 +458,6 @@ async def test_an_old_generation_that_dies_harms_no_worker(gate: Gate) -> None:
         assert await running == "running"
         assert zygotes_of(session).plain.current is new
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
-
-
-async def test_a_keeper_of_an_old_generation_that_dies(gate: Gate) -> None:
-    async with aiogpu.init(num_cpus=2, num_gpus=1, preload=()) as session:
-        task = tasks.gated.options(num_gpus=1, max_retries=0)
-        handle = task.remote(gate.path, "a")
-        await gate.entered("a")
-        old, _ = await renew(session)
-        os.kill(psutil.Process(gate.pids["a"]).ppid(), signal.SIGKILL)
-        with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
-            await handle
-        await end_of(old)
-        assert not os.path.exists(f"/proc/{gate.pids['a']}")
 
 
 async def test_closing_while_everything_is_under_way(
