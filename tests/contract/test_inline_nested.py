@@ -342,7 +342,7 @@ async def test_children_end_with_their_parent(node: aiogpu.types.Node) -> None:
     assert seen == ["other"]
 
 
-@aiogpu.remote
+@aiogpu.remote(cancel_grace=20)
 async def wait_for_ever() -> None:
     seen.append("child begins")
     try:
@@ -352,7 +352,7 @@ async def wait_for_ever() -> None:
         seen.append("child ends")
 
 
-@aiogpu.remote(num_gpus=1)
+@aiogpu.remote(num_gpus=1, cancel_grace=20)
 async def waiting_parent() -> None:
     try:
         await wait_for_ever.options(num_gpus=1).remote()
