@@ -41,7 +41,7 @@ from typing import (
 from aiogpu.api.decorator import method
 from aiogpu.api.decorator import remote as _remote
 from aiogpu.api.runtime_context import get_gpu_ids, get_runtime_context
-from aiogpu.client.current import current, host_of_task
+from aiogpu.client.current import is_in_task
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ A = TypeVar("A")
 
 def _portal(what: str) -> Any:
     """The way to the program's node; None in a task's code, which needs none."""
-    if current.client is not None or host_of_task.get() is not None:
+    if is_in_task():
         return None
     from aiogpu.api.portal import portal_for
 
@@ -345,15 +345,11 @@ def init(**options: Any) -> SyncNode:
 
 def is_initialized() -> bool:
     """Return whether this program has a node; inside a task the answer is True."""
-    if _is_task():
+    if is_in_task():
         return True
     from aiogpu.api.portal import portal_to_program
 
     return portal_to_program("aiogpu.sync.is_initialized()") is not None
-
-
-def _is_task() -> bool:
-    return current.client is not None or host_of_task.get() is not None
 
 
 def _node(what: str) -> SyncNode:
@@ -426,7 +422,7 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
         Exception: what one of them has raised, as soon as it has; the others go on.
         TaskTimeoutError: time was up; what was waited for goes on.
     """
-    if _is_task():
+    if is_in_task():
         from aiogpu.api.results import wait as waiting
 
         return waiting.get(handle, timeout=timeout)
@@ -485,7 +481,7 @@ def as_completed(handles: Collection[Handle[R]], /) -> Iterator[Handle[R]]:
 
     Leaving the loop cancels no work.
     """
-    if _is_task():
+    if is_in_task():
         from aiogpu.api.results import wait as waiting
 
         return iter(waiting.as_completed(cast("Any", handles)))  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
 """Making calls: in a program through its session, in a task through its client.
 
-This module finds out which of the two serves the running code, makes the matching kind
-of handle or stream, and builds the payload. On an inline node, plain code of a task has
-no event loop or runs one of its own; either way its node is the program's. Light to
-import, because workers load this file for nested calls: asyncio and the session are
-imported only where a program calls.
+This module makes the kind of handle or stream that fits the running code, and builds
+the payload. On an inline node, plain code of a task has no event loop or runs one of
+its own; either way its node is the program's. Light to import, because workers load
+this file for nested calls: asyncio and the session are imported only where a program
+calls.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from aiogpu.api.results.blocking import (
     RestoredOwner,
 )
 from aiogpu.client.current import (
+    client_of_caller,
     client_of_task,
     current,
     error_inside_task,
-    host_of_task,
+    inline_client,
     is_loop_running,
 )
 from aiogpu.errors import InternalError, MisuseError
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Client, Host, Outcome, ValueStore
+    from aiogpu.client.interface import Client, Outcome, ValueStore
     from aiogpu.observe.why import Why
 
 T = TypeVar("T")
@@ -57,15 +58,11 @@ def session_of_caller(what: str = ".remote()") -> Session:
     import asyncio
 
     from aiogpu.api.results.handle import session_of
-    from aiogpu.api.session import current_session, session_beside
+    from aiogpu.api.session import current_session
 
-    host = host_of_task.get()
-    if host is None:
-        return current_session(what)
-    loop = asyncio._get_running_loop() or host.program
-    session: Session | None = session_of(loop)
-    if session is None:
-        session = session_beside(host, loop) or session_of(host.program)
+    session: Session | None = session_of(asyncio._get_running_loop())
+    if session is None and (client := inline_client.get()) is not None:
+        session = session_of(client.program)
     return session or current_session(what)
 
 
@@ -76,24 +73,8 @@ def may_use(session: Session) -> bool:
     from aiogpu.api.results.handle import session_of
 
     own = session_of(asyncio._get_running_loop())
-    is_own = own in (None, session) or host_of_task.get() is not None
+    is_own = own in (None, session) or inline_client.get() is not None
     return session.is_open and is_own
-
-
-def host_beside_loop() -> Host | None:
-    """The host of the running task; None if the running loop has a session."""
-    host = host_of_task.get()
-    if host is None:
-        return None
-    import asyncio
-
-    from aiogpu.api.results.handle import session_of
-
-    loop = asyncio._get_running_loop()
-    if loop is None:
-        return host
-    has_session = session_of(loop) is not None or loop is host.program
-    return None if has_session or host.engine(loop) is not None else host
 
 
 # Tasks.
@@ -138,7 +119,7 @@ def _caller(what: str = ".remote()") -> TaskCaller | Session:
     Raises:
         MisuseError: no task runs any more, only threads that it left behind.
     """
-    client: Client | None = current.client or host_beside_loop()
+    client = client_of_caller()
     return session_of_caller(what) if client is None else TaskCaller(client)
 
 
@@ -474,7 +455,5 @@ def packed(outgoing: PickledValue) -> bytes:
         NoLoopError: no event loop is running here.
     """
     if current.client is not None:
-        from aiogpu.worker.nested import task_client
-
-        return task_client().loans.pack(outgoing)
+        return current.client.pack(outgoing)
     return session_of_caller().pack(outgoing)

@@ -53,7 +53,7 @@ from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker
 from aiogpu.api.usage_errors import NotItsResult
-from aiogpu.client.current import current, host_of_task, is_loop_running
+from aiogpu.client.current import is_in_task, is_loop_running
 from aiogpu.errors import (
     MisuseError,
     NodeError,
@@ -292,7 +292,7 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
         NoLoopError: several event loops of the program have a node.
         NodeError: this process was forked by a task, or by a program with a node.
     """
-    if current.client is not None or host_of_task.get() is not None:
+    if is_in_task():
         return None
     refuse_in_worker(what)
     own = _own_loop()
@@ -399,7 +399,7 @@ def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         `score = aiogpu.from_thread(predict.remote, image).result(timeout=5)`
     """
     what = "aiogpu.from_thread()"
-    if current.client is not None or host_of_task.get() is not None:
+    if is_in_task():
         return call(*args, **named)
     if is_loop_running():
         raise _blocks_loop(what)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from aiogpu.api.options import TaskOptions, check_options, merged, placement_group_of
 from aiogpu.api.results.handle import check_thread
 from aiogpu.api.usage_errors import EnteredOnLoop, options_of
-from aiogpu.client.current import error_inside_task, host_of_task
+from aiogpu.client.current import error_inside_task, is_in_task
 from aiogpu.client.function_spec import (
     Function,
     FunctionSpec,
@@ -336,7 +336,7 @@ def session_for(what: str) -> Session:
     """Return this loop's session; raises inside a task, or if it is closing."""
     from aiogpu.api.session import session_of_program
 
-    if host_of_task.get() is not None:
+    if is_in_task():
         raise error_inside_task(what)
     session = session_of_program(what)
     if session.is_closing:

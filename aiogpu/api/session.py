@@ -2,8 +2,7 @@
 
 A `.remote()` without one opens an embedded node with the defaults, which closes with
 its loop. A fork of the program inherits an inert session, which does not touch the
-parent's node. In a task on a Ray cluster, each event loop has a session of its own, as
-has plain code for its thread.
+parent's node.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 if TYPE_CHECKING:
     from aiogpu.api.results.stream import Stream
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Host
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import PickledValue
 
@@ -509,17 +507,3 @@ def _close_all_now() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_close_all_now)
-
-
-def session_beside(host: Host, loop: asyncio.AbstractEventLoop) -> Session | None:
-    """The session of a task's code on a loop, if its host has an engine for that."""
-    session = sessions.get(loop)
-    if session is None:
-        engine = host.engine(loop)
-        if engine is None:
-            return None
-        for closed in [one for one in sessions if one.is_closed()]:
-            del sessions[closed]
-        session = Session(engine, loop)
-        session._state = SessionState.OPEN
-    return session

@@ -2,8 +2,8 @@
 
 One value per process, since a worker runs one task at a time; the threads and
 coroutines of that task see the same. Where tasks share their program's process, a
-context variable tells whose code it is (`host_of_task`). Light to import: asyncio stays
-out, since plain functions need none.
+context variable has the client of each (`inline_client`). Light to import: asyncio
+stays out, since plain functions need none.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.errors import NodeError
+from aiogpu.errors import MisuseError, NodeError
 
 if TYPE_CHECKING:
-    from aiogpu.client.interface import Client, Host
+    from aiogpu.client.interface import ActorClient, Client, InlineClient
 
 
 class ActorExit(BaseException):
@@ -71,7 +71,7 @@ class Context:
         self.name = ""
         self.resources: Mapping[str, float] = {}
         self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
-        self.client: Client | None = None
+        self.client: ActorClient | None = None
         self.exits: set[object] = set()
 
     @property
@@ -115,8 +115,10 @@ current = Context()
 """The context of this process."""
 
 
-host_of_task: Final[ContextVar[Host | None]] = ContextVar("host_of_task", default=None)
-"""The host of the task whose code asks; None in programs and in workers."""
+inline_client: Final[ContextVar[InlineClient | None]] = ContextVar(
+    "inline_client", default=None
+)
+"""The client of the task whose code asks, on an inline node; else None."""
 
 
 def is_loop_running() -> bool:
@@ -125,16 +127,57 @@ def is_loop_running() -> bool:
     return asyncio is not None and asyncio._get_running_loop() is not None
 
 
+def is_in_task() -> bool:
+    """Return whether code of a task asks, wherever that task runs."""
+    return current.client is not None or inline_client.get() is not None
+
+
+def client_of_caller() -> Client | None:
+    """The client that makes requests for the running code; None where a session does.
+
+    Coroutines of an inline node run on the program's loop, and use its session.
+    """
+    client = inline_client.get()
+    if client is None:
+        return current.client
+    asyncio = sys.modules["asyncio"]
+    return None if asyncio._get_running_loop() is client.program else client
+
+
+def client_of_process() -> ActorClient:
+    """The client of the task or actor that has this process.
+
+    Raises:
+        NodeError: it is no process of a task.
+    """
+    if current.client is None:
+        raise NodeError("no task of aiogpu runs in this process, or in this thread.")
+    return current.client
+
+
 def client_of_task() -> Client:
     """The client of the task whose code asks, wherever that task runs.
 
     Raises:
         NodeError: it is no code of a task.
     """
-    client = host_of_task.get() or current.client
-    if client is None:
-        raise NodeError("no task of aiogpu runs in this process, or in this thread.")
-    return client
+    return inline_client.get() or client_of_process()
+
+
+def check_task_runs(name: str) -> None:
+    """Refuse a request that nobody would get the answer of.
+
+    Args:
+        name: of the function or method that is called.
+
+    Raises:
+        MisuseError: the task has ended.
+    """
+    if not current.task:
+        raise MisuseError(
+            f"{name}.remote() was called after the task had ended, by a thread that it "
+            f"has left behind."
+        )
 
 
 def error_inside_task(what: str) -> NodeError:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.serialization.references import Reference
+    from aiogpu.serialization.references import PickledValue, Reference
 
 
 Outcome = bytes | Failed | Exception
@@ -158,8 +158,8 @@ class Client(Protocol):
     upsets: int
 
     @property
-    def waits(self) -> Waits:
-        """The observer of waits on the event loop of this thread."""
+    def waits(self) -> Waits | None:
+        """The observer of waits on the event loop of this thread; None without one."""
         ...
 
     @property
@@ -211,17 +211,60 @@ class Client(Protocol):
         ...
 
 
-class Host(Client, Protocol):
-    """The client of a task that runs in its program's process, or in one of Ray's."""
+class InlineClient(Client, Protocol):
+    """The client of a task that runs in its program's process."""
 
     @property
     def program(self) -> AbstractEventLoop:
         """The loop of the program that has opened the node."""
         ...
 
-    def engine(self, loop: AbstractEventLoop | None) -> Any:
-        """The engine that takes the calls of code on a loop, or of plain code.
 
-        None where the program's own engine takes them all.
+class ActorClient(Client, Protocol):
+    """The client of a process that runs tasks for a program.
+
+    The program's own actors are reached through `engines.base.ActorsPort`.
+    """
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make a payload of what is more than a plain pickle.
+
+        Raises:
+            SerializationError: it is too large.
+            ObjectMemoryError: there is no room for it.
         """
+        ...
+
+    def make(
+        self,
+        func: FunctionSpec,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
+    ) -> Reference:
+        """Have an actor made; return what keeps it alive."""
+        ...
+
+    def find(self, name: str, namespace: str, receiver: Receiver) -> int:
+        """Ask which actor has a name; gives the question's number.
+
+        The answer is its id, the name and the pickled interface of its class. Whoever
+        gets it calls `own`.
+        """
+        ...
+
+    def own(self, actor: int) -> Reference:
+        """Return what keeps an actor alive that was found."""
+        ...
+
+    def actor(self, actor: int, name: str) -> Reference:
+        """Return what keeps an actor alive whose handle is being unpickled."""
+        ...
+
+    def pass_on(self, hold: Reference) -> None:
+        """A handle to the actor of a hold is being pickled."""
+        ...
+
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; see `wire.messages.Stop` for how."""
         ...

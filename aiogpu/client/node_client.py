@@ -16,6 +16,7 @@ from aiogpu.client.references import Loan, Loans
 from aiogpu.errors import SerializationError, TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import result_part
+from aiogpu.serialization.references import add_actor
 from aiogpu.wire.messages import (
     LARGEST_PAYLOAD,
     NUMBER_BITS,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver, Shareable
+    from aiogpu.serialization.references import PickledValue, Reference
 
 DECLARED: Final = 512
 """Functions that the node is taken to know; then all are declared anew. The node keeps
@@ -237,7 +239,7 @@ class NodeClient:
         """Return a new value or actor of this process as a loan."""
         return self.loans.own(identity)
 
-    def actor(self, identity: int) -> Loan:
+    def actor(self, identity: int, _name: str = "") -> Loan:
         """Return the hold on an actor whose handle is being unpickled.
 
         As a part of a function that comes unannounced: the node is told then.
@@ -247,6 +249,14 @@ class NodeClient:
             loan = self.own(identity)
             self.send(Hold(identity))
         return loan
+
+    def pass_on(self, hold: Reference) -> None:
+        """A handle to the actor of a hold is being pickled."""
+        add_actor(hold.id, hold)
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make a payload; see `Loans.pack`."""
+        return self.loans.pack(outgoing)
 
     def new_id(self) -> int:
         """An id for a value or an actor that no other process uses."""
@@ -293,8 +303,8 @@ class NodeClient:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
-    ) -> int:
-        """Have an actor made; gives its id.
+    ) -> Loan:
+        """Have an actor made; return the hold on it.
 
         Args:
             func: its class.
@@ -312,7 +322,7 @@ class NodeClient:
                 self.declare(func)
             actor = self.new_id()
             self.send(Make(actor, func.id, payload, name, namespace, get_if_exists))
-        return actor
+        return self.own(actor)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; gives the call's number."""

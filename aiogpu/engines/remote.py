@@ -401,8 +401,8 @@ class RemoteActors:
         get_if_exists: bool,
     ) -> RemoteActor:
         engine = self._engine
-        actor = engine.make(func, payload, key, get_if_exists)
-        return RemoteActor(engine, engine.own(actor), func)
+        hold = engine.make(func, payload, key, get_if_exists)
+        return RemoteActor(engine, hold, func)
 
     def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
         """The living actor of that name; asks the node."""

@@ -396,10 +396,7 @@ def pack_value(outgoing: PickledValue) -> bytes:
     """Make the payload of what this worker sends; see `Loans.pack`."""
     if current.client is None:
         raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
-    # Late: code that only asks where it runs needs none of it.
-    from aiogpu.worker.nested import task_client
-
-    return task_client().loans.pack(outgoing)
+    return current.client.pack(outgoing)
 
 
 def is_coroutine(function: object) -> bool:

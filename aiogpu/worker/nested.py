@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.client.current import current
+from aiogpu.client.current import check_task_runs, client_of_process, current
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
-from aiogpu.errors import MisuseError, NodeClosedError, NodeError, TaskCancelledError
+from aiogpu.errors import MisuseError, NodeClosedError, TaskCancelledError
 from aiogpu.wire.messages import Message, Sync, Synced, Wait
 from aiogpu.worker.private_hooks import IMPORT
 
@@ -92,11 +92,7 @@ class TaskClient(NodeClient):
         super().declare(func)
 
     def _prepare(self, name: str) -> None:
-        if not current.task:
-            raise MisuseError(
-                f"{name}.remote() was called after the task had ended, by a thread "
-                f"that it has left behind."
-            )
+        check_task_runs(name)
         if not self._has_any:
             self._begin()
         if self._unwanted:
@@ -231,7 +227,7 @@ class TaskClient(NodeClient):
                 return
             self._has_any = False
             self._channel.admit_guests(False)
-        self._settle_all(_abandoned)
+        self._settle_all(abandoned)
 
     def take(self, message: Message) -> bool:
         """Tell the receiver of an answer; False if the message is none of a task's."""
@@ -303,8 +299,8 @@ class LoopWaits:
             self._has_told = bool(self._waits)
 
 
-def _abandoned(name: str) -> TaskCancelledError:
-    """The error of a child that ends because its parent task has ended."""
+def abandoned(name: str) -> TaskCancelledError:
+    """Return the error of a child that ends because its parent task has ended."""
     return TaskCancelledError(
         f"{name} was stopped, since the task that had started it has ended."
     )
@@ -316,9 +312,7 @@ def task_client() -> TaskClient:
     Raises:
         NodeError: this process is no worker.
     """
-    if current.client is None:
-        raise NodeError("no task of aiogpu runs in this process, or in this thread.")
-    return cast("TaskClient", current.client)
+    return cast("TaskClient", client_of_process())
 
 
 def refuse_to_begin_anew() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,17 @@ class Grouped:
 def pid_of(actor: aiogpu.ActorHandle[Adder]) -> int:
     """The process of an actor, asked by plain code."""
     return int(aiogpu.get(actor.pid.remote()))
+
+
+@aiogpu.remote
+def add_in_threads(actor: aiogpu.ActorHandle[Adder], numbers: list[int]) -> int:
+    """Call an actor in threads of a task; gives the largest sum."""
+
+    def add(number: int) -> int:
+        return int(aiogpu.get(actor.add.remote(number)))
+
+    with ThreadPoolExecutor(2) as threads:
+        return max(threads.map(add, numbers))
 
 
 @aiogpu.remote(concurrency_groups={"narrow": 1}, max_concurrency=2)

@@ -21,6 +21,7 @@ from tests.contract.ray_actor_classes import (
     Grouped,
     Keeper,
     ThreadGroups,
+    add_in_threads,
     call_narrow,
     numbers_by_name,
     pid_of,
@@ -62,6 +63,12 @@ async def test_threads_share_the_handles_of_their_actor() -> None:
         front = Adder.options(max_concurrency=3).remote(adder)
         sums = await asyncio.gather(*(front.pass_on.remote(1) for _ in range(6)))
         assert sorted(sums) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_threads_of_a_task_call_actors() -> None:
+    async with node():
+        adder = await Adder.remote()
+        assert await add_in_threads.remote(adder, [*range(10)]) == 45
 
 
 async def test_groups_of_coroutines_share_a_loop_and_keep_their_limits() -> None:

@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.client.current import host_of_task
+from aiogpu.client.current import current
+from aiogpu.errors import MisuseError
 from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.worker import invoke
@@ -29,7 +30,8 @@ from aiogpu.worker.invoke import Functions
 pytest.importorskip("ray", reason="Ray is not installed here")
 from aiogpu.engines.ray import task_worker
 from aiogpu.engines.ray.actor_process import decode_call, encode_call
-from aiogpu.engines.ray.task_worker import TaskLoop, interrupts
+from aiogpu.engines.ray.engine import RayEngine
+from aiogpu.engines.ray.task_worker import TaskClient, TaskLoop, interrupts
 
 pytestmark = pytest.mark.ray
 
@@ -78,17 +80,12 @@ OWN_CODE: Final = frozenset(
 """The files whose code runs a loop."""
 
 
-class NoCalls:
+@pytest.fixture(scope="module")
+def client() -> Iterator[TaskClient]:
     """Of a task that has called nobody."""
-
-    def __init__(self) -> None:
-        self.live: dict[int, Any] = {}
-        self.on_delivered: Callable[[], object] | None = None
-
-
-@pytest.fixture
-def calls() -> NoCalls:
-    return NoCalls()
+    made = TaskClient(RayEngine.inside)
+    yield made
+    made.task_loop.loop.close()
 
 
 @pytest.fixture(autouse=True)
@@ -101,11 +98,12 @@ def own_handler() -> Iterator[None]:
 
 
 @pytest.fixture
-def task_loop(calls: NoCalls, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskLoop]:
+def task_loop(
+    client: TaskClient, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TaskLoop]:
     """One whose waits end at once."""
     monkeypatch.setattr(task_worker, "SLICE", 0)
-    made = TaskLoop()
-    made.wait_for(calls)  # type: ignore[arg-type]
+    made = TaskLoop(client.calls)
     yield made
     made.loop.close()
 
@@ -116,25 +114,25 @@ async def turns(number: int = 5) -> str:
     return "turned"
 
 
-def waits(task_loop: TaskLoop) -> None:
+def waits(_task_loop: TaskLoop, client: TaskClient) -> None:
     """As `aiogpu.get` does."""
     done: list[bool] = []
-    task_loop.loop.call_soon(done.append, True)
-    assert task_loop.run_until(lambda: bool(done), None)
+    client.calls.call_soon(lambda: done.append(True))
+    assert client.wait_until(lambda: bool(done))
 
 
-def awaits(task_loop: TaskLoop) -> None:
+def awaits(task_loop: TaskLoop, _client: TaskClient) -> None:
     assert task_loop.run(turns()) == "turned"
 
 
-def fails(task_loop: TaskLoop) -> None:
+def fails(task_loop: TaskLoop, _client: TaskClient) -> None:
     async def fail() -> None:
         raise LookupError
 
     task_loop.run(fail())
 
 
-def exits(task_loop: TaskLoop) -> None:
+def exits(task_loop: TaskLoop, _client: TaskClient) -> None:
     """So that the loop is left in the midst of a turn."""
 
     async def leave() -> None:
@@ -148,7 +146,7 @@ def exits(task_loop: TaskLoop) -> None:
     task_loop.run(main())
 
 
-def leaves_some(task_loop: TaskLoop) -> None:
+def leaves_some(task_loop: TaskLoop, _client: TaskClient) -> None:
     async def leave() -> None:
         asyncio.create_task(turns(1000))  # noqa: RUF006 - it is to be left
 
@@ -157,14 +155,11 @@ def leaves_some(task_loop: TaskLoop) -> None:
     assert not asyncio.all_tasks(task_loop.loop)
 
 
-def check_sound(task_loop: TaskLoop, calls: NoCalls) -> None:
+def check_sound(task_loop: TaskLoop, client: TaskClient) -> None:
     """The next task finds the loop as the first one did."""
     task_loop.cancel_all()
-    assert calls.on_delivered is None
     assert task_loop.run(turns()) == "turned"
-    waits(task_loop)
-    assert not task_loop._turn.locked()
-    assert not task_loop._waiters
+    waits(task_loop, client)
     assert interrupts._depth == 0
 
 
@@ -172,20 +167,22 @@ def check_sound(task_loop: TaskLoop, calls: NoCalls) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("scene", [waits, awaits, fails, exits, leaves_some])
 def test_an_interrupt_at_any_line_of_a_loops_code(
-    scene: Callable[[TaskLoop], None], task_loop: TaskLoop, calls: NoCalls
+    scene: Callable[[TaskLoop, TaskClient], None],
+    task_loop: TaskLoop,
+    client: TaskClient,
 ) -> None:
     """It is raised, and leaves nothing behind that would stop the next task."""
     for nth in count(1):
         raised = None
         with interrupts.enabled(), Tripwire(nth, OWN_CODE) as wire:
             try:
-                scene(task_loop)
+                scene(task_loop, client)
             except (KeyboardInterrupt, LookupError, SystemExit) as error:
                 raised = error
         assert interrupts.has_come == wire.is_torn, nth
         assert raised is not None or not wire.is_torn, nth
         try:
-            check_sound(task_loop, calls)
+            check_sound(task_loop, client)
         except BaseException as error:
             error.add_note(f"after an interrupt at line {nth}")
             raise
@@ -413,35 +410,31 @@ class Written:
     retried = b""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        from aiogpu.engines.ray.engine import RayEngine
-
         self.functions = Functions()
         self.functions[0] = function
         self.make_engine = RayEngine.inside
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def work(client: TaskClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs tasks."""
     cluster = pytest.importorskip("aiogpu.engines.ray.cluster")
     monkeypatch.setattr(cluster, "task_id", lambda: "00" * 24)
     monkeypatch.setattr(task_worker, "set_up_process", lambda *_place: None)
     monkeypatch.setattr(task_worker, "SLICE", 0)
-    monkeypatch.setattr(task_worker, "_thread", task_worker._Thread())
+    monkeypatch.setattr(current, "client", client)
+    monkeypatch.setattr(current, "task", 0)
     handler = signal.getsignal(signal.SIGINT)
     yield task_worker
     signal.signal(signal.SIGINT, handler)
-    if task_worker._thread.loop is not None:
-        task_worker._thread.loop.loop.close()
 
 
 def task_waits() -> str:
     """As `aiogpu.get` does."""
-    host = host_of_task.get()
-    assert host is not None
+    client: Any = current.client
     done: list[bool] = []
-    host.program.call_soon(done.append, True)
-    assert host.wait_until(lambda: bool(done))
+    client.calls.call_soon(lambda: done.append(True))
+    assert client.wait_until(lambda: bool(done))
     return "done"
 
 
@@ -509,7 +502,7 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
         with Tripwire(nth, files) as wire:
             seen.add(outcome(work, task))
         assert asyncio._get_running_loop() is None, nth
-        assert not asyncio.all_tasks(work.task_loop().loop), nth
+        assert not asyncio.all_tasks(work.task_client().task_loop.loop), nth
         assert (run(work, task_awaits), outcome(work, task)) == expected, nth
         assert run(work, task_waits) == expected[0], nth
         if not wire.is_torn:
@@ -517,6 +510,12 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
     gc.collect()  # what a torn task leaves is not the next test's
     assert nth > 50
     assert {"stopped", expected[1]} <= seen
+
+
+def test_a_thread_that_a_task_has_left_behind_starts_nothing(work: Any) -> None:
+    assert run(work, task_awaits)
+    with pytest.raises(MisuseError, match=r"add\.remote\(\) was called after the task"):
+        work.task_client().call(1, "add", b"", None)
 
 
 def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(

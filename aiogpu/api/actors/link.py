@@ -16,16 +16,19 @@ from weakref import WeakValueDictionary
 
 from aiogpu.api.actors.methods import ActorInterface, no_method
 from aiogpu.api.calls import (
-    host_beside_loop,
     may_use,
     request,
     results_for,
     session_of_caller,
 )
-from aiogpu.client.current import client_of_task, current, host_of_task
+from aiogpu.client.current import (
+    client_of_caller,
+    client_of_process,
+    current,
+    inline_client,
+)
 from aiogpu.client.function_spec import placeholder_func
 from aiogpu.errors import ActorNameError, AiogpuError, MisuseError, NodeClosedError
-from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.messages import AFTER_ALL, AGAIN, AT_ONCE, CAPACITY, ENDED, READY
 
@@ -35,11 +38,10 @@ if TYPE_CHECKING:
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Host, Receiver
-    from aiogpu.client.references import Loan
+    from aiogpu.client.interface import Client, Receiver
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.observe.why import Why
-    from aiogpu.worker.nested import TaskClient
+    from aiogpu.serialization.references import Reference
 
 
 def stranger(name: str) -> MisuseError:
@@ -256,11 +258,11 @@ class ActorLink:
         if actor is not None and not session.is_open:
             raise session.unusable()
         # Cheaper than asking for the running loop, which asks for the process id.
-        if get_ident() != session.thread or host_of_task.get() is not None:
-            host = self._host(f"{label}.remote()")
-            if host is not None and actor is not None:
-                call = partial(host.call, actor.id, method, payload)
-                return request(host, label, call, returns, window)
+        if get_ident() != session.thread or inline_client.get() is not None:
+            client = self._client(f"{label}.remote()")
+            if client is not None and actor is not None:
+                call = partial(client.call, actor.id, method, payload)
+                return request(client, label, call, returns, window)
         if returns or window:
             start = partial(self._start, method, payload)
             return results_for(session, label, self, returns, window, start)
@@ -271,16 +273,16 @@ class ActorLink:
             self._start(method, payload, handle)
         return handle
 
-    def _host(self, what: str) -> Host | None:
-        """The host of the running task; None if the running loop has a session.
+    def _client(self, what: str) -> Client | None:
+        """The client of the running code; None if the session serves it.
 
         Raises:
             NoLoopError: this is another thread than the event loop's.
         """
-        host = host_beside_loop()
-        if host is None:
+        client = client_of_caller()
+        if client is None:
             self._session.check_thread(what)
-        return host
+        return client
 
     def _start(self, method: str, payload: bytes, handle: Awaited) -> None:
         if self._actor is not None:
@@ -318,9 +320,9 @@ class ActorLink:
             self._ask(lambda actor: ask(actor, receiver), receiver.settle)
             return 0
 
-        host = self._host(f"Awaiting {name}")
-        if host is not None:
-            return request(host, name, start)  # type: ignore[no-any-return]
+        client = self._client(f"Awaiting {name}")
+        if client is not None:
+            return request(client, name, start)  # type: ignore[no-any-return]
         handle = self._session.new_handle(name, self)
         start(handle)
         return handle
@@ -400,12 +402,14 @@ class WorkerActorLink:
 
     own = None
 
-    def __init__(self, name: str, hold: Loan, interface: ActorInterface | None) -> None:
+    def __init__(
+        self, name: str, hold: Reference, interface: ActorInterface | None
+    ) -> None:
         self.name = name
         self.actor = hold.id
         self._hold = hold
         self.interface = interface
-        self._client = _client()
+        self._client = client_of_process()
         _links[self.actor] = self
 
     def __repr__(self) -> str:
@@ -418,7 +422,9 @@ class WorkerActorLink:
         """Link to an actor whose handle was unpickled here; raises `MisuseError`."""
         if home != current.home:
             raise stranger(name)
-        return _links.get(actor) or cls(name, _client().actor(actor), interface)
+        return _links.get(actor) or cls(
+            name, client_of_process().actor(actor, name), interface
+        )
 
     @classmethod
     def create(
@@ -429,9 +435,8 @@ class WorkerActorLink:
         get_if_exists: bool,
     ) -> WorkerActorLink:
         """Make an actor; it ends with this process unless others have handles."""
-        client = _client()
-        actor = client.make(func, payload, key, get_if_exists)
-        return cls(func.spec.name, client.own(actor), interface_in(func))
+        hold = client_of_process().make(func, payload, key, get_if_exists)
+        return cls(func.spec.name, hold, interface_in(func))
 
     @classmethod
     def find(cls, name: str, namespace: str) -> WorkerActorLink:
@@ -452,12 +457,12 @@ class WorkerActorLink:
 
     @classmethod
     def _found(cls, actor: int, of_class: str, interface: bytes) -> WorkerActorLink:
-        hold = _client().own(actor)
+        hold = client_of_process().own(actor)
         return _links.get(actor) or cls(of_class, hold, load_result(interface))
 
     def reference(self) -> tuple[int, str, str]:
         """Return what a handle is pickled as; its receiver counts as a holder."""
-        add_actor(self.actor, self._hold)
+        self._client.pass_on(self._hold)
         return self.actor, self.name, current.home
 
     def call(
@@ -493,12 +498,8 @@ class WorkerActorLink:
         self._client.stop(self.actor, AFTER_ALL)
 
 
-def _client() -> TaskClient:
-    return cast("TaskClient", client_of_task())
-
-
 def _ask_for(name: str, namespace: str) -> Any:
-    client = _client()
+    client = client_of_process()
     start = partial(client.find, name, namespace)
     return request(client, f"get_actor({name!r})", start)
 

@@ -52,7 +52,7 @@ from aiogpu.worker.invoke import Callables, Constructor
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Host
+    from aiogpu.client.interface import InlineClient
     from aiogpu.engines.inline.execution import LoopRunner
     from aiogpu.engines.inline.node import InlineNode
 
@@ -177,9 +177,9 @@ class CallJob(Job):
         waits = bool(self.calls_awaited)
         return waits or any(job.waiters for job in self.children())
 
-    def fresh_context(self, host: Host) -> Context:
+    def fresh_context(self, client: InlineClient) -> Context:
         """An empty context, but for whose it is and which method runs."""
-        context = super().fresh_context(host)
+        context = super().fresh_context(client)
         context.run(method_called.set, self.method)
         return context
 

@@ -59,7 +59,7 @@ from aiogpu.worker.private_hooks import set_running_loop
 
 
 class TaskHost:
-    """The node, as the code of one attempt at a task sees it; see `interface.Host`.
+    """The node, as the code of one attempt at a task sees it; see `InlineClient`.
 
     Attributes:
         upsets: how many children have failed or were withdrawn so far.
@@ -130,10 +130,6 @@ class TaskHost:
         return number
 
     remote_values = None
-
-    def engine(self, _loop: asyncio.AbstractEventLoop | None) -> None:
-        """The program's own engine takes all calls; see `Host.engine`."""
-        return
 
     @property
     def program(self) -> asyncio.AbstractEventLoop:

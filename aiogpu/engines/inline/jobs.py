@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec
 from weakref import WeakSet
 
-from aiogpu.client.current import host_of_task
+from aiogpu.client.current import inline_client
 from aiogpu.client.function_spec import FunctionSpec
-from aiogpu.client.interface import Host, Receiver
+from aiogpu.client.interface import InlineClient, Receiver
 from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.records import TaskRecord, TaskState
@@ -303,11 +303,11 @@ class Job:
         assert worker is not None, self
         self.node.lose(worker.id)
 
-    def fresh_context(self, host: Host) -> Context:
+    def fresh_context(self, client: InlineClient) -> Context:
         """An empty context, as a worker's is, but for whose it is."""
         context = Context()
         context.run(running_job.set, self)
-        context.run(host_of_task.set, host)
+        context.run(inline_client.set, client)
         return context
 
 

@@ -23,7 +23,6 @@ from aiogpu.client.current import (
     ActorExit,
     current,
     has_exited,
-    host_of_task,
     method_called,
 )
 from aiogpu.engines.ray import cluster
@@ -32,8 +31,6 @@ from aiogpu.engines.ray.errors import TaskFailure, cancelled
 from aiogpu.engines.ray.task_worker import (
     RemoteCode,
     Suspended,
-    TaskClient,
-    TaskLoop,
     call_user,
     result_of,
     set_up_process,
@@ -85,16 +82,14 @@ class ActorProcess:
     def __init__(self, code: RemoteCode, given: Sequence[Any]) -> None:
         self._name = code.name
         self._failure: TaskFailure | None = None
-        self._client = TaskClient(code.make_engine, TaskLoop(is_of_actor=True))
         self._object: Any = None
         self._groups = code.groups
         set_up_process(code)
         self._place: Place = current.node, os.getpid()
         current.actor = int(cluster.process_ids()[2][:12], 16)
-        host_of_task.set(self._client)
         constructor = Constructor(code.functions, self._keep)
         try:
-            call = call_user(self._client, constructor, 0, given)
+            call = call_user(constructor, 0, given)
             result_of(self._name, run_now(call))
         except TaskFailure as failure:
             self._failure = TaskFailure(*not_made(self._name, failure.failed))
@@ -107,7 +102,6 @@ class ActorProcess:
         return f"<actor {self._name}>"
 
     def _begin(self) -> None:
-        host_of_task.set(self._client)
         if self._failure is not None:
             raise self._failure
 
@@ -116,9 +110,7 @@ class ActorProcess:
     ) -> Coroutine[Any, Any, Done | Raised]:
         """Return what calls a method; see `call_user`."""
         method_called.set(method)
-        return call_user(
-            self._client, self._methods, method, given, is_stream=is_stream
-        )
+        return call_user(self._methods, method, given, is_stream=is_stream)
 
     def _drop(self) -> None:
         """Release the object, so that its own cleanup runs."""
@@ -299,7 +291,6 @@ class AsyncActorProcess(ActorProcess):
 
     async def _close(self) -> None:
         """Await the object's own `close()`, once."""
-        host_of_task.set(self._client)
         close = getattr(self._object, "close", None)
         is_closed, self._is_closed = self._is_closed, True
         if is_closed or not iscoroutinefunction(close) or signature(close).parameters:

@@ -78,7 +78,7 @@ class RayActor:
 
     Attributes:
         reference: Ray's handle, its class, and how its calls are run.
-        actors: all actors that this event loop reaches.
+        actors: all actors that this client reaches.
         is_made_here: whether it ends with this program at the latest.
         end: why it takes no calls, as far as this process knows.
         is_leaving: whether it was told to end after what it was sent.
@@ -126,7 +126,7 @@ class RayActor:
 
     @property
     def _calls(self) -> Calls:
-        """The calls of the event loop."""
+        """The calls of the client."""
         return self.actors.calls
 
     def holder(self) -> None:
@@ -174,7 +174,7 @@ class RayActor:
 
         A call that is held back keeps the actor alive, by its `explain`.
         """
-        # Plain code's loop does not run while nobody waits.
+        # Plain code may end without a wait, and what it has sent goes on.
         if self._held is not None and asyncio._get_running_loop() is not None:
             self._held.append(do)
         else:
@@ -274,7 +274,7 @@ class RayActor:
         elif not isinstance(answer, Exception):
             self.place = answer
             again = LOOK_AGAIN if self.end is not None else LOOK_SELDOM
-            self._calls.loop.call_later(again, self._ask_again, receiver)
+            self._calls.call_later(again, partial(self._ask_again, receiver))
         elif isinstance(answer, ActorDiedError):
             if self.is_leaving:
                 error = died(self.name, "its `async with` block was left.")
@@ -295,7 +295,7 @@ class RayActor:
         """Wait for the end of its process, of which Ray says that it is dead."""
         if pid and left > 0 and os.path.exists(f"/proc/{pid}"):
             look = partial(self._await_process, receiver, pid, left - PROCESS_LOOK)
-            self._calls.loop.call_later(PROCESS_LOOK, look)
+            self._calls.call_later(PROCESS_LOOK, look)
         else:
             receiver.settle(NONE)
 
@@ -394,13 +394,12 @@ def _note_made(actor: ref[RayActor], answer: Any) -> None:
 
 
 class RayActors:
-    """All actors that an event loop reaches; see `ActorsPort`.
+    """All actors that a client reaches; see `ActorsPort`.
 
     In this process Ray's handle goes with the handles that hold it, wherever these end.
-    No loop need run for that: that of a plain task does not while nobody waits.
 
     Attributes:
-        calls: of the event loop.
+        calls: of the client.
         check_open: raises `NodeError` if the cluster is not there any more.
     """
 

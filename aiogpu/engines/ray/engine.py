@@ -12,7 +12,6 @@ import logging
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.client.current import error_inside_task
 from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray import cluster, status
@@ -35,6 +34,7 @@ from aiogpu.errors import (
 from aiogpu.runtime.callers.leases import removed
 from aiogpu.runtime.pending_tasks import too_late
 from aiogpu.serialization.exceptions import pack_own_error
+from aiogpu.worker.nested import abandoned
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
@@ -59,7 +59,7 @@ FUNCTIONS: Final = 1024
 
 
 class RayEngine:
-    """The engine of a program on a Ray cluster, or of a task's code in it.
+    """The engine of a program on a Ray cluster, or of a process in it that Ray runs.
 
     Attributes:
         calls: what runs.
@@ -89,16 +89,16 @@ class RayEngine:
             RayEngine.inside,
         )
         self._function = lru_cache(FUNCTIONS)(self._new_function)
-        self._is_open = self._is_inside = self._is_hasty = False
+        self._is_open = self._is_hasty = False
         self._is_head_missed = False
         self._watch_task: asyncio.Task[None] | None = None
         self._mark = object()  # left on functions that were checked
 
     @classmethod
     def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
-        """Make the engine of a task's code, in a process that Ray has started."""
+        """Make the engine of a process that Ray has started."""
         engine = cls(NodeOptions(), loop)
-        engine._is_open = engine._is_inside = True
+        engine._is_open = True
         return engine
 
     def __repr__(self) -> str:
@@ -238,7 +238,7 @@ class RayEngine:
             return number
         if spec.timeout is not None:
             late = partial(calls.revoke, number, too_late(spec))
-            calls.call_later(number, spec.timeout, late)
+            calls.call_later(spec.timeout, late, number)
         calls.when_ready(number, payload, partial(self._send, number, func))
         return number
 
@@ -290,7 +290,9 @@ class RayEngine:
     def end_children(self) -> None:
         """Stop the tasks that an ended task has left; calls of actors go on."""
         for number, call in list(self.calls.live.items()):
-            (self.calls.end if call.actor and call.refs else self.cancel)(number)
+            goes_on = call.actor and call.refs
+            stop = self.calls.end if goes_on else self.calls.cancel
+            stop(number, abandoned(call.name))
 
     # Placement groups
 
@@ -324,23 +326,23 @@ class RayEngine:
 
     async def total(self) -> dict[str, float]:
         """Return all resources by name."""
-        self._check_asked("aiogpu.cluster_resources()")
+        self._check_asked()
         await self.overview.look()
         return await status.total_resources()
 
     async def available(self) -> dict[str, float]:
         """Return what is free of each."""
-        self._check_asked("aiogpu.available_resources()")
+        self._check_asked()
         return await status.free_resources(await status.total_resources())
 
     async def status(self) -> NodeStatus:
         """Return what the cluster has, and what this program has running."""
-        self._check_asked("aiogpu.status()")
+        self._check_asked()
         return await status.status(self.calls)
 
     async def why(self, task: int) -> Why | None:
         """Return what is known of a call, an actor or a group; see `Engine.why`."""
-        self._check_asked("handle.why()")
+        self._check_asked()
         of_actor = (n for n, call in self.calls.live.items() if call.actor == task)
         number = next(of_actor, task)
         return self._groups.why(number) or self.calls.why(number)
@@ -349,9 +351,7 @@ class RayEngine:
         """Return the same for a number of `status()`; see `Engine.why_task`."""
         return await self.why(number)
 
-    def _check_asked(self, what: str) -> None:
-        if self._is_inside:
-            raise error_inside_task(what)
+    def _check_asked(self) -> None:
         self._check_open()
         if self._is_head_missed:
             # A question without an answer would have Ray end this program.

@@ -1,8 +1,4 @@
-"""A task in a worker of Ray's: its interrupts, its event loop, its client, its run.
-
-Coroutines have an engine on their event loop, as programs have. Plain code has no loop:
-what it starts is carried by a loop of its thread, which runs while the code waits.
-"""
+"""A task in a worker of Ray's: its interrupts, its event loop, its client, its run."""
 
 from __future__ import annotations
 
@@ -24,26 +20,35 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, suppress
-from itertools import chain, islice
 from selectors import EpollSelector, SelectorKey
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiogpu.accelerators.listed_devices import is_left_alone
 from aiogpu.client.current import (
+    check_task_runs,
+    client_of_process,
     current,
-    host_of_task,
     is_loop_running,
 )
 from aiogpu.engines.ray import cluster
-from aiogpu.engines.ray.cluster import Ref, SerialThread
 from aiogpu.engines.ray.errors import RetriedFailure, TaskFailure, cancelled
 from aiogpu.engines.ray.tasks import Calls, RayValues
 from aiogpu.engines.ray.values import from_arguments, pack, to_stored
+from aiogpu.errors import ActorNameError
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, pack_failure
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue
-from aiogpu.wire.messages import Done, Items
+from aiogpu.serialization.serializer import dump_whole
+from aiogpu.wire.messages import (
+    AFTER_ALL,
+    AGAIN,
+    CAPACITY,
+    ENDED,
+    READY,
+    Done,
+    Items,
+)
 from aiogpu.worker.interrupts import imports
 from aiogpu.worker.invoke import (
     OWN_FRAMES,
@@ -60,15 +65,16 @@ from aiogpu.worker.invoke import (
     open_arguments,
     run_now,
 )
+from aiogpu.worker.nested import refuse_to_begin_anew
 from aiogpu.worker.private_hooks import set_running_loop
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Receiver
+    from aiogpu.client.interface import Outcome, Receiver
 
 # Interrupts
 
-AGAIN: Final = 0.02
+LOOK_AGAIN: Final = 0.02
 """Seconds between two looks at whether an interrupt may be raised."""
 WAKE: Final = signal.SIGURG
 """Sent to the main thread to end what blocks it. Ray's workers have SIGINT blocked;
@@ -145,7 +151,7 @@ class Interrupts:
                 interrupt_main(WAKE)  # disturbs no system call of an import
             else:
                 signal.pthread_kill(main, WAKE)
-            time.sleep(AGAIN)
+            time.sleep(LOOK_AGAIN)
             wakes = max(wakes - 1, 0)
 
     @contextmanager
@@ -225,8 +231,6 @@ SHARED_SLICE: Final = 0.005
 """The same if the task waits for descriptors of its own as well."""
 DELIVERY: Final = 0.001
 """Seconds from Ray's thread to this one for what is ready."""
-AWAITED: Final = 1000
-"""Objects that one wait is for, at most."""
 MOST_ENDS: Final = 10
 """Exceptions by which what is left on a loop may end it."""
 
@@ -237,87 +241,47 @@ class _RaySelector(EpollSelector):
     Ray then knows that the task is blocked, and gives its CPUs to others meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Calls) -> None:
         super().__init__()
-        self.calls: Calls | None = None
-        self.is_shared = False
+        self._calls = calls
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
+        # Before the look: what ends after it is either seen by that or by Ray.
+        refs = self._calls.awaited()
         found = super().select(0)
         if found:
             return found
-        refs = self._awaited()
-        is_alone = len(self.get_map()) == 1 and not self.is_shared
-        slice_ = SLICE if is_alone or not refs else SHARED_SLICE
+        slice_ = SLICE if len(self.get_map()) == 1 or not refs else SHARED_SLICE
         wait = slice_ if timeout is None else min(timeout, slice_)
         if not refs:
             return super().select(wait)
         return super().select(DELIVERY if cluster.wait(refs, wait) else 0)
 
-    def _awaited(self) -> Sequence[Ref]:
-        if self.calls is None:
-            return ()
-        # A copy: other threads of an actor may make calls meanwhile.
-        calls = [*islice(self.calls.live.values(), AWAITED)]
-        refs = chain.from_iterable(call.awaited for call in calls)
-        return list(islice(refs, AWAITED))
-
 
 class TaskLoop:
-    """The event loop of a thread, kept between tasks, or of all threads of an actor.
-
-    The threads of an actor take turns in running the loop, so that what one of them
-    has started another can wait for. What comes while none of them waits is delivered
-    by a thread of the loop's own: an actor may be idle for long, and would keep alive
-    whatever an answer holds that nobody has looked at.
+    """The event loop of a thread, kept between tasks.
 
     Attributes:
         loop: the asyncio loop.
     """
 
-    def __init__(self, *, is_of_actor: bool = False) -> None:
-        self._is_of_actor = is_of_actor
-        self._delivery_thread: SerialThread | None = None
-        self._turn = threading.Lock()  # whoever runs the loop has it
-        self._waiters_lock = threading.Lock()
-        self._waiters = 0
-        self._selector = _RaySelector()
-        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._selector)
+    def __init__(self, calls: Calls) -> None:
+        """Make one that waits for these calls while it is idle."""
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(
+            _RaySelector(calls)
+        )
         self._runner = asyncio.Runner(loop_factory=lambda: self.loop)
         self._runner.get_loop()
         self._main: asyncio.Task[Any] | None = None
-
-    def wait_for(self, calls: Calls) -> None:
-        """Wait for these calls while the loop is idle."""
-        self._selector.calls = calls
-        if self._is_of_actor:
-            calls.on_posted = self._deliver_later
-
-    def _deliver_later(self) -> None:
-        """Have what has come delivered, from any thread; those who wait do it."""
-        with self._waiters_lock:
-            if self._waiters:
-                return
-            if self._delivery_thread is None:
-                self._delivery_thread = SerialThread("aiogpu-delivery")
-        self._delivery_thread.submit(self._deliver)
-
-    def _deliver(self) -> None:
-        if self._turn.acquire(blocking=False):
-            try:
-                self.settle()
-            finally:
-                self._turn.release()
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
         """Await something of the task's, in a copy of the caller's context.
 
         An interrupt cancels it, and is raised when it has ended by that.
         """
-        # Another thread may be delivering what has come.
-        with interrupts.deferred(self._wake), self._turn:
+        with interrupts.deferred(self._wake):
             try:
                 return self._runner.run(self._awaited(awaitable))
             except asyncio.CancelledError:
@@ -358,49 +322,6 @@ class TaskLoop:
             except (SystemExit, KeyboardInterrupt):
                 stop.cancel()  # other code has ended the loop
 
-    def run_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
-        """Run what is due until something is done; return False on timeout.
-
-        Args:
-            is_done: asked after each step.
-            deadline: by `time.monotonic()`, as the loop's own clock; None for no limit.
-        """
-        with interrupts.deferred():
-            self._add_waiters(1)
-            try:
-                while not (is_done() or interrupts.is_due()):
-                    if deadline is not None and self.loop.time() >= deadline:
-                        return False
-                    if self._turn.acquire(timeout=SLICE):
-                        try:
-                            if not is_done():  # by another thread's turn
-                                self._run_slice()
-                        finally:
-                            self._turn.release()
-                return True
-            finally:
-                self._add_waiters(-1)
-                calls = self._selector.calls
-                if self._is_of_actor and calls is not None and calls.is_posted:
-                    self._deliver_later()
-
-    def _add_waiters(self, more: int) -> None:
-        with self._waiters_lock:
-            self._waiters += more
-            self._selector.is_shared = self._waiters > 1
-
-    def _run_slice(self) -> None:
-        """Wait for what comes, for the length of a slice at most."""
-        loop, calls = self.loop, self._selector.calls
-        assert calls is not None, self
-        alarm = loop.call_later(SLICE, loop.stop)
-        calls.on_delivered = loop.stop
-        try:
-            loop.run_forever()
-        finally:
-            calls.on_delivered = None
-            alarm.cancel()
-
     def cancel_all(self) -> None:
         """Cancel what the task has left running on the loop, and wait for its end.
 
@@ -417,131 +338,265 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Thread(threading.local):
-    loop: TaskLoop | None = None
-
-
-_thread: Final = _Thread()
-
-
-def task_loop() -> TaskLoop:
-    """Return the loop of this thread; make it when it is first asked for."""
-    if _thread.loop is None:
-        _thread.loop = TaskLoop()
-    return _thread.loop
-
-
-# The client of a task's code
+# The client of this process
 
 
 EngineFactory = Callable[[asyncio.AbstractEventLoop], Any]
-"""Makes the `RayEngine` of code on a loop. It comes with the code: that class is above
-this module."""
-_engines: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
+"""Makes the `RayEngine` of a process. It comes with the code: that class is above this
+module."""
 
 
-class TaskClient(Invoker):
-    """The client of one task's code, or of one actor's, and where its calls run.
+class LoopReceiver:
+    """Tells a receiver on its own event loop, from any thread."""
 
-    See `interface.Host` and `invoke.Invoker`.
+    def __init__(self, receiver: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.receiver = receiver
+        self._loop = loop
+
+    def settle(self, outcome: Outcome) -> None:
+        """Take the outcome; see `Receiver`."""
+        self._tell(self.receiver.settle, outcome)
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Take pickled items; see `ItemReceiver`."""
+        self._tell(self.receiver.receive_items, payloads)
+
+    def _tell(self, take: Callable[[Any], object], what: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(take, what)
+
+
+class TaskClient:
+    """The client of a process of Ray's: of its tasks one after the other, or its actor.
+
+    See `interface.ActorClient`. Its calls end on an event loop that a thread runs. So
+    what has come is delivered though no code of the process waits: an actor may be idle
+    for long, and would keep alive whatever an answer holds that nobody has looked at.
 
     Attributes:
-        upsets: how many children of plain code have ended without a result so far.
+        upsets: how many requests of plain code have ended without a result so far.
+        calls: the calls of the process.
     """
 
-    def __init__(
-        self, make_engine: EngineFactory, loop: TaskLoop | None = None
-    ) -> None:
-        """Carry plain code's calls on `loop`, or on a loop of each thread's own."""
+    waits = None
+
+    def __init__(self, make_engine: EngineFactory) -> None:
         self.upsets = 0
-        self._make_engine = make_engine
-        self._loop = loop
-        self._has_ended = False
+        loop = asyncio.new_event_loop()
+        self._engine = make_engine(loop)
+        self.calls: Calls = self._engine.calls
+        self.remote_values: RayValues = self._engine.remote_values
+        self._delivered = threading.Condition(self.calls.lock)
+        self.calls.on_delivered = self._delivered.notify_all
+        self._loops = threading.local()
+        self._found: dict[int, Any] = {}
+        threading.Thread(
+            target=loop.run_forever, name="aiogpu-calls", daemon=True
+        ).start()
+
+    @contextmanager
+    def _locked(self) -> Iterator[Any]:
+        """Give this thread the engine, and defer interrupts meanwhile."""
+        with interrupts.deferred(), self.calls.lock:
+            yield self._engine
 
     @property
     def task_loop(self) -> TaskLoop:
-        """The loop of the task's own thread, or of the actor."""
-        found = self._loop or task_loop()
-        found.wait_for(self.engine(found.loop).calls)
+        """The event loop of this thread."""
+        found: TaskLoop | None = getattr(self._loops, "loop", None)
+        if found is None:
+            found = self._loops.loop = TaskLoop(self.calls)
         return found
 
-    @property
-    def program(self) -> asyncio.AbstractEventLoop:
-        """The loop on which plain code of this thread has its calls carried."""
-        return self.task_loop.loop
+    def end_task(self) -> None:
+        """End what the task has left running, and what it has started."""
+        loop: TaskLoop | None = getattr(self._loops, "loop", None)
+        # An interrupt has nothing more to end: the task's code has ended.
+        with suppress(KeyboardInterrupt), interrupts.deferred():
+            try:
+                if loop is not None:
+                    loop.cancel_all()
+            finally:
+                current.task = 0
+                with self._locked() as engine:
+                    engine.end_children()
+                if loop is not None:
+                    # Else it keeps what has come until the next coroutine.
+                    loop.settle()
 
-    def engine(self, loop: asyncio.AbstractEventLoop | None) -> Any:
-        """Return who takes the calls of code on a loop; None is plain code."""
-        loop = loop or self.program
-        engine = _engines.get(loop)
-        if engine is None:
-            for closed in [one for one in _engines if one.is_closed()]:
-                del _engines[closed]
-            engine = _engines[loop] = self._make_engine(loop)
-        return engine
-
-    @property
-    def _engine(self) -> Any:
-        return self.engine(asyncio._get_running_loop())
-
-    @property
-    def remote_values(self) -> RayValues:
-        """The values of the cluster."""
-        found: RayValues = self._engine.remote_values
-        return found
-
-    @property
-    def waits(self) -> TaskClient:
-        """There is no observer of waits: an idle loop waits in Ray."""
-        return self
+    # Waits
 
     def note_wait(self, *_: object, **__: object) -> None:
-        """Do nothing; see `waits`."""
+        """Do nothing: whoever waits is blocked in Ray, which sees that by itself."""
 
-    begin_wait = end_wait = settle = note_wait
+    end_wait = note_wait
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
-        """Wait until something is done; return False on timeout."""
-        return self.task_loop.run_until(is_done, deadline)
+        """Wait until something is done; return False on timeout.
+
+        Args:
+            is_done: asked after each delivery.
+            deadline: by `time.monotonic()`; None for no limit.
+        """
+        with interrupts.deferred():
+            while not (is_done() or interrupts.is_due()):
+                left = SLICE
+                if deadline is not None:
+                    left = min(deadline - time.monotonic(), SLICE)
+                    if left <= 0:
+                        return False
+                refs = self.calls.awaited()
+                if refs:
+                    left = DELIVERY if cluster.wait(refs, left) else 0
+                with self._delivered:
+                    if left and not is_done():
+                        self._delivered.wait(left)
+            return True
+
+    # Tasks and calls
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make a payload of what is to be sent; see `Engine.pack`."""
+        payload: bytes = self._engine.pack(outgoing)
+        return payload
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a child of the task; return its number."""
-        with interrupts.deferred():
-            number: int = self._engine.submit(func, payload, receiver)
+        """Start a child of the task; return its number.
+
+        Raises:
+            MisuseError: no task runs any more.
+        """
+        _check_running(func.spec.name)
+        with self._locked() as engine:
+            number: int = engine.submit(func, payload, _on_this_loop(receiver))
         return number
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method of an actor; return the call's number."""
-        with interrupts.deferred():
-            called = self._engine.actors.held(actor)
-            number: int = called.call(method, payload, receiver)
+        """Call a method of an actor, or ask what `wire.messages` names in its place.
+
+        Returns the call's number; 0 for a question, which cannot be stopped.
+
+        Raises:
+            MisuseError: no task runs any more.
+        """
+        _check_running(method)
+        receiver, number = _on_this_loop(receiver), 0
+        with self._locked() as engine:
+            called = engine.actors.held(actor)
+            if method == READY:
+                called.await_ready(receiver)
+            elif method == ENDED:
+                called.await_end(receiver)
+            elif method == CAPACITY:
+                engine.actors.tell_room(actor, receiver)
+            else:
+                number = called.call(method, payload, receiver)
         return number
 
     def demand(self, child: int, limit: int) -> None:
         """Let a child that is a stream yield so many items in all."""
-        with interrupts.deferred():
-            self._engine.demand(child, limit)
+        with self._locked() as engine:
+            engine.demand(child, limit)
 
     def withdraw(self, child: int) -> None:
         """Cancel a child whose result is not wanted."""
         self.upsets += 1
-        with interrupts.deferred():
-            self._engine.cancel(child)
+        with self._locked() as engine:
+            engine.cancel(child)
 
     def withdraw_soon(self, child: int) -> None:
         """Stop such a child where the garbage collector runs."""
-        engine = self._engine
-        with suppress(RuntimeError):  # the loop is closed
-            engine.calls.loop.call_soon_threadsafe(engine.cancel, child)
+        self.calls.loop.call_soon_threadsafe(self.withdraw, child)
+
+    # Actors
+
+    def make(
+        self,
+        func: FunctionSpec,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
+    ) -> Any:
+        """Have an actor made, or find the one of that name; see `ActorsPort.create`."""
+        _check_running(func.spec.name)
+        with self._locked() as engine:
+            return engine.actors.create(func, payload, key, get_if_exists)
+
+    def find(self, name: str, namespace: str, receiver: Receiver) -> int:
+        """Ask which actor has a name; it is told at once."""
+        with self._locked() as engine:
+            found = engine.actors.find((namespace, name))
+            if found is not None:
+                self._found[found.id] = found
+        if found is None:
+            error = ActorNameError(f"no actor named {name!r} lives on this cluster.")
+            receiver.settle(error)
+        else:
+            interface = found.func.actor.packed_interface()
+            receiver.settle(dump_whole((found.id, found.name, interface)))
+        return 0
+
+    def own(self, actor: int) -> Any:
+        """Return the hold on an actor that was found."""
+        with self._locked() as engine:
+            return self._found.pop(actor, None) or engine.actors.held(actor)
+
+    def actor(self, actor: int, name: str) -> Any:
+        """Return the hold on an actor whose handle is being unpickled."""
+        with self._locked() as engine:
+            return engine.actors.held(actor, name)
+
+    def pass_on(self, hold: Any) -> None:
+        """A handle to the actor of a hold is being pickled."""
+        hold.pass_on(hold)
+
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; see `wire.messages.Stop` for how."""
+        with self._locked() as engine:
+            if how == AFTER_ALL:
+                engine.actors.terminate(actor)
+            else:
+                engine.actors.kill(actor, no_restart=how != AGAIN)
+
+
+def _on_this_loop(receiver: Receiver) -> Any:
+    """Return what tells a receiver on the running event loop, if there is one."""
+    loop = asyncio._get_running_loop()
+    return receiver if loop is None else LoopReceiver(receiver, loop)
+
+
+def _check_running(name: str) -> None:
+    """Refuse a request of a task that has ended, or of a module that it imports."""
+    if current.is_loading:
+        refuse_to_begin_anew()
+    if current.actor is None:
+        check_task_runs(name)
+
+
+def task_client() -> TaskClient:
+    """Return the client of this process."""
+    return cast("TaskClient", client_of_process())
+
+
+def _leave() -> None:
+    """Leave the client to the parent of a fork, which has Ray's threads."""
+    current.client = None
+
+
+# The parts of a call that differ
+
+
+class TaskInvoker(Invoker):
+    """Calls user code, in plain code or on a loop that runs; see `invoke.Invoker`."""
 
     def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
         """Unpickle the arguments; handles for a coroutine belong to its loop."""
         # In an actor with coroutines that loop runs already.
         if is_loop_running() or not (has_handles(payload) and is_coroutine(function)):
             return open_arguments(payload)
-        loop = self.program
+        loop = task_client().task_loop.loop
         try:
             # Within: an interrupt may come as soon as it is set.
             set_running_loop(loop)
@@ -553,7 +608,7 @@ class TaskClient(Invoker):
         """Run what plain code has to await on its loop; suspends nowhere itself."""
         if is_loop_running():
             return await coroutine
-        return self.task_loop.run(coroutine)
+        return task_client().task_loop.run(coroutine)
 
     async def send_items(self, items: Any, _stream: object) -> None:
         """Run a generator of either kind; suspend with each item, packed for Ray.
@@ -590,25 +645,8 @@ class TaskClient(Invoker):
             )
         return to_stored(pack(outgoing))
 
-    def end(self) -> None:
-        """End what the task has started, once; the task has ended."""
-        loop = _thread.loop
-        if self._has_ended or loop is None:
-            return
-        # An interrupt has nothing more to end: the task's code has ended.
-        with suppress(KeyboardInterrupt), interrupts.deferred():
-            try:
-                loop.cancel_all()
-            finally:
-                engine = _engines.get(loop.loop)
-                if engine is not None:
-                    if engine.calls.is_posted:
-                        # Else what has come is kept until this process's next task.
-                        loop.settle()
-                    engine.end_children()
-            self._has_ended = True
 
-
+_invoker: Final = TaskInvoker()
 _END: Final = object()
 """In place of an item after the last one."""
 
@@ -619,7 +657,7 @@ class Suspended:
     def __init__(self, value: object) -> None:
         self._value = value
 
-    def __await__(self) -> Generator[Any, Any, None]:
+    def __await__(self) -> Generator[Any, Any, Any]:
         yield self._value
 
 
@@ -711,31 +749,29 @@ def set_up_process(code: RemoteCode) -> None:
     current.node, current.worker = node, int(worker[:12], 16)
     current.name = code.name
     current.resources, current.accelerators = code.resources, found
+    if current.client is None:
+        current.client = TaskClient(code.make_engine)
+        os.register_at_fork(after_in_child=_leave)
 
 
 @contextmanager
-def _task_context(code: RemoteCode) -> Iterator[TaskClient]:
-    """Give a task's code its devices, ids and client, and interrupt it if asked."""
+def _task_context(code: RemoteCode) -> Iterator[None]:
+    """Give a task's code its devices and ids, and interrupt it if asked."""
     interrupts.install()
     set_up_process(code)
     current.task = int(cluster.task_id()[:12], 16)
-    client = TaskClient(code.make_engine)
-    token = host_of_task.set(client)
+    client = task_client()
     try:
         with interrupts.enabled():
             try:
-                yield client
+                yield
             finally:
-                client.end()
+                client.end_task()
     finally:
-        try:
-            client.end()  # no interrupt is raised any more that could skip it
-        finally:
-            host_of_task.reset(token)
+        client.end_task()  # no interrupt is raised any more that could skip it
 
 
 def call_user(
-    client: TaskClient,
     functions: Callables,
     name: Any,
     given: Sequence[Any],
@@ -745,7 +781,6 @@ def call_user(
     """Return what calls user code by `invoke`, with what Ray has brought.
 
     Args:
-        client: of the code.
         functions: has what is called.
         name: its name there.
         given: its arguments; see `from_arguments`.
@@ -755,7 +790,7 @@ def call_user(
         TaskFailure: one of the arguments will never be there.
     """
     payload = from_arguments(*given)
-    return invoke(client, 0, functions, name, payload, is_stream or None)
+    return invoke(_invoker, 0, functions, name, payload, is_stream or None)
 
 
 def result_of(name: str, outcome: Done | Raised, retried: bytes = b"") -> Any:
@@ -789,9 +824,9 @@ def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
     Raises:
         TaskFailure: it has none.
     """
-    with _task_context(code) as client:
+    with _task_context(code):
         try:
-            outcome = run_now(call_user(client, code.functions, 0, given))
+            outcome = run_now(call_user(code.functions, 0, given))
         except BaseException as error:  # noqa: BLE001 - an interrupt, amid code of ours
             outcome = Raised(UNREADABLE, error)
         return result_of(code.name, outcome, code.retried)
@@ -803,9 +838,9 @@ def stream_task(code: RemoteCode, given: Sequence[Any]) -> Iterator[Any]:
     Raises:
         TaskFailure: it has failed.
     """
-    with _task_context(code) as client:
+    with _task_context(code):
         try:
-            running = call_user(client, code.functions, 0, given, is_stream=True)
+            running = call_user(code.functions, 0, given, is_stream=True)
             outcome = yield from running.__await__()
         except GeneratorExit:
             raise

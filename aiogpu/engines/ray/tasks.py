@@ -1,7 +1,9 @@
-"""The calls of one event loop that run on the cluster, and how their ends come back.
+"""The calls of one client that run on the cluster, and how their ends come back.
 
-Ray reports each object in a thread of its own. What has come by the time that the loop
-looks is delivered together, so that many ends wake the loop once.
+Ray reports each object in a thread of its own. What has come by the time that the
+client's event loop looks is delivered together, so that many ends wake the loop once.
+A program's client has the program's loop; that of a task or an actor has a loop of its
+own, and is used by all threads of the process, so a lock guards it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiogpu.engines.ray import cluster, values
@@ -172,9 +174,7 @@ class PendingCall:
     @property
     def awaited(self) -> Sequence[Ref]:
         """What Ray still has to make for it."""
-        if self.stream is None:
-            return self.refs
-        return () if self.stream.is_held else (self.stream.generator,)
+        return self.refs if self.stream is None else self.stream.awaited
 
     def add_result(self, value: values.SharedValue) -> None:
         """Have a value follow one of its results, or all of them."""
@@ -186,12 +186,6 @@ class PendingCall:
         """Return what an exception that came from Ray means."""
         known = None if self.explain is None else self.explain(error)
         return known or outcome_of(self.name, error, self.group, self.receiver)
-
-    def stop_timer(self) -> None:
-        """Forget its timeout or grace."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
     def deliver(self) -> None:
         """Tell its receiver of what has come."""
@@ -215,29 +209,32 @@ class PendingCall:
 
 
 _numbers: Final = count(1)
+AWAITED: Final = 1000
+"""Objects that one wait is for, at most."""
 
 
 class Calls:
-    """The calls of one event loop.
+    """The calls of one client.
 
     Attributes:
         live: those whose end somebody waits for, by number.
         ending: those that were stopped and have not ended.
-        on_delivered: called when something was delivered; None for nobody.
-        on_posted: called in any thread when there is something to deliver.
-        is_posted: whether there is.
-        loop: the event loop.
+        on_delivered: called with the lock when something was delivered; None for
+            nobody.
+        loop: the event loop that delivers.
+        lock: is held by the loop while it delivers, and by other threads while they
+            use the calls, what they refer to, and the values of the process.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.live: dict[int, PendingCall] = {}
         self.ending: dict[int, PendingCall] = {}
         self.on_delivered: Callable[[], object] | None = None
-        self.on_posted: Callable[[], object] | None = None
-        self.is_posted = False
         self.loop = loop
+        self.lock = threading.RLock()
         self.canceller = Canceller()
         self._arrived: deque[Callable[[], object]] = deque()
+        self._is_posted = False
 
     def __repr__(self) -> str:
         return f"<Calls {len(self.live)} live, {len(self.ending)} ending>"
@@ -284,45 +281,50 @@ class Calls:
         for index, ref in enumerate(refs):
             cluster.add_done_callback(ref, partial(self._arrive, number, index))
 
+    def awaited(self) -> list[Ref]:
+        """Return what Ray still has to make for calls that have not ended."""
+        with self.lock:
+            calls = islice(self.live.values(), AWAITED)
+            refs = chain.from_iterable(call.awaited for call in calls)
+            return list(islice(refs, AWAITED))
+
     def sent_to(self, actor: int) -> list[Ref]:
         """Return an object of each call of an actor that was sent and has not ended."""
         sent: list[Ref] = []
-        for call in list(self.live.values()):
-            if call.actor == actor and (awaited := call.awaited):
-                is_stream = call.stream is not None
-                sent.append(awaited[0].completed() if is_stream else awaited[0])
+        for call in self.live.values():
+            if call.actor == actor and call.awaited:
+                stream = call.stream
+                ref = call.refs[0] if stream is None else stream.generator.completed()
+                sent.append(ref)
         return sent
 
     # Delivering
 
     def _arrive(self, number: int, index: int, found: Any) -> None:
         """Take what has come of an object, in one of Ray's threads."""
-        if number not in self.live:
-            found = None  # the loop of a worker may not run for long
         self.call_soon(partial(self._take, number, index, found))
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run something on the loop, from any thread."""
         self._arrived.append(callback)
-        if self.is_posted:
+        if self._is_posted:
             return
-        self.is_posted = True
+        self._is_posted = True
         try:
             self.loop.call_soon_threadsafe(self._deliver)
-            if self.on_posted is not None:
-                self.on_posted()
         except RuntimeError:
             # The loop is closed: nobody is left who would want to know.
             self._arrived.clear()
         except BaseException:
-            self.is_posted = False  # plain code was interrupted here
+            self._is_posted = False  # plain code was interrupted here
             raise
 
     def _deliver(self) -> None:
-        self.is_posted = False
-        while self._arrived:
-            self._arrived.popleft()()
-        self.note_delivered()
+        self._is_posted = False
+        with self.lock:
+            while self._arrived:
+                self._arrived.popleft()()
+            self.note_delivered()
 
     def _take(self, number: int, index: int, found: Any) -> None:
         call = self.live.get(number) or self.ending.get(number)
@@ -332,7 +334,7 @@ class Calls:
         if len(call.found) == len(call.refs):
             self.live.pop(number, None)
             self.ending.pop(number, None)
-            call.stop_timer()
+            self._stop_timer(call)
             call.deliver()
 
     def note_delivered(self) -> None:
@@ -356,7 +358,7 @@ class Calls:
         call = self.live.pop(number, None)
         if call is None:
             return None
-        call.stop_timer()
+        self._stop_timer(call)
         receiver, call.receiver, call.explain = call.receiver, None, None
         if outcome is None:
             outcome = TaskCancelledError(f"{call.name} was cancelled.")
@@ -368,23 +370,42 @@ class Calls:
         return call
 
     def call_later(
-        self, number: int, seconds: float, callback: Callable[[], object]
+        self, seconds: float, callback: Callable[[], object], number: int = 0
     ) -> None:
-        """Run something in so many seconds, unless the call ends before.
+        """Run something in so many seconds, from any thread.
 
-        In an actor with threads, other threads than the loop's ask for it too.
+        Args:
+            seconds: from now on.
+            callback: what to run.
+            number: of a call; if it ends before, nothing is run.
         """
         when = self.loop.time() + seconds
 
         def set_timer() -> None:
             call = self.live.get(number) or self.ending.get(number)
-            if call is not None:
-                call.timer = self.loop.call_at(when, callback)
+            if call is not None or not number:
+                timer = self.loop.call_at(when, self._run, callback)
+                if call is not None:
+                    call.timer = timer
 
+        self.on_loop(set_timer)
+
+    def _run(self, callback: Callable[[], object]) -> None:
+        with self.lock:
+            callback()
+
+    def _stop_timer(self, call: PendingCall) -> None:
+        """Forget a call's timeout or grace."""
+        if call.timer is not None:
+            self.on_loop(call.timer.cancel)
+            call.timer = None
+
+    def on_loop(self, callback: Callable[[], object]) -> None:
+        """Run something on the loop, from any thread; now, if this is the loop's."""
         if asyncio._get_running_loop() is self.loop:
-            set_timer()
+            callback()
         else:
-            self.call_soon(set_timer)
+            self.call_soon(callback)
 
     def cancel(self, number: int, outcome: Outcome | None = None) -> None:
         """Stop a call, if it has not ended; see `end`.
@@ -399,7 +420,7 @@ class Calls:
         else:
             self.ending[number] = call
             self.canceller.cancel(call.refs[0])
-            self.call_later(number, call.grace, partial(self.kill, number))
+            self.call_later(call.grace, partial(self.kill, number), number)
 
     def kill(self, number: int) -> None:
         """Kill the process of a task that was cancelled and has not stopped."""
@@ -484,13 +505,23 @@ class Stream:
         self._number = number
         self._call = calls.live[number]
         self.generator = generator
+        self._item: Ref | None = None
+        self._task: asyncio.Task[None] | None = None
         self._window = self._limit = window
         self._taken = 0
         self._may_wait = may_wait
         self._is_stopped = False
         self._limit_changed = asyncio.Event()
         self._call.stream = self
-        self._task: asyncio.Task[None] = calls.loop.create_task(self._take_items())
+        calls.on_loop(self._start)
+
+    def _start(self) -> None:
+        self._task = self._calls.loop.create_task(self._take_items())
+
+    @property
+    def awaited(self) -> Sequence[Ref]:
+        """Return what Ray has to make before there is another item."""
+        return () if self.is_held else (self._item or self.generator,)
 
     @property
     def is_held(self) -> bool:
@@ -500,21 +531,25 @@ class Stream:
     def raise_limit(self, limit: int) -> None:
         """Take up to `limit` items in all: the consumer has taken some."""
         self._limit = max(self._limit, limit)
-        self._limit_changed.set()
+        self._calls.on_loop(self._limit_changed.set)
 
     def stop(self) -> None:
         """Cancel a generator whose items are not wanted."""
         self._is_stopped = True
         if not self._may_wait:
             self._cancel()
-            self._task.cancel()
+            self._calls.on_loop(self._end)
+
+    def _end(self) -> None:
+        assert self._task is not None, self
+        self._task.cancel()
 
     def _cancel(self) -> None:
         cancel = self._calls.canceller.cancel
         cancel(self.generator)
         # Ray kills no actor for that.
         again = partial(cancel, self.generator, force=not self._call.actor)
-        self._calls.loop.call_later(self._call.grace, again)
+        self._calls.call_later(self._call.grace, again)
 
     async def _take_items(self) -> None:
         try:
@@ -523,8 +558,10 @@ class Stream:
                 if self._is_stopped:
                     self._cancel()
                     return
+                self._item = ref
                 found = await ref
                 self._deliver(found, ref)
+                self._item = None
                 del ref, found
                 while self.is_held:
                     self._limit_changed.clear()
@@ -534,24 +571,27 @@ class Stream:
                 return
             raise
         except Exception as error:  # noqa: BLE001 - whatever ends a stream is told
-            self._calls.end(self._number, self._call.outcome_of(error))
-            return
-        self._calls.end(self._number, b"")
+            outcome: Outcome = self._call.outcome_of(error)
+        else:
+            outcome = b""
+        with self._calls.lock:
+            self._calls.end(self._number, outcome)
 
     def _deliver(self, found: Any, ref: Ref) -> None:
-        receiver = self._call.receiver
-        if receiver is not None:
-            self._taken += 1
-            items = (values.from_stored(found, ref),)
-            cast("ItemReceiver", receiver).receive_items(items)
-            self._calls.note_delivered()
+        with self._calls.lock:
+            receiver = self._call.receiver
+            if receiver is not None:
+                self._taken += 1
+                items = (values.from_stored(found, ref),)
+                cast("ItemReceiver", receiver).receive_items(items)
+                self._calls.note_delivered()
 
 
 # Values
 
 
 class RayValues:
-    """The values that one event loop shares with other processes.
+    """The values that one client shares with other processes.
 
     It is the whole of a `ValueStore`: what was lent to this process, what it gives to
     others, and the questions for values that are not here.
@@ -578,16 +618,20 @@ class RayValues:
     def keep(self, promised: values.SharedValue, handle: Shareable) -> None:
         """Have a promised value follow the result of a handle's task."""
         promised.task, promised.part = handle.task_id, handle.part
-        if handle.raw is not None:
-            promised.set_outcome(handle.raw)
-        elif handle.cancelled():
-            promised.set_outcome(
-                TaskCancelledError(f"{handle.task_name} was cancelled.")
-            )
-        elif handle.error is not None:
-            promised.set_outcome(handle.error)
-        elif handle.task_id in self._calls.live:
-            self._calls.live[handle.task_id].add_result(promised)
+        with self._calls.lock:
+            if handle.raw is not None:
+                promised.set_outcome(handle.raw)
+            elif handle.cancelled():
+                promised.set_outcome(
+                    TaskCancelledError(f"{handle.task_name} was cancelled.")
+                )
+            elif handle.error is not None:
+                promised.set_outcome(handle.error)
+            elif handle.task_id in self._calls.live:
+                self._calls.live[handle.task_id].add_result(promised)
+            else:
+                # Its outcome is on its way to the event loop of the handle.
+                cast("Any", handle).add_done_callback(partial(self.keep, promised))
 
     def fail(self, promised: values.SharedValue, error: BaseException) -> None:
         """Note that the task of a promised value is never submitted."""
@@ -599,8 +643,9 @@ class RayValues:
         Calls of other processes that were sent it already get it.
         """
         error = TaskCancelledError("one of several results was cancelled.")
-        value.revoke(pack_own_error(error))
-        self._calls.revoke(child, error, value.part)
+        with self._calls.lock:
+            value.revoke(pack_own_error(error))
+            self._calls.revoke(child, error, value.part)
 
     def put(self, payload: bytes) -> values.SharedValue:
         """Keep a value."""
@@ -612,7 +657,6 @@ class RayValues:
         """Ask for a value; return the question's number."""
         value, calls = values.find_value(identity), self._calls
         call = PendingCall("a value", receiver, calls.loop.time(), goes_on=True)
-        number = calls.begin(call)
 
         def fetch() -> None:
             outcome = value.failed or value.payload
@@ -621,11 +665,13 @@ class RayValues:
             elif number in calls.live:
                 calls.watch(number, (value.as_ref(),))
 
-        if value.failed is None and value.payload is None and value.ref is not None:
-            fetch()
-        else:
-            # Not at once: whoever asks notes the number first.
-            calls.call_soon(lambda: value.add_callback(fetch))
+        with calls.lock:
+            number = calls.begin(call)
+            if value.failed is None and value.payload is None and value.ref is not None:
+                fetch()
+            else:
+                # Not at once: whoever asks notes the number first.
+                calls.call_soon(lambda: value.add_callback(fetch))
         return number
 
     def discard(self, identity: int) -> None:
@@ -636,4 +682,5 @@ class RayValues:
 
     def cancel(self, number: int) -> None:
         """Forget a question."""
-        self._calls.cancel(number)
+        with self._calls.lock:
+            self._calls.cancel(number)

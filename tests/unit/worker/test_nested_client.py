@@ -251,14 +251,15 @@ def test_what_a_function_holds_is_held_by_each_of_its_calls(
 
 
 def test_no_actor_has_the_number_of_another_workers(
-    channel: Channel, driver: DriverEnd, context: Context
+    channel: Channel, driver: DriverEnd, page: ControlPage, context: Context
 ) -> None:
     """However much the first has started before: a controller calls all day."""
+    channel.loans = Loans("", "", page, Interrupts(page), press=bool)
     made = set()
     for worker, started in ((7, 1 << 20), (8, 0)):
         context.worker = worker
         context.task = 3
         client = TaskClient(channel)
         client.new_number = itertools.count(started + 1).__next__
-        made.add(client.make(TRAIN, b""))
+        made.add(client.make(TRAIN, b"").id)
     assert len(made) == 2
