@@ -35,6 +35,7 @@ from typing import (
     Any,
     Final,
     Generic,
+    NoReturn,
     ParamSpec,
     Self,
     TypeVar,
@@ -144,7 +145,7 @@ class Portal:
                 )
             concurrent.futures.wait([future], min(left, GLANCE))
             if not future.done():
-                self._check()
+                self._wake()
 
     def post(self, function: Callable[[], object]) -> None:
         """Call a function on the loop soon, after what was posted before.
@@ -160,6 +161,11 @@ class Portal:
         if not self._is_woken:
             self._is_woken = True  # one wake-up serves all that come until it runs
             self.loop.call_soon_threadsafe(self._run_posted)
+
+    def _wake(self) -> None:
+        """Look whether the loop is there; wake it, if Ctrl-C has cut `post` short."""
+        self._check()
+        self.loop.call_soon_threadsafe(self._run_posted)
 
     def _run_posted(self) -> None:
         self._is_woken = False
@@ -189,7 +195,7 @@ class Portal:
 
         self.post(run)
         while not ended.acquire(timeout=GLANCE):
-            self._check()
+            self._wake()
         if not errors:
             return results[0]
         try:
@@ -341,7 +347,17 @@ def portal_to_program(what: str) -> Portal | None:
             f"program have one. Write `asyncio.run_coroutine_threadsafe(call(), loop)"
             f".result()`, where `async def call()` awaits what you want of that loop."
         )
-    return Portal(there[0].loop, there[0].thread) if there else None
+    if not there:
+        return None
+    session = there[0]
+    if session.portal is None:  # one for all calls, so that they keep their order
+        own = _own_loop()
+        is_own = own is not None and own.loop is session.loop
+        session.portal = own if is_own else Portal(session.loop, session.thread)
+    found: Portal = (
+        session.portal
+    )  # one for all, so that what is posted keeps its order
+    return found
 
 
 def _blocks_loop(what: str) -> MisuseError:
@@ -634,6 +650,12 @@ class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
             self._portal.wait(self, timeout)
         if self.cancelled():
             raise TaskCancelledError(f"{self.task_name} was cancelled.")
+
+    def __await__(self) -> NoReturn:
+        raise MisuseError(
+            f"the handle of {self.task_name} was made without an event loop: wait by "
+            f"handle.result(), or write `await asyncio.wrap_future(handle)`."
+        )
 
     def why(self) -> Why:
         """Say why the task waits, or what it does; see `aiogpu.Handle.why`."""

@@ -242,8 +242,20 @@ def test_what_was_given_that_is_no_handle(node: Any) -> None:
                 list(call(wrong))  # type: ignore[call-overload, arg-type]
     with pytest.raises(aiogpu.errors.MisuseError, match="no truth value"):
         bool(double.remote(1))
+    with pytest.raises(aiogpu.errors.MisuseError, match=r"asyncio\.wrap_future"):
+        double.remote(1).__await__()
     with pytest.raises(aiogpu.errors.MisuseError, match=r"write `double\.remote"):
         double(1)
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_an_actor_ends_with_its_last_handle(node: Any) -> None:
+    counter = Counter.options(num_gpus=1).remote()
+    assert counter.add.remote().result() == 1
+    assert sync.available_resources()["GPU"] == 0
+    del counter
+    # It gets the GPU when the actor has given it back.
+    assert double.options(num_gpus=1).remote(1).result(timeout=60) == 2
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
