@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,9 +32,13 @@ def fail(word: str) -> None:
     raise LookupError(word)
 
 
+def block() -> None:
+    threading.Event().wait()
+
+
 @sync.remote
 def wait_long() -> None:
-    time.sleep(600)
+    block()
 
 
 @sync.remote
@@ -230,7 +233,7 @@ def test_an_executor(node: Any) -> None:
 @pytest.mark.parametrize("node", ["local"], indirect=True)
 def test_an_executor_stops_what_is_left(node: Any) -> None:
     pool = sync.Executor()
-    left = pool.submit(time.sleep, 600)
+    left = pool.submit(block)
     pool.shutdown(cancel_futures=True)
     assert left.cancelled()
 
@@ -300,7 +303,7 @@ async def test_threads_beside_a_loop_use_its_node() -> None:
 # Whole programs.
 
 BEGIN = """
-    import os, sys, time, aiogpu, aiogpu.sync as ray
+    import os, sys, threading, aiogpu, aiogpu.sync as ray
 
     @ray.remote
     def double(x):
@@ -308,7 +311,7 @@ BEGIN = """
 
     @ray.remote
     def wait_long():
-        time.sleep(600)
+        threading.Event().wait()
 """
 
 
@@ -318,7 +321,6 @@ def test_a_program_that_opens_and_closes_nothing() -> None:
 
 def test_a_mistake_leaves_no_thread() -> None:
     source = f"""{BEGIN}
-    import threading
     for options in ({{"num_cpuz": 1}}, {{"preload": ["no_such_module"]}}):
         try:
             ray.init(**options)
