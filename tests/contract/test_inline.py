@@ -1135,9 +1135,10 @@ def run_on_a_loop(main: Coroutine[Any, Any, None]) -> None:
         loop.run_until_complete(main)
     finally:
         asyncio.set_event_loop(loop)
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.01))
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left, timeout=5))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
@@ -1166,7 +1167,7 @@ def test_ctrl_c_ends_the_program(
         try:
             async with aiogpu.init(address="inline", num_cpus=1):
                 await KINDS[kind]()
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
         finally:
             print("cleaned up", VISIBLE in os.environ)
 
@@ -1241,7 +1242,7 @@ def test_a_debugger_may_take_the_handler_over(ended: Any) -> None:
             await put_it_back.remote()
             await presses.remote()
             print("cancelled after this")
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     how, out = ended(lambda: aiogpu.run(main()))
     assert (how, out) == ("interrupted", "pressed\n")
