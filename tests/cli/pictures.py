@@ -1,14 +1,21 @@
-"""Pictures of nodes, and a node that gives them: what views are shown in tests."""
+"""Pictures of nodes, a node that gives them, and `aiogpu` with that node to look at.
+
+`python -m tests.cli.pictures NAME COMMAND...` drives a view in a terminal; NAME is
+"busy", "long" or "dying".
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 import aiogpu
 from aiogpu.cli import connect
+from aiogpu.cli.main import main as command
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.status import (
     ActorStatus,
@@ -25,8 +32,12 @@ from aiogpu.observe.status import (
 )
 
 GIB = 2**30
+
+
 JOB = 1 << 26
 """Number of a program that has joined."""
+
+
 IDLE = NodeStatus(
     total={"CPU": 4.0, "GPU": 0.0},
     available={"CPU": 4.0, "GPU": 0.0},
@@ -38,7 +49,11 @@ IDLE = NodeStatus(
     shape_count=0,
     reservation=None,
 )
+
+
 A100 = "NVIDIA A100-SXM4-40GB"
+
+
 BUSY = NodeStatus(
     total={"CPU": 8.0, "GPU": 3.0},
     available={"CPU": 4.0, "GPU": 0.25},
@@ -116,6 +131,15 @@ BUSY = NodeStatus(
 )
 
 
+LONG = replace(
+    BUSY,
+    tasks=tuple(
+        TaskStatus(number, f"job-{number}", "running", {"CPU": 1.0}, number, None)
+        for number in range(100)
+    ),
+)
+
+
 class Paper:
     """Answers every question with one picture after the other, the last for ever."""
 
@@ -138,7 +162,11 @@ class Paper:
 
 def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:
     """Have views find a node that gives these pictures, whatever address they ask."""
-    node = Paper(pictures)
+    have_joined(patch.setattr, Paper(pictures))
+
+
+def have_joined(put: Callable[[object, str, object], None], node: Paper) -> None:
+    """Put a node in the place of whatever node is asked for."""
 
     @asynccontextmanager
     async def joined(
@@ -146,4 +174,19 @@ def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:
     ) -> AsyncIterator[connect.Node]:
         yield node
 
-    patch.setattr(connect, "joined", joined)
+    put(connect, "joined", joined)
+
+
+class Dying(Paper):
+    """Has ended when it is asked for the second time."""
+
+    async def status(self) -> NodeStatus:
+        if not self.pictures:
+            raise aiogpu.NodeDiedError("the node has ended.")
+        return self.pictures.pop()
+
+
+if __name__ == "__main__":
+    nodes = {"busy": Paper([BUSY]), "long": Paper([LONG]), "dying": Dying([BUSY])}
+    have_joined(setattr, nodes[sys.argv.pop(1)])
+    command()

@@ -1,4 +1,4 @@
-"""`aiogpu demo` as a user runs it: in a terminal, in a pipe, wrongly, interrupted."""
+"""`aiogpu demo`: as a user runs it, and the lanes and bars that it draws."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pexpect
 import psutil
 import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiogpu.cli.demo import Span, device_label, lanes, thumbnail, timeline
+from aiogpu.cli.demo import demo as demo_command
 
 COMMAND = [sys.executable, "-m", "aiogpu", "demo"]
+
+
 SMALL = ["--size", "64", "--tasks", "6"]
+
+
 GONE_WITHIN = 30.0
 """Seconds; a bound for a failing test, not a wait: `wait_procs` returns at once."""
 
@@ -77,20 +88,19 @@ def test_terminal_gets_a_live_picture() -> None:
     assert demo.exitstatus == 0
 
 
-def test_terminal_without_colours_gets_no_pixels() -> None:
+def test_plain_terminals_and_ascii_get_no_pixels() -> None:
     demo = in_terminal(*SMALL, NO_COLOR="1", TERM="dumb")
     demo.expect(pexpect.EOF)
     demo.close()
     assert "▀" not in demo.before
     assert "task   5  GPU" in demo.before
     assert demo.exitstatus == 0
-
-
-def test_output_that_takes_only_ascii() -> None:
-    ran = in_pipe(*SMALL, PYTHONIOENCODING="ascii")
+    # Hidden GPUs leave logical ones.
+    ran = in_pipe(*SMALL, PYTHONIOENCODING="ascii", CUDA_VISIBLE_DEVICES="")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.isascii()
     assert "=" in ran.stdout
+    assert "GPU 1" in ran.stdout
 
 
 def test_whole_gpus() -> None:
@@ -108,12 +118,6 @@ def test_visible_devices_are_those_shown() -> None:
         assert "there is no device '5'" in ran.stderr
 
 
-def test_hidden_gpus_leave_logical_ones() -> None:
-    ran = in_pipe(*SMALL, CUDA_VISIBLE_DEVICES="")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert "GPU 1" in ran.stdout
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -121,7 +125,6 @@ def test_hidden_gpus_leave_logical_ones() -> None:
         (["--share", "0"], "Invalid value for --share: a share is above 0."),
         (["--share", "nan"], "Invalid value for --share: num_gpus=nan"),
         (["--share", "much"], "'much' is not a valid float"),
-        (["--share", "3", "--gpus", "2"], "asks for {CPU: 1, GPU: 3}"),
         (["--gpus", "0"], "0 is not in the range"),
         (["--tasks", "65", "--size", "64"], "--tasks 65 is more than the 64 rows"),
         (["--gpu", "1"], "--gpus"),
@@ -129,18 +132,21 @@ def test_hidden_gpus_leave_logical_ones() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_told(options: list[str], said: str) -> None:
-    ran = in_pipe(*options)
-    assert ran.returncode == 2
+def test_bad_options_are_named(options: list[str], said: str) -> None:
+    ran = CliRunner().invoke(demo_command, options)
+    assert (ran.exit_code, ran.stdout) == (2, "")
     assert said in ran.stderr
-    assert ran.stdout == ""
-    assert "Traceback" not in ran.stderr
 
 
-def test_too_few_visible_devices_are_told() -> None:
-    ran = in_pipe(*SMALL, "--gpus", "2", CUDA_VISIBLE_DEVICES="0")
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("Error: num_gpus=2, but CUDA_VISIBLE_DEVICES='0'")
+def test_more_than_there_is_is_bad_input() -> None:
+    for options, variables, said in (
+        (["--share", "3"], {}, "asks for {CPU: 1, GPU: 3}"),
+        ([], {"CUDA_VISIBLE_DEVICES": "0"}, "Error: num_gpus=2, but CUDA_VISIBLE_DEVI"),
+    ):
+        ran = in_pipe(*SMALL, "--gpus", "2", *options, **variables)
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert said in ran.stderr
+        assert "Traceback" not in ran.stderr
 
 
 def test_missing_numpy_is_told(tmp_path: Path) -> None:
@@ -177,3 +183,63 @@ def test_reader_that_leaves_is_no_traceback() -> None:
         _, error = demo.communicate(timeout=60)
     assert demo.returncode == 1
     assert error == b""
+
+
+# Lanes, and the chart as text.
+
+
+def span(task: int, begin: float, end: float, *gpus: int) -> Span:
+    return Span(task, gpus or (0,), 100 + task, begin, end)
+
+
+def test_other_devices_do_not_count() -> None:
+    both, other = span(1, 0, 2, 0, 1), span(2, 0, 2, 1)
+    assert lanes([both, other], 0) == [[both]]
+    assert lanes([both, other], 1) == [[both], [other]]
+    assert lanes([both, other], 7) == []
+
+
+TIMES = st.tuples(st.integers(0, 20), st.integers(1, 5))
+
+
+@given(st.lists(TIMES, max_size=30))
+def test_spans_lie_in_as_few_lanes_as_do_not_overlap(
+    times: list[tuple[int, int]],
+) -> None:
+    spans = [span(n, begin, begin + long) for n, (begin, long) in enumerate(times)]
+    found = lanes(spans, 0)
+    at_once = [sum(s.begin <= t < s.end for s in spans) for t in range(26)]
+    assert len(found) == max(at_once)
+    assert sorted(s for lane in found for s in lane) == sorted(spans)
+    for lane in found:
+        assert all(one.end <= other.begin for one, other in pairwise(lane))
+
+
+def test_labels_are_short() -> None:
+    assert device_label(3) == "GPU 3"
+    assert device_label("GPU-1234abcd-ffff-aaaa-bbbb-ccccccccdddd") == "GPU-1234abcd"
+
+
+SPANS = [
+    Span(1, (0,), 11, 0.0, 5.0),
+    Span(2, (0,), 12, 0.0, 2.5),
+    Span(3, (0,), 13, 2.5, 2.6),
+    Span(14, (1,), 14, 5.0, 10.0),
+]
+
+
+def test_bars_lie_in_time() -> None:
+    gpus = {0: "GPU 0", 1: "GPU 1", 2: "GPU 2"}
+    assert timeline(SPANS, gpus, 28, is_ascii=True).plain.splitlines() == [
+        "GPU 0  1=========..........",
+        "       2====3..............",
+        "GPU 1  ..........14========",
+        "GPU 2  ....................",
+        "       0 s          10.00 s",
+    ]
+    # Nothing has run yet; bars too narrow for their numbers.
+    narrow = [Span(100 + n, (0,), n, float(n), n + 1.0) for n in range(60)]
+    for spans, bar in ((list[Span](), "."), (narrow, "=")):
+        drawn = timeline(spans, {0: "GPU 0"}, 28, is_ascii=True).plain
+        assert drawn.splitlines()[0] == "GPU 0  " + 20 * bar
+    assert thumbnail([[0, 1, 1], [0, 1, 1]]).plain == "▀▀▀\n"

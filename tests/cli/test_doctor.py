@@ -1,28 +1,104 @@
-"""`aiogpu doctor` as a user runs it, and what it prints of what it finds."""
+"""`aiogpu doctor`: as a user runs it, and what each check finds well or missing."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import resource
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pexpect
+import psutil
 import pytest
+from click.testing import CliRunner
 
-from aiogpu.cli.checks import Check, Finding, Level
+from aiogpu import __version__
+from aiogpu.accelerators.base import Health, Sample
+from aiogpu.accelerators.visible import Inventory, MigGpu
+from aiogpu.cli import checks
+from aiogpu.cli.checks import (
+    ADJUST,
+    CHECKS,
+    LIBRARIES,
+    PIDFD,
+    SUBREAPER,
+    Check,
+    CheckError,
+    Finding,
+    Level,
+    _process_limits,
+    check_cgroup,
+    check_cpus,
+    check_descriptors,
+    check_directory,
+    check_gpus,
+    check_import,
+    check_kernel_log,
+    check_memory,
+    check_node,
+    check_processes,
+    check_python,
+    check_service,
+    check_visible,
+    examine,
+    import_checks,
+    try_mechanism,
+    try_out,
+)
+from aiogpu.cli.doctor import doctor as doctor_command
 from aiogpu.cli.doctor import line, run
+from aiogpu.core.model.request import Device
+from aiogpu.daemon.place import Record, start_time
+from aiogpu.errors import NodeStartError
+from aiogpu.linux.cgroup import Place, find_cgroup
 
 COMMAND = [sys.executable, "-m", "aiogpu", "doctor"]
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 LINE = re.compile(r"(ok|warn|missing) +(.+?)  +(\S.*)")
-ESSENTIAL = Finding("node", Level.MISSING, "no luck", "None.", "Try.", True)
-GOOD = Finding("cpus", Level.OK, "2 to share out")
-POOR = Finding("nvml", Level.MISSING, "not here", "No GPUs.", "Get some.")
+OK, WARN, MISSING = Level
+FALSE = "/bin/false"
 
-pytestmark = pytest.mark.usefixtures("runtime_directory")
+
+def one(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def tried(name: str, check: Callable[..., Any], *args: Any, **named: Any) -> Finding:
+    """What the doctor finds where a check of its table is given these."""
+    (row,) = (each for each in CHECKS if each.name == name)
+    return one(examine([replace(row, run=partial(check, *args, **named))]))
+
+
+def bad(finding: Finding, level: Level) -> Finding:
+    """A finding that is not well says so, and says what it means."""
+    assert finding.level is level, finding
+    assert finding.found
+    assert finding.means.endswith(".")
+    assert finding.advice == "" or finding.advice.endswith(".")
+    return finding
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+# The command.
 
 
 def environment() -> dict[str, str]:
@@ -30,17 +106,6 @@ def environment() -> dict[str, str]:
     left_out = ("CUDA_", "AIOGPU_", "NO_COLOR", "FORCE_COLOR", "COLUMNS")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     return {**kept, "TERM": "xterm-256color"}
-
-
-def in_pipe(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *options],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 def names(lines: list[str]) -> list[str]:
@@ -51,31 +116,68 @@ def names(lines: list[str]) -> list[str]:
     return [name for name in found if not name.startswith("gpu ")]
 
 
-def test_pipe_gets_plain_lines() -> None:
-    ran = in_pipe()
+@pytest.fixture(scope="module")
+def variables() -> Iterator[dict[str, str]]:
+    """Of a user without a node."""
+    with tempfile.TemporaryDirectory(prefix="agt-", dir="/tmp") as place:
+        yield {**environment(), "XDG_RUNTIME_DIR": place}
+
+
+def in_pipe(variables: dict[str, str], *options: str) -> str:
+    ran = subprocess.run(
+        [*COMMAND, *options],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "\x1b" not in ran.stdout
-    *lines, end = ran.stdout.splitlines()
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def printed(variables: dict[str, str]) -> str:
+    """What a pipe gets: essential mechanisms are there, as the exit code says."""
+    return in_pipe(variables)
+
+
+def test_pipe_gets_plain_lines(printed: str) -> None:
+    assert "\x1b" not in printed
+    *lines, end = printed.splitlines()
     assert names(lines)[:3] == ["python", "directory", "node"]
     assert re.fullmatch(r"Nodes can start here: \d+ ok, \d+ warn, \d+ missing\.", end)
+    for name, found in (
+        ("python", re.escape(sys.executable)),
+        ("directory", ", mode 700"),
+        ("node", "started in "),
+        ("subreaper", ""),
+        ("pidfd", ""),
+        ("descriptors", "; room for"),
+        ("processes", "room for about|no limit"),
+        ("cpus", "to share out"),
+        ("memory", "GiB by "),
+    ):
+        wanted = rf"^(ok|warn) +{name} .*({found})"
+        assert re.search(wanted, printed, re.MULTILINE), (name, printed)
 
 
-def test_the_page_shows_what_is_printed() -> None:
+def test_the_page_shows_what_is_printed(printed: str) -> None:
     """The example in the docs names the same mechanisms, in the same words."""
     example = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     *lines, end = example.splitlines()
-    *real, real_end = in_pipe().stdout.splitlines()
+    *real, real_end = printed.splitlines()
     assert names(lines) == names(real)
     assert re.sub(r"\d+", "1", end) == re.sub(r"\d+", "1", real_end)
     for name in names(lines):
         assert f"\n| `{name}` | " in PAGE.read_text()
 
 
-def test_terminal_gets_colours() -> None:
+def test_terminal_gets_colours(variables: dict[str, str]) -> None:
     doctor = pexpect.spawn(
         COMMAND[0],
         COMMAND[1:],
-        env=environment(),
+        env=variables,  # type: ignore[arg-type]
         dimensions=(50, 60),
         encoding="utf-8",
         timeout=100,
@@ -87,21 +189,25 @@ def test_terminal_gets_colours() -> None:
     assert doctor.exitstatus == 0
 
 
-def test_programs_get_json() -> None:
-    ran = in_pipe("--json")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    findings = json.loads(ran.stdout)
+def test_programs_get_json_and_imports_where_asked_for(
+    variables: dict[str, str],
+) -> None:
+    pytest.importorskip("numpy")
+    findings = json.loads(in_pipe(variables, "--json", "--imports"))
     assert {each["level"] for each in findings} <= {"ok", "warn", "missing"}
     keys = {"name", "level", "found", "means", "advice", "is_essential"}
     assert all(set(each) == keys for each in findings)
+    (numpy,) = (each for each in findings if each["name"] == "import numpy")
+    assert numpy["found"].endswith(" may be preloaded")
 
 
-def test_a_library_is_imported_when_asked_for() -> None:
-    pytest.importorskip("numpy")
-    told = in_pipe("--imports").stdout
-    assert re.search(
-        r"^(ok|warn) +import numpy  .* may be preloaded$", told, re.MULTILINE
-    )
+ESSENTIAL = Finding("node", Level.MISSING, "no luck", "None.", "Try.", True)
+
+
+GOOD = Finding("cpus", Level.OK, "2 to share out")
+
+
+POOR = Finding("nvml", Level.MISSING, "not here", "No GPUs.", "Get some.")
 
 
 def test_the_exit_code_is_that_of_what_is_essential(
@@ -135,6 +241,534 @@ def test_what_is_found_may_look_like_markup() -> None:
 
 
 def test_a_mistake_is_bad_input() -> None:
-    ran = in_pipe("--jsn")
-    assert ran.returncode == 2
+    ran = CliRunner().invoke(doctor_command, ["--jsn"])
+    assert ran.exit_code == 2
     assert "--json" in ran.stderr
+
+
+# Checks are bounded, and their failures are findings.
+
+
+def test_a_check_that_raises_is_a_finding() -> None:
+    def fail() -> Iterator[Finding]:
+        yield Finding("a", OK, "so far")
+        raise ZeroDivisionError("what?")
+
+    first, second = examine([Check("b", fail)])
+    assert first.found == "so far"
+    assert (second.name, second.level, second.found) == (
+        "b",
+        WARN,
+        "ZeroDivisionError: what?",
+    )
+    assert not second.is_fatal
+    *_, fatal = examine([Check("b", fail, is_essential=True)])
+    assert fatal.is_fatal
+
+
+def test_a_check_that_hangs_is_given_up() -> None:
+    gate = threading.Event()
+
+    def hang() -> Iterator[Finding]:
+        gate.wait(20)
+        yield from ()
+
+    found = list(examine([Check("a", hang, limit=0.01), Check("b", list)]))
+    gate.set()
+    assert one(found).found == "no answer within 0.01 s"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import sys; sys.exit('no luck')", "exit code 1: no luck"),
+        ("raise ValueError(3)", "exit code 1: ValueError: 3"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV: it says nothing"),
+        ("print('no json')", "exit code 0: it says nothing"),
+    ],
+)
+def test_a_trial_that_fails_says_why(source: str, said: str) -> None:
+    with pytest.raises(CheckError) as caught:
+        try_out(source, limit=20)
+    assert str(caught.value) == said
+
+
+def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
+    source = (
+        "import subprocess, sys; "
+        "subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
+    )
+    with pytest.raises(CheckError, match=r"no answer within 0\.5 s"):
+        try_out(source, limit=0.5)
+
+
+def test_essential_mechanisms_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, runtime_directory: Path, tmp_path: Path
+) -> None:
+    def refuse() -> str:
+        raise NodeStartError("no place")
+
+    too_long = tmp_path / ("x" * 100)
+    too_long.mkdir()
+    no_pidfd = (
+        "import os\n"
+        "def refuse(_): raise OSError(38, 'Function not implemented')\n"
+        "os.pidfd_open = refuse\n"
+    )
+    for finding in (
+        tried("python", check_python, version=(3, 10, 4)),
+        tried("python", check_python, platform="darwin"),
+        tried("python", check_python, executable=""),
+        tried("python", check_python, executable="/no/such/python"),
+        tried("node", check_node, executable=FALSE),
+        tried("directory", check_directory, refuse),
+        tried("directory", check_directory, lambda: str(too_long)),
+        tried("subreaper", try_mechanism, SUBREAPER, "", executable=FALSE),
+        pidfd := tried("pidfd", try_mechanism, no_pidfd + PIDFD, ""),
+    ):
+        assert bad(finding, MISSING).is_fatal
+    assert pidfd.found.endswith("[Errno 38] Function not implemented")
+    assert not too_long.exists()
+    with pytest.raises(CheckError, match=r"/no/such/python: .*No such file"):
+        try_out("", limit=1, executable="/no/such/python")
+    monkeypatch.setattr(checks, "NODE", "import aiogpu; aiogpu.nothing")
+    with pytest.raises(CheckError, match="AttributeError"):
+        check_node()
+
+
+# Limits.
+
+
+def test_a_directory_for_sockets(runtime_directory: Path) -> None:
+    """It says 700 because it is so, whatever the umask."""
+    before = os.umask(0)
+    try:
+        assert check_directory() == f"{runtime_directory}, mode 700"
+    finally:
+        os.umask(before)
+    place = runtime_directory / "aiogpu-1"
+
+    def create() -> str:
+        place.mkdir()
+        place.chmod(0o755)
+        return str(place)
+
+    assert "mode 755" in bad(tried("directory", check_directory, create), WARN).found
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "level", "told"),
+    [
+        (1024, 1024, OK, "1024 may be open; room for 180 workers"),
+        (256, 4096, OK, "256 may be open, 4096 while there is a node; room for 794 w"),
+        (64, 256, WARN, "64 may be open, 256 while there is a node; room for 31 work"),
+        (40, 40, MISSING, "40 may be open; room for 0 workers at a time, 5 for each"),
+        (-1, -1, OK, "no limit; room for 4080 workers at a time, 5 for each"),
+    ],
+)
+def test_descriptors(soft: int, hard: int, level: Level, told: str) -> None:
+    finding = tried("descriptors", check_descriptors, (soft, hard), used=10)
+    assert (finding.level, finding.is_fatal) == (level, level is MISSING)
+    assert finding.found.startswith(told)
+    assert (f"limit ({hard})" in finding.advice) is (level is not OK)
+
+
+@pytest.mark.parametrize(
+    ("most", "level", "told"),
+    [
+        ("max", OK, "no limit"),
+        ("1000", OK, "1000 by {file}, 21 are there; room for about 489 workers at a "),
+        ("24", WARN, "24 by {file}, 21 are there; room for about 1 workers at a time"),
+        ("20", WARN, "20 by {file}, 21 are there; room for about 0 workers at a time"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("group", "kind"), [("0::/a", "cgroup2 x rw"), ("4:pids:/a", "cgroup x rw,pids")]
+)
+def test_processes(
+    most: str, level: Level, told: str, group: str, kind: str, tmp_path: Path
+) -> None:
+    proc, file = tmp_path / "proc", tmp_path / "cgroup/a/pids.max"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(f"{group}\n")
+    (proc / "self/mountinfo").write_text(f"1 2 0:1 / {tmp_path}/cgroup rw - {kind}\n")
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{most}\n")
+    file.with_name("pids.current").write_text("21\n")
+    finding = tried("processes", check_processes, proc, euid=0)
+    assert finding.level is level
+    assert finding.found.startswith(told.format(file=file))
+    if level is WARN:
+        bad(finding, WARN)
+
+
+def test_processes_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (10**9, 10**9))
+    assert "room for about" in check_processes(euid=os.geteuid() or 1)
+    (limit, there, source), *_ = _process_limits(Path("/proc"), os.geteuid() or 1)
+    assert source == "ulimit -u"
+    assert limit == 10**9
+    assert there >= (0 if os.geteuid() == 0 else 1)
+
+
+def test_cpus() -> None:
+    assert check_cpus(8, 8, 8) == "8 to share out"
+    assert check_cpus(8, 4, 1.5) == (
+        "1.5 to share out of 8: affinity allows 4, a cgroup's quota allows less"
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "file"),
+    [
+        ("0::/a/b", "cgroup2 x rw", "a/memory.max"),
+        ("0::/a/b", "cgroup2 x rw", "a/b/memory.max"),
+        ("4:memory:/a", "cgroup x rw,memory", "a/memory.limit_in_bytes"),
+        ("4:memory:/a", "cgroup x rw,memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_memory_is_what_the_tightest_limit_allows(
+    tmp_path: Path, group: str, kind: str, file: str
+) -> None:
+    proc, limit = tmp_path / "proc", tmp_path / "cgroup" / file
+    (proc / "self").mkdir(parents=True)
+    limit.parent.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\n")
+    (proc / "self/cgroup").write_text(f"{group}\n")
+    (proc / "self/mountinfo").write_text(f"1 2 0:1 / {tmp_path}/cgroup rw - {kind}\n")
+    assert check_memory(proc) == "8.0 GiB by machine"
+    for text in ("max\n", f"{2**63 - 4096}\n"):
+        limit.write_text(text)
+        assert check_memory(proc).startswith("8.0 GiB")
+    limit.write_text(f"{3 << 30}\n")
+    assert check_memory(proc) == f"3.0 GiB by {limit.parent}"
+
+
+def test_memory_and_the_kernel_log_may_not_be_readable(tmp_path: Path) -> None:
+    bad(tried("memory", check_memory, tmp_path), WARN)
+    (tmp_path / "kmsg").write_text("")
+    assert check_kernel_log(str(tmp_path / "kmsg")) == f"{tmp_path}/kmsg is readable"
+    finding = tried("kernel log", check_kernel_log, str(tmp_path / "no"))
+    assert bad(finding, WARN).found == f"{tmp_path}/no: No such file or directory"
+
+
+def test_a_worker_offers_itself() -> None:
+    (row,) = (each for each in CHECKS if each.name == "oom_score_adj")
+    assert one(examine([row])).found == "a worker may raise its own"
+    finding = tried("oom_score_adj", try_mechanism, ADJUST, "", executable=FALSE)
+    assert "exit code" in bad(finding, WARN).found
+    refused = ADJUST.replace("before + 1", "before")
+    if int(Path("/proc/self/oom_score_adj").read_text()) < 1000:
+        finding = tried("oom_score_adj", try_mechanism, refused, "")
+        assert bad(finding, WARN).found == "it stays what it was"
+
+
+def test_a_group_that_is_killed() -> None:
+    place = find_cgroup()
+    if place.directory is None:
+        pytest.skip(f"this machine has no cgroup2 for us: {place.reason}")
+    assert "was killed in" in check_cgroup()
+    left = Path(place.directory).glob("aiogpu-doctor-*")
+    assert list(left) == []
+
+
+def test_a_group_that_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sleeper ends all the same: `nothing_left` sees to that."""
+    monkeypatch.setattr(checks, "LIMIT", 0.05)
+    monkeypatch.setattr(checks.Cgroup, "kill", lambda _: None)
+    with pytest.raises(CheckError, match=r"ended nobody within 0\.05 s"):
+        check_cgroup(lambda: Place(str(tmp_path)))
+
+
+def test_no_group_may_be_made(tmp_path: Path) -> None:
+    nowhere = tmp_path / "file"
+    nowhere.write_text("")
+    for place, told in (
+        (Place(str(nowhere)), "Not a directory"),
+        (Place(None, "none here"), "none here"),
+        # A folder that is no cgroup cannot be removed while files are in it.
+        (Place(str(tmp_path)), "cannot be removed"),
+    ):
+        found = tried("cgroup2", check_cgroup, lambda place=place: place)
+        assert bad(found, WARN).found.endswith(told)
+
+
+# GPUs.
+
+
+class Watch:
+    """NVML on paper."""
+
+    driver_version = "570.00"
+
+    def __init__(self, *on: Sample, action: str | None = "") -> None:
+        self._on = on
+        self._action = action
+        self.calls: list[str] = []
+
+    def open(self) -> None:
+        self.calls.append("open")
+
+    def look(self, device: Device) -> Sample:
+        assert isinstance(device.id, int)
+        return self._on[device.id]
+
+    def check(self, device: Device) -> Health:
+        return Health(action=self._action)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+A100 = "NVIDIA A100-SXM4-40GB"
+
+
+def gpu_findings(
+    *on: Sample, problem: str | None = None, action: str | None = ""
+) -> list[Finding]:
+    devices = tuple(Device(i, uuid=f"GPU-{i}", name=A100) for i in range(len(on)))
+    there, watch = Inventory(devices, len(on), problem), Watch(*on, action=action)
+    found = list(check_gpus(lambda: there, lambda: watch))
+    assert watch.calls == ["open", "close"]
+    return found
+
+
+def test_gpus_that_tell_all() -> None:
+    nvml, first, second = gpu_findings(
+        Sample({7: 5}, frozenset(), True, 3 << 29), Sample({}, frozenset(), True, 0)
+    )
+    assert (nvml.level, nvml.found) == (OK, "driver 570.00, 2 GPUs")
+    assert (first.name, first.level) == ("gpu 0", OK)
+    assert first.found == f"{A100}, 1.5 GiB in use, 1 processes listed"
+    assert second.found == f"{A100}, 0.0 GiB in use, 0 processes listed"
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        (Sample(problem="GPU is lost", is_lost=True), "It is set aside."),
+        (Sample(problem="Unknown Error"), "`unverified`"),
+        (Sample(used=5), "`unverified`"),
+        (Sample(), "`unverified`"),
+        (Sample({}, used=5), "`unverified`"),
+    ],
+)
+def test_gpus_that_tell_less(sample: Sample, said: str) -> None:
+    _, gpu = gpu_findings(sample)
+    assert said in bad(gpu, WARN).means
+
+
+def test_gpus_that_are_not_well() -> None:
+    well = Sample({}, frozenset(), True, 0)
+    _, gpu = gpu_findings(well, action="GPU reset")
+    assert "asks for this: GPU reset" in bad(gpu, WARN).found
+    _, gpu = gpu_findings(well, action=None)
+    assert gpu.level == OK
+    there = Inventory((), 1, mig=(MigGpu(Device(0, uuid="GPU-0", name=A100)),))
+    nvml, gpu = check_gpus(lambda: there, Watch)
+    assert nvml.level == OK
+    assert bad(gpu, WARN).found == f"{A100}: in MIG mode, without an instance"
+    nvml, *_ = gpu_findings(problem="GPU 0 does not answer: GPU is lost")
+    assert "GPU is lost" in bad(nvml, WARN).found
+    nvml = tried("nvml", lambda: list(check_gpus(lambda: Inventory(problem="gone"))))
+    assert not bad(nvml, MISSING).is_fatal
+
+
+def test_the_variable_as_a_node_reads_it() -> None:
+    told = "CUDA_VISIBLE_DEVICES='': a node shares out none"
+    assert check_visible({"CUDA_VISIBLE_DEVICES": ""}) == told
+    assert check_visible({}).startswith("CUDA_VISIBLE_DEVICES is not set: ")
+    found = tried("visible gpus", check_visible, {"CUDA_VISIBLE_DEVICES": "0,0"})
+    assert "'0'" in bad(found, WARN).found
+
+
+def test_libraries_are_imported_as_a_zygote_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quiet_one.py").write_text("__version__ = '1.2'\n")
+    (tmp_path / "threaded_one.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    (tmp_path / "broken_one.py").write_text("raise ImportError('no luck')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check_import("quiet_one").startswith("1.2 in 0.")
+    with pytest.raises(CheckError, match="it left 1 threads running"):
+        check_import("threaded_one")
+    with pytest.raises(CheckError, match="no luck"):
+        check_import("broken_one")
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n"
+        "    is_initialized = staticmethod(lambda: False)\n"
+        "    _is_in_bad_fork = staticmethod(lambda: True)\n"
+    )
+    with pytest.raises(CheckError, match="CUDA"):
+        check_import("torch")
+
+
+def test_libraries_that_are_there_are_asked_for() -> None:
+    there = [name for name in LIBRARIES if find_spec(name) is not None]
+    assert len(import_checks()) == len(there)
+
+
+# The node that a user's programs share.
+
+
+class SharedNode:
+    """A node's directory.
+
+    Attributes:
+        path: of the node's socket.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = str(root / "aiogpu" / "node.sock")
+        self._root = root
+        os.mkdir(root / "aiogpu", 0o700)
+
+    def note(self, pid: int, version: str = __version__, *, is_alive: bool) -> None:
+        """Have a pidfile name a process, or one that had its number before it."""
+        started = start_time(pid) or 0
+        record = Record(pid, started - (not is_alive), self.path, "", 0, 0, version)
+        Path(self.path).with_suffix(".pid").write_text(json.dumps(record._asdict()))
+
+    def bind(self) -> socket.socket:
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(self.path)
+        return bound
+
+    def found(self) -> list[Finding]:
+        run = partial(check_service, self.path, self._root / "linger")
+        return list(examine([Check("service", run)]))
+
+    def one(self, level: Level) -> str:
+        """What is found, if it is but one thing; what is not well says what to do."""
+        (finding,) = self.found()
+        assert finding.level is level, finding
+        assert not finding.is_fatal
+        assert bool(finding.means) is bool(finding.advice) is (level is not Level.OK)
+        return " ".join(filter(None, (finding.found, finding.means, finding.advice)))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> SharedNode:
+    return SharedNode(tmp_path)
+
+
+@pytest.fixture
+def listening(place: SharedNode) -> Iterator[None]:
+    """A node listens there."""
+    with place.bind() as bound:
+        bound.listen()
+        yield
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A process that stands for a node."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["/bin/cat"], stdin=pipe, stdout=pipe) as cat:
+        assert cat.stdin is not None
+        assert cat.stdout is not None
+        # Until it answers, the loader may still have files open.
+        os.write(cat.stdin.fileno(), b"?")
+        assert os.read(cat.stdout.fileno(), 1) == b"?"
+        yield cat.pid
+
+
+def test_none_need_run(place: SharedNode, child: int) -> None:
+    assert place.one(OK).startswith("none runs, and none need; `aiogpu start")
+    # Another process of its number is not the node.
+    place.note(child, is_alive=False)
+    assert f"one that was process {child} is left" in place.one(OK)
+    pidfile = Path(place.path).with_suffix(".pid")
+    pidfile.write_text("garbage")
+    assert "none need" in place.one(OK)
+    pidfile.unlink()
+    os.rmdir(os.path.dirname(place.path))
+    assert place.one(OK).startswith("none runs, and none need; `aiogpu start")
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_node_that_runs_and_its_limits(place: SharedNode, child: int) -> None:
+    assert place.one(OK) == f"a node runs at {place.path}"
+    place.note(child, is_alive=True)
+    resource.prlimit(child, resource.RLIMIT_NOFILE, (4096, 4096))
+    service, limits = place.found()
+    assert service.found == f"a node runs at {place.path}, pid {child}"
+    assert (service.name, service.level) == ("service", OK)
+    assert (limits.name, limits.level) == ("service limits", OK)
+    used = len(os.listdir(f"/proc/{child}/fd"))
+    assert limits.found.startswith(f"4096 may be open, {used} are; room for 79")
+    resource.prlimit(child, resource.RLIMIT_NOFILE, (64, 256))
+    _, limits = place.found()
+    assert limits.level is WARN
+    assert "LimitNOFILE=" in limits.advice
+    place.note(8, version="0.9", is_alive=False)
+    assert f"it runs aiogpu 0.9, this is {__version__}" in place.one(WARN)
+
+
+def test_a_node_that_does_not_answer(place: SharedNode, child: int) -> None:
+    place.note(child, is_alive=True)
+    said = "No such file or directory, though process"
+    assert f"{said} {child} lives" in place.one(WARN)
+    Path(place.path).with_suffix(".pid").unlink()
+    place.bind().close()
+    said = "Connection refused; a node that has ended has left it"
+    assert said in place.one(WARN)
+
+
+def test_a_node_whose_queue_is_full(
+    place: SharedNode, child: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "PATIENCE", 0.01)
+    place.note(child, is_alive=True)
+    with place.bind() as bound, ExitStack() as waiting:
+        bound.listen(0)
+        is_full = False
+        while not is_full:
+            visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            visitor.setblocking(False)
+            try:
+                visitor.connect(place.path)
+            except BlockingIOError:
+                is_full = True
+        told = place.one(WARN)
+    assert f"no answer within 0.01 s, though process {child} lives" in told
+
+
+def test_a_directory_that_is_not_the_users_own(
+    place: SharedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = os.path.dirname(place.path)
+    os.chmod(directory, 0o755)
+    told = place.one(WARN)
+    assert f"{directory} has mode 0755" in told
+    assert f"chmod 700 {directory}" in told
+    owner = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 3_000_000_000)
+        told = place.one(WARN)
+    assert f"belongs to uid {owner}" in told
+    assert "and this is uid 3000000000" in told
+    os.rmdir(directory)
+    Path(directory).write_text("")
+    assert "is a regular file, where a directory is needed" in place.one(WARN)
+
+
+def test_logging_out_would_take_it_away(
+    place: SharedNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checks, "RUN_USER", str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", lambda _uid: type("E", (), {"pw_name": "me"}))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(checks.directories, "unfit_directory", lambda _: None)
+    with place.bind() as bound:
+        bound.listen()
+        _, lingers = place.found()
+        assert "loginctl enable-linger me" in lingers.advice
+        (tmp_path / "linger").mkdir()
+        (tmp_path / "linger" / "me").touch()
+        place.one(OK)

@@ -1,4 +1,4 @@
-"""`aiogpu gpus` as a user runs it, on the NVML stub, and how it tells what it sees."""
+"""`aiogpu gpus`: on the NVML stub, in words, and with what a running node holds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
 
+import aiogpu
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.cli.doctor import as_data, lines
+from aiogpu.cli import connect
+from aiogpu.cli.doctor import NodeDevices, as_data, ask_node, lines
 from aiogpu.core.model.request import Device
 from aiogpu.engines.device_report import DetectedDevice, DeviceReport, place_of
 from aiogpu.observe.status import OtherProcess
+from tests.cli.pictures import BUSY, stand_in
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
 from tests.unit.accelerators.stub_nvml import GIB, StubNvml, gpus
 
 __all__ = ["nvml", "stub_library"]
 
+
 COMMAND = [sys.executable, "-m", "aiogpu", "gpus"]
+
+
 A100 = Device(0, "A100", "GPU-0", "NVIDIA A100-SXM4-40GB", 40 * GIB)
 
 
@@ -85,56 +92,83 @@ def test_pipe_gets_plain_lines(two: StubNvml) -> None:
     ]
 
 
-def test_terminal_gets_a_table(two: StubNvml) -> None:
+@pytest.mark.parametrize(
+    ("columns", "wanted"),
+    [
+        (
+            120,
+            [
+                "linked to",
+                "NVIDIA A100-SXM4-40GB +3 GiB used of 40 GiB +37 %",
+                "\x1b\\[32mGPU 0: well",
+                "\x1b\\[31mGPU 1: the driver asks for this: GPU reset",
+            ],
+        ),
+        (
+            40,
+            [
+                "GPU 0  NVIDIA A100-SXM4-40GB\r\n",
+                "  memory      3 GiB used of 40 GiB\r\n",
+            ],
+        ),
+    ],
+    ids=["table", "lines"],
+)
+def test_a_terminal_gets_what_fits(
+    two: StubNvml, columns: int, wanted: list[str]
+) -> None:
     shown = pexpect.spawn(
         COMMAND[0],
         COMMAND[1:],
-        env=without_colours(two.environ),
-        dimensions=(50, 120),
+        env=without_colours(two.environ),  # type: ignore[arg-type]
+        dimensions=(50, columns),
         encoding="utf-8",
         timeout=100,
     )
-    shown.expect("linked to")
-    shown.expect("NVIDIA A100-SXM4-40GB +3 GiB used of 40 GiB +37 %")
-    shown.expect("\x1b\\[32mGPU 0: well")
-    shown.expect("\x1b\\[31mGPU 1: the driver asks for this: GPU reset")
+    for each in wanted:
+        shown.expect(each)
     shown.expect(pexpect.EOF)
     shown.close()
     assert shown.exitstatus == 0
 
 
-def test_a_narrow_terminal_gets_lines(two: StubNvml) -> None:
-    shown = pexpect.spawn(
-        COMMAND[0],
-        COMMAND[1:],
-        env=without_colours(two.environ),
-        dimensions=(50, 40),
-        encoding="utf-8",
-        timeout=100,
-    )
-    shown.expect("GPU 0  NVIDIA A100-SXM4-40GB\r\n")
-    shown.expect("  memory      3 GiB used of 40 GiB\r\n")
-    shown.expect(pexpect.EOF)
-    shown.close()
-    assert shown.exitstatus == 0
-
-
-def test_indices_in_an_order_that_nvml_does_not_know_are_told(two: StubNvml) -> None:
-    ran = on_stub(two, CUDA_DEVICE_ORDER="FASTEST_FIRST", CUDA_VISIBLE_DEVICES="1")
+@pytest.mark.parametrize(
+    ("state", "variables", "told"),
+    [
+        (
+            {},
+            {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": "1"},
+            "CUDA_DEVICE_ORDER='FASTEST_FIRST': only CUDA knows which GPUs the indices "
+            "in CUDA_VISIBLE_DEVICES='1' name; name them by their UUIDs.",
+        ),
+        (
+            {"init_error": 9},
+            {"CUDA_VISIBLE_DEVICES": "1"},
+            "Nothing is known of these GPUs: NVML does not start: Driver Not Loaded.",
+        ),
+        ({"init_error": 9}, {}, "No GPUs: NVML does not start: Driver Not Loaded."),
+        (
+            {"lost": [1]},
+            {},
+            "GPU 1 does not answer: GPU is lost; GPUs are known only in part, or not "
+            "at all.",
+        ),
+        (
+            {},
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "No GPUs: CUDA_VISIBLE_DEVICES='' names none.",
+        ),
+    ],
+    ids=["order", "hidden", "no driver", "lost", "none visible"],
+)
+def test_what_is_not_known_is_told_once(
+    nvml: StubNvml, state: dict[str, Any], variables: dict[str, str], told: str
+) -> None:
+    nvml.write(gpus(2), **state)
+    ran = on_stub(nvml, **variables)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.splitlines()[-1] == (
-        "CUDA_DEVICE_ORDER='FASTEST_FIRST': only CUDA knows which GPUs the indices in "
-        "CUDA_VISIBLE_DEVICES='1' name; name them by their UUIDs."
-    )
-
-
-def test_devices_of_which_nothing_is_known_are_told_so(nvml: StubNvml) -> None:
-    nvml.write(gpus(2), init_error=9)
-    ran = on_stub(nvml, CUDA_VISIBLE_DEVICES="1")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.splitlines()[-1] == (
-        "Nothing is known of these GPUs: NVML does not start: Driver Not Loaded."
-    )
+    assert ran.stdout.splitlines()[-1] == told
+    assert ran.stdout.count(told) == 1
 
 
 def test_programs_get_json_of_what_may_be_shared_out(two: StubNvml) -> None:
@@ -145,38 +179,6 @@ def test_programs_get_json_of_what_may_be_shared_out(two: StubNvml) -> None:
     assert (device["id"], device["action"], device["links"]) == (1, "GPU reset", [])
     assert (device["used"], device["processes"]) == (0, [])
     assert told["notes"] == ["CUDA_VISIBLE_DEVICES='1' leaves 1 of 2 GPUs out."]
-
-
-def test_a_box_without_gpus_is_told_why() -> None:
-    environ = without_colours(os.environ)
-    environ.pop("LD_LIBRARY_PATH", None)
-    ran = subprocess.run(
-        COMMAND,
-        env={**environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout == "No GPUs: CUDA_VISIBLE_DEVICES='' names none.\n"
-
-
-def test_an_nvml_that_fails_is_told(nvml: StubNvml) -> None:
-    nvml.write(gpus(1), init_error=9)
-    ran = on_stub(nvml)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout == "No GPUs: NVML does not start: Driver Not Loaded.\n"
-
-
-def test_what_detection_warns_of_is_told_once(two: StubNvml) -> None:
-    two.write(gpus(2), lost=[1])
-    ran = on_stub(two)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.splitlines()[-1] == (
-        "GPU 1 does not answer: GPU is lost; GPUs are known only in part, or not at "
-        "all."
-    )
 
 
 def test_a_device_that_is_not_there_is_bad_input(two: StubNvml) -> None:
@@ -255,3 +257,68 @@ def test_the_kernel_tells_where_a_device_is(tmp_path: Path) -> None:
     (folder / "numa_node").write_text("-1\n")
     assert place_of("00000000:3B:00.0", tmp_path) == (None, "8-15")
     assert place_of(None, tmp_path) == (None, "")
+
+
+# While a node runs: who holds what of each device.
+
+
+SHARES = NodeDevices(BUSY.devices)
+
+
+BOX = DeviceReport(
+    tuple(
+        DetectedDevice("GPU", Device(n, "A100", f"GPU-{n}", "NVIDIA A100", 40 * GIB))
+        for n in range(4)
+    ),
+    (),
+)
+
+
+def test_lines_say_who_holds_what() -> None:
+    told = [line.split(None, 1)[1] for line in lines(BOX, SHARES) if " held " in line]
+    assert told == [
+        "0.5 Model 'serve', 0.25 train; 0.25 free",
+        "1 whole; 0 free",
+        "set aside: XID 79 (the GPU has fallen off the bus)",
+    ]
+
+
+def test_json_has_them_where_a_node_has_the_device() -> None:
+    first, *_, last = as_data(BOX, SHARES)["devices"]
+    assert (first["free"], first["aside"]) == (0.25, None)
+    assert [one["task"] for one in first["holders"]] == ["Model 'serve'", "train"]
+    assert "holders" not in last
+    assert as_data(BOX) == as_data(BOX, NodeDevices())
+
+
+def test_devices_are_told_apart_by_uuid_where_that_is_known() -> None:
+    other = Device(0, uuid="GPU-1")
+    assert SHARES.of("GPU", other) is BUSY.devices[1]
+    assert SHARES.of("GPU", replace(other, uuid=None)) is BUSY.devices[0]
+    assert SHARES.of("neuron_cores", other) is None
+    assert NodeDevices((replace(BUSY.devices[0], holders=(), free=1.0),)).told(
+        "GPU", Device(0)
+    ) == ("1 free")
+
+
+async def test_without_a_node_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
+    assert await ask_node() == NodeDevices()
+
+
+async def test_a_node_is_asked_or_it_is_said_why_it_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connect, "check_there", lambda _: None)
+    stand_in(monkeypatch, BUSY)
+    assert await ask_node() == SHARES
+
+    def fail(_address: str, _patience: float) -> object:
+        raise aiogpu.NodeDiedError("the node has ended. Start it anew.")
+
+    monkeypatch.setattr(connect, "joined", fail)
+    told = (await ask_node()).note
+    assert told == "Who holds what is not known: the node has ended."

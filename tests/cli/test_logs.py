@@ -1,17 +1,21 @@
-"""`aiogpu logs`: what is shown of a node's logs."""
+"""`aiogpu logs` and `timeline`: reading logs while they turn, and writing to files."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from click.testing import CliRunner
 
-from aiogpu.cli.logs import logs
+from aiogpu.cli.logs import LogReader, _write, logs
 from aiogpu.runtime.output import FILE, Entry, Pages
 from tests.support.program import environment
 
@@ -47,23 +51,34 @@ def shown(place: Path, *arguments: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_all_of_it(place: Path) -> None:
-    assert shown(place) == lines(30)
-
-
-def test_the_last_lines(place: Path) -> None:
-    assert shown(place, "-n", "3") == lines(30)[-3:]
-    assert shown(place, "--lines", "0") == []
-
-
-def test_of_one_task_or_program(place: Path) -> None:
-    of_task = [line for n, line in enumerate(lines(30)) if n % 3 == 1]
-    assert shown(place, "--task", "2") == of_task
-    of_client = [line for n, line in enumerate(lines(30)) if n % 2 == 1]
-    assert shown(place, "--client", str(CLIENT + 1)) == of_client
-    both = shown(place, "--task", "2", "--client", str(CLIENT + 1), "-n", "1")
-    assert both == [line for line in of_task if line in of_client][-1:]
-    assert shown(place, "--task", "99") == []
+def test_which_lines_are_shown(place: Path) -> None:
+    every = lines(30)
+    of_task = [line for n, line in enumerate(every) if n % 3 == 1]
+    of_client = [line for n, line in enumerate(every) if n % 2 == 1]
+    client = ("--client", str(CLIENT + 1))
+    both = [line for line in of_task if line in of_client]
+    for arguments, wanted in (
+        ((), every),
+        (("-n", "3"), every[-3:]),
+        (("--lines", "0"), []),
+        (("--task", "2"), of_task),
+        (client, of_client),
+        (("--task", "2", *client, "-n", "1"), both[-1:]),
+        (("--task", "99"), []),
+        (("--node",), ["ready", "ended"]),
+    ):
+        assert shown(place, *arguments) == wanted, arguments
+    # A line that looks like another task's.
+    sly = str(Entry(1.0, CLIENT, 1, 1, "sly", "1 2 client=5 task=7 out (x) y"))
+    pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)
+    pages.write([sly])
+    pages.close()
+    assert shown(place, "--task", "7") == []
+    # Another directory, and a node that has printed nothing.
+    (place / "logs").rename(place / "elsewhere")
+    assert shown(place, "--log-dir", f"{place}/elsewhere", "-n", "1") == [sly]
+    (place / "logs").mkdir()
+    assert shown(place) == []
 
 
 def test_of_a_program_that_nobody_knows(place: Path) -> None:
@@ -80,43 +95,16 @@ def test_of_a_program_that_nobody_knows(place: Path) -> None:
     assert "There are no lines at all" in ran.output
 
 
-def test_a_line_that_looks_like_another_tasks(place: Path) -> None:
-    sly = str(Entry(1.0, CLIENT, 1, 1, "sly", "1 2 client=5 task=7 out (x) y"))
-    pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)
-    pages.write([sly])
-    pages.close()
-    assert shown(place, "--task", "7") == []
-
-
-def test_what_the_node_says(place: Path) -> None:
-    assert shown(place, "--node") == ["ready", "ended"]
-
-
-def test_another_directory(place: Path) -> None:
-    (place / "logs").rename(place / "elsewhere")
-    assert shown(place, "--log-dir", f"{place}/elsewhere", "-n", "1") == lines(30)[-1:]
-
-
-def test_a_node_that_has_printed_nothing(tmp_path: Path) -> None:
-    (tmp_path / "b-logs").mkdir()
-    ran = CliRunner().invoke(logs, ["--address", f"{tmp_path}/b.sock"])
-    assert (ran.exit_code, ran.stdout) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "told"),
-    [
+def test_mistakes_are_told() -> None:
+    for arguments, code, told in (
         (["--address", "/no/such/node.sock"], 1, "no logs in /no/such/logs"),
         (["--node", "--task", "3"], 2, "--node has no tasks"),
         (["--task", "0"], 2, "Invalid value for '--task'"),
         (["--lines", "few"], 2, "Invalid value for '--lines'"),
-    ],
-    ids=lambda value: str(value),
-)
-def test_mistakes_are_told(arguments: list[str], code: int, told: str) -> None:
-    ran = CliRunner().invoke(logs, arguments)
-    assert ran.exit_code == code
-    assert told in ran.output
+    ):
+        ran = CliRunner().invoke(logs, arguments)
+        assert ran.exit_code == code
+        assert told in ran.output
 
 
 def started(place: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -152,3 +140,115 @@ def test_whoever_reads_may_stop_at_any_time(place: Path) -> None:
         assert program.stderr is not None
         assert program.stderr.read() == ""
         assert program.wait(60) == 141
+
+
+# Reading a log while it is written and turned.
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a"
+
+
+@pytest.fixture
+def reader(path: Path) -> Iterator[LogReader]:
+    reader = LogReader(str(path))
+    yield reader
+    reader.close()
+
+
+def test_files_that_come_turn_and_go(path: Path, reader: LogReader) -> None:
+    assert list(reader.read()) == [], "nothing is there"
+    with path.open("w") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert list(reader.read()) == ["one"]
+        file.write("o\n")
+        file.flush()
+        assert list(reader.read()) == ["two"], "a line is shown when it is whole"
+        file.write("cut")
+    assert list(reader.read()) == []
+    path.rename(path.with_name("a.1"))
+    path.write_text("next\n")
+    assert list(reader.read()) == ["cut", "next"], "nothing can follow"
+    path.with_name("a.1").unlink()
+    path.unlink()
+    assert list(reader.read()) == []
+    path.write_bytes(b"caf\xe9\n")
+    assert list(reader.read()) == ["caf\\xe9"], "bytes that are no text"
+
+
+def test_old_files_come_first(path: Path, reader: LogReader) -> None:
+    for name, text in (("a.2", "1\n2\n"), ("a.1", "3\n"), ("a", "4\n5\n")):
+        path.with_name(name).write_text(text)
+    assert list(reader.read()) == ["1", "2", "3", "4", "5"]
+    assert list(reader.read()) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_line_is_lost_or_shown_twice(path: Path, seed: int) -> None:
+    """As long as no file goes before it was read."""
+    chance = random.Random(seed)
+    pages, reader = Pages(str(path), 100, 50), LogReader(str(path))
+    seen: list[str] = []
+    written = 0
+    for _ in range(60):
+        if chance.random() < 0.6:
+            count = chance.randrange(8)
+            pages.write([f"line {written + n}" for n in range(count)])
+            written += count
+        else:
+            seen += reader.read()
+    seen += reader.read()
+    assert seen == [f"line {number}" for number in range(written)]
+    pages.close()
+    reader.close()
+
+
+def test_where_files_went_unread_the_rest_is_shown(path: Path) -> None:
+    pages, reader = Pages(str(path), 20, 1), LogReader(str(path))
+    pages.write(["first"])
+    assert list(reader.read()) == ["first"]
+    pages.write([f"line {number:02}" for number in range(20)])
+    seen = list(reader.read())
+    assert seen[0] == "line 00", "it was in the file that is read"
+    assert seen[1:] == [f"line {number:02}" for number in range(20)][1 - len(seen) :]
+    assert seen[-1] == "line 19"
+    pages.close()
+    reader.close()
+
+
+# Where `aiogpu timeline` writes: into a file as a whole, else where it was told.
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    for text in ("one", "two"):
+        _write(str(link), text)
+        assert link.is_symlink()
+        assert file.read_text() == f"{text}\n"
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    heard: list[str] = []
+    listener = Thread(target=lambda: heard.append(pipe.read_text()))
+    listener.start()
+    _write(str(pipe), "text")
+    listener.join()
+    assert heard == ["text\n"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    with pytest.raises(OSError, match="No space left"):
+        _write("/dev/full", "text")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+def test_of_what_fails_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        _write(f"{tmp_path}/none/file", "text")
+    with pytest.raises(UnicodeEncodeError):
+        _write(f"{tmp_path}/file", "\ud800")
+    assert os.listdir(tmp_path) == []

@@ -1,62 +1,106 @@
-"""The command itself: help, version, mistakes, exit codes."""
+"""The command line itself: help, mistakes, exit codes, streams, completion."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
 
 import aiogpu
+from aiogpu.cli import connect
 from aiogpu.cli import main as command
+from aiogpu.cli.status import known_tasks
 from aiogpu.errors import InfeasibleError, NodeStartError
+from tests.cli.pictures import BUSY, stand_in
+from tests.support.program import environment
+from tests.support.program import run as run_program
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def shell(line: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash, in which `aiogpu` is this one."""
+    begin = f'aiogpu() {{ "{sys.executable}" -m aiogpu "$@"; }}\n'
     return subprocess.run(
-        [sys.executable, "-m", "aiogpu", *arguments],
+        ["bash", "-c", begin + line],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
+        env=environment(),
+        **options,
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["bare", "--help"])
-def test_help_names_the_commands(arguments: list[str]) -> None:
-    ran = run(*arguments)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert re.search(r"\n  demo +Compute a picture", ran.stdout)
-    assert re.search(r"\n  doctor +Test the mechanisms", ran.stdout)
-    assert re.search(r"\n  gpus +Show the GPUs", ran.stdout)
+@pytest.fixture
+def ran(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[object, str, str]]:
+    """Run a command line; gives its exit code and what it prints and complains."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["aiogpu", *arguments])
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        return (end.value.code, *capsys.readouterr())
+
+    return run
 
 
-def test_version() -> None:
-    ran = run("--version")
-    assert ran.stdout == f"aiogpu, version {aiogpu.__version__}\n"
-    assert ran.returncode == 0
+def test_help_names_the_commands(ran: Callable[..., tuple[object, str, str]]) -> None:
+    code, told, err = ran()
+    assert (code, err) == (0, "")
+    assert ran("--help") == ran("-h") == (0, told, "")
+    assert re.search(r"\n  demo +Compute a picture", told)
+    assert re.search(r"\n  doctor +Test the mechanisms", told)
+    assert re.search(r"\n  gpus +Show the GPUs", told)
+    for name in command.COMMANDS:
+        code, told, err = ran(name, "--help")
+        assert (code, err) == (0, "")
+        assert told.startswith(f"Usage: aiogpu {name}")
+        if name in {"start", "run"}:
+            assert ran(name, "-h") == (0, told, "")
+        if name in {"completion", "list", "status", "top", "why"}:
+            assert "\n  Examples:\n" in told
 
 
-def test_version_imports_no_subcommand_and_no_asyncio() -> None:
-    program = (
-        "import sys; sys.argv = ['aiogpu', '--version']\n"
-        "from aiogpu.cli.main import main\n"
-        "try: main()\n"
-        "finally: print({'asyncio', 'numpy', 'rich', 'aiogpu.cli.demo'} "
-        "& set(sys.modules))\n"
+def test_who_mistypes_is_told_what_there_is(
+    ran: Callable[..., tuple[object, str, str]],
+) -> None:
+    for typed, said in (
+        ("dmo", "No such command 'dmo'"),
+        ("statu", "Did you mean 'status'"),
+        ("list tasks nonsense", "extra argument"),
+        ("completion csh", "'csh' is not one of 'bash', 'zsh', 'fish'"),
+    ):
+        code, out, err = ran(*typed.split())
+        assert (code, out) == (2, "")
+        assert said in err
+
+
+def test_addresses_are_the_same_for_all_commands(
+    tmp_path: Path, ran: Callable[..., tuple[object, str, str]]
+) -> None:
+    where = f"unix:{tmp_path}/none.sock"
+    told = f"there is no socket {tmp_path}/none.sock. Start one by"
+    for line in ("status", "list tasks", "why 1", "top", "timeline -", "run true"):
+        first, *rest = line.split()
+        code, _, err = ran(first, f"--socket={where}", *rest)
+        assert told in err, line
+        assert code == (125 if first == "run" else 1), line
+    assert (
+        f"there are no logs in {tmp_path}/none-logs. "
+        in ran("logs", f"--socket={where}")[2]
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.splitlines()[1] == "set()"
-
-
-def test_unknown_command_is_told() -> None:
-    ran = run("dmo")
-    assert ran.returncode == 2
-    assert "No such command 'dmo'" in ran.stderr
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -86,3 +130,133 @@ def test_exit_codes(
         command.main()
     assert end.value.code == code
     assert capsys.readouterr().err == said
+
+
+def test_version_imports_no_subcommand_and_no_asyncio() -> None:
+    program = (
+        "import sys; sys.argv = ['aiogpu', '--version']\n"
+        "from aiogpu.cli.main import main\n"
+        "try: main()\n"
+        "finally: print({'asyncio', 'numpy', 'rich', 'aiogpu.cli.demo'} "
+        "& set(sys.modules))\n"
+    )
+    told = run_program(program).splitlines()
+    assert told == [f"aiogpu, version {aiogpu.__version__}", "set()"]
+
+
+# Streams that are closed, full, or read by nobody.
+
+
+@pytest.mark.parametrize("command", ["--help", "completion bash"])
+def test_a_pipe_that_nobody_reads_ends_it_in_silence(command: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = shell(f"aiogpu {command} >&{writing}", pass_fds=(writing,))
+    os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", ["--help", "completion bash"])
+def test_a_full_disk_is_told(command: str) -> None:
+    ran = shell(f"aiogpu {command} > /dev/full")
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        "Error: what is printed has no room: No space left on device.\n"
+    )
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(closed: str) -> None:
+    assert shell(f"aiogpu completion bash {closed}").returncode == 0
+
+
+def test_no_file_takes_the_place_of_a_closed_stream() -> None:
+    ran = shell(
+        "python=" + sys.executable + "; $python -c '"
+        "from aiogpu.cli.main import open_streams\n"
+        "import os, sys\n"
+        "open_streams()\n"
+        'print(*map(os.readlink, (f"/proc/self/fd/{n}" for n in (0, 1))),'
+        " file=sys.stderr)\n"
+        "print(sys.stdin.read(), os.get_inheritable(1))' <&- >&-"
+    )
+    assert (ran.stderr, ran.returncode) == ("/dev/null /dev/null\n", 0)
+
+
+# What shells complete.
+
+
+def completed(place: Path, *words: str) -> list[str]:
+    """What bash offers for the last word of a command line."""
+    command = place / "aiogpu"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m aiogpu "$@"\n')
+    command.chmod(0o700)
+    asked = f"""
+        eval "$(aiogpu completion bash)"
+        COMP_WORDS=(aiogpu {" ".join(words)})
+        COMP_CWORD={len(words)}
+        _aiogpu_completion aiogpu
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    path = f"{place}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "--norc", "-c", asked],
+        env=environment(PATH=path, XDG_RUNTIME_DIR=str(place)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stderr == ""
+    return ran.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_by_its_script(tmp_path: Path) -> None:
+    assert completed(tmp_path, "list", "a") == ["actors"]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["sta"], ["start", "status"]),
+        (["list", "a"], ["actors"]),
+        (["completion", ""], ["bash", "zsh", "fish"]),
+        (["status", "--wa"], ["--watch"]),
+        (["why", ""], []),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_is_offered(
+    runtime_directory: Path, words: list[str], offered: list[str]
+) -> None:
+    assert runtime_directory
+    *before, last = words
+    shell = ShellComplete(command.cli, {}, "aiogpu", command.COMPLETE)
+    assert [one.value for one in shell.get_completions(before, last)] == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_has_a_script(shell: str) -> None:
+    result = CliRunner().invoke(command.cli, ["completion", shell])
+    assert result.exit_code == 0
+    assert f"_AIOGPU_COMPLETE={shell}_complete" in result.stdout
+
+
+def test_tasks_and_actors_of_the_running_node_are_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(monkeypatch, BUSY)
+    why = command.cli.get_command(click.Context(command.cli), "why")
+    assert why is not None
+    context, argument = click.Context(why), why.params[0]
+    assert known_tasks(context, argument, "") == [
+        *("1", "12", "7", "8", "Model 'serve'", "serve", "train", "whole"),
+    ]
+    assert known_tasks(context, argument, "s") == ["serve"]
+
+    def fail(_address: str, _patience: float) -> object:
+        raise aiogpu.NodeDiedError("it has ended.")
+
+    monkeypatch.setattr(connect, "joined", fail)
+    assert known_tasks(context, argument, "s") == []

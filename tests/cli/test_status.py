@@ -1,22 +1,40 @@
-"""`aiogpu status`, `list` and `why` on pictures of nodes."""
+"""`aiogpu status`, `list` and `why`: on pictures of nodes, and on a real one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from rich.cells import cell_len
 from rich.console import Group
 
 import aiogpu
+from aiogpu.api.session import current_session
 from aiogpu.cli import connect
 from aiogpu.cli.main import cli
-from aiogpu.cli.status import sections
+from aiogpu.cli.status import KINDS, data_of, sections
 from aiogpu.cli.tables import plain
+from aiogpu.cli.top import render_body
+from aiogpu.engines.local import LocalEngine
+from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus, TaskStatus
 from tests.cli.pictures import BUSY, IDLE, JOB, stand_in
+from tests.contract import tasks
+from tests.contract.actor_classes import Counter
+from tests.core.builders import GroupWorld
+from tests.support.gate import Gate
+from tests.support.program import environment
 
 
 def ran(*arguments: str) -> Result:
@@ -27,12 +45,6 @@ def ran(*arguments: str) -> Result:
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views find a busy node."""
     stand_in(monkeypatch, BUSY)
-
-
-@pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views find a node that has nothing to do."""
-    stand_in(monkeypatch, IDLE)
 
 
 @pytest.mark.usefixtures("busy")
@@ -63,8 +75,8 @@ def test_json_is_one_object_with_the_keys_in_their_order() -> None:
     assert told["devices"][2]["others"] is None
 
 
-@pytest.mark.usefixtures("idle")
-def test_json_of_an_idle_node() -> None:
+def test_json_of_an_idle_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, IDLE)
     told = json.loads(ran("status", "--json").stdout)
     assert told["healthy"] is True
     assert told["reservation"] is None
@@ -118,16 +130,15 @@ def many() -> NodeStatus:
     return replace(BUSY, tasks=tasks)
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 140, 200])
-@pytest.mark.parametrize("picture", [IDLE, BUSY, many()], ids=["idle", "busy", "many"])
-def test_a_terminal_of_any_width_can_be_read(width: int, picture: NodeStatus) -> None:
-    lines = list(plain(Group(*sections(picture)), width))
-    assert all(cell_len(line) <= width for line in lines)
-    assert "\x1b" not in "".join(lines)
-    told = "\n".join(lines)
-    for device in picture.devices:
-        assert f"{device.kind} {device.id}" in told
-    assert ("WAIT  ASK FOR" in told) is (picture is not IDLE)
+def test_a_terminal_of_any_width_can_be_read() -> None:
+    for width, picture in product([40, 60, 100, 140, 200], [IDLE, BUSY, many()]):
+        lines = list(plain(Group(*sections(picture)), width))
+        assert all(cell_len(line) <= width for line in lines)
+        assert "\x1b" not in "".join(lines)
+        told = "\n".join(lines)
+        for device in picture.devices:
+            assert f"{device.kind} {device.id}" in told
+        assert ("WAIT  ASK FOR" in told) is (picture is not IDLE)
 
 
 def test_a_terminal_sees_sections() -> None:
@@ -205,18 +216,6 @@ def test_what_is_listed_can_be_chosen(
     assert told["left_out"] == left_out
 
 
-@pytest.mark.parametrize(
-    ("what", "state", "first"),
-    [("tasks", "wating", "waiting, expecting"), ("gpus", "idle", "free, shared")],
-)
-def test_a_state_that_there_is_not_is_bad_input(
-    what: str, state: str, first: str
-) -> None:
-    result = ran("list", what, "--state", state)
-    assert result.exit_code == 2
-    assert f"{what} are never {state!r}. There are: {first}" in result.stderr
-
-
 @pytest.mark.usefixtures("busy")
 def test_what_is_not_listed_is_said_beside_the_list() -> None:
     result = ran("list", "tasks", "--limit", "3")
@@ -224,6 +223,14 @@ def test_what_is_not_listed_is_said_beside_the_list() -> None:
     assert result.stderr == "and 3 more\n"
     result = ran("list", "workers", "--state", "ending")
     assert (result.stdout, result.stderr) == ("", "There are no workers that fit.\n")
+    for what, state, first in (
+        ("tasks", "wating", "waiting, expecting"),
+        ("gpus", "idle", "free, shared"),
+    ):
+        result = ran("list", what, "--state", state)
+        assert result.exit_code == 2
+        said = f"{what} are never {state!r}. There are: {first}"
+        assert said in result.stderr
 
 
 @pytest.mark.usefixtures("busy")
@@ -266,32 +273,22 @@ def test_bad_input_is_named(arguments: list[str], said: str) -> None:
     assert said in result.stderr
 
 
-@pytest.mark.parametrize("view", [["status"], ["list", "gpus"], ["why", "1"], ["top"]])
-def test_a_view_starts_no_node(
-    view: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_a_view_starts_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("AIOGPU_ADDRESS", "local")
-    result = ran(*view)
-    assert result.exit_code == 1
-    assert result.stderr == (
-        f"Error: no node runs: there is no socket {tmp_path}/"
-        f"aiogpu/node.sock. Start one by `aiogpu start --head`, or name "
-        f"another node by --address.\n"
-    )
-
-
-@pytest.mark.parametrize("address", ["ray", "ray://host:10001"])
-def test_a_ray_cluster_is_not_taken_for_a_socket(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AIOGPU_ADDRESS", address)
-    result = ran("status")
-    assert result.exit_code == 1
-    assert f"{address!r} is a Ray cluster, which Ray's own `ray" in result.stderr
-
-
-def test_what_is_no_socket_is_said(tmp_path: object) -> None:
+    for view in (["status"], ["list", "gpus"], ["why", "1"], ["top"]):
+        result = ran(*view)
+        assert result.exit_code == 1
+        assert result.stderr == (
+            f"Error: no node runs: there is no socket {tmp_path}/"
+            f"aiogpu/node.sock. Start one by `aiogpu start --head`, or name "
+            f"another node by --address.\n"
+        )
+    for address in ("ray", "ray://host:10001"):
+        monkeypatch.setenv("AIOGPU_ADDRESS", address)
+        result = ran("status")
+        assert result.exit_code == 1
+        assert f"{address!r} is a Ray cluster, which Ray's own `ray" in result.stderr
     result = ran("status", "--address", str(tmp_path))
     assert f"{tmp_path} is no socket" in result.stderr
 
@@ -304,8 +301,178 @@ def test_where_no_node_is_named_it_is_the_users_own(
         assert connect.default_address() == meant
 
 
-@pytest.mark.parametrize("command", ["completion", "list", "status", "top", "why"])
-def test_help_has_examples_on_lines_of_their_own(command: str) -> None:
-    told = ran(command, "--help").stdout
-    assert "\n  Examples:\n" in told
-    assert f" {command}" in told
+# Placements.
+
+
+def placements() -> NodeStatus:
+    """One that is held and used, one that waits, and one that ends."""
+    w = GroupWorld(cpus=8, gpus=3)
+    w.placement_group("held", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
+    w.submit_in("held", "m", 0, num_gpus=0.25, num_cpus=1)
+    w.placement_group("ends", {"GPU": 1})
+    w.submit_in("ends", "n", num_gpus=1)
+    w.placement_group("waits", {"GPU": 1}, strategy="SPREAD")
+    w.cancel("ends")
+    pids = {w.placement_groups["held"]: 4711}
+    return snapshot(w.scheduler, pids, w.now)
+
+
+def test_a_table_has_them_with_their_bundles() -> None:
+    status = placements()
+    kind = KINDS["placements"]
+    entries = kind.entries(status)
+    assert [(kind.names(one)[0], kind.state(one)) for one in entries] == [
+        ("held", "ready"),
+        ("ends", "removing"),
+        ("waits", "waiting"),
+    ]
+    told = "\n".join(plain(kind.table(entries, status)))
+    used = "{CPU: 2, GPU: 1} on GPU 0, used: {CPU: 1, GPU: 0.25}; {GPU: 0.5} on GPU 1"
+    assert used in told
+    assert "waits for GPU 1 (free by device: 0: 0, 1: 0.5, 2: 0)" in told
+
+
+def test_the_picture_of_a_node_has_them() -> None:
+    told = "\n".join(plain(Group(*sections(placements())), 200))
+    assert "placements" in told
+    lines = Group(*render_body(placements(), "free", 200))
+    assert "placements: 3" in list(plain(lines))
+    printed = str(placements())
+    assert "  0  held  PACK  ready  pid 4711, 1 in it" in printed
+    assert "    bundle 1: {GPU: 0.5} on GPU 1" in printed
+    assert "leases" not in printed
+
+
+def test_a_program_is_told_all_of_one() -> None:
+    status = placements()
+    told = json.loads(json.dumps(data_of(status.placements[0])))
+    assert len(told.pop("id")) > 0
+    assert told == {
+        "task": 0,
+        "name": "held",
+        "state": "ready",
+        "strategy": "PACK",
+        "bundles": [
+            {
+                "request": {"CPU": 2.0, "GPU": 1.0},
+                "free": {"CPU": 1.0, "GPU": 0.75},
+                "devices": {"GPU": [0]},
+            },
+            {"request": {"GPU": 0.5}, "free": {"GPU": 0.5}, "devices": {"GPU": [1]}},
+        ],
+        "members": 1,
+        "client": 0,
+        "pid": 4711,
+        "reason": None,
+        "detached": False,
+    }
+    waits = data_of(status.placements[2])
+    assert waits["pid"] is None
+    assert waits["bundles"][0]["devices"] == {}
+    assert waits["reason"].startswith("waits for GPU 1")
+
+
+# A real node.
+
+
+@asynccontextmanager
+async def served(place: Path) -> AsyncIterator[str]:
+    """A node of this process, which others may ask; gives its socket."""
+    path = f"{place}/node.sock"
+    async with aiogpu.init(address="local", num_cpus=2, num_gpus=1):
+        engine = current_session().engine
+        assert isinstance(engine, LocalEngine)
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(path)
+        listening.listen()
+        await engine.serve(listening)
+        yield path
+
+
+async def view(*arguments: str) -> tuple[int, str, str]:
+    """What a command prints that is run in a process of its own."""
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "aiogpu", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment(),
+    )
+    out, err = await asyncio.wait_for(program.communicate(), 60)
+    assert program.returncode is not None
+    return program.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.either_loop
+async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
+    async with served(tmp_path) as path:
+        actor = Counter.options(name="tally").remote()
+        await actor.add.remote()
+        with pytest.raises(KeyError):
+            await tasks.fail.remote(KeyError, "x")
+        running = tasks.gated.options(num_gpus=0.75).remote(gate.path, "runs")
+        await gate.entered("runs")
+        waiting = tasks.gated.options(num_gpus=0.5).remote(gate.path, "waits")
+        here = await aiogpu.status()
+        number = next(task.id for task in here.tasks if task.state == "waiting")
+        told, listed, why, unknown = await asyncio.gather(
+            view("status", "--json", "--address", path),
+            view("list", "actors", "--address", path),
+            view("why", str(number), "--address", path),
+            view("why", "999999", "--address", path),
+        )
+        assert (told[0], listed[0], why[0]) == (0, 0, 0), (told, listed, why)
+        seen = json.loads(told[1])
+        assert seen["resources"]["GPU"] == {"total": 1.0, "free": 0.25}
+        (device,) = seen["devices"]
+        assert [one["task"] for one in device["holders"]] == ["gated"]
+        assert seen["waiting"]["tasks"] == 1
+        assert [one["error"] for one in seen["failures"]] == ["KeyError"]
+        assert [one["name"] for one in seen["actors"]] == ["tally"]
+        assert listed[1].splitlines()[1].split()[1:4] == ["tally", "Counter", "alive"]
+        assert why[1].startswith(f"gated (task {number}) has waited")
+        assert "0.75 of GPU 0: held by gated" in why[1]
+        assert unknown[0] == 1
+        assert "this node has no task 999999" in unknown[2]
+        gate.release("runs")
+        await gate.entered("waits")
+        gate.release("waits")
+        await asyncio.gather(running, waiting)
+        after = await aiogpu.status()
+        assert len(after.actors) == len(here.actors), "a view has left something"
+
+
+def test_a_socket_that_nobody_listens_on_is_said(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path)
+    result = ran("status", "--address", path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    said = f"Error: no node can be reached at {path}: Connection ref"
+    assert result.stderr.startswith(said)
+    assert "aiogpu start --head" in result.stderr
+    assert os.path.exists(path)
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.either_loop
+async def test_a_node_that_does_not_answer_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as path:
+        monkeypatch.setattr(current_session().engine, "status", asyncio.Event().wait)
+        with pytest.raises(click.ClickException) as error:
+            await asyncio.to_thread(connect.ask, path, lambda node: node.status(), 0.1)
+        told = f"the node at {path} has not answered within 0.1 s"
+        assert told in str(error.value)
+
+
+@pytest.mark.either_loop
+async def test_who_never_lets_anybody_join_is_not_waited_for(tmp_path: Path) -> None:
+    path = f"{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX) as no_answer_error:
+        no_answer_error.bind(path)
+        no_answer_error.listen()
+        with pytest.raises(click.ClickException, match=r"not answered within 0\.1 s"):
+            async with connect.joined(path, 0.1):
+                pass

@@ -25,7 +25,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.runtime.output import FILE, FULL
-from tests.cli.service.box import box
+from tests.cli.box import box
 from tests.contract import tasks
 from tests.support.gate import Gate
 from tests.support.program import run, start

@@ -51,7 +51,7 @@ from benchmarks.processes import (
     internet_sockets,
     listening,
 )
-from tests.cli.service.box import box
+from tests.cli.box import box
 from tests.contract import tasks, value_tasks
 from tests.contract.actor_classes import Async, Counter
 from tests.contract.forged_node import forged

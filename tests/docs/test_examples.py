@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.service.box import box
+from tests.cli.box import box
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVERS = {"08_serve"}

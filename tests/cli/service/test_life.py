@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from tests.cli.service.box import LIMIT, Box
+from tests.cli.box import LIMIT, Box
 from tests.faults.remains import living
 
 

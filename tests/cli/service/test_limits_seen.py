@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import aiogpu
-from tests.cli.service.box import Box
+from tests.cli.box import Box
 from tests.contract import tasks
 from tests.support.gate import Gate
 

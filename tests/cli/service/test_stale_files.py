@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.service.box import LIMIT, Box
+from tests.cli.box import LIMIT, Box
 from tests.support.until import until
 
 

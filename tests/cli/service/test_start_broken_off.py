@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.daemon.place import Record
-from tests.cli.service.box import LIMIT, Box
+from tests.cli.box import LIMIT, Box
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from aiogpu.daemon import stop as stop_module
 from aiogpu.daemon.place import PidfileLock, Place, Record, living_node, start_time
 from aiogpu.daemon.stop import stop
 from aiogpu.errors import NodeError
-from tests.cli.service.box import Box
+from tests.cli.box import Box
 from tests.support.program import environment
 
 LIMIT = 60

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 import aiogpu
-from tests.cli.service.box import LIMIT, Box
+from tests.cli.box import LIMIT, Box
 from tests.contract import tasks
 from tests.support.gate import Gate
 from tests.support.until import until

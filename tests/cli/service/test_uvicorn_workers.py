@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 
 import aiogpu
-from tests.cli.service.box import LIMIT, Box
+from tests.cli.box import LIMIT, Box
 from tests.support.gate import Gate
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")

@@ -10,7 +10,7 @@ import pexpect
 import pytest
 
 import aiogpu
-from tests.cli.service.box import Box, box
+from tests.cli.box import Box, box
 from tests.contract import tasks
 from tests.support.gate import Gate
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.cli.service.box import box
-from tests.cli.terminal.screens import PROMPT, Screen, screen
+from tests.cli.box import box
+from tests.cli.screens import PROMPT, Screen
 from tests.support.program import run, start
 
 PROGRAM = """
@@ -66,12 +65,6 @@ if __name__ == "__main__":
     aiogpu.run(main(*sys.argv[1:]))
 """
 ALONE = PROGRAM.replace("OPTIONS", "dict(num_cpus=2)")
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Screen]:
-    with screen(tmp_path) as found:
-        yield found
 
 
 def fifos(place: Path, count: int) -> list[Path]:

@@ -1,8 +1,10 @@
-"""What `aiogpu top` draws, and what keys do to it."""
+"""`aiogpu top`: what it draws, its keys, and a real terminal before and after it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -10,12 +12,8 @@ from rich.cells import cell_len
 from aiogpu.cli.tables import plain
 from aiogpu.cli.top import ORDERS, KeyDecoder, View, render_screen, sorted_tasks
 from aiogpu.observe.status import Holder
-from tests.cli.pictures import BUSY, IDLE
-from tests.cli.view_program import LONG
-
-
-def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list[str]:
-    return list(plain(render_screen(BUSY, view, width, height, note), width))
+from tests.cli.pictures import BUSY, IDLE, LONG
+from tests.cli.screens import PROMPT, Screen
 
 
 def test_a_screen() -> None:
@@ -69,28 +67,6 @@ def test_a_wide_screen_has_long_bars_and_names() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [1, 8, 20, 40, 59, 60, 100, 110, 200])
-@pytest.mark.parametrize("height", [1, 3, 10, 80])
-def test_it_fits_any_screen(width: int, height: int) -> None:
-    lines = drawn(View(is_paused=True), width, height, "no answer for 3 s")
-    assert len(lines) == max(height, 3)
-    assert all(cell_len(line) <= width for line in lines)
-
-
-def test_an_idle_node() -> None:
-    lines = list(plain(render_screen(IDLE, View(), 60, 5), 60))
-    assert lines[:3] == [
-        "aiogpu  CPU 4/4, GPU 0/0; 0 workers; no tasks",
-        "",
-        "Nothing runs, and nothing waits.",
-    ]
-
-
-def test_it_says_that_it_is_paused_and_that_no_answer_comes() -> None:
-    assert drawn(View(is_paused=True))[0].endswith(" PAUSED")
-    assert drawn(View(), note="no answer for 4.0 s")[0].endswith(" no answer for 4.0 s")
-
-
 def test_scrolling_stays_within_the_picture() -> None:
     view = View()
     lines = list(plain(render_screen(LONG, view, 80, 12), 80))
@@ -108,18 +84,6 @@ def test_scrolling_stays_within_the_picture() -> None:
     )
     render_screen(BUSY, view, 80, 50)
     assert view.offset == 0
-
-
-def test_keys_pause_quit_and_sort() -> None:
-    view = View()
-    view.press("p")
-    assert view.is_paused
-    view.press("p")
-    assert not view.is_paused
-    seen = [view.order, *(view.press("s") or view.order for _ in ORDERS)]
-    assert seen == [*ORDERS, ORDERS[0]]
-    view.press("q")
-    assert view.has_ended
 
 
 def test_tasks_are_sorted() -> None:
@@ -157,3 +121,125 @@ def test_what_a_terminal_sends_becomes_keys(
 ) -> None:
     decoder = KeyDecoder()
     assert [key for piece in pieces for key in decoder.keys(piece)] == keys
+
+
+def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list[str]:
+    return list(plain(render_screen(BUSY, view, width, height, note), width))
+
+
+def test_it_fits_any_screen() -> None:
+    for width, height in product([1, 8, 20, 40, 59, 60, 110, 200], [1, 3, 10, 80]):
+        lines = drawn(View(is_paused=True), width, height, "no answer for 3 s")
+        assert len(lines) == max(height, 3)
+        assert all(cell_len(line) <= width for line in lines)
+    lines = list(plain(render_screen(IDLE, View(), 60, 5), 60))
+    assert lines[:3] == [
+        "aiogpu  CPU 4/4, GPU 0/0; 0 workers; no tasks",
+        "",
+        "Nothing runs, and nothing waits.",
+    ]
+
+
+def test_keys_pause_quit_and_sort() -> None:
+    view = View()
+    view.press("p")
+    assert view.is_paused
+    assert drawn(view)[0].endswith(" PAUSED")
+    view.press("p")
+    assert not view.is_paused
+    assert drawn(view, note="no answer for 4.0 s")[0].endswith(" no answer for 4.0 s")
+    seen = [view.order, *(view.press("s") or view.order for _ in ORDERS)]
+    assert seen == [*ORDERS, ORDERS[0]]
+    view.press("q")
+    assert view.has_ended
+
+
+# In a terminal.
+
+TOP = "$python -m tests.cli.pictures"
+
+
+def begin(terminal: Screen, picture: str) -> None:
+    """Have `top` show a picture."""
+    terminal.send(f"{TOP} {picture} top --interval 0.1", "Enter")
+    terminal.has("q quit")
+
+
+def check_restored(terminal: Screen) -> None:
+    """The shell has its screen, its cursor and its line editing back."""
+    told = terminal.has(PROMPT)
+    assert not any("q quit" in line for line in told)
+    terminal.send("clear; stty -a", "Enter")
+    told = terminal.until(lambda lines: any("echoke" in line for line in lines))
+    assert terminal.tmux("display", "-p", "#{cursor_flag}#{alternate_on}") == "10\n"
+    text = " ".join(told)
+    assert " icanon" in text
+    assert " echo " in text
+    terminal.send("clear", "Enter")
+
+
+def test_what_is_on_the_screen_its_keys_and_the_way_out(terminal: Screen) -> None:
+    begin(terminal, "busy")
+    wanted = drawn(View())
+    terminal.until(lambda lines: [line.rstrip() for line in lines] == wanted)
+    terminal.send("G", "s")
+    terminal.has("by name  11-32 of 32")
+    terminal.send("p")
+    terminal.has("PAUSED")
+    terminal.send("p", "Up")
+    terminal.has("by name  10-31 of 32")
+    terminal.resize(60, 12)
+    terminal.until(lambda lines: len(lines) == 12 and "10-19 of 32" in lines[-1])
+    terminal.send("q")
+    terminal.has(PROMPT)  # what is typed before is for nobody
+    terminal.send("echo code=$?", "Enter")
+    terminal.has("code=0")
+    check_restored(terminal)
+
+
+@pytest.mark.slow
+def test_ctrl_z_gives_the_shell_its_terminal_until_fg(terminal: Screen) -> None:
+    begin(terminal, "busy")
+    terminal.send("C-z")
+    terminal.has("Stopped")
+    check_restored(terminal)
+    terminal.send("fg", "Enter")
+    terminal.has("q quit")
+    terminal.send("C-c")
+    terminal.has(PROMPT)
+    terminal.send("echo code=$?", "Enter")
+    terminal.has("code=130")
+    check_restored(terminal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["TERM", "HUP", "QUIT"])
+def test_a_signal_leaves_the_terminal_as_it_was(terminal: Screen, name: str) -> None:
+    terminal.send(f"(exec {TOP} busy top)", "Enter")
+    terminal.has("q quit")
+    pid = terminal.tmux("display", "-p", "#{pane_pid}").strip()
+    child = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+    terminal.tmux("run-shell", f"kill -{name} {child}")
+    code = {"TERM": 143, "HUP": 129, "QUIT": 131}[name]
+    terminal.has(PROMPT)
+    terminal.send("echo code=$?", "Enter")
+    terminal.has(f"code={code}")
+    check_restored(terminal)
+
+
+def test_a_node_that_ends_is_told_on_a_terminal_that_is_whole(
+    terminal: Screen,
+) -> None:
+    terminal.send(f"{TOP} dying top --interval 0.1", "Enter")
+    terminal.has("Error: the node has ended.")
+    terminal.send("echo code=$?", "Enter")
+    terminal.has("code=1")
+    check_restored(terminal)
+
+
+@pytest.mark.slow
+def test_where_nobody_looks_it_is_one_plain_picture(terminal: Screen) -> None:
+    terminal.send(f"{TOP} busy top | cat", "Enter")
+    terminal.has(str(BUSY).splitlines()[-1])
+    terminal.send(f"clear; echo lines=$(TERM=dumb {TOP} busy top | wc -l)", "Enter")
+    terminal.has(f"lines={len(str(BUSY).splitlines())}")
