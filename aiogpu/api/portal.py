@@ -160,12 +160,19 @@ class Portal:
         self._posted.append(function)
         if not self._is_woken:
             self._is_woken = True  # one wake-up serves all that come until it runs
-            self.loop.call_soon_threadsafe(self._run_posted)
+            self._wake()
 
     def _wake(self) -> None:
-        """Look whether the loop is there; wake it, if Ctrl-C has cut `post` short."""
+        """Have the loop look at what was posted.
+
+        Whoever waits calls this again, since Ctrl-C may cut `post` short.
+        """
         self._check()
-        self.loop.call_soon_threadsafe(self._run_posted)
+        try:
+            self.loop.call_soon_threadsafe(self._run_posted)
+        except RuntimeError:  # it was closed in this very moment
+            self._check()
+            raise
 
     def _run_posted(self) -> None:
         self._is_woken = False
