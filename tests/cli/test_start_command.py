@@ -1,9 +1,12 @@
-"""`aiogpu start` and `stop`: mistakes, and what is made of their options."""
+"""`aiogpu start` and `stop`: mistakes, what is made of options, and systemd's unit."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from aiogpu.cli import start as start_command
 from aiogpu.cli.start import ready_lines, start, stop
 from aiogpu.daemon.process import Plan
 from aiogpu.daemon.readiness import Ready
+from aiogpu.daemon.start import quoted, unit
 
 
 @pytest.fixture
@@ -78,22 +82,14 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
     assert all(map(os.path.isabs, plan.sys_path))
 
 
-def test_sizes_may_be_bytes_as_in_rays_command(plans: list[Plan]) -> None:
-    assert given("--head", "--object-store-memory", "2000000000").exit_code == 0
-    assert plans[0].options.object_memory == 2_000_000_000
-
-
-def test_without_options_it_is_the_default(plans: list[Plan]) -> None:
-    assert given("--head").exit_code == 0
-    (plan,) = plans
-    defaults = plan.options._field_defaults
-    assert plan.options._asdict() == defaults
-    assert plan.drain == 30
-
-
-def test_no_modules_at_all(plans: list[Plan]) -> None:
-    assert given("--head", "--preload=").exit_code == 0
-    assert (plans[0].options.preload, plans[0].options.learns) == ((), False)
+def test_what_is_left_out_is_the_default(plans: list[Plan]) -> None:
+    for arguments in ([], ["--object-store-memory=2000000000"], ["--preload="]):
+        assert given("--head", *arguments).exit_code == 0
+    default, sized, bare = plans
+    assert default.options._asdict() == default.options._field_defaults
+    assert default.drain == 30
+    assert sized.options.object_memory == 2_000_000_000, "bytes, as in Ray's command"
+    assert (bare.options.preload, bare.options.learns) == ((), False)
 
 
 @pytest.mark.parametrize(
@@ -179,3 +175,73 @@ def test_stop_by_force_waits_for_nobody(runtime_directory: Path) -> None:
     ran = CliRunner().invoke(stop, ["--force", "--drain=1"])
     assert ran.exit_code == 2
     assert "give one of them" in ran.output
+
+
+# The unit that `aiogpu start --systemd` prints.
+
+
+ODD = ["/opt/py thon/bin/python", "-m", "aiogpu", '{"a b": 50%}', "$HOME", "c:\\d", ""]
+
+
+def settings(text: str) -> dict[str, str]:
+    lines = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {name: value for name, _, value in lines if not name.startswith("#")}
+
+
+def test_a_unit_is_notified_and_given_time_to_drain() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": "/a b:/c", "HOME": "/h"}
+    text = unit(ODD, environ, opens_within=120, ends_within=52.4)
+    wanted = {
+        "Type": "notify",
+        "KillMode": "mixed",
+        "Delegate": "yes",
+        "OOMPolicy": "continue",
+        "RestartPreventExitStatus": "2",
+        "TimeoutStartSec": "120",
+        "TimeoutStopSec": "52",
+        "ExecStart": '"/opt/py thon/bin/python" -m aiogpu "{\\"a b\\": 50%%}" $$HOME '
+        '"c:\\\\d" ""',
+    }
+    assert settings(text).items() >= wanted.items()
+    # Variables that matter are kept.
+    assert re.findall(r"^Environment=(.*)$", text, re.MULTILINE) == [
+        '"PYTHONPATH=/a b:/c"',
+        "CUDA_VISIBLE_DEVICES=",
+    ]
+    plain = unit(ODD, {}, opens_within=120, ends_within=52.4)
+    assert "Environment" not in settings(plain)
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("plain", "plain"),
+        ("", '""'),
+        ("a b", '"a b"'),
+        ("it's", '"it\'s"'),
+        ("tab\there", '"tab\\there"'),
+        ("line\nbreak", '"line\\nbreak"'),
+        ("100%", '"100%%"'),
+        (";", '";"'),
+    ],
+)
+def test_how_words_are_quoted(word: str, read: str) -> None:
+    assert quoted(word) == read
+
+
+def test_systemd_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd is not installed")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = tmp_path / "aiogpu.service"
+    path.write_text(unit(["/bin/sh", *ODD[1:]], {}, opens_within=1, ends_within=1))
+    ran = subprocess.run(
+        [analyze, "verify", "--user", "--man=no", path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "Failed to initialize manager" in ran.stderr:
+        pytest.skip("systemd-analyze does not work here")
+    assert (ran.returncode, ran.stderr) == (0, "")

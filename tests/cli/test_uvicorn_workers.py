@@ -8,16 +8,41 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
 
 import aiogpu
 from tests.cli.box import LIMIT, Box
+from tests.contract import tasks
 from tests.support.gate import Gate
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+
+
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """A web application whose every worker joins the node of its box."""
+    if scope["type"] == "lifespan":
+        await receive()
+        async with aiogpu.init(address="auto"):
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    # `/pid` says which worker answers; `/hold/GATE/NAME` holds half a GPU until the
+    # gate lets it go.
+    _, what, *rest = scope["raw_path"].decode().split("/")
+    answer = str(os.getpid())
+    if what == "hold":
+        gate, name = map(unquote, rest)
+        answer = await tasks.gated.options(num_gpus=0.5).remote(gate, name)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": answer.encode()})
+
 
 WORKERS = 4
 
@@ -25,7 +50,7 @@ WORKERS = 4
 @asynccontextmanager
 async def serving(here: Box) -> AsyncIterator[asyncio.subprocess.Process]:
     """The server's first process; all its workers have joined."""
-    command = ["-m", "uvicorn", "tests.cli.service.shared_app:app", "--lifespan=on"]
+    command = ["-m", "uvicorn", "tests.cli.test_uvicorn_workers:app", "--lifespan=on"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,

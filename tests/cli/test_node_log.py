@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,38 +29,24 @@ def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("aiogpu.test", logging.INFO, "", 0, text, None, None)
 
 
-def test_what_is_logged_is_in_the_file(tmp_path: Path, root: logging.Logger) -> None:
+def test_what_is_logged_is_in_the_file_and_on_a_terminal(
+    tmp_path: Path, root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert root
-    begun = Journal.begin(str(tmp_path))
+    file, terminal = tmp_path / "node.log", io.StringIO()
+    begun = Journal.begin(str(tmp_path), terminal)
+    assert not file.exists(), "the log is opened late"
     log.info("ready at %s", "there")
-    log.warning("! soon")
     begun.close()
     log.info("afterwards")
-    file = tmp_path / "node.log"
-    first, second = file.read_text().splitlines()
-    assert first.endswith(" INFO aiogpu.test: ready at there")
-    assert second.endswith(" WARNING aiogpu.test: ! soon")
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_what_utf8_does_not_know_is_escaped(tmp_path: Path) -> None:
-    pages = RotatingLog(f"{tmp_path}/node.log")
+    assert terminal.getvalue() == file.read_text()
+    pages = RotatingLog(str(file))
     pages.handle(record("a lone \ud800"))
     pages.close()
-    assert (tmp_path / "node.log").read_text().endswith("a lone \\ud800\n")
-
-
-def test_a_terminal_hears_it_as_well(tmp_path: Path, root: logging.Logger) -> None:
-    assert root
-    terminal = io.StringIO()
-    begun = Journal.begin(str(tmp_path), terminal)
-    log.info("ready")
-    begun.close()
-    assert terminal.getvalue() == (tmp_path / "node.log").read_text()
-
-
-def test_a_terminal_that_was_closed(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = io.StringIO()
+    first, second = file.read_text().splitlines()
+    assert first.endswith(" INFO aiogpu.test: ready at there")
+    assert second.endswith(" INFO aiogpu.test: a lone \\ud800")
+    assert file.stat().st_mode & 0o777 == 0o600
     screen = TerminalLog(terminal)
     terminal.close()
     screen.handle(record("to nobody"))
@@ -94,26 +79,20 @@ def test_a_full_disk_costs_lines_that_are_counted(
     missing, again = path.read_text().splitlines()
     assert missing.endswith("! 3 lines are missing here: they could not be written")
     assert again.endswith("there is room again")
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_directory_that_was_removed(tmp_path: Path) -> None:
+    # A directory that was removed, and a symbolic link, which is not followed.
     pages = RotatingLog(f"{tmp_path}/logs/node.log")
     pages.handle(record("lost"))
+    assert pages.lost == 1
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "node.log").symlink_to(tmp_path / "precious")
     pages.handle(record("lost as well"))
     assert pages.lost == 2
-    (tmp_path / "logs").mkdir()
+    assert not (tmp_path / "precious").exists()
+    (tmp_path / "logs" / "node.log").unlink()
     pages.handle(record("written"))
     pages.close()
     assert "2 lines are missing" in (tmp_path / "logs" / "node.log").read_text()
-
-
-def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "node.log").symlink_to(tmp_path / "precious")
-    pages = RotatingLog(f"{tmp_path}/node.log")
-    pages.handle(record("text"))
-    assert pages.lost == 1
-    assert not (tmp_path / "precious").exists()
+    assert capsys.readouterr() == ("", "")
 
 
 class Stuck(logging.Handler):
@@ -188,8 +167,3 @@ def test_what_is_printed_is_logged_by_lines(caplog: pytest.LogCaptureFixture) ->
         ("aiogpu.daemon.stdout", "one"),
         ("aiogpu.daemon.stdout", "two words"),
     ]
-
-
-def test_the_log_is_opened_late(tmp_path: Path) -> None:
-    RotatingLog(f"{tmp_path}/node.log").close()
-    assert os.listdir(tmp_path) == []

@@ -1,11 +1,19 @@
-"""A node without processes, for what is around it."""
+"""A node without processes, for what is around it.
+
+`python -m tests.cli.paper_node SOCKET HOW` serves as one; HOW is "calm", "deaf" (what
+runs never ends) or "stuck" (it cannot even close).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import sys
+from contextlib import suppress
 
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.daemon.place import Place
+from aiogpu.daemon.process import Plan, run_here
 from aiogpu.engines.base import NodeOptions
 
 
@@ -54,3 +62,29 @@ class PaperNode:
 
     def force_close(self) -> None:
         self.asked.append("force_close")
+
+
+class Daemon(PaperNode):
+    """Says on its terminal what it is asked."""
+
+    async def drain(self, patience: float) -> str:
+        print(f"drain {patience:g}", flush=True)
+        if sys.argv[2] == "calm":
+            return ""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), patience)
+        return "1 task"
+
+    async def close(self) -> None:
+        print("close", flush=True)
+        if sys.argv[2] == "stuck":
+            await asyncio.Event().wait()
+
+    def force_close(self) -> None:
+        print("force_close", flush=True)
+
+
+if __name__ == "__main__":
+    options = NodeOptions(cancel_grace=0.0)
+    plan = Plan(options, Place.at(sys.argv[1]), drain=60)
+    run_here(plan, lambda ready: print(f"ready {ready.pid}", flush=True), Daemon)

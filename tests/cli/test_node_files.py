@@ -1,0 +1,252 @@
+"""Where a node is met: its directory, its files, and the lock on its pidfile."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiogpu.daemon import place as pidfile
+from aiogpu.daemon.place import (
+    MAX_SOCKET_PATH,
+    PidfileLock,
+    Place,
+    Record,
+    check_length,
+    living_node,
+    read_record,
+    start_time,
+)
+from aiogpu.errors import NodeRunningError, NodeStartError
+
+# Names of files, and places that are not fit.
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert Place.at() == (
+        "/run/user/7/aiogpu/node.sock",
+        "/run/user/7/aiogpu/node.pid",
+        "/run/user/7/aiogpu/node.drain",
+        "/run/user/7/aiogpu/logs",
+    )
+    one, other = Place.at("/there/node.sock"), Place.at("/there/b.sock")
+    assert not set(one) & set(other), "two places in one directory share nothing"
+    assert (other.pidfile, other.logs) == ("/there/b.pid", "/there/b-logs")
+    monkeypatch.chdir(tmp_path)
+    place = Place.at("a.sock", "l")
+    assert (place.socket, place.logs) == (f"{tmp_path}/a.sock", f"{tmp_path}/l")
+
+
+def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    place = Place.at(f"{tmp_path}/d/node.sock")
+    place.prepare()
+    place.prepare()
+    for path in (tmp_path / "d", tmp_path / "d" / "logs"):
+        assert path.stat().st_mode & 0o7777 == 0o700
+
+
+def test_a_path_of_the_greatest_length_can_be_bound(tmp_path: Path) -> None:
+    check_length("/" + "x" * (MAX_SOCKET_PATH - 1))
+    with pytest.raises(NodeStartError, match=r"has 108 bytes; Linux allows 107"):
+        check_length("/" + "é" * 53 + "x")
+
+
+def refused(place: Place) -> str:
+    with pytest.raises(NodeStartError) as error:
+        place.prepare()
+    return str(error.value)
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir()
+    directory.chmod(0o710)
+    told = refused(Place.at(f"{directory}/node.sock"))
+    assert "has mode 0710" in told
+    assert "chmod 700" in told
+    assert "--socket" in told
+    assert not list(directory.iterdir())
+
+
+def test_nobody_is_told_to_take_from_others_what_is_everybodys(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    told = refused(Place.at(f"{tmp_path}/node.sock"))
+    assert "is everybody's (mode 1777)" in told
+    assert "`mkdir -m 700`, or name another place by --socket" in told
+    assert "chmod" not in told
+
+
+def test_what_is_no_directory_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir(0o700)
+    (tmp_path / "link").symlink_to("d")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "d" / "node.sock").write_text("mine")
+    for path, said in (
+        ("d", f"is to listen at {tmp_path}/d, but that is a directory"),
+        ("link/node.sock", "is a symbolic link"),
+        ("file/node.sock", "is a regular file"),
+        ("no/such/node.sock", "cannot be made: No such file or directory"),
+        ("d/node.sock", "is a regular file, which is left as it is"),
+    ):
+        assert said in refused(Place.at(f"{tmp_path}/{path}"))
+    for file in (tmp_path / "file", tmp_path / "d" / "node.sock"):
+        assert file.read_text() == "mine"
+
+
+def test_logs_may_be_read_by_others_and_not_written(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    logs.chmod(0o755)
+    place = Place.at(f"{tmp_path}/d/node.sock", str(logs))
+    place.prepare()
+    logs.chmod(0o775)
+    assert "--log-dir" in refused(place)
+
+
+def test_a_directory_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = os.geteuid(), 3_000_000_000
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    told = refused(Place.at(f"{tmp_path}/node.sock"))
+    assert f"belongs to uid {owner}" in told
+    assert f"and this is uid {other}: a node's files" in told
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir(0o500)
+    told = refused(Place.at(f"{tmp_path}/d/node.sock"))
+    assert "may not be written to by this user" in told
+
+
+def test_a_socket_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir(0o700)
+    monkeypatch.chdir(directory)  # its whole path may be too long to bind
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind("n")
+    monkeypatch.setattr("aiogpu.daemon.place.MAX_SOCKET_PATH", 1000)
+    Place.at("n").prepare()
+
+
+# The lock, who holds it, and who only seems to.
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    place = Place.at(f"{tmp_path}/d/node.sock")
+    place.prepare()
+    return place
+
+
+@pytest.fixture
+def lock(place: Place) -> Iterator[PidfileLock]:
+    lock = PidfileLock.take(place)
+    yield lock
+    lock.release()
+
+
+def record(place: Place, pid: int | None = None, started: int | None = None) -> Record:
+    pid = os.getpid() if pid is None else pid
+    if started is None:
+        started = start_time(pid) or 0
+    return Record(pid, started, place.socket, place.logs, 30.0, 20.0, "0.1")
+
+
+def test_it_says_who_holds_it(place: Place, lock: PidfileLock) -> None:
+    assert living_node(place.pidfile) is None
+    mine = record(place)
+    lock.write(mine)
+    assert living_node(place.pidfile) == mine
+    assert os.stat(place.pidfile).st_mode & 0o777 == 0o600
+    shorter = mine._replace(version="")
+    lock.write(shorter)
+    assert read_record(place.pidfile) == shorter
+    # A process id that was given away again.
+    lock.write(mine._replace(started=mine.started - 1))
+    assert read_record(place.pidfile)
+    assert living_node(place.pidfile) is None
+
+
+def test_the_second_is_told_who_was_first(
+    place: Place, lock: PidfileLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pidfile, "WRITTEN_WITHIN", 0.02)
+        with pytest.raises(NodeRunningError, match="another node is starting or stopp"):
+            PidfileLock.take(place)
+    lock.write(record(place))
+    with pytest.raises(NodeRunningError) as error:
+        PidfileLock.take(place)
+    assert f"at {place.socket} already (pid {os.getpid()})" in str(error.value)
+    assert f"`aiogpu stop --socket {place.socket}`" in str(error.value)
+
+
+def test_it_is_removed_with_its_end_unless_it_is_anothers(place: Place) -> None:
+    Path(place.pidfile).write_text(json.dumps(record(place)._asdict()))
+    PidfileLock.take(place).release()
+    assert not os.path.exists(place.pidfile), "a file without a lock is taken over"
+    first = PidfileLock.take(place)
+    os.unlink(place.pidfile)
+    second = PidfileLock.take(place)
+    first.release()
+    second.write(record(place))
+    assert living_node(place.pidfile)
+    second.release()
+
+
+def test_the_lock_ends_with_its_process(place: Place) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from aiogpu.daemon.place import PidfileLock\n"
+        "from aiogpu.daemon.place import Place\n"
+        "lock = PidfileLock.take(Place.at(sys.argv[1]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, place.socket], check=False)
+    assert ran.returncode == -9
+    assert os.path.exists(place.pidfile)
+    PidfileLock.take(place).release()
+
+
+def test_the_time_at_which_a_process_began() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    began = start_time(child.pid)
+    mine = start_time(os.getpid())
+    assert began is not None
+    assert mine is not None
+    assert began >= mine
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert start_time(child.pid) is None, "a zombie serves nobody"
+    child.wait()
+    assert start_time(child.pid) is None
+
+
+def test_a_file_that_says_nothing_of_use(place: Place) -> None:
+    for text in ("", "4711\n", "[1]", '{"pid": 1}', "\0" * 10):
+        Path(place.pidfile).write_text(text)
+        assert read_record(place.pidfile) is None
+    os.unlink(place.pidfile)
+    os.mkdir(place.pidfile)
+    assert read_record(place.pidfile) is None
+    with pytest.raises(NodeStartError, match="cannot be written: Is a directory"):
+        PidfileLock.take(place)
+
+
+def test_a_full_disk(place: Place) -> None:
+    full = os.open("/dev/full", os.O_RDWR)
+    directory = os.open(os.path.dirname(place.pidfile), os.O_RDONLY)
+    lock = PidfileLock(place.pidfile, full, directory)
+    # It cannot be cut to a length, as a file can; the kernel says so first.
+    with pytest.raises(NodeStartError, match=r"node\.pid cannot be written: .*room"):
+        lock.write(record(place))
+    lock.release()
