@@ -1,10 +1,11 @@
-"""Ctrl-C, Ctrl-\\ and a closed terminal, in a shell on a pseudo-terminal.
+"""Ctrl-C, Ctrl-\\ and a closed terminal: for a program, a node and IPython.
 
 Ctrl-C once is orderly, twice is at once; whatever it is, nothing is left.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import signal
@@ -18,12 +19,19 @@ from pathlib import Path
 import pexpect
 import pytest
 
+import aiogpu
+from tests.cli.box import Box
+from tests.contract import tasks
 from tests.faults.remains import gone_within, living
+from tests.support.gate import Gate
 from tests.support.program import environment
 
 LIMIT = 3.0
 """Seconds until the prompt is back."""
+
+
 PROMPT = "READY> "
+
 
 PROGRAM = """
     import asyncio, sys
@@ -54,6 +62,7 @@ PROGRAM = """
 
     {"uvloop": aiogpu.run, "asyncio": asyncio.run}[sys.argv[1]](main())
 """
+
 
 PLAIN = """
     import asyncio, sys
@@ -147,10 +156,9 @@ def test_once_is_orderly(loop: str, tmp_path: Path) -> None:
         assert status == twin.status() == 130
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_twice_is_at_once(loop: str, tmp_path: Path) -> None:
+def test_twice_is_at_once(tmp_path: Path) -> None:
     """One of its tasks would have a minute to stop."""
-    with shell(tmp_path, PROGRAM, loop, "deaf") as opened:
+    with shell(tmp_path, PROGRAM, "asyncio", "deaf") as opened:
         opened.terminal.sendintr()
         opened.terminal.expect_exact("on its way out", timeout=LIMIT)
         opened.terminal.sendintr()
@@ -172,3 +180,89 @@ def test_a_closed_terminal(tmp_path: Path) -> None:
     hasty = suppress(pexpect.ExceptionPexpect)
     with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened, hasty:
         opened.terminal.close(force=False)
+
+
+# `aiogpu start --block`.
+
+
+def blocked(here: Box) -> pexpect.spawn:
+    """A shell with a node in its foreground."""
+    terminal = pexpect.spawn(
+        "bash",
+        ["--norc", "--noprofile", "-i"],
+        env={**here.variables, "PS1": PROMPT, "TERM": "dumb"},
+        encoding="utf8",
+        timeout=60,
+        dimensions=(40, 200),
+    )
+    terminal.expect_exact(PROMPT)
+    start = [sys.executable, "-m", "aiogpu", "start", "--head", "--block"]
+    terminal.sendline(shlex.join([*start, "--num-gpus=1", "--cancel-grace=60"]))
+    terminal.expect(r"The node runs: pid \d+, \{CPU: ")
+    terminal.expect_exact("stop     aiogpu stop")
+    return terminal
+
+
+async def shown(terminal: pexpect.spawn, text: str) -> None:
+    """Wait beside the loop until the terminal shows it."""
+    await asyncio.to_thread(terminal.expect_exact, text)
+
+
+@pytest.mark.either_loop
+async def test_ctrl_c_drains_and_ctrl_c_ends(here: Box, gate: Gate) -> None:
+    terminal = await asyncio.to_thread(blocked, here)
+    try:
+        async with aiogpu.init(address=here.place.socket):
+            running = tasks.gated.remote(gate.path, "one")
+            await gate.entered("one")
+            terminal.sendintr()
+            await shown(terminal, "SIGINT: no new work from now on")
+            await shown(terminal, "what runs has 30 s to end")
+            terminal.sendintr()
+            await shown(terminal, "SIGINT again: at once")
+            with pytest.raises(aiogpu.errors.NodeError):
+                await running
+        await shown(terminal, PROMPT)
+        terminal.sendline("echo status=$?")
+        await shown(terminal, "status=0\r")
+        assert here.files == []
+    finally:
+        terminal.close()
+
+
+# IPython in a terminal: what the cell awaits is stopped [B15].
+
+
+@pytest.mark.either_loop
+@pytest.mark.usefixtures("no_leaks")
+async def test_an_interrupted_cell_frees_its_gpu(gate: Gate) -> None:
+    prompt = r"In \[\d+\]: "
+    ipython = pexpect.spawn(
+        sys.executable,
+        ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
+        encoding="utf8",
+        timeout=60,
+        env={**environment(), "TERM": "dumb", "IPYTHONDIR": f"{gate.path}.ipython"},
+    )
+    with ipython:
+        await ipython.expect(prompt, async_=True)
+        for cell in (
+            "import aiogpu",
+            "from tests.contract import tasks",
+            "node = await aiogpu.init(num_cpus=1, num_gpus=1)",
+        ):
+            ipython.sendline(cell)
+            await ipython.expect(prompt, async_=True)
+        ipython.sendline(
+            f"await tasks.gated.options(num_gpus=1).remote({gate.path!r}, 'a')"
+        )
+        await gate.entered("a")
+        ipython.sendintr()
+        await ipython.expect("KeyboardInterrupt", async_=True)
+        await ipython.expect(prompt, async_=True)
+        ipython.sendline("await tasks.add.options(num_gpus=1).remote(40, 2)")
+        await ipython.expect(r"Out\[\d+\]: 42", async_=True)
+        ipython.sendline("await aiogpu.shutdown()")
+        await ipython.expect(prompt, async_=True)
+        ipython.sendline("exit()")
+        await ipython.expect(pexpect.EOF, async_=True)

@@ -64,6 +64,8 @@ async def main(how, *paths):
 if __name__ == "__main__":
     aiogpu.run(main(*sys.argv[1:]))
 """
+
+
 ALONE = PROGRAM.replace("OPTIONS", "dict(num_cpus=2)")
 
 
@@ -80,16 +82,23 @@ def release(path: Path) -> None:
         pass
 
 
+def begin(
+    terminal: Screen, place: Path, how: str, paths: list[Path], *, source: str = ALONE
+) -> None:
+    """Run the program in the terminal."""
+    (place / "program.py").write_text(source)
+    arguments = " ".join(map(str, [place / "program.py", how, *paths]))
+    terminal.send(f"clear; $python {arguments}", "Enter")
+
+
 @pytest.mark.parametrize("how", ["before", "behind", "unfinished", "vanishes", "dies"])
 def test_progress_is_seen_while_it_moves(
     how: str, terminal: Screen, tmp_path: Path
 ) -> None:
-    (tmp_path / "program.py").write_text(ALONE)
-    paths = fifos(tmp_path, 3)
-    arguments = " ".join(map(str, [tmp_path / "program.py", how, *paths]))
-    terminal.send(f"clear; $python {arguments}", "Enter")
+    paths = fifos(tmp_path, 2)
+    begin(terminal, tmp_path, how, paths)
     for step, path in enumerate(paths, start=1):
-        lines = terminal.has(f"step {step}/3")
+        lines = terminal.has(f"step {step}/2")
         assert sum("step" in line for line in lines) == 1, lines
         release(path)
     lines = terminal.has("all done")
@@ -99,7 +108,7 @@ def test_progress_is_seen_while_it_moves(
         assert shown == []
     else:
         assert len(bars) == 1, lines
-        assert re.fullmatch(r"\(train pid=\d+\) step 3/3", bars[0].rstrip())
+        assert re.fullmatch(r"\(train pid=\d+\) step 2/2", bars[0].rstrip())
     assert lines[-1].startswith(PROMPT) or terminal.has(PROMPT)
 
 
@@ -123,12 +132,8 @@ def test_progress_is_shown_again_below_the_line_of_another_task(
             here.run("start", "--head", "--num-cpus=2")
             options = f"address={here.place.socket!r}"
         program = PROGRAM.replace("OPTIONS", f"dict({options})")
-        (tmp_path / "program.py").write_text(program)
         gate, *paths = fifos(tmp_path, 3)
-        arguments = " ".join(
-            map(str, [tmp_path / "program.py", "beside", gate, *paths])
-        )
-        terminal.send(f"clear; $python {arguments}", "Enter")
+        begin(terminal, tmp_path, "beside", [gate, *paths], source=program)
         terminal.has("step 1/2")
         release(gate)
         # The bar does not move meanwhile: its task waits.
@@ -139,6 +144,10 @@ def test_progress_is_shown_again_below_the_line_of_another_task(
         assert sum("step" in line for line in lines) == 1, lines
         release(paths[1])
         lines = [line.rstrip() for line in terminal.has("all done")]
+        if "address" in options:  # the log of a node has one line
+            logged, _ = here.run("logs")
+            assert logged.count("step") == 1
+            assert "step 2/2" in logged
     shown = [line for line in lines if "pid=" in line]
     assert len(shown) == 2, lines
     assert re.fullmatch(r"\(talk pid=\d+\) another task", shown[0])
@@ -150,10 +159,8 @@ def test_progress_on_stderr_stays_beside_lines_of_the_same_task_on_stdout(
     terminal: Screen, tmp_path: Path
 ) -> None:
     """And is not lost when its process ends."""
-    (tmp_path / "program.py").write_text(ALONE)
     paths = fifos(tmp_path, 2)
-    arguments = " ".join(map(str, [tmp_path / "program.py", "aside", *paths]))
-    terminal.send(f"clear; $python {arguments}", "Enter")
+    begin(terminal, tmp_path, "aside", paths)
     terminal.has("step 1/2")
     release(paths[0])
     redrawn(terminal, "a line of its own", "step 2/2")
@@ -170,10 +177,8 @@ def test_progress_on_stderr_stays_beside_lines_of_the_same_task_on_stdout(
 def test_progress_stays_while_stdout_goes_to_a_file(
     terminal: Screen, tmp_path: Path
 ) -> None:
-    (tmp_path / "program.py").write_text(ALONE)
     gate, path = fifos(tmp_path, 2)
-    arguments = " ".join(map(str, [tmp_path / "program.py", "beside", gate, path]))
-    terminal.send(f"clear; $python {arguments} >{tmp_path / 'out'}", "Enter")
+    begin(terminal, tmp_path, "beside", [gate, path, Path(f">{tmp_path}/out")])
     terminal.has("step 1/1")
     release(gate)
     terminal.until(lambda _: "another task" in (tmp_path / "out").read_text())
@@ -186,10 +191,8 @@ def test_progress_stays_while_stdout_goes_to_a_file(
 def test_progress_wider_than_the_terminal_takes_one_line(
     terminal: Screen, tmp_path: Path
 ) -> None:
-    (tmp_path / "program.py").write_text(ALONE)
     paths = fifos(tmp_path, 2)
-    arguments = " ".join(map(str, [tmp_path / "program.py", "wide", *paths]))
-    terminal.send(f"clear; $python {arguments}", "Enter")
+    begin(terminal, tmp_path, "wide", paths)
     for step, path in enumerate(paths, start=1):
         lines = terminal.has(f"step {step}/2")
         assert sum("##" in line for line in lines) == 1, lines
@@ -203,26 +206,6 @@ def test_elsewhere_it_is_one_line_at_the_end() -> None:
     out, err = program.communicate(timeout=120)
     assert (program.returncode, out) == (0, "")
     assert re.fullmatch(r"\(quick pid=\d+\) quick 200000/200000\n", err)
-
-
-def test_the_log_of_a_node_has_one_line_and_its_program_sees_it_move(
-    terminal: Screen, tmp_path: Path
-) -> None:
-    paths = fifos(tmp_path, 2)
-    with box() as here:
-        here.run("start", "--head", "--num-cpus=2")
-        (tmp_path / "program.py").write_text(
-            PROGRAM.replace("OPTIONS", f"dict(address={here.place.socket!r})")
-        )
-        arguments = " ".join(map(str, [tmp_path / "program.py", "before", *paths]))
-        terminal.send(f"clear; $python {arguments}", "Enter")
-        for step, path in enumerate(paths, start=1):
-            terminal.has(f"step {step}/2")
-            release(path)
-        terminal.has("all done")
-        logged, _ = here.run("logs")
-        assert logged.count("step") == 1
-        assert logged.rstrip().endswith("step 2/2")
 
 
 def test_lines_of_programs_that_end_them_otherwise() -> None:
