@@ -97,6 +97,7 @@ class _Node:
         """
         self._path, self._trap, self._trapped = path, trap, trapped
         self._received: list[int] = []
+        self._changing = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._listening = socket.socket(socket.AF_UNIX)
         directory = os.path.dirname(path)
@@ -123,12 +124,15 @@ class _Node:
         while True:
             connected, _ = self._listening.accept()
             thread = threading.Thread(target=self._serve, args=[connected], daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with self._changing:
+                self._threads.append(thread)
+                thread.start()
 
     def count(self) -> int:
         """The bytes that have come, when all who have come have gone."""
-        for thread in self._threads:
+        with self._changing:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(LIMIT)
         return sum(self._received)
 

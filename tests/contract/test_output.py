@@ -58,12 +58,13 @@ async def test_lines_come_while_the_task_runs_on_their_own_stream(
         handle = tasks.mixed_output.remote(gate.path)
         await gate.entered("printed")
         pid = gate.pids["printed"]
-        seen = ""
+        seen = told = ""
         async with asyncio.timeout(60):
             while "stdout" not in seen:
                 await asyncio.sleep(0)
-                out, told = capsys.readouterr()
+                out, err = capsys.readouterr()
                 seen += out
+                told += err
         assert seen == f"(mixed_output pid={pid}) to stdout\n"
         gate.release("printed")
         await handle

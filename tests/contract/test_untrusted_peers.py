@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -414,8 +415,13 @@ def command(
 ) -> tuple[int, str]:
     """Run an `aiogpu` command in this process; gives its exit code and complaints."""
     monkeypatch.setattr(sys, "argv", ["aiogpu", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        # `aiogpu run` blocks signals in order to wait for them.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert isinstance(ended.value.code, int)
     return ended.value.code, capsys.readouterr().err
 

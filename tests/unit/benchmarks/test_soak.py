@@ -229,7 +229,7 @@ def test_stacks_of_all_are_dumped_when_something_hangs(
     monkeypatch.setenv(LIMIT_VARIABLE, "1")
     sandbox = Sandbox(str(tmp_path))
     output, stderr = start(PROGRAM, **sandbox.environ).communicate(timeout=60)
-    assert "waits 1 has not ended in 1 s: a call" in output
+    assert "waits 1 has not ended in 1 s: a call" in output, stderr
     assert "stands_still" in output, "what hangs is named"
     assert "(aiogpu-work" in stderr
     assert " in stands_still" in stderr, "the worker's"
