@@ -47,9 +47,9 @@ from aiogpu.errors import MisuseError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
-    from aiogpu.api.executor import Executor
     from aiogpu.api.keywords import ActorKeywords, AnyKeywords, Options
     from aiogpu.api.portal import (
+        Executor,
         Handle,
         ResultIterator,
         SyncActorHandle,
@@ -573,8 +573,8 @@ def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
     portal.run(what, lambda: made.__aexit__(None, None, None))
 
 
-_LATE: Final = {"Executor": "executor", "Handle": "portal", "ResultIterator": "portal"}
-"""Names whose modules import an event loop's."""
+_LATE: Final = ("Executor", "Handle", "ResultIterator")
+"""Names of a module that imports asyncio."""
 
 
 if not TYPE_CHECKING:
@@ -584,7 +584,7 @@ if not TYPE_CHECKING:
         from importlib import import_module
 
         if name in _LATE:
-            return getattr(import_module(f"aiogpu.api.{_LATE[name]}"), name)
+            return getattr(import_module("aiogpu.api.portal"), name)
         usage_errors = import_module("aiogpu.api.usage_errors")
         raise usage_errors.no_such_name(name, __all__, module=__name__)
 
