@@ -157,8 +157,12 @@ def kind(found: os.stat_result) -> str:
     return words.get(stat.S_IFMT(found.st_mode), "a device")
 
 
-LONGEST: Final = 80
-"""Most bytes of a directory's path: a socket's name must fit as well (unix(7): 108)."""
+LONGEST: Final = 75
+"""Most bytes of the path in which a node's directory is made.
+
+A socket's path has at most 107 bytes (unix(7)), and `/aiogpu-`, twelve digits and
+`/memory.sock` come behind.
+"""
 
 
 def create_directory() -> str:

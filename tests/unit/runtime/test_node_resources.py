@@ -6,7 +6,9 @@ import asyncio
 import os
 import resource
 import signal
+import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from aiogpu.runtime.descriptors import (
 )
 from aiogpu.runtime.directories import LONGEST, create_directory, remove_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
+from aiogpu.wire.messages import descriptor_path
 from tests.support.cgroups import PLACE, groups_of, needs_cgroup
 
 pytestmark = pytest.mark.either_loop
@@ -158,6 +161,20 @@ def test_one_that_is_too_long_for_a_socket_is_passed_over(
     path = create_directory()
     assert os.path.dirname(path) == str(runtime_directory)
     remove_directory(path)
+
+
+def test_the_sockets_fit_into_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ag") as short:
+        for length, serves in ((LONGEST, True), (LONGEST + 1, False)):
+            place = f"{short}/{'x' * (length - len(short) - 1)}"
+            os.mkdir(place)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", place)
+            monkeypatch.setenv("TMPDIR", short)
+            path = create_directory()
+            assert (os.path.dirname(path) == place) == serves
+            for name in (f"{path}/node.sock", descriptor_path(path)):
+                with socket.socket(socket.AF_UNIX) as listening:
+                    listening.bind(name)
 
 
 @pytest.mark.parametrize("unset", [None, ""])
