@@ -328,7 +328,6 @@ def init(**options: Any) -> SyncNode:
     from aiogpu.api import node, portal
 
     what = "aiogpu.sync.init()"
-    node.init(**options)._is_used = True  # a mistake in the options costs no thread
     way = portal.portal_for(what, opens=True)
     if way is None:
         from aiogpu.client.current import error_inside_task
@@ -410,6 +409,8 @@ def get(handle: Sequence[Handle[R]], /, *, timeout: float | None = None) -> list
 def get(handle: Any, /, *, timeout: float | None = None) -> Any:
     """Wait for the result of a handle, or for those of a list of handles.
 
+    Given an actor's handle, it waits until the actor was made, and returns the handle.
+
     Args:
         handle: what `.remote()` gave, or a list of such.
         timeout: seconds for all of them; None waits as long as it takes.
@@ -441,9 +442,9 @@ def put(value: R) -> Handle[R]:
     portal = _portal("aiogpu.sync.put()")
     if portal is None:
         return keep(value).handle  # type: ignore[no-any-return]
-    from aiogpu.api.portal import inside, outside
+    from aiogpu.api.portal import unwrap, wrap
 
-    return portal.call(lambda: outside(portal, keep(inside(value)).handle))  # type: ignore[no-any-return]
+    return portal.call(lambda: wrap(portal, keep(unwrap(value)).handle))  # type: ignore[no-any-return]
 
 
 def wait(
@@ -464,12 +465,12 @@ def wait(
         return tuple(  # type: ignore[return-value]
             waiting.wait(cast("Any", handles), num_returns=num_returns, timeout=timeout)
         )
-    from aiogpu.api.portal import checked, inside
+    from aiogpu.api.portal import checked_handles, unwrap
 
-    found = checked("wait", handles)
+    found = checked_handles("wait", handles)
 
     async def look() -> Any:
-        given = {inside(one): one for one in found}
+        given = {unwrap(one): one for one in found}
         parted = await waiting.wait([*given], num_returns=num_returns, timeout=timeout)
         return tuple([given[one] for one in part] for part in parted)
 
@@ -485,12 +486,9 @@ def as_completed(handles: Collection[Handle[R]], /) -> Iterator[Handle[R]]:
         from aiogpu.api.results import wait as waiting
 
         return iter(waiting.as_completed(cast("Any", handles)))  # type: ignore[arg-type]
-    import concurrent.futures
+    from aiogpu.api.portal import checked_handles, completed
 
-    from aiogpu.api.portal import checked
-
-    found = concurrent.futures.as_completed(checked("as_completed", handles))
-    return cast("Iterator[Handle[R]]", found)
+    return completed(checked_handles("as_completed", handles))
 
 
 # Actors.
@@ -522,9 +520,9 @@ def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
     if portal is None:
         end(cast("Any", actor), no_restart=no_restart)
         return
-    from aiogpu.api.portal import inside
+    from aiogpu.api.portal import unwrap
 
-    portal.call(end, inside(actor), no_restart=no_restart)
+    portal.call(end, unwrap(actor), no_restart=no_restart)
 
 
 # Reservations.

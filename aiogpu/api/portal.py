@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from _thread import allocate_lock, get_ident
-from collections import deque
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -29,8 +28,10 @@ from collections.abc import (
     Iterator,
 )
 from functools import lru_cache, partial
+from inspect import isawaitable
 from itertools import chain, islice
-from queue import SimpleQueue
+from math import inf
+from queue import Empty, SimpleQueue
 from types import FunctionType
 from typing import (
     TYPE_CHECKING,
@@ -80,12 +81,12 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-GLANCE: Final = 1.0
-"""Seconds after which who waits for a loop sees that it was closed."""
+LOOK_AGAIN: Final = 1.0
+"""Seconds after which a thread that waits for a loop looks whether it was closed."""
 
 
 class Portal:
-    """Runs calls on an event loop of another thread.
+    """Runs calls on an event loop of another thread, in the order in which they come.
 
     Attributes:
         loop: the event loop.
@@ -96,8 +97,6 @@ class Portal:
         self.loop = loop
         self.thread = thread
         self._pid = os.getpid()
-        self._posted: deque[Callable[[], object]] = deque()
-        self._is_woken = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to {self.loop!r}>"
@@ -112,7 +111,8 @@ class Portal:
         """True if the loop is there, and a thread of this process runs it."""
         return self._pid == os.getpid() and not self.loop.is_closed()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise `NodeError` if the loop is closed, or this process is a fork."""
         if self._pid != os.getpid():
             raise NodeError(
                 f"this node belongs to process {self._pid}, of which process "
@@ -121,68 +121,18 @@ class Portal:
         if self.loop.is_closed():
             raise NodeError("this node is shut down; open one by aiogpu.sync.init().")
 
-    def wait(
-        self, future: concurrent.futures.Future[Any], timeout: float | None = None
-    ) -> None:
-        """Wait until something has ended that the loop ends.
-
-        Args:
-            future: that.
-            timeout: seconds; None waits as long as it takes.
-
-        Raises:
-            TaskTimeoutError: time was up.
-            MisuseError: the loop's own thread would wait.
-            NodeError: the loop was closed meanwhile.
-        """
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        name = getattr(future, "task_name", "it")
-        if self.is_here:
-            raise _blocks_loop(f"waiting for {name}")
-        while not future.done():
-            left = GLANCE if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                raise TaskTimeoutError(
-                    f"{name} did not end within {timeout:g} s; it goes on, and "
-                    f"handle.cancel() stops it."
-                )
-            concurrent.futures.wait([future], min(left, GLANCE))
-            if not future.done():
-                self._wake()
-
     def post(self, function: Callable[[], object]) -> None:
-        """Call a function on the loop soon, after what was posted before.
-
-        Args:
-            function: must raise nothing.
+        """Call a function on the loop soon; it must raise nothing.
 
         Raises:
             NodeError: the loop is closed, or this process is a fork.
         """
-        self._check()
-        self._posted.append(function)
-        if not self._is_woken:
-            self._is_woken = True  # one wake-up serves all that come until it runs
-            self._wake()
-
-    def _wake(self) -> None:
-        """Have the loop look at what was posted.
-
-        Whoever waits calls this again, since Ctrl-C may cut `post` short.
-        """
-        self._check()
+        self.check()
         try:
-            self.loop.call_soon_threadsafe(self._run_posted)
+            self.loop.call_soon_threadsafe(function)
         except RuntimeError:  # it was closed in this very moment
-            self._check()
+            self.check()
             raise
-
-    def _run_posted(self) -> None:
-        self._is_woken = False
-        for _ in range(len(self._posted)):
-            self._posted.popleft()()
 
     def call(self, function: Callable[..., T], /, *args: Any, **named: Any) -> T:
         """Call a function on the loop; return what it returns, or raise its error.
@@ -206,8 +156,8 @@ class Portal:
                 ended.release()
 
         self.post(run)
-        while not ended.acquire(timeout=GLANCE):
-            self._wake()
+        while not ended.acquire(timeout=LOOK_AGAIN):
+            self.check()
         if not errors:
             return results[0]
         try:
@@ -230,14 +180,15 @@ class Portal:
         """
         if self.is_here:
             raise _blocks_loop(what)
-        self._check()
+        self.check()
 
         async def wait() -> T:
             return await begin()
 
         ended = asyncio.run_coroutine_threadsafe(wait(), self.loop)
         try:
-            self.wait(ended)
+            while not concurrent.futures.wait([ended], LOOK_AGAIN).done:
+                self.check()
             return ended.result()
         except BaseException:
             ended.cancel()
@@ -361,15 +312,7 @@ def portal_to_program(what: str) -> Portal | None:
         )
     if not there:
         return None
-    session = there[0]
-    if session.portal is None:  # one for all calls, so that they keep their order
-        own = _own_loop()
-        is_own = own is not None and own.loop is session.loop
-        session.portal = own if is_own else Portal(session.loop, session.thread)
-    found: Portal = (
-        session.portal
-    )  # one for all, so that what is posted keeps its order
-    return found
+    return Portal(there[0].loop, there[0].thread)
 
 
 def _blocks_loop(what: str) -> MisuseError:
@@ -415,8 +358,8 @@ def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
 
     Returns:
         In place of a `Handle` an `aiogpu.sync.Handle`, whose `result(timeout)` waits;
-        of a stream or of `map` a plain iterator; of a coroutine its result, which is
-        waited for. All else as it is.
+        of a stream or of `map` a plain iterator; of another awaitable its result,
+        which is waited for. All else as it is.
 
     Raises:
         MisuseError: an event loop runs in this thread.
@@ -438,30 +381,31 @@ def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
             f"aiogpu.init(). A program without an event loop uses `aiogpu.sync`."
         )
     made = call_on(portal, call, args, named)
-    if asyncio.iscoroutine(made):
-        return portal.run(what, lambda: made)
-    return made
+    if isinstance(made, _Proxy) or not isawaitable(made):
+        return made
+    result = portal.run(what, lambda: made)
+    return portal.call(wrap, portal, result)
 
 
-# What stands for what the loop has made.
+# Proxies of the loop's objects.
 
 
-def outside(portal: Portal, made: Any) -> Any:
-    """What stands, in a thread without a loop, for what was made on one."""
+def wrap(portal: Portal, made: Any) -> Any:
+    """Return the proxy of an object of the loop; of others, the object."""
     if isinstance(made, handles.Handle):
-        return Handle[Any](portal, made.task_name).stand_for(made)
+        return Handle[Any](portal, made.task_name).follow(made)
     if isinstance(made, Stream | Results):
         return ResultIterator(portal, made)
     if isinstance(made, ActorHandle):
         return SyncActorHandle(portal, made)
     if isinstance(made, tuple) and made and isinstance(made[0], handles.Handle):
-        return tuple(outside(portal, one) for one in made)
+        return tuple(wrap(portal, one) for one in made)
     return made
 
 
-def inside(given: Any) -> Any:
-    """Return what stands on the loop for an argument, on the loop; undoes `outside`."""
-    return given._made if isinstance(given, _Outside) else given
+def unwrap(given: Any) -> Any:
+    """Undo `wrap`. Call it on the loop: a handle is posted there before it has one."""
+    return given._target if isinstance(given, _Proxy) else given
 
 
 def call_on(
@@ -470,23 +414,23 @@ def call_on(
     args: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:
-    """Call a function on the loop; return what stands for its result here."""
+    """Call a function on the loop; return its result, or a proxy of that."""
 
     def make() -> Any:
-        given = {name: inside(one) for name, one in named.items()}
-        return outside(portal, function(*(inside(one) for one in args), **given))
+        given = {name: unwrap(one) for name, one in named.items()}
+        return wrap(portal, function(*(unwrap(one) for one in args), **given))
 
     return portal.call(make)
 
 
 class _OnlyOnLoopError(MisuseError):
-    """What stands for an object of the loop was to be pickled in another thread."""
+    """A proxy was to be pickled in another thread than the loop's."""
 
 
 def call_function(
     portal: Portal, remote: RemoteFunction[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Start a task; return its handle, or what stands for a stream or a tuple.
+    """Start a task; return its handle, its iterator, or a tuple of handles.
 
     As a rule nobody waits for the loop; see `_post`.
     """
@@ -528,7 +472,7 @@ def _post(
         The handle; None if there is a handle among the arguments, since the loop alone
         can pickle these.
     """
-    if any(isinstance(one, _Outside) for one in (*args, *kwargs.values())):
+    if any(isinstance(one, _Proxy) for one in (*args, *kwargs.values())):
         return None
     try:
         payload = dump_arguments(name, args, kwargs)
@@ -547,16 +491,16 @@ def _post(
     return handle
 
 
-class _Outside:
-    """Stands for an object of the loop. Pickled it is that object.
+class _Proxy:
+    """Base of what stands for an object of the loop; pickled, it is that object.
 
     Attributes:
         _portal: the way to its loop.
-        _made: the object, for the loop; of a handle it is there when its call was made.
+        _target: the object, for the loop; a handle has one when its call was made.
     """
 
     _portal: Portal
-    _made: Any
+    _target: Any
 
     def __reduce__(self) -> Any:
         if not self._portal.is_here:
@@ -564,10 +508,10 @@ class _Outside:
                 f"{self!r} can only be pickled as a part of what a task or an actor is "
                 f"given; pass on its value."
             )
-        return inside(self).__reduce__()
+        return unwrap(self).__reduce__()
 
 
-class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
+class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
     """The future result of a task, in a thread without an event loop.
 
     `result(timeout)` waits. `concurrent.futures.wait` and `as_completed` take it, and
@@ -582,9 +526,9 @@ class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
         self._portal = portal
         self.task_name = task_name
 
-    def stand_for(self, made: handles.Handle[T]) -> Self:
+    def follow(self, made: handles.Handle[T]) -> Self:
         """Note the handle of the loop, on the loop."""
-        self._made = made
+        self._target = made
         made.add_done_callback(self._settle)
         return self
 
@@ -595,7 +539,7 @@ class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
         except Exception as error:  # noqa: BLE001 - it is told by `result`
             made = handles.Handle(self.task_name, cast("Any", None), self._portal.loop)
             made.settle(error)
-        self.stand_for(made)
+        self.follow(made)
 
     def __repr__(self) -> str:
         state = (
@@ -609,7 +553,7 @@ class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
     @property
     def task_id(self) -> int:
         """Number of the task, 0 before it has one."""
-        made: handles.Handle[T] | None = getattr(self, "_made", None)
+        made: handles.Handle[T] | None = getattr(self, "_target", None)
         return 0 if made is None else made.task_id
 
     def _settle(self, made: handles.Handle[T]) -> None:
@@ -629,9 +573,9 @@ class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
         return self._portal.call(self._cancel)
 
     def _cancel(self) -> bool:
-        if not self._made.cancel():
+        if not self._target.cancel():
             return False
-        self._settle(self._made)
+        self._settle(self._target)
         return True
 
     def result(self, timeout: float | None = None) -> T:
@@ -658,8 +602,11 @@ class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
         return super().exception()
 
     def _wait(self, timeout: float | None) -> None:
-        if not self.done():
-            self._portal.wait(self, timeout)
+        if not self.done() and next(completed([self], timeout), None) is None:
+            raise TaskTimeoutError(
+                f"{self.task_name} did not end within {timeout:g} s; it goes on, and "
+                f"handle.cancel() stops it."
+            )
         if self.cancelled():
             raise TaskCancelledError(f"{self.task_name} was cancelled.")
 
@@ -673,19 +620,19 @@ class Handle(_Outside, NotItsResult, concurrent.futures.Future[T]):
         """Say why the task waits, or what it does; see `aiogpu.Handle.why`."""
 
         async def ask() -> Why:
-            return await self._made.why()  # type: ignore[no-any-return]
+            return await self._target.why()  # type: ignore[no-any-return]
 
         return self._portal.run("handle.why()", ask)
 
 
-def checked(name: str, given: Any) -> list[Handle[Any]]:
+def checked_handles(name: str, given: Any) -> list[Handle[Any]]:
     """The handles that a function of `aiogpu.sync` was given, as a list.
 
     Raises:
         MisuseError: there is something else among them.
     """
     what = f"aiogpu.sync.{name}()"
-    if isinstance(given, _Outside | str | bytes) or not hasattr(given, "__iter__"):
+    if isinstance(given, _Proxy | str | bytes) or not hasattr(given, "__iter__"):
         or_one = "a handle, or " if name == "get" else ""
         raise MisuseError(
             f"{what} was given {given!r}; give it {or_one}a list of handles."
@@ -700,28 +647,61 @@ def checked(name: str, given: Any) -> list[Handle[Any]]:
     return found
 
 
-def results_of(given: Any, timeout: float | None) -> Any:
-    """Wait for the results of handles; see `aiogpu.sync.get`."""
-    if isinstance(given, Handle):
-        return given.result(timeout)
-    found = checked("get", given)
+def completed(
+    found: list[Handle[Any]], timeout: float | None = None
+) -> Iterator[Handle[Any]]:
+    """Yield handles as they end, until all have or the time is up.
+
+    Raises:
+        OptionError: the timeout is ill-valued.
+        MisuseError: the loop's own thread would wait.
+        NodeError: the loop was closed, and will settle none of them.
+    """
     if timeout is not None:
         check_seconds("timeout", timeout)
-    if any(not one.done() and one._portal.is_here for one in found):
-        raise _blocks_loop("aiogpu.sync.get()")
-    ended = concurrent.futures.wait(found, timeout, concurrent.futures.FIRST_EXCEPTION)
+    deadline = inf if timeout is None else time.monotonic() + timeout
+    ended: SimpleQueue[Handle[Any]] = SimpleQueue()
     for one in found:
-        if one in ended.done and (one.cancelled() or one.exception() is not None):
+        one.add_done_callback(ended.put)  # type: ignore[arg-type]
+    pending = set(map(id, found))
+    while pending:
+        left = min(LOOK_AGAIN, max(0.0, deadline - time.monotonic()))
+        if ended.empty():
+            portal = found[0]._portal
+            if portal.is_here:
+                raise _blocks_loop(f"waiting for {found[0].task_name}")
+            portal.check()
+        try:
+            one = ended.get(timeout=left)
+        except Empty:
+            if time.monotonic() >= deadline:
+                return
+        else:
+            pending.discard(id(one))
+            yield one
+
+
+def results_of(given: Any, timeout: float | None) -> Any:
+    """Wait for results, or for an actor; see `aiogpu.sync.get`."""
+    if isinstance(given, SyncActorHandle):
+        given._portal.run("aiogpu.sync.get()", lambda: given._target)
+        return given
+    if isinstance(given, Handle):
+        return given.result(timeout)
+    found = checked_handles("get", given)
+    for one in completed(found, timeout):
+        if one.cancelled() or super(Handle, one).exception() is not None:
             return one.result()
-    if ended.not_done:
+    late = sum(not one.done() for one in found)
+    if late:
         raise TaskTimeoutError(
-            f"{len(ended.not_done)} of {len(found)} tasks did not end within the "
-            f"{timeout:g} s of aiogpu.sync.get(); they go on."
+            f"{late} of {len(found)} tasks did not end within {timeout:g} s; they go "
+            f"on."
         )
     return [one.result() for one in found]
 
 
-class ResultIterator(_Outside, Iterator[T]):
+class ResultIterator(_Proxy, Iterator[T]):
     """Results one by one, in a thread without an event loop: of a generator or a map.
 
     `with` stops the work at the end of its block. Without it that happens when the last
@@ -730,13 +710,13 @@ class ResultIterator(_Outside, Iterator[T]):
 
     def __init__(self, portal: Portal, made: IteratedOnce[T]) -> None:
         self._portal = portal
-        self._made: IteratedOnce[T] = made
+        self._target: IteratedOnce[T] = made
 
     def __repr__(self) -> str:
-        return repr(self._made)
+        return repr(self._target)
 
     def __next__(self) -> T:
-        made = self._made
+        made = self._target
         try:
             return self._portal.run("the next item", made.__anext__)
         except StopAsyncIteration:
@@ -754,43 +734,35 @@ class ResultIterator(_Outside, Iterator[T]):
 
     def close(self) -> None:
         """Stop the work, and drop what was not taken; idempotent."""
-        self._portal.run("close()", self._made.aclose)
+        self._portal.run("close()", self._target.aclose)
 
 
-class SyncActorHandle(_Outside, Generic[A]):
+class SyncActorHandle(_Proxy, Generic[A]):
     """A handle to an actor, in a thread without an event loop.
 
-    Methods are called by `handle.method.remote(...)`. The actor ends when the last
-    handle is gone; `with` ends it at the end of the block, after what it was sent.
+    Methods are called by `handle.method.remote(...)`. `aiogpu.sync.get(handle)` waits
+    until the actor was made. It ends when the last handle is gone; `with` ends it at
+    the end of the block, after what it was sent.
     """
 
     def __init__(self, portal: Portal, made: ActorHandle[A]) -> None:
         self._portal = portal
-        self._made = made
+        self._target = made
 
     def __repr__(self) -> str:
-        return repr(self._made)
+        return repr(self._target)
 
     def __getattr__(self, name: str) -> SyncMethod:
-        found = self._portal.call(getattr, self._made, name)
+        found = self._portal.call(getattr, self._target, name)
         return SyncMethod(self._portal, found)
 
-    def ready(self) -> Self:
-        """Wait until the actor was made, and return this handle.
-
-        Raises:
-            ActorDiedError: its constructor failed.
-        """
-        self._portal.run("ready()", lambda: self._made)
-        return self
-
     def __enter__(self) -> Self:
-        self._portal.run("`with` of an actor", self._made.__aenter__)
+        self._portal.run("`with` of an actor", self._target.__aenter__)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._portal.run(
-            "`with` of an actor", lambda: self._made.__aexit__(kind, error, trace)
+            "`with` of an actor", lambda: self._target.__aexit__(kind, error, trace)
         )
 
 
@@ -883,7 +855,7 @@ class SyncNode:
             portal.run("shutdown()", lambda: self._node.shutdown(at_once=True))
             raise
         finally:
-            if portal in _own:
+            if portal.loop in [own.loop for own in _own]:
                 close_own_loop()
 
 
@@ -931,14 +903,14 @@ def _read(
         if item.done():
             return
         if error is None:
-            item.set_result(found)
+            item.set_result(unwrap(found))
         else:
             item.set_exception(error)
 
     while (item := wanted.get()) is not None:
         found, error = _END, None
         try:
-            found = inside(next(iterator, _END))
+            found = next(iterator, _END)
         except Exception as raised:  # noqa: BLE001 - it is that of the loop over map
             error = raised
         try:
@@ -951,12 +923,17 @@ def map_on(
     portal: Portal, remote: Any, iterable: Iterable[Any], options: dict[str, Any]
 ) -> ResultIterator[Any]:
     """Map a remote function or method over an iterable; see `aiogpu.sync`."""
-    given: Any = iterable
-    if isinstance(iterable, Collection) and not isinstance(iterable, str | bytes):
-        given = [inside(one) for one in iterable]  # reading it blocks nothing
-    elif hasattr(iterable, "__iter__") and not isinstance(iterable, str | bytes):
-        given = ThreadIterable(iterable)
-    return portal.call(lambda: ResultIterator(portal, remote.map(given, **options)))
+    is_text = isinstance(iterable, str | bytes)
+
+    def start() -> ResultIterator[Any]:
+        given: Any = iterable
+        if isinstance(iterable, Collection) and not is_text:
+            given = [unwrap(one) for one in iterable]  # reading it blocks nothing
+        elif hasattr(iterable, "__iter__") and not is_text:
+            given = ThreadIterable(iterable)
+        return ResultIterator(portal, remote.map(given, **options))
+
+    return portal.call(start)
 
 
 # An executor.

@@ -156,14 +156,12 @@ class Session:
         thread: the number of the thread that runs it.
         remote_values: the store of values if the node is another process, else None.
         new_handle: makes a handle of this loop.
-        portal: the way to it from other threads, of `api.portal`; None before any.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self.loop = loop
         self.thread = get_ident()
-        self.portal: Any = None
         self.remote_values = engine.remote_values
         self.new_handle: HandleMaker = partial(Handle, loop=loop)
         if self.remote_values is not None:

@@ -133,6 +133,8 @@ def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
     with count.remote(1_000_000) as items:
         assert next(items) == 0
     assert list(double.map(range(20))) == [2 * i for i in range(20)]
+    assert list(double.map([double.remote(1), double.remote(2)])) == [4, 8]
+    assert list(double.map(double.remote(i) for i in range(3))) == [0, 4, 8]
     read = []
 
     def endless() -> Iterator[int]:
@@ -157,7 +159,7 @@ def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
 
 
 def test_actors(node: Any) -> None:
-    counter = Counter.options(name="c").remote(10).ready()
+    counter = sync.get(Counter.options(name="c").remote(10))
     assert sync.get([counter.add.remote() for _ in range(3)]) == [11, 12, 13]
     assert list(counter.upto.remote(3)) == [0, 1, 2]
     assert sync.get(sync.get_actor("c").add.remote(more=5)) == 18
@@ -197,6 +199,7 @@ def test_waits_and_cancels(node: Any) -> None:
     assert sync.wait([slow, quick]) == ([quick], [slow])
     assert sync.wait([slow], timeout=0) == ([], [slow])
     assert next(iter(sync.as_completed([slow, quick]))) is quick
+    assert list(sync.as_completed([])) == []
     assert concurrent.futures.wait([quick]).done == {quick}
     with pytest.raises(aiogpu.TaskTimeoutError, match=r"within 0\.01 s; it goes on"):
         slow.result(timeout=0.01)
@@ -283,12 +286,13 @@ async def test_threads_beside_a_loop_use_its_node() -> None:
             aiogpu.from_thread(add_one.remote, 1).result(timeout=60),
             aiogpu.from_thread(aiogpu.available_resources)["CPU"],
             list(aiogpu.from_thread(add_one.map, [1, 2])),
+            aiogpu.from_thread(aiogpu.put, 4).result(timeout=60),
             sync.get(double.remote(3)),
             sync.is_initialized(),
         ]
 
     async with aiogpu.init(num_cpus=1):
-        assert await asyncio.to_thread(work) == [2, 1.0, [2, 3], 6, True]
+        assert await asyncio.to_thread(work) == [2, 1.0, [2, 3], 4, 6, True]
         handle = await asyncio.to_thread(double.remote, 5)
         assert await asyncio.wrap_future(handle) == 10
         for call in (
