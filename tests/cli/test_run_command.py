@@ -136,7 +136,7 @@ def test_codes(node: str, arguments: list[str], code: int, told: str) -> None:
     assert told in ended.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_a_signal_is_sent_on(node: str, number: signal.Signals) -> None:
     source = (
         f"trap 'echo got; exit 7' {int(number)}; echo up; while :; do sleep 0.05; done"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import io
 import logging
@@ -44,10 +45,18 @@ def nothing_seen() -> None:
 
 @pytest.fixture
 async def node() -> AsyncIterator[aiogpu.types.Node]:
+    """One that holds nothing when its test is over."""
     async with aiogpu.init(
         address="inline", num_cpus=2, num_gpus=2, cancel_grace=0.1
     ) as session:
         yield session
+        gc.collect()  # errors that were caught hold the test's handles
+        inline = session._session._engine._node  # type: ignore[attr-defined]
+        await until(lambda: not inline.actors.are_there)
+        await until(lambda: not inline.scheduler.tasks)
+        free = await session.available_resources()
+        assert (free["CPU"], free["GPU"]) == (2.0, 2.0)
+        inline.scheduler.ledger.check()
 
 
 @aiogpu.remote
@@ -1246,3 +1255,45 @@ def test_a_debugger_may_take_the_handler_over(ended: Any) -> None:
 
     how, out = ended(lambda: aiogpu.run(main()))
     assert (how, out) == ("interrupted", "pressed\n")
+
+
+# Actors, from tasks with loops and threads of their own.
+
+
+@aiogpu.remote
+def on_a_loop_of_its_own(counter: Any) -> tuple[int, int, bool]:
+    async def inner() -> tuple[int, int, bool]:
+        ready = await counter is counter
+        first = await counter.add.remote()
+        made = await Counter.remote(10)
+        return first, await made.add.remote(), ready
+
+    return asyncio.run(inner())
+
+
+async def test_plain_tasks_with_loops(node: aiogpu.types.Node) -> None:
+    counter = await Counter.remote()
+    assert await on_a_loop_of_its_own.remote(counter) == (1, 11, True)
+
+
+@aiogpu.remote
+def call_in_a_thread(plain: Any) -> str:
+    told = []
+
+    def call() -> None:
+        try:
+            plain.note.remote("never")
+        except aiogpu.errors.NodeError as error:
+            told.append(str(error))
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(call,))
+    thread.start()
+    thread.join()
+    return told[0]
+
+
+async def test_a_thread_of_a_task_calls_no_actor(node: aiogpu.types.Node) -> None:
+    told = await call_in_a_thread.remote(await Plain.remote())
+    assert "in a thread of call_in_a_thread's own" in told
+    assert seen == []

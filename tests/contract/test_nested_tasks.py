@@ -692,3 +692,40 @@ async def test_what_is_printed_below_comes_before_the_result(
             await handle
             out += capsys.readouterr().out
             assert len(re.findall(rf"\) {name} ", out)) == 5
+
+
+async def fail_beside(path: str) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(tasks.gated.remote(path, "beside").coro())
+        group.create_task(tasks.fail.remote(KeyError).coro())
+
+
+async def test_errors_and_the_ways_to_stop(gate: Gate) -> None:
+    path = gate.path
+
+    async def work() -> list[str]:
+        told = []
+        with pytest.raises(LostError) as caught:
+            await nested_tasks.raise_below.remote(1)
+        told.append(str(caught.value.__cause__).count("LostError") > 1)
+        one = tasks.gated_coroutine.remote(path, "cancelled")
+        pass_gate(path, "first")
+        one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await tasks.gated_coroutine.remote(path, "late")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(tasks.gated.remote(path, "too"), 0.001)
+        with pytest.raises(ExceptionGroup):
+            await fail_beside(path)
+        told.append(await tasks.add.remote(1))
+        return told
+
+    async with aiogpu.init(num_cpus=2):
+        handle = await_here.remote(work)
+        await gate.entered("cancelled", "first")
+        gate.release("first")
+        await gate.entered("cancelled-cancelled")
+        assert await handle == [True, 2]

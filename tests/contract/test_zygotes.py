@@ -290,6 +290,17 @@ async def test_learning_can_be_switched_off(
         assert plain.current.generation == 0
 
 
+async def test_both_named_and_learnt(func: Path) -> None:
+    write(func / "slow_lib.py")
+    preload = ("json", "auto")
+    async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
+        assert await load.remote("json") is True
+        assert await load.remote("slow_lib") is False
+        await learnt(zygotes_of(session).plain, "slow_lib")
+        assert await load.remote("json") is True
+        assert await load.remote("slow_lib") is True
+
+
 async def test_a_generation_finds_what_the_first_one_found(
     func: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
