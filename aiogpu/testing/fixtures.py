@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _DEFAULTS: Final = {"num_cpus": 2, "num_gpus": 1}
 _MARKER: Final = (
-    "aiogpu(num_cpus=2, num_gpus=1, **options): what `inline_node` and `local_node` "
-    "are to have; options are those of `aiogpu.init`."
+    "aiogpu(num_cpus=2, num_gpus=1, **options): what `aiogpu_node`, `inline_node` and "
+    "`local_node` are to have; options are those of `aiogpu.init`."
 )
 
 
@@ -72,6 +72,19 @@ def no_leaks(runtime_directory: Path) -> Iterator[None]:
         )
 
 
+@pytest_asyncio.fixture(params=["inline", "local"])
+async def aiogpu_node(
+    request: pytest.FixtureRequest, no_leaks: None
+) -> AsyncIterator[Node]:
+    """Run the test twice: on a node in this process, and on one with workers.
+
+    The test's ids end in `[inline]` and `[local]`. Both nodes have 2 CPUs and 1 logical
+    GPU; `@pytest.mark.aiogpu(num_gpus=4)` changes that.
+    """
+    async with aiogpu.init(address=request.param, **_options(request)) as node:
+        yield node
+
+
 @pytest_asyncio.fixture
 async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     """A node that runs tasks in this process, with 2 CPUs and 1 logical GPU.
@@ -96,7 +109,12 @@ async def local_node(
 
 
 def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The marker's options; those of a function before those of its module."""
+    """The marker's options; those of a function before those of its module.
+
+    Raises:
+        pytest.UsageError: the marker is ill-used, or the test has another event loop.
+    """
+    _check_loop(request)
     options: dict[str, Any] = dict(_DEFAULTS)
     for mark in reversed(list(request.node.iter_markers("aiogpu"))):
         if mark.args or "address" in mark.kwargs:
@@ -106,3 +124,30 @@ def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
             )
         options.update(mark.kwargs)
     return options
+
+
+def _check_loop(request: pytest.FixtureRequest) -> None:
+    """Refuse a test whose event loop is not its fixtures': it would find no node."""
+    config, node = request.config, request.node
+    if not config.pluginmanager.hasplugin("asyncio"):
+        return  # anyio's plugin alone has one loop for both
+    mode = config.getoption("asyncio_mode") or config.getini("asyncio_mode")
+    told = f"{node.nodeid} and {request.fixturename} run on different event loops: "
+    if "anyio_backend" in request.fixturenames and str(mode) in ("auto", "Mode.AUTO"):
+        raise pytest.UsageError(
+            f"{told}one on anyio's, one on that of pytest-asyncio in its auto mode. "
+            f"Set asyncio_mode=strict."
+        )
+    option = "asyncio_default_fixture_loop_scope"
+    mark = node.get_closest_marker("asyncio")
+    of_test = config.getini(option.replace("fixture", "test"))
+    if mark is not None:
+        of_test = mark.kwargs.get("loop_scope") or of_test
+    of_fixture = config.getini(option) or "function"
+    if of_fixture == "fixture-scope":
+        of_fixture = "function"
+    if node.get_closest_marker("anyio") is None and of_test != of_fixture:
+        raise pytest.UsageError(
+            f"{told}the test's loop_scope is {of_test!r}, {option} is {of_fixture!r}. "
+            f"Make them the same."
+        )

@@ -53,7 +53,48 @@ def test_its_tests_with_fixtures_pass(place):
     plain = (*BARE, "-o", SCOPE, "--strict-markers")
     ran = run_pytest(place, "-W", "error", plain=plain)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "11 passed" in ran.stdout
+    assert "13 passed" in ran.stdout
+
+
+STRICT = ("-oasyncio_mode=strict", "-o", SCOPE)
+AUTO = ("-oasyncio_mode=auto", "-o", SCOPE)
+MODES = {
+    "strict": ("asyncio", STRICT, "2 passed"),
+    "auto": ("aiogpu", AUTO, "2 passed"),
+    "anyio": ("anyio", ("-pno:asyncio",), "2 passed"),
+    "anyio beside strict": ("anyio", STRICT, "2 passed"),
+    "anyio beside auto": ("anyio", AUTO, "one on anyio's, one on that of pytest-a"),
+    "module": ("asyncio(loop_scope='module')", AUTO, "loop_scope is 'module'"),
+}
+"""The mark of a test, what pytest is told, and what pytest tells."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_node_is_that_of_the_tests_loop(tmp_path, mode):
+    mark, options, told = MODES[mode]
+    needs = ", anyio_backend" if mark == "anyio" else ""
+    (tmp_path / "conftest.py").write_text(FILES["conftest.py"])
+    (tmp_path / "test_it.py").write_text(f"""
+import os
+import aiogpu
+import pytest
+
+pytestmark = pytest.mark.{mark}
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.mark.aiogpu(num_gpus=3)
+async def test_where(aiogpu_node, request{needs}):
+    assert (await aiogpu.cluster_resources())["GPU"] == 3
+    pid = await aiogpu.remote(os.getpid).remote()
+    assert (pid == os.getpid()) == (request.node.callspec.id == "inline")
+""")
+    ran = run_pytest(tmp_path, "-Werror", *options, plain=BARE)
+    assert told in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_its_tests_see_a_mistake_in_the_module(place):
