@@ -109,7 +109,7 @@ def remote(function: Any = None, /, **options: Any) -> Any:
     Args:
         function: a plain function, an `async def`, a generator of either kind, or
             the class of an actor.
-        **options: those of a task or of an actor; docs/api.md lists them with their
+        **options: those of a task or of an actor; docs/options.md lists them with their
             defaults.
 
     Raises:

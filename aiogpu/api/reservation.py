@@ -345,7 +345,7 @@ def session_for(what: str) -> Session:
 
 
 @options_of("a lease")
-def lease(  # noqa: D417 - all by keyword, each an option of its own
+def lease(
     *,
     num_cpus: float = 0,
     num_gpus: float = 0,
@@ -365,8 +365,14 @@ def lease(  # noqa: D417 - all by keyword, each an option of its own
     starts no process for it and does not watch its use: it keeps other tasks away.
 
     Args:
-        num_cpus, num_gpus, memory, resources: amounts, as for tasks; default 0.
-        accelerator_type, gpu_where, gpu_memory, strategy: which GPUs, as for tasks.
+        num_cpus: CPUs, may be a fraction; default 0.
+        num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
+        memory: main memory in bytes or as a text, "6GiB".
+        resources: amounts by name, as for tasks.
+        accelerator_type: only devices of this type, such as "A100".
+        gpu_where: only GPUs that meet all conditions, as for tasks.
+        gpu_memory: device memory on each GPU, as for tasks.
+        strategy: the GPU for a share: "pack", the default, or "spread".
         name: name in `status()`; default "lease".
         priority: higher goes first.
         timeout: seconds to wait for the lease at most.

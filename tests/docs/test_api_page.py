@@ -1,37 +1,21 @@
-"""docs/api.md lists every public name once, by the first line of its description.
+"""Reference pages are complete: public names, exceptions, and the tables of options.
 
-Options have tables too, from the docstrings of `aiogpu.api.keywords` and of `init`.
-
-`python -m tests.docs.test_api_page` writes the tables anew.
+Tables of options come from the docstrings of `aiogpu.api.keywords` and of `init`;
+`python -m tests.docs.test_api_page` writes them anew.
 """
 
 import inspect
 import re
-from collections.abc import Iterable
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 import aiogpu
-from aiogpu import errors, sync, types
+from aiogpu import accelerators, errors, sync, testing, types
 from aiogpu.api import keywords
 from tests.repo.rooms import ROOT
 
-PAGE = ROOT / "docs/api.md"
-GROUPS = {
-    "Tasks, actors and their results": (
-        *("remote", "method", "Handle", "Stream", "Results", "get", "put", "wait"),
-        *("as_completed", "batch", "ActorHandle", "ActorPool", "typed"),
-        *("get_actor", "kill", "exit_actor"),
-    ),
-    "The node": (
-        *("init", "shutdown", "run", "is_initialized", "status", "why"),
-        *("cluster_resources", "available_resources", "lease", "placement"),
-    ),
-    "Inside a task": ("get_gpu_ids", "get_runtime_context"),
-    "Without an event loop": ("from_thread",),
-}
+API = ROOT / "docs/api.md"
+OPTIONS_PAGE = ROOT / "docs/options.md"
 OPTIONS = {
     "Options of a task": keywords.Options,
     "Options of an actor": keywords.ActorKeywords,
@@ -42,25 +26,12 @@ ENTRY = re.compile(
     r"^(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {4}.*)*)", re.MULTILINE
 )
 TABLE = re.compile(r"(?<=\| name \| what it is \|\n\|---\|---\|\n)(?:\|.*\n)*")
-
-
-def errors_of_ours() -> dict[str, type[Exception]]:
-    """All of `aiogpu.errors`, as they stand there."""
-    return {
-        name: value
-        for name, value in vars(errors).items()
-        if isinstance(value, type)
-        and issubclass(value, errors.AiogpuError | errors.AiogpuWarning)
-    }
-
-
-def rows(module: ModuleType, names: Iterable[str], prefix: str) -> str:
-    """The lines of one table."""
-    told: dict[str, Any] = {name: getattr(module, name) for name in names}
-    return "".join(
-        f"| `{prefix}.{name}` | {value.__doc__.strip().splitlines()[0]} |\n"
-        for name, value in told.items()
-    )
+ERRORS = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type)
+    and issubclass(value, errors.AiogpuError | errors.AiogpuWarning)
+}
 
 
 def described(source: object) -> dict[str, str]:
@@ -81,53 +52,55 @@ def option_rows(source: object) -> str:
     )
 
 
-def tables() -> list[str]:
-    """All of the page, in its order."""
-    caught = [name for name in errors_of_ours() if name in aiogpu.__all__]
-    others = [name for name in errors_of_ours() if name not in aiogpu.__all__]
-    return [
-        *(rows(aiogpu, names, "aiogpu") for names in [*GROUPS.values()][:-1]),
-        rows(aiogpu, GROUPS["Without an event loop"], "aiogpu")
-        + rows(sync, sync.__all__, "aiogpu.sync"),
-        *map(option_rows, OPTIONS.values()),
-        rows(aiogpu, caught, "aiogpu"),
-        rows(errors, others, "aiogpu.errors"),
-        rows(types, types.__all__, "aiogpu.types"),
-    ]
-
-
 def written(page: str) -> str:
-    """The page with its tables as they should be."""
-    remaining = iter(tables())
+    """The page of options with its tables as they should be."""
+    remaining = map(option_rows, OPTIONS.values())
     return TABLE.sub(lambda _: next(remaining), page)
 
 
-def test_every_name_of_the_top_is_in_one_group() -> None:
-    grouped = [name for names in GROUPS.values() for name in names]
-    caught = [name for name in errors_of_ours() if name in aiogpu.__all__]
-    assert sorted(grouped + caught) == sorted(aiogpu.__all__)
+def test_the_api_page_has_every_public_name_once() -> None:
+    constants = vars(accelerators.types)
+    vendors = [name for name in accelerators.__all__ if name not in constants]
+    public = [
+        *(f"aiogpu.{name}" for name in aiogpu.__all__ if name not in ERRORS),
+        *(f"aiogpu.sync.{name}" for name in sync.__all__),
+        *(f"aiogpu.errors.{name}" for name in ERRORS),
+        *(f"aiogpu.types.{name}" for name in types.__all__),
+        *(f"aiogpu.accelerators.{name}" for name in vendors),
+        *(f"aiogpu.testing.{name}" for name in testing.__all__),
+    ]
+    found = re.findall(r"^::: (\S+)$", API.read_text(), re.MULTILINE)
+    assert sorted(found) == sorted(public)
 
 
-def test_the_page_lists_each_by_its_description() -> None:
-    page = PAGE.read_text()
-    assert len(TABLE.findall(page)) == len(tables())
+def test_exceptions_are_listed_with_the_builtins_that_they_are() -> None:
+    page = (ROOT / "docs/exceptions.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(ERRORS)
+    for name, also in rows:
+        assert also in [kind.__name__ for kind in ERRORS[name].__mro__[1:]], name
+    exported = [name for name in ERRORS if name in aiogpu.__all__]
+    told = " ".join(page.partition("most are also in")[2].split())
+    assert re.findall(r"`(\w+)`", told.partition("The others")[0])[1:] == exported
+
+
+def test_options_are_listed_by_their_descriptions() -> None:
+    page = OPTIONS_PAGE.read_text()
+    assert len(TABLE.findall(page)) == len(OPTIONS)
     assert page == written(page), "python -m tests.docs.test_api_page writes it anew"
 
 
-@pytest.mark.parametrize("source", OPTIONS.values(), ids=OPTIONS)
-def test_every_option_is_described(source: object) -> None:
+@pytest.mark.parametrize("group", OPTIONS)
+def test_every_option_is_described(group: str) -> None:
+    source = OPTIONS[group]
     names = (
         source.__annotations__
         if isinstance(source, type)
-        else inspect.signature(source).parameters  # type: ignore[arg-type]
+        else inspect.signature(source).parameters
     )
     assert sorted(described(source)) == sorted(names)
-
-
-@pytest.mark.parametrize("group", [*GROUPS, *OPTIONS])
-def test_the_page_has_a_heading_for_each_group(group: str) -> None:
-    assert f"\n## {group}\n" in PAGE.read_text()
+    assert f"\n## {group}\n" in OPTIONS_PAGE.read_text()
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    OPTIONS_PAGE.write_text(written(OPTIONS_PAGE.read_text()))
