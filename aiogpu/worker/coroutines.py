@@ -66,6 +66,7 @@ class Coroutines:
         """Run one task's coroutine, and end what it has left running."""
         loop = self._loop
         asyncio.set_event_loop(loop)
+        self._interrupts.soften = _put_off
         task = loop.create_task(coroutine)
         self._interrupts.soften = CoroutineCancel(
             task, partial(self._cancel, task, task_id)
@@ -86,12 +87,16 @@ class Coroutines:
                 task.exception()
             raise
         finally:
-            self._interrupts.soften = None
+            # Cut short, the loop's own code would leave a loop unfit for the next task.
+            self._interrupts.soften = _is_loop_code
             if client is not None:
                 client.loop = client.wake = None
-            if loop is self._loop and not self._channel.is_closed:
-                loop.remove_reader(self._channel.fileno())
-                self._end_rest()
+            try:
+                if loop is self._loop and not self._channel.is_closed:
+                    loop.remove_reader(self._channel.fileno())
+                    self._end_rest()
+            finally:
+                self._interrupts.soften = None
 
     def _read(self, task: asyncio.Task[Any], task_id: int) -> None:
         if not self._channel.read_ready():
@@ -170,6 +175,14 @@ class CoroutineCancel:
         self._is_asked = True
         loop.call_soon_threadsafe(self._cancel)
         return True
+
+
+def _put_off(_frame: FrameType) -> bool:
+    """Raise nothing while the task is made: it would stay on the loop, to run later.
+
+    The driver will ask again.
+    """
+    return True
 
 
 def _is_loop_code(frame: FrameType | None) -> bool:

@@ -101,7 +101,9 @@ class Executor(Invoker):
         self._functions = Functions()
         self._coroutines: Coroutines | None = None
         self._retry_rules = RetryRules()
-        interrupts.spare(self.call.__code__, invoke.__code__, send_all.__code__)
+        # An exception in these frames would leave the call, and nothing would answer.
+        interrupts.spare(self.call.__code__, invoke.__code__, Raised.__init__.__code__)
+        interrupts.spare(send_all.__code__)
 
     def define(self, message: Define) -> None:
         """Learn a function and its options; it is unpickled when a task needs it."""

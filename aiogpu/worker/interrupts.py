@@ -45,7 +45,8 @@ class Interrupts:
         self._slot = slot
         self.soften: Callable[[FrameType], bool] | None = None
         self._shield = Shield(self.catch_up)
-        self._own: set[CodeType] = set()
+        # Whoever has set `entered` may ask at once, in these frames.
+        self._own = {self.is_asked.__code__, page.asked.__code__}
         self._handler = self._on_signal
         self._is_installed = False
         self._main = get_ident()

@@ -121,9 +121,9 @@ def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
 
 
 @pytest.fixture
-def executor(channel: Channel, interrupts: Interrupts) -> Executor:
+def executor(channel: Channel, interrupts: Interrupts) -> Iterator[Executor]:
     """A worker's executor, which leaves the threads of libraries alone."""
-    return Executor(
+    executor = Executor(
         channel,
         interrupts,
         Unmoved(),
@@ -131,6 +131,9 @@ def executor(channel: Channel, interrupts: Interrupts) -> Executor:
         Stdio(channel),
         TaskClient(channel),
     )
+    yield executor
+    if executor._coroutines is not None:
+        executor._coroutines._loop.close()
 
 
 class Unmoved(Threads):

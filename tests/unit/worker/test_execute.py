@@ -6,9 +6,11 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -178,6 +180,19 @@ def fresh_object() -> str:
     return "fresh"
 
 
+def no_object() -> str:
+    raise LookupError
+
+
+async def fresh_later() -> str:
+    return "fresh"
+
+
+def no_value() -> object:
+    """Returns what cannot be pickled."""
+    return threading.Lock()
+
+
 @pytest.mark.usefixtures("context")
 def test_arguments_that_cannot_be_read(runner: Runner) -> None:
     runner.knows(fresh_object)
@@ -228,6 +243,61 @@ def test_a_task_that_was_cancelled_before_it_began(
     assert page.heard(3) == 7
     page.ask(3, 8)
     assert value(runner.run()) == "fresh"
+
+
+@pytest.mark.usefixtures("context")
+@pytest.mark.parametrize("first", [True, False], ids=["before", "at_the_step"])
+@pytest.mark.parametrize(
+    ("task", "stride"),
+    [
+        (fresh_object, 1),
+        (no_object, 2),
+        (no_value, 41),
+        (fresh_later, 37),
+        pytest.param(no_value, 1, marks=pytest.mark.slow),
+        pytest.param(fresh_later, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_cancel_at_any_step_ends_the_task_and_no_more(
+    task: Callable[[], object],
+    stride: int,
+    first: bool,
+    runner: Runner,
+    page: ControlPage,
+) -> None:
+    """Handle the signal at each bytecode of the worker and of the task in turn."""
+    runner.knows(task)
+    ended = runner.run()  # all is loaded
+    ends = {STOPPED, ended.kind if isinstance(ended, Failed) else "done"}
+    left = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                page.ask(3, 7)
+                handler = signal.getsignal(signal.SIGINT)
+                assert callable(handler)
+                handler(signal.SIGINT, frame)  # what it raises is raised there
+        return trace
+
+    before = sys.gettrace()
+    step = 0
+    while left <= 0:
+        left = step = step + stride
+        page.ask(3, 7 if first else 0)
+        page.hear(3, 0)
+        sys.settrace(trace)
+        try:
+            answer = runner.run()
+        finally:
+            sys.settrace(before)
+        end = answer.kind if isinstance(answer, Failed) else "done"
+        assert end in ({STOPPED} if first else ends), step
+    assert step > 100, "steps were traced"
 
 
 @pytest.mark.usefixtures("context")
