@@ -24,6 +24,8 @@ PAGES = {
 FENCE = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CITATION = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+NAMED_FILE = re.compile(r"`((?:benchmarks/results|docs|examples)/[\w/.-]+\.\w+)`")
+FOLDERS = (".", "docs", "docs/decisions", "benchmarks/results")
 
 
 class Block(NamedTuple):
@@ -93,10 +95,14 @@ def test_cited_tests_exist_and_run_with_every_change(path):
         assert "pytest.mark.slow" not in functions[function]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    at = ROOT if page == "README.md" else ROOT / "docs"
-    missing = [to for to in LINK.findall(PAGES[page]) if not (at / to).exists()]
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_links_and_named_files_lead_somewhere(folder):
+    missing = []
+    for page in (ROOT / folder).glob("*.md"):
+        text = page.read_text()
+        paths = [page.parent / to for to in LINK.findall(text)]
+        paths += [ROOT / to for to in NAMED_FILE.findall(text)]
+        missing += [(page.name, path) for path in paths if not path.exists()]
     assert missing == []
 
 

@@ -212,7 +212,7 @@ def test_an_earlier_run_is_put_on_a_page(tmp_path):
         "entries": [{name: getattr(each, name) for name in fields} for each in RUN],
     }
     file.write_text(json.dumps(found))
-    page.write_text((ROOT / "docs" / "field.md").read_text())
+    page.write_text((ROOT / "benchmarks/results/field.md").read_text())
     done = CliRunner().invoke(main, ["--from", str(file), "--page", str(page)])
     assert done.exit_code == 0, done.output
     text = page.read_text()
@@ -235,7 +235,7 @@ def test_metrics_are_unique_and_the_page_names_all_workloads():
     assert len(names) == len(set(names))
     assert {each.family for each in WORKLOADS.values()} == set(FAMILIES)
     assert set(CLAIMS) == set(NEEDS)
-    text = (ROOT / "docs" / "field.md").read_text()
+    text = (ROOT / "benchmarks/results/field.md").read_text()
     for name in WORKLOADS:
         stem = name.partition("-")[0] if name.endswith("B") else name
         assert f"`{stem}" in text or (name.startswith("fresh-") and "`fresh-*" in text)
