@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from aiogpu.api.keywords import ActorKeywords, AnyKeywords, Options
     from aiogpu.api.portal import (
+        ActorPool,
         Executor,
         Handle,
         ResultIterator,
@@ -571,7 +572,7 @@ def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
     portal.run(what, lambda: made.__aexit__(None, None, None))
 
 
-_LATE: Final = ("Executor", "Handle", "ResultIterator")
+_LATE: Final = ("ActorPool", "Executor", "Handle", "ResultIterator")
 """Names of a module that imports asyncio."""
 
 
@@ -588,6 +589,7 @@ if not TYPE_CHECKING:
 
 
 __all__ = [
+    "ActorPool",
     "Executor",
     "Handle",
     "RemoteClass",

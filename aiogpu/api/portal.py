@@ -18,6 +18,7 @@ import threading
 import time
 from _thread import allocate_lock, get_ident
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
     Awaitable,
@@ -48,6 +49,7 @@ from typing import (
 from weakref import WeakSet
 
 from aiogpu.api import node as nodes
+from aiogpu.api.actors import pool as pools
 from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
 from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
@@ -73,6 +75,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments
 
 if TYPE_CHECKING:
+    from aiogpu.api.actors.pool import PoolMethod
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -708,9 +711,11 @@ class ResultIterator(_Proxy, Iterator[T]):
     reference goes, which in `for item in f.remote()` is when the loop is left.
     """
 
-    def __init__(self, portal: Portal, made: IteratedOnce[T]) -> None:
+    def __init__(
+        self, portal: Portal, made: IteratedOnce[T] | AsyncGenerator[T]
+    ) -> None:
         self._portal = portal
-        self._target: IteratedOnce[T] = made
+        self._target: IteratedOnce[T] | AsyncGenerator[T] = made
 
     def __repr__(self) -> str:
         return repr(self._target)
@@ -767,22 +772,24 @@ class SyncActorHandle(_Proxy, Generic[A]):
 
 
 class SyncMethod:
-    """A method of an actor; call it by `.remote(...)`."""
+    """A method of an actor or a pool; call it by `.remote(...)`."""
 
-    def __init__(self, portal: Portal, method: RemoteMethod) -> None:
+    def __init__(self, portal: Portal, method: RemoteMethod | PoolMethod) -> None:
         self._portal = portal
-        self._method = method
+        self._method: Any = method
 
     def __repr__(self) -> str:
         return repr(self._method)
 
     def options(self, **options: Any) -> SyncMethod:
-        """Return the same method with other options; see `aiogpu.method`."""
+        """Return an actor's method with other options; see `aiogpu.method`."""
         return SyncMethod(self._portal, self._method.options(**options))
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call it; gives the call's handle at once, a generator's iterator."""
-        return call_method(self._portal, self._method, args, kwargs)
+        if isinstance(self._method, RemoteMethod):
+            return call_method(self._portal, self._method, args, kwargs)
+        return call_on(self._portal, self._method.remote, args, kwargs)
 
     def map(self, iterable: Iterable[Any], /, **options: Any) -> ResultIterator[Any]:
         """Call it with each item; see `aiogpu.sync.RemoteFunction.map`."""
@@ -794,11 +801,132 @@ class SyncMethod:
         Raises:
             MisuseError: always; it says what to write.
         """
-        name = self._method._method.attribute
+        name = self._method.__name__.rpartition(".")[2]
         raise MisuseError(
             f"{self._method.__name__} runs in its actor's process: write "
             f"`actor.{name}.remote(...)`."
         )
+
+
+class ActorPool(Generic[A]):
+    """Several actors called as one, in a thread without an event loop.
+
+    The arguments and methods are those of `aiogpu.ActorPool`; what is awaited there
+    blocks here. `with` waits until the actors are ready, and ends at the end of its
+    block those that the pool has made. Handles, and the actors of functions for
+    `submit` and `map`, are those of the event loop.
+
+    Args:
+        actor: the class under `@aiogpu.sync.remote`, a function that makes an actor, or
+            a list of actors.
+        size: actors at first.
+        **options: `min_size`, `max_size`, `target`, `idle_after`.
+
+    Raises:
+        OptionError: an option is invalid.
+        MisuseError: `actor` is something else, or this is a task.
+
+    Example:
+        `ActorPool([a, b]).map(lambda actor, x: actor.double.remote(x), range(9))`
+    """
+
+    def __init__(self, actor: Any, size: int | None = None, **options: Any) -> None:
+        what = "aiogpu.sync.ActorPool()"
+        portal = portal_for(what)
+        if portal is None:
+            raise MisuseError(f"{what} is for programs; a task uses aiogpu.ActorPool.")
+        given = getattr(actor, "_made", actor)
+        if isinstance(given, list | tuple):
+            given = [unwrap(one) for one in given]
+        elif isinstance(given, FunctionType):
+            given = partial(_made, actor)
+        self._portal = portal
+        self._target: pools.ActorPool[A]
+        self._target = portal.call(pools.ActorPool, given, size, **options)
+
+    def __repr__(self) -> str:
+        return repr(self._target)
+
+    def __len__(self) -> int:
+        """Return how many actors there are, ready or not."""
+        return self._portal.call(len, self._target)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> SyncMethod:
+        return SyncMethod(self._portal, self._portal.call(getattr, self._target, name))
+
+    def __enter__(self) -> Self:
+        self._portal.run("`with` of a pool", self._target.__aenter__)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._portal.run(
+            "`with` of a pool", lambda: self._target.__aexit__(kind, error, trace)
+        )
+
+    def submit(self, fn: Callable[[ActorHandle[A], T], Any], value: T, /) -> None:
+        """Call `fn(actor, value)` with an actor that has no calls, when there is one.
+
+        It is called on the event loop: it starts a call, and waits for nothing.
+        """
+        self._portal.call(lambda: self._target.submit(fn, unwrap(value)))
+
+    def get_next(self, timeout: float | None = None) -> Any:
+        """Wait for the next result, in the order of `submit`."""
+        return self._portal.run("get_next()", lambda: self._target.get_next(timeout))
+
+    def get_next_unordered(self, timeout: float | None = None) -> Any:
+        """Wait for the result of whichever call ends first."""
+        next_of = self._target.get_next_unordered
+        return self._portal.run("get_next_unordered()", lambda: next_of(timeout))
+
+    def has_next(self) -> bool:
+        """Return whether `get_next` has a result to give or to wait for."""
+        return self._portal.call(self._target.has_next)
+
+    def has_free(self) -> bool:
+        """Return whether an actor is ready that has no calls."""
+        return self._portal.call(self._target.has_free)
+
+    def map(
+        self, fn: Callable[[ActorHandle[A], T], Any], values: Iterable[T], /
+    ) -> ResultIterator[Any]:
+        """Call `fn(actor, value)` for each value; gives the results in their order.
+
+        All values are read at once.
+        """
+        return self._mapped(self._target.map, fn, values)
+
+    def map_unordered(
+        self, fn: Callable[[ActorHandle[A], T], Any], values: Iterable[T], /
+    ) -> ResultIterator[Any]:
+        """As `map`, but each result as soon as it is there."""
+        return self._mapped(self._target.map_unordered, fn, values)
+
+    def _mapped(self, map_on_loop: Any, fn: Any, values: Any) -> ResultIterator[Any]:
+        # Read here: what it reads may block.
+        given = list(values)
+        made = map_on_loop(fn, (unwrap(value) for value in given))
+        return ResultIterator(self._portal, made)
+
+    def push(self, actor: SyncActorHandle[A], /) -> None:
+        """Add an actor to a pool of given actors."""
+        self._portal.call(lambda: self._target.push(unwrap(actor)))
+
+    def pop_idle(self) -> SyncActorHandle[A] | None:
+        """Take an actor that has no calls out of a pool of given ones; or None."""
+        return call_on(self._portal, self._target.pop_idle, (), {})  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the actors that the pool has made, after their calls; idempotent."""
+        self._portal.run("close()", self._target.aclose)
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """Call what makes an actor; return the handle of the loop."""
+    return unwrap(make())
 
 
 class SyncNode:

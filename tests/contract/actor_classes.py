@@ -155,6 +155,11 @@ class Async(Plain):
         self.seen.append(name)
         return name
 
+    async def wait_for_ever(self) -> None:
+        import asyncio
+
+        await asyncio.Event().wait()
+
     async def leave_later(self) -> None:
         import asyncio
 

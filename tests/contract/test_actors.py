@@ -591,6 +591,125 @@ async def test_a_pool_is_closed_with_its_node() -> None:
         await pool
 
 
+def wait_at(path: str) -> Any:
+    """What a pool calls: an actor waits at a gate under the name that it is given."""
+    return lambda actor, name: actor.wait.remote(path, name)
+
+
+async def test_a_pool_of_given_actors_gives_results_in_either_order(
+    gate: Gate,
+) -> None:
+    """Each takes a call when it has none; nothing ends with the pool."""
+    async with aiogpu.init(num_cpus=2):
+        actors = [await Async.remote() for _ in range(2)]
+        pool: Any = await aiogpu.ActorPool(actors)
+        assert (len(pool), pool.has_free(), pool.has_next()) == (2, True, False)
+        for name in "abcd":
+            pool.submit(wait_at(gate.path), name)
+        assert not pool.has_free()
+        await gate.entered("a", "b")
+        gate.release("b")
+        await gate.entered("c")  # which took the actor of "b"
+        assert await pool.get_next_unordered() == "b"
+        with pytest.raises(aiogpu.TaskTimeoutError, match="stays the next one"):
+            await pool.get_next(timeout=0.01)
+        waiting = asyncio.create_task(pool.get_next())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        gate.release("c")
+        await gate.entered("d")
+        for name in "ad":
+            gate.release(name)
+        assert [await pool.get_next() for _ in range(3)] == ["a", "c", "d"]
+        with pytest.raises(aiogpu.errors.MisuseError, match="nothing to wait for"):
+            await pool.get_next()
+        assert await pool.add.remote() == 1
+
+        popped = pool.pop_idle()
+        assert popped in actors
+        assert len(pool) == 1
+        pool.push(popped)
+        with pytest.raises(aiogpu.errors.MisuseError, match="in this pool already"):
+            pool.push(popped)
+        await pool.aclose()
+        assert await asyncio.gather(*(actor.notes.remote() for actor in actors))
+
+
+async def test_a_pool_maps_a_function_over_given_actors(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=2), aiogpu.ActorPool(Async, 2) as pool:
+        nothing = pool.map(lambda a, k: a.later.remote(k), [])
+        assert [count async for count in nothing] == []
+        counts = pool.map(lambda a, _: a.later.remote(), range(9))
+        assert sum([count async for count in counts]) in range(25, 46)
+        names = pool.map_unordered(wait_at(gate.path), iter("abcdefg"))
+        first = asyncio.ensure_future(anext(names))
+        await gate.entered("a", "b")
+        gate.release("b")
+        assert await first == "b"
+        await names.aclose()
+        await gate.entered("a-cancelled")
+
+
+async def test_errors_of_submitted_calls_are_told_by_their_turn() -> None:
+    async with aiogpu.init(num_cpus=2):
+        pool = aiogpu.ActorPool([Async.remote()])
+        pool.submit(lambda actor, kind: actor.fail_later.remote(kind, "bad"), KeyError)
+        pool.submit(lambda actor, k: k, 7)
+        pool.submit(lambda actor, k: actor.no_method.remote(k), 7)
+        pool.submit(lambda actor, k: actor.later.remote(k), 7)
+        for kind, told in (
+            (KeyError, "bad"),
+            (aiogpu.errors.MisuseError, "gave 7; it must give a call's handle"),
+            (AttributeError, "no_method"),
+        ):
+            with pytest.raises(kind, match=told):
+                await pool.get_next()
+        assert await pool.get_next() == 7
+        with pytest.raises(aiogpu.OptionError, match="leave size, min_size"):
+            aiogpu.ActorPool([Async.remote()], 2)
+        async with aiogpu.ActorPool(Async, 1) as made:
+            with pytest.raises(aiogpu.errors.MisuseError, match="a pool of given"):
+                made.pop_idle()
+        with pytest.raises(aiogpu.errors.MisuseError, match="is closed"):
+            made.submit(lambda actor, k: actor.later.remote(k), 7)
+
+
+async def test_a_pool_whose_given_actors_have_died_says_so() -> None:
+    async with aiogpu.init(num_cpus=2):
+        actor = await Async.remote()
+        pool: Any = await aiogpu.ActorPool([actor])
+        for _ in range(2):
+            pool.submit(lambda actor, _: actor.wait_for_ever.remote(), None)
+        aiogpu.kill(actor)
+        for _ in range(2):
+            with pytest.raises(aiogpu.ActorDiedError):
+                await pool.get_next()
+        for call in (lambda: pool.submit(max, 1), pool.add.remote):
+            with pytest.raises(aiogpu.ActorDiedError, match="was given have died"):
+                call()
+        pool.push(await Async.remote(4))
+        assert await pool.add.remote() == 5
+
+
+@aiogpu.remote
+class Line:
+    """Has methods of the names of a pool's own."""
+
+    def push(self, item: int) -> int:
+        return item
+
+    def map(self) -> str:
+        return "mapped"
+
+
+async def test_a_method_of_the_actors_goes_before_one_of_the_pool() -> None:
+    async with aiogpu.init(num_cpus=2), aiogpu.ActorPool(Line, 1) as pool:
+        line: Any = pool
+        assert (await line.push.remote(3), await line.map.remote()) == (3, "mapped")
+        pool.submit(lambda actor, k: actor.push.remote(k), 4)
+        assert await pool.get_next() == 4
+
+
 async def test_a_pool_in_a_task() -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1):
         assert sorted(await handed_on.make_pool.remote(2)) == [1, 1, 2, 2]

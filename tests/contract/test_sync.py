@@ -178,6 +178,31 @@ def test_actors(node: Any) -> None:
         sync.get_actor("nobody")
 
 
+def test_a_pool(node: Any) -> None:
+    counters = [Counter.remote(), Counter.remote()]
+    pool: Any = sync.ActorPool(counters)
+    for start in (10, double.remote(10)):
+        pool.submit(lambda actor, k: actor.add.remote(k), start)
+    assert pool.has_next()
+    assert pool.get_next(timeout=60) == 10
+    assert pool.get_next_unordered() in (20, 30)
+    pool.submit(lambda _, k: counters[0].add.remote(k), 0)
+    with pytest.raises(aiogpu.errors.MisuseError, match="must give a call's handle"):
+        pool.get_next()
+    added = pool.map(lambda actor, k: actor.add.remote(k), (i * 0 for i in range(9)))
+    assert set(added) <= {0, 10, 20, 30}
+    taken = pool.pop_idle()
+    assert sync.get(taken.add.remote(0)) in (0, 10, 20, 30)
+    assert len(pool) == 1
+    pool.push(taken)
+    with pytest.raises(aiogpu.errors.MisuseError, match=r"write `actor\.add\.remote"):
+        pool.add()
+    with sync.ActorPool(lambda: Counter.remote(5), 1) as made:
+        assert made.add.remote().result() == 6
+        assert list(made.add.map([1, 1])) == [7, 8]
+    assert pool.add.remote(0).result() in (0, 10, 20, 30)
+
+
 def test_the_node_is_asked_and_reserved(node: Any) -> None:
     assert node.cluster_resources()["CPU"] == sync.cluster_resources()["CPU"] == 2
     assert sync.available_resources()["GPU"] == 1

@@ -2,15 +2,24 @@
 
 `PoolScheduler` chooses the actor for the next call, and creates and removes actors. A
 dead actor is replaced under its number; if actors die before their first answer, the
-scheduler backs off exponentially. The scheduler holds no reference to the user's pool,
-so that dropping the pool ends the actors. User modules import this file in every
-worker: it must stay light, so asyncio is imported late.
+scheduler backs off exponentially. Actors that the pool was given are neither replaced
+nor ended. The scheduler holds no reference to the user's pool, so that dropping the
+pool ends the actors. User modules import this file in every worker: it must stay light,
+so asyncio is imported late.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -32,9 +41,16 @@ from aiogpu.api.actors.actor import (
     GeneratorMethod,
     RemoteClass,
     RemoteMethod,
+    link_of,
 )
 from aiogpu.api.actors.methods import ActorInterface, no_method
-from aiogpu.api.options import check_duration, check_options, optional, whole
+from aiogpu.api.options import (
+    check_duration,
+    check_options,
+    check_seconds,
+    optional,
+    whole,
+)
 from aiogpu.api.remote_function import Decorated, Mapper
 from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
 from aiogpu.errors import (
@@ -43,6 +59,8 @@ from aiogpu.errors import (
     MisuseError,
     NodeError,
     OptionError,
+    TaskCancelledError,
+    TaskTimeoutError,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +156,7 @@ class PoolScheduler:
     Attributes:
         interface: the interface of the actors' class; None before the first actor, if
             a function creates them.
+        is_given: whether the actors were made by others, and outlive the pool.
         loop: the event loop of all calls.
         is_closed: whether calls are refused.
         deaths: how many actors have died.
@@ -146,7 +165,7 @@ class PoolScheduler:
     def __init__(
         self,
         interface: ActorInterface | None,
-        make: Callable[[], object],
+        make: Callable[[], object] | None,
         bounds: PoolLimits,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -154,7 +173,9 @@ class PoolScheduler:
         self.loop = loop
         self.is_closed = False
         self.deaths = 0
+        self.is_given = make is None
         self._make = make
+        self._waiting: deque[Callable[[PoolActor | None], None]] = deque()
         self._bounds = bounds
         self._actors: list[PoolActor] = []
         self._takers: list[PoolActor] = []
@@ -201,6 +222,8 @@ class PoolScheduler:
         if self.is_closed:
             raise self._closed()
         actors, bounds = self._actors, self._bounds
+        if not actors and self.is_given:
+            raise self.none_left()
         if not actors:
             left = self._not_before - self.loop.time()
             if left > 0:
@@ -226,6 +249,42 @@ class PoolScheduler:
         error.__cause__ = self._last_death
         return error
 
+    def none_left(self) -> MisuseError | ActorDiedError:
+        """Return the error of a call for which there is no actor."""
+        if self._last_death is None:
+            return MisuseError("this pool has no actors; give it one by push().")
+        error = ActorDiedError(
+            f"all actors that this pool of {self.name} was given have died.", self.name
+        )
+        error.__cause__ = self._last_death
+        return error
+
+    def when_idle(self, start: Callable[[PoolActor | None], None]) -> None:
+        """Call `start` with an actor without calls, in turn; None if all have died."""
+        if self.is_closed:
+            raise self._closed()
+        if self.is_given and not self._actors and self._last_death is not None:
+            raise self.none_left()
+        self._waiting.append(start)
+        self._use_idle()
+
+    def idle(self) -> PoolActor | None:
+        """Return the first actor that is ready and has no calls; None if all have."""
+        return next((actor for actor in self._takers if actor.is_idle), None)
+
+    def _use_idle(self) -> None:
+        while self._waiting and (actor := self.idle()) is not None:
+            self._waiting.popleft()(actor)
+
+    def no_actor(self) -> MisuseError | ActorDiedError:
+        """Return the error of a call that waited for an actor in vain."""
+        return self._closed() if self.is_closed else self.none_left()
+
+    def _refuse_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for start in waiting:
+            start(None)
+
     def watch(self, actor: PoolActor, handle: Handle[Any]) -> None:
         """Count a call until it ends."""
         actor.calls += 1
@@ -238,6 +297,12 @@ class PoolScheduler:
         if not actor.calls:
             actor.idle_since = self.loop.time()
             self._set_idle_timer()
+        try:
+            self._note_outcome(actor, handle)
+        finally:
+            self._use_idle()
+
+    def _note_outcome(self, actor: PoolActor, handle: Handle[Any]) -> None:
         if handle.cancelled():
             return
         # Reads the attribute, so that asyncio still reports an error nobody retrieves.
@@ -251,7 +316,17 @@ class PoolScheduler:
     # Creating and removing actors
 
     def _create_actor(self) -> None:
-        handle = self._make()
+        assert self._make is not None, self
+        self.add(self._make())
+
+    def add(self, handle: object) -> None:
+        """Add an actor to those that are called.
+
+        Raises:
+            MisuseError: the argument is no actor's handle, or is in the pool already.
+        """
+        if any(handle is actor.handle for actor in self._actors):
+            raise MisuseError(f"{handle!r} is in this pool already.")
         if not isinstance(handle, ActorHandle):
             raise MisuseError(
                 f"what makes the actors of this pool gave {handle!r}; it must give an "
@@ -295,6 +370,12 @@ class PoolScheduler:
         self._choose_takers()
         self._set_idle_timer()
         self._settle_starting()
+        self._use_idle()
+
+    def remove(self, actor: PoolActor) -> None:
+        """Call a given actor no more."""
+        self._actors.remove(actor)
+        self._choose_takers()
 
     def _on_ended(self, actor: PoolActor, handle: Handle[None]) -> None:
         self._leaving.discard(actor)
@@ -307,7 +388,7 @@ class PoolScheduler:
         if self.is_closed or actor not in self._actors:
             return
         self._actors.remove(actor)
-        if not actor.ended.done():
+        if not (self.is_given or actor.ended.done()):
             self._leaving.add(actor)
         self._choose_takers()
         self.deaths += 1
@@ -317,6 +398,8 @@ class PoolScheduler:
             # The node has closed, or the task that created this pool has ended.
             self.close(at_once=True)
             return
+        if self.is_given and not self._actors:
+            self._refuse_waiting()
         _warn("a pool has lost its actor %d: %s", actor.number, error)
         if actor.has_answered:
             self._not_before = 0.0
@@ -351,6 +434,8 @@ class PoolScheduler:
         self._fill()
 
     def _set_idle_timer(self) -> None:
+        if self.is_given:
+            return
         if self._idle_timer is None and len(self._actors) > self._bounds.least:
             since = min((m.idle_since for m in self._takers if m.is_idle), default=None)
             if since is not None:
@@ -383,10 +468,13 @@ class PoolScheduler:
             raise self._closed()
         if self._are_all_ready():
             return
+        if self.is_given and not self._actors:
+            raise self.none_left()
         started = self.loop.create_future()
         self._starting.append(started)
         try:
-            await check_room(self.name, [actor.link for actor in self._actors])
+            if not self.is_given:
+                await check_room(self.name, [actor.link for actor in self._actors])
         except BaseException as error:
             started.cancel()  # nobody awaits it any more
             if isinstance(error, InfeasibleError):
@@ -420,6 +508,9 @@ class PoolScheduler:
                 alarm.cancel()
         self._settle_starting(self._closed())
         actors, self._actors, self._takers = self._actors, [], []
+        self._refuse_waiting()
+        if self.is_given:
+            return
         self._leaving.update(actors)
         for actor in actors:
             if at_once:
@@ -469,6 +560,156 @@ _MOST: Final = whole(1, "a whole number of actors, 1 or more, or None")
 _TARGET: Final = optional(whole(1, "a whole number of calls, 1 or more, or None"), 1)
 
 
+class Submission:
+    """One call that a pool makes when an actor has none.
+
+    Attributes:
+        error: what kept it from being made; None if nothing did.
+        handle: the handle of the call; None before it was made.
+    """
+
+    __slots__ = ("_function", "_on_end", "_scheduler", "_value", "error", "handle")
+
+    def __init__(
+        self,
+        scheduler: PoolScheduler,
+        function: Callable[[Any, Any], object],
+        value: object,
+        on_end: Callable[[Submission], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._function = function
+        self._value = value
+        self._on_end = on_end
+        self.error: BaseException | None = None
+        self.handle: Handle[Any] | None = None
+
+    def start(self, actor: PoolActor | None) -> None:
+        """Make the call on an actor; None says that there will be none."""
+        if self.error is not None:
+            return  # it was cancelled
+        try:
+            if actor is None:
+                raise self._scheduler.no_actor()
+            made = self._function(actor.handle, self._value)
+            # Late: it imports asyncio.
+            from aiogpu.api.results.handle import Handle
+
+            if not isinstance(made, Handle):
+                raise MisuseError(
+                    f"the function for submit() and map() of a pool gave {made!r}; it "
+                    f"must give a call's handle, as `lambda actor, value: "
+                    f"actor.method.remote(value)` does."
+                )
+        except Exception as error:  # noqa: BLE001 - it is told by `result`
+            self.error = error
+            self._on_end(self)
+            return
+        self.handle = made
+        self._scheduler.watch(actor, made)
+        _when_done(made, lambda _: self._on_end(self))
+
+    def cancel(self) -> None:
+        """Stop the call, or do not make it."""
+        if self.handle is not None:
+            self.handle.cancel()
+        else:
+            self.error = TaskCancelledError("this call of a pool was cancelled.")
+
+    @property
+    def has_ended(self) -> bool:
+        """True if there is a result or an error."""
+        return self.error is not None or (
+            self.handle is not None and self.handle.done()
+        )
+
+    def result(self) -> Any:
+        """Return the result of a call that has ended, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        assert self.handle is not None, self
+        if self.handle.cancelled():
+            raise TaskCancelledError(f"{self.handle.task_name} was cancelled.")
+        return self.handle.result()
+
+
+class Submissions:
+    """Calls of a pool whose results are asked for one by one."""
+
+    def __init__(self, scheduler: PoolScheduler) -> None:
+        self._scheduler = scheduler
+        self._calls: dict[Submission, None] = {}
+        self._ended: deque[Submission] = deque()
+        self._news: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def submit(self, function: Callable[[Any, Any], object], value: object) -> None:
+        """Make a call when an actor has none; raises if the pool takes no calls."""
+        call = Submission(self._scheduler, function, value, self._on_end)
+        self._calls[call] = None
+        try:
+            self._scheduler.when_idle(call.start)
+        except BaseException:
+            self._calls.pop(call, None)
+            raise
+
+    def _on_end(self, call: Submission) -> None:
+        self._ended.append(call)
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)
+
+    async def next(self, timeout: float | None, is_ordered: bool) -> Any:
+        """Return the next result, in the order of submission or of ends.
+
+        Raises:
+            MisuseError: no result is to come.
+            TaskTimeoutError: the time was up; the result stays the next one.
+        """
+        from asyncio import shield
+        from asyncio import timeout as time_limit
+
+        what = "get_next()" if is_ordered else "get_next_unordered()"
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        try:
+            async with time_limit(timeout):
+                while (call := self._first(what, is_ordered)) is None:
+                    if self._news is None:
+                        self._news = self._scheduler.loop.create_future()
+                    await shield(self._news)
+        except TimeoutError:
+            raise TaskTimeoutError(
+                f"{what}: no result within {timeout:g} s; it stays the next one."
+            ) from None
+        del self._calls[call]
+        if not self._calls:
+            self._ended.clear()
+        return call.result()
+
+    def _first(self, what: str, is_ordered: bool) -> Submission | None:
+        if not self._calls:
+            raise MisuseError(
+                f"{what} has nothing to wait for: each call that was submitted to this "
+                f"pool has given its result. Ask has_next() first."
+            )
+        if is_ordered:
+            first = next(iter(self._calls))
+            return first if first.has_ended else None
+        while self._ended:
+            call = self._ended.popleft()
+            if call in self._calls:
+                return call
+        return None
+
+    def cancel(self) -> None:
+        """Cancel all calls whose results were not asked for."""
+        for call in self._calls:
+            call.cancel()
+
+
 def check_bounds(
     size: object, min_size: object, max_size: object, target: object, idle_after: object
 ) -> PoolLimits:
@@ -505,7 +746,13 @@ def check_bounds(
     return bounds
 
 
+GIVEN: Final = PoolLimits(size=0, least=0, most=0, target=1, idle_after=0.0)
+"""Of a pool of given actors, which makes and ends none."""
+
+
 A = TypeVar("A")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class MakesActor(Protocol[A]):
@@ -613,12 +860,18 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     With `min_size` below `max_size` the pool grows and shrinks. A dead actor is
     replaced: at once if it had answered a call, else after a delay that doubles up to
     one minute. Its unanswered calls raise `ActorDiedError`.
+
+    Given a list of actors, the pool calls these. It ends none of them, and replaces
+    none that dies; `push` and `pop_idle` change which they are.
+
+    `submit`, `get_next` and `map` call a function with an actor that has no calls. An
+    actor's method of such a name goes first: `pool.map` is then that method.
     """
 
     @options_of("a pool of actors")
     def __init__(
         self,
-        actor: MakesActor[A] | Callable[[], ActorHandle[A]],
+        actor: MakesActor[A] | Callable[[], ActorHandle[A]] | Iterable[ActorHandle[A]],
         size: int | None = None,
         *,
         min_size: int | None = None,
@@ -626,12 +879,13 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         target: int | None = None,
         idle_after: float | None = None,
     ) -> None:
-        """Start to create the actors.
+        """Start to create the actors, or take those that there are.
 
         Args:
-            actor: the class under `@aiogpu.remote`, or a function that creates an
+            actor: the class under `@aiogpu.remote`; or a function that creates an
                 actor and returns its handle:
-                `lambda: Model.options(num_gpus=0.5).remote("large")`.
+                `lambda: Model.options(num_gpus=0.5).remote("large")`; or the handles
+                of actors, for a pool without the other options.
             size: actors at first; None for `min_size`.
             min_size: actors at least, 0 or more; None for `size`.
             max_size: actors at most; None for `size`.
@@ -645,8 +899,14 @@ class ActorPool(EnteredOnLoop, Generic[A]):
             MisuseError: `actor` is not an actor's class and returns no actor's handle.
             NoLoopError: no event loop runs in this thread.
         """
-        interface, make = _maker(actor)
-        bounds = check_bounds(size, min_size, max_size, target, idle_after)
+        interface, make, given = _maker(actor)
+        sizes = (size, min_size, max_size, target, idle_after)
+        if make is None and any(option is not None for option in sizes):
+            raise OptionError(
+                "ActorPool([...]) calls the actors that it was given, and makes none: "
+                "leave size, min_size, max_size, target and idle_after out."
+            )
+        bounds = GIVEN if make is None else check_bounds(*sizes)
         from asyncio import _get_running_loop
 
         loop = _get_running_loop()
@@ -654,7 +914,14 @@ class ActorPool(EnteredOnLoop, Generic[A]):
             from aiogpu.api.session import no_loop
 
             raise no_loop("ActorPool()")
-        self._finalizer = PoolFinalizer(PoolScheduler(interface, make, bounds, loop))
+        scheduler = PoolScheduler(interface, make, bounds, loop)
+        self._finalizer = PoolFinalizer(scheduler)
+        self._submitted = Submissions(scheduler)
+        for handle in given:
+            scheduler.add(handle)
+        if scheduler.interface is not None:
+            for name in _OWN_NAMES & scheduler.interface.methods.keys():
+                self.__dict__[name] = PoolMethod(self._finalizer, name)
 
     def __repr__(self) -> str:
         scheduler = self._finalizer.scheduler
@@ -668,7 +935,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         return True
 
     def __getattr__(self, name: str) -> PoolMethod:
-        if name.startswith("__"):
+        if name.startswith("__") or name in {"_finalizer", "_submitted"}:
             raise AttributeError(f"an ActorPool has no attribute {name}.")
         interface = self._finalizer.scheduler.interface
         if interface is not None and name not in interface.methods:
@@ -695,6 +962,142 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         await self._end(at_once=error is not None)
 
+    def submit(
+        self, fn: Callable[[ActorHandle[A], T], Awaitable[Any]], value: T, /
+    ) -> None:
+        """Call `fn(actor, value)` with an actor that has no calls, as soon as there is.
+
+        `get_next` gives the results. `await pool.method.remote(value)` gives its own,
+        and takes the actor at once that has the fewest calls.
+
+        Args:
+            fn: starts a call and returns its handle, as `lambda actor, value:
+                actor.method.remote(value)` does. It is called on the event loop, in the
+                order of `submit`.
+            value: its second argument.
+
+        Raises:
+            MisuseError: the pool is closed.
+            ActorDiedError: all actors that the pool was given have died.
+        """
+        self._check_thread("submit()")
+        self._submitted.submit(fn, value)
+
+    async def get_next(self, timeout: float | None = None) -> Any:
+        """Return the next result of what was submitted, in the order of `submit`.
+
+        Args:
+            timeout: seconds; None waits as long as it takes. When the time is up, or
+                the wait is cancelled, the result stays the next one.
+
+        Raises:
+            Exception: what the call has raised; the next result is the one after it.
+            TaskTimeoutError: the time was up.
+            MisuseError: nothing was submitted whose result was not given.
+        """
+        self._check_thread("get_next()")
+        return await self._submitted.next(timeout, is_ordered=True)
+
+    async def get_next_unordered(self, timeout: float | None = None) -> Any:
+        """Return the result of whichever call ends first; else as `get_next`."""
+        self._check_thread("get_next_unordered()")
+        return await self._submitted.next(timeout, is_ordered=False)
+
+    def has_next(self) -> bool:
+        """Return whether `get_next` has a result to give or to wait for."""
+        return bool(self._submitted)
+
+    def has_free(self) -> bool:
+        """Return whether an actor is ready that has no calls."""
+        return self._finalizer.scheduler.idle() is not None
+
+    def map(
+        self, fn: Callable[[ActorHandle[A], T], Awaitable[R]], values: Iterable[T], /
+    ) -> AsyncGenerator[R]:
+        """Call `fn(actor, value)` for each value; gives the results in their order.
+
+        Each call takes an actor that has none. Values are read as far ahead as twice
+        the number of actors. Leaving the loop over the results cancels the other calls.
+        `pool.method.map(values)` is shorter, and has more options.
+
+        Args:
+            fn: as for `submit`.
+            values: any iterable.
+        """
+        return self._map(fn, values, is_ordered=True)
+
+    def map_unordered(
+        self, fn: Callable[[ActorHandle[A], T], Awaitable[R]], values: Iterable[T], /
+    ) -> AsyncGenerator[R]:
+        """As `map`, but each result as soon as it is there."""
+        return self._map(fn, values, is_ordered=False)
+
+    async def _map(
+        self, fn: Callable[[Any, Any], object], values: Iterable[Any], is_ordered: bool
+    ) -> AsyncGenerator[Any]:
+        self._check_thread("map()")
+        mine, items, end = (
+            Submissions(self._finalizer.scheduler),
+            iter(values),
+            object(),
+        )
+        try:
+            while True:
+                while len(mine) < 2 * max(1, len(self)):
+                    if (value := next(items, end)) is end:
+                        break
+                    mine.submit(fn, value)
+                if not mine:
+                    return
+                yield await mine.next(None, is_ordered)
+        finally:
+            mine.cancel()
+
+    def push(self, actor: ActorHandle[A], /) -> None:
+        """Add an actor to a pool of given actors.
+
+        Raises:
+            MisuseError: it is no actor's handle; the pool makes its actors, is closed,
+                or has this one already.
+        """
+        scheduler = self._given("push()")
+        link_of(actor, "push() of a pool")
+        scheduler.add(actor)
+
+    def pop_idle(self) -> ActorHandle[A] | None:
+        """Take an actor that has no calls out of a pool of given ones.
+
+        Returns:
+            Its handle; None if each actor has calls, or is not ready.
+
+        Raises:
+            MisuseError: the pool makes its actors, or is closed.
+        """
+        scheduler = self._given("pop_idle()")
+        actor = scheduler.idle()
+        if actor is None:
+            return None
+        scheduler.remove(actor)
+        return actor.handle
+
+    def _given(self, what: str) -> PoolScheduler:
+        self._check_thread(what)
+        scheduler = self._finalizer.scheduler
+        if scheduler.is_closed:
+            raise scheduler.no_actor()
+        if not scheduler.is_given:
+            raise MisuseError(
+                f"{what} is for a pool of given actors, ActorPool([...]); this one "
+                f"makes and ends its actors itself."
+            )
+        return scheduler
+
+    def _check_thread(self, what: str) -> None:
+        # Late: it imports asyncio.
+        from aiogpu.api.results.handle import check_thread
+
+        check_thread(self._finalizer.scheduler.loop, f"{what} of a pool")
+
     async def aclose(self) -> None:
         """End the actors after the calls they were sent, and wait; idempotent."""
         await self._end(at_once=False)
@@ -705,15 +1108,29 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         await scheduler.ended()
 
 
-def _maker(actor: object) -> tuple[ActorInterface | None, Callable[[], object]]:
+_OWN_NAMES: Final = frozenset(
+    name for name in vars(ActorPool) if not name.startswith("_")
+) - {"aclose"}
+"""Names of methods of a pool that a method of its actors may have."""
+
+
+def _maker(
+    actor: object,
+) -> tuple[ActorInterface | None, Callable[[], object] | None, Sequence[object]]:
+    """Return the class of the actors, what makes them, and those that are there."""
     if isinstance(actor, RemoteClass):
-        return actor._interface, actor.remote
-    if not callable(actor) or isinstance(actor, type | Decorated):
-        raise MisuseError(
-            f"ActorPool() was given {actor!r}; give it a class under @aiogpu.remote, "
-            f"or a function that makes one actor: `lambda: Model.remote('large')`."
-        )
-    return None, actor
+        return actor._interface, actor.remote, ()
+    if isinstance(actor, Iterable) and not isinstance(actor, type):
+        given = list(actor)
+        if all(isinstance(one, ActorHandle) for one in given):
+            return None, None, given
+    elif callable(actor) and not isinstance(actor, type | Decorated):
+        return None, actor, ()
+    raise MisuseError(
+        f"ActorPool() was given {actor!r}; give it a class under @aiogpu.remote, or a "
+        f"function that makes one actor: `lambda: Model.remote('large')`, or a list of "
+        f"actors' handles."
+    )
 
 
 def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:
