@@ -1,0 +1,92 @@
+"""The example notebook and its interrupts, in a real Jupyter kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+NOTEBOOK: Final = Path(__file__).parents[2] / "examples" / "19_notebook.ipynb"
+LIMIT: Final = 60.0  # seconds, to end a hang
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Run]:
+    """Run a cell in the kernel: what it shows. Nothing of the kernel's node is left."""
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    monkeypatch.chdir(tmp_path)
+    manager = KernelManager(kernel_name="python3", transport="ipc")
+    manager.start_kernel(env=dict(os.environ))
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=LIMIT)
+
+    def run(code: str, interrupt_at: str = "") -> list[str]:
+        shown: list[str] = []
+
+        def note(message: dict[str, Any]) -> None:
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                shown.append(content["text"])
+            elif kind in ("execute_result", "display_data"):
+                shown.append(content["data"]["text/plain"])
+            elif kind == "error":
+                shown.append(content["ename"])
+            if interrupt_at and interrupt_at in "".join(shown):
+                manager.interrupt_kernel()
+
+        client.execute_interactive(code, timeout=LIMIT, output_hook=note)
+        return shown
+
+    yield run
+    client.stop_channels()
+    manager.shutdown_kernel()
+    manager.context.term()
+
+
+def test_its_cells_show_what_the_notebook_shows(run: Run) -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            expected = [
+                "".join(output.get("text") or output["data"]["text/plain"])
+                for output in cell["outputs"]
+            ]
+            assert run("".join(cell["source"])) == expected
+
+
+TASKS: Final = """
+import asyncio
+import aiogpu
+
+await aiogpu.init(num_cpus=2, num_gpus=1)
+
+@aiogpu.remote(num_gpus=1)
+async def forever():
+    print("begun", flush=True)
+    await asyncio.Event().wait()
+
+@aiogpu.remote(num_gpus=1)
+def quick():
+    print("done")
+    return aiogpu.get_gpu_ids()
+"""
+
+
+def test_an_interrupt_cancels_what_the_cell_awaits(run: Run) -> None:
+    assert run(TASKS) == []
+    *_, error = run("await forever.remote()", interrupt_at="begun")
+    assert error == "CancelledError"
+    told, ids = run("await quick.remote()")
+    assert told.endswith("done\n"), "the task's output belongs to its cell"
+    assert ids == "[0]", "the GPU is free"
+    # The node is open: the end of the kernel closes it.
