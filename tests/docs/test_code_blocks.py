@@ -106,6 +106,12 @@ def test_links_and_named_files_lead_somewhere(folder):
     assert missing == []
 
 
+def test_every_page_is_in_the_menu_of_the_site():
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = re.findall(r": (\S+\.md)$", menu, re.MULTILINE)
+    assert sorted(named) == sorted(PAGES.keys() - {"README.md"})
+
+
 def test_each_guarantee_names_its_test():
     row = re.compile(r"^\| (?!fault \|)([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
     page = PAGES["guarantees.md"]

@@ -75,15 +75,6 @@ FACTS = {
         *(f'| `"{value}"`' for value in FOREIGN),
         *(f"`{option}`" for option in CHECKS["lease"]),
     ],
-    "map.md": [
-        f"`limit` items further ({maps.DEFAULT_LIMIT} unless named)",
-        f"Without `limit`, {maps.CALLS} tasks are ahead",
-        f"aims at tasks of about {maps.TARGET * 1e3:g} ms",
-        f"takes longer than {maps.LONGEST * 1e3:g} ms gives back",
-        f"fills a chunk for {maps.FILL_TIME * 1e3:g} ms at most",
-        f"room for {maps.SHARE} tasks at least, so `limit={10 * maps.SHARE}` bounds "
-        "them to 10",
-    ],
     "placement.md": [
         *(f"| `{name}` |" for name in inspect.signature(aiogpu.placement).parameters),
         *(f'`"{strategy}"`' for strategy in STRATEGIES),
@@ -101,13 +92,20 @@ FACTS = {
         f"| `{os.path.basename(Place.at().socket)}` |",
         f"| `{os.path.basename(Place.at().pidfile)}` |",
     ],
-    "streams.md": [f"`max_buffered={MAX_BUFFERED}`"],
     "values.md": [
         f"From {SHARED_FROM // 1024} KiB of buffers on",
-        f"below {SHARED_FROM // 1024} KiB lie in your program's memory",
+        f"Values below {SHARED_FROM // 1024} KiB lie in your program's memory",
         f"{PART:.0%} of the memory that is there".replace("%", " %"),
         f"up to {WARM >> 30} GiB by your program",
         f"and {WARM_BYTES >> 20} MiB by each worker",
+        f"`max_buffered={MAX_BUFFERED}`",
+        f"`limit` items further ({maps.DEFAULT_LIMIT} unless named)",
+        f"Without `limit`, {maps.CALLS} tasks are ahead",
+        f"aims at tasks of about {maps.TARGET * 1e3:g} ms",
+        f"runs longer than {maps.LONGEST * 1e3:g} ms",
+        f"fills a chunk for {maps.FILL_TIME * 1e3:g} ms at most",
+        f"room for {maps.SHARE} tasks at least, so `limit={10 * maps.SHARE}` bounds "
+        "automatic chunks to 10 items",
     ],
     "waiting.md": [
         f"first of its line for {CONFIG.reserve_after:g} s and still does not fit",
