@@ -7,12 +7,13 @@ needs. Where there is no GPU, a logical one will do.
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 
 import aiogpu
+from aiogpu.fastapi import StreamResponse, cancel_on_disconnect, lifespan
 
 
 class Model:
@@ -31,8 +32,19 @@ class Model:
             self.batches -= 1
         return [len(text) if text else ValueError("there is no text") for text in texts]
 
+    async def spell(self, text: str) -> AsyncIterator[str]:
+        """Give one token after the other."""
+        self.batches += 1
+        try:
+            for letter in text:
+                yield letter
+            if text == "for ever":
+                await asyncio.Event().wait()
+        finally:
+            self.batches -= 1
+
     async def health(self) -> tuple[list[int | str], int]:
-        """Its GPUs, and how many batches it is at."""
+        """Its GPUs, and how many batches and streams it is at."""
         return aiogpu.get_gpu_ids(), self.batches
 
 
@@ -40,75 +52,47 @@ class Model:
 Models = aiogpu.remote(num_gpus=0.5, max_restarts=-1)(Model)
 
 
-class Replica:
-    """One actor, and how many calls are with it."""
-
-    def __init__(self) -> None:
-        self.model = Models.remote()
-        self.calls = 0
-
-
-@asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The node opens and closes with the server; what is left of it ends then."""
-    await aiogpu.init()
-    if not (await aiogpu.cluster_resources())["GPU"]:
-        await aiogpu.shutdown()
-        await aiogpu.init(num_gpus=1)
-    try:
-        app.state.replicas = [Replica(), Replica()]
-        await asyncio.gather(*(replica.model for replica in app.state.replicas))
-        yield
-    finally:
-        await aiogpu.shutdown()
+async def models(app: FastAPI) -> AsyncIterator[None]:
+    """The models live as long as the server; the node is open before and after."""
+    app.state.models = [Models.remote() for _ in range(2)]
+    app.state.pool = await aiogpu.ActorPool(app.state.models)
+    yield
 
 
-app = FastAPI(lifespan=lifespan)
+app = FastAPI(lifespan=lifespan(models, num_gpus=1))
+
+
+@app.exception_handler(aiogpu.ActorDiedError)
+async def unavailable(request: Request, error: Exception) -> Response:
+    return JSONResponse({"detail": str(error)}, 503)
 
 
 @app.get("/predict")
 async def predict(text: str, request: Request) -> int:
     """Ask the least busy of the models; stop it if the client hangs up."""
-    replica: Replica = min(request.app.state.replicas, key=lambda each: each.calls)
-    call: aiogpu.Handle[int] = replica.model.predict.remote(text)
-    watch = asyncio.create_task(hung_up(request))
-    watch.add_done_callback(lambda _: call.cancel())
-    replica.calls += 1
+    call: aiogpu.Handle[int] = request.app.state.pool.predict.remote(text)
     try:
-        return await call
+        return await cancel_on_disconnect(request, call)
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
-    except aiogpu.ActorDiedError as error:
-        raise HTTPException(503, str(error)) from None
-    except asyncio.CancelledError:
-        if not watch.done():
-            raise
-        raise HTTPException(499, "the client has hung up") from None
-    finally:
-        replica.calls -= 1
-        watch.cancel()
 
 
-async def hung_up(request: Request) -> None:
-    """Wait until nobody listens for the answer."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+@app.get("/spell")
+async def spell(text: str, request: Request) -> StreamResponse:
+    """Send tokens as the first model gives them; stop it if the client hangs up."""
+    return StreamResponse(request.app.state.models[0].spell.remote(text))
 
 
 @app.get("/healthz")
 async def healthz(request: Request) -> list[dict[str, object]]:
     """Whether all models answer, on which GPUs, and how busy they are."""
-    replicas: list[Replica] = request.app.state.replicas
     try:
         async with asyncio.timeout(1):
-            asked = [replica.model.health.remote() for replica in replicas]
+            asked = [model.health.remote() for model in request.app.state.models]
             found = await asyncio.gather(*asked)
-    except (TimeoutError, aiogpu.ActorDiedError) as error:
+    except TimeoutError as error:
         raise HTTPException(503, repr(error)) from None
-    return [
-        {"gpus": gpus, "batches": batches, "calls": replica.calls}
-        for replica, (gpus, batches) in zip(replicas, found, strict=True)
-    ]
+    return [{"gpus": gpus, "batches": batches} for gpus, batches in found]
 
 
 if __name__ == "__main__":

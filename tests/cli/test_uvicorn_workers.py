@@ -1,4 +1,4 @@
-"""uvicorn with four workers, and one ledger of one GPU for all of them."""
+"""uvicorn with several workers, and one ledger of one GPU for all of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from typing import Any
-from urllib.parse import quote, unquote
 
 import pytest
 
@@ -19,42 +18,37 @@ from tests.contract import tasks
 from tests.support.gate import Gate
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
-
-
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+
+from fastapi import FastAPI, Request  # noqa: E402
+
+from aiogpu.fastapi import cancel_on_disconnect, lifespan  # noqa: E402
+
+app = FastAPI(lifespan=lifespan(address="auto"))
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
-    """A web application whose every worker joins the node of its box."""
-    if scope["type"] == "lifespan":
-        await receive()
-        async with aiogpu.init(address="auto"):
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-        await send({"type": "lifespan.shutdown.complete"})
-        return
-    # `/pid` says which worker answers; `/hold/GATE/NAME` holds half a GPU until the
-    # gate lets it go.
-    _, what, *rest = scope["raw_path"].decode().split("/")
-    answer = str(os.getpid())
-    if what == "hold":
-        gate, name = map(unquote, rest)
-        answer = await tasks.gated.options(num_gpus=0.5).remote(gate, name)
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": answer.encode()})
+@app.get("/pid")
+async def pid() -> int:
+    """Which worker answers."""
+    return os.getpid()
 
 
-WORKERS = 4
+@app.get("/hold/{gate}/{name}")
+async def hold(request: Request, gate: str, name: str) -> str:
+    """Hold half a GPU until the gate lets it go."""
+    call = tasks.gated.options(num_gpus=0.5).remote(gate.replace("!", "/"), name)
+    return await cancel_on_disconnect(request, call)
 
 
 @asynccontextmanager
-async def serving(here: Box) -> AsyncIterator[asyncio.subprocess.Process]:
+async def serving(here: Box, workers: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """The server's first process; all its workers have joined."""
     command = ["-m", "uvicorn", "tests.cli.test_uvicorn_workers:app", "--lifespan=on"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
-        f"--workers={WORKERS}",
+        f"--workers={workers}",
         f"--uds={here.directory}/web",
         env=here.variables,
         stdin=asyncio.subprocess.DEVNULL,
@@ -64,16 +58,23 @@ async def serving(here: Box) -> AsyncIterator[asyncio.subprocess.Process]:
     )
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(LIMIT):
-            said, count = "", 0
-            while count < WORKERS:
-                line = (await process.stderr.readline()).decode()
-                assert line, said
-                said += line
-                count = said.count("Application startup complete")
+        await has_said(process, "Application startup complete", workers)
         yield process
     finally:
         await ended(process)
+
+
+async def has_said(
+    process: asyncio.subprocess.Process, words: str, times: int = 1
+) -> None:
+    """Read what the server says until it has said this."""
+    assert process.stderr is not None
+    said = ""
+    async with asyncio.timeout(LIMIT):
+        while said.count(words) < times:
+            line = (await process.stderr.readline()).decode()
+            assert line, said
+            said += line
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:
@@ -88,23 +89,33 @@ async def ended(process: asyncio.subprocess.Process) -> None:
 
 
 @asynccontextmanager
-async def clients(here: Box) -> AsyncIterator[dict[int, httpx.AsyncClient]]:
-    """A connection to each of the workers, by its process id."""
+async def clients(
+    here: Box, workers: int, but: Collection[int] = ()
+) -> AsyncIterator[dict[int, httpx.AsyncClient]]:
+    """A connection to each of the workers, by its process id; `but` are old ones."""
     found: dict[int, httpx.AsyncClient] = {}
     opened = []
     try:
         async with asyncio.timeout(LIMIT):
-            while len(found) < WORKERS:
+            while len(found) < workers:
                 transport = httpx.AsyncHTTPTransport(uds=f"{here.directory}/web")
                 client = httpx.AsyncClient(
                     transport=transport, base_url="http://box", timeout=LIMIT
                 )
                 opened.append(client)
-                found[int((await client.get("/pid")).text)] = client
+                pid = int((await client.get("/pid")).text)
+                if pid not in but:
+                    found[pid] = client
         yield found
     finally:
         for client in opened:
             await client.aclose()
+
+
+def held(client: httpx.AsyncClient, gate: Gate, name: object) -> Any:
+    """Ask for half a GPU until the gate lets `name` go."""
+    path = gate.path.replace("/", "!")
+    return asyncio.create_task(client.get(f"/hold/{path}/{name}"))
 
 
 async def shared(gate: Gate, inside: int, waiting: int) -> None:
@@ -125,15 +136,10 @@ async def test_four_workers_share_one_gpu(here: Box, gate: Gate) -> None:
     await asyncio.to_thread(here.run, *start)
     async with (
         aiogpu.init(address=here.place.socket),
-        serving(here),
-        clients(here) as workers,
+        serving(here, 4),
+        clients(here, 4) as workers,
     ):
-        asked = {
-            pid: asyncio.create_task(
-                client.get(f"/hold/{quote(gate.path, safe='')}/{pid}")
-            )
-            for pid, client in workers.items()
-        }
+        asked = {pid: held(client, gate, pid) for pid, client in workers.items()}
         await shared(gate, inside=2, waiting=2)
         first = set(gate.inside)
 
@@ -147,10 +153,51 @@ async def test_four_workers_share_one_gpu(here: Box, gate: Gate) -> None:
         while asked:
             pid = gate.inside.pop()
             gate.release(pid)
-            assert (await asked.pop(int(pid))).text == pid
+            assert (await asked.pop(int(pid))).json() == pid
             gate.forget(pid)
             async with asyncio.timeout(LIMIT):
                 while asked and not gate.inside:
                     await asyncio.sleep(0)
+    await asyncio.to_thread(here.run, "stop")
+    assert here.files == []
+
+
+@pytest.mark.slow
+@pytest.mark.either_loop
+async def test_a_reload_and_an_end_answer_what_was_asked(here: Box, gate: Gate) -> None:
+    start = ("start", "--head", "--num-cpus=8", "--num-gpus=1")
+    await asyncio.to_thread(here.run, *start)
+    async with (
+        aiogpu.init(address=here.place.socket),
+        serving(here, 2) as server,
+        clients(here, 2) as old,
+    ):
+        client, _ = old.values()
+        asked = held(client, gate, "reload")
+        await gate.entered("reload")
+        server.send_signal(signal.SIGHUP)
+        # The new workers begin before the old ones end, who answer first.
+        await has_said(server, "Application startup complete")
+        assert not asked.done()
+        gate.release("reload")
+        assert (await asked).json() == "reload"
+        await has_said(server, "Application startup complete")
+
+        async with clients(here, 2, but=old) as new:
+            gate.forget("reload")
+            left, stopped = (held(each, gate, pid) for pid, each in new.items())
+            names = [str(pid) for pid in new]
+            await gate.entered(*names)
+            left.cancel()  # its task is stopped
+            while (await aiogpu.status()).devices[0].free < 0.5:
+                await asyncio.sleep(0)
+            server.terminate()
+            await has_said(server, "Waiting for connections to close")
+            gate.release(names[1])
+            assert (await stopped).json() == names[1]
+        assert await server.wait() == 0
+        while (status := await aiogpu.status()).devices[0].free < 1:
+            await asyncio.sleep(0)
+        assert {client.pid for client in status.clients} <= {os.getpid()}
     await asyncio.to_thread(here.run, "stop")
     assert here.files == []

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 DRAW = ROOT / "docs" / "draw_lifecycle.py"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 DECISIONS = sorted((ROOT / "docs" / "decisions").iterdir())
-LONGEST = 110
+LONGEST = 112
 LONGEST_DECISION = 40
 DIAGRAM = re.compile(
     r"<!-- drawn: (\w+) -->\n```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL

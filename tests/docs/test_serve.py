@@ -56,9 +56,8 @@ class Server:
         return found
 
     async def is_at(self, *batches: int) -> None:
-        """Wait until the models are at so many batches, and calls, each."""
-        expected = [(number, number) for number in batches]
-        while [(m["batches"], m["calls"]) for m in await self.health()] != expected:
+        """Wait until the models are at so many batches and streams each."""
+        while [model["batches"] for model in await self.health()] != [*batches]:
             await asyncio.sleep(0)
 
     async def end(self) -> int:
@@ -110,8 +109,27 @@ async def test_it_answers_and_says_what_is_wrong(tmp_path: Path) -> None:
         bad = await server.get("")
         assert (bad.status_code, bad.json()) == (422, {"detail": "there is no text"})
         assert (await server.client.get("/predict")).status_code == 422
-        idle = {"gpus": [0], "batches": 0, "calls": 0}
+        idle = {"gpus": [0], "batches": 0}
         assert await server.health() == [idle, idle]
+
+
+async def test_a_stream_stops_when_its_client_leaves(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        whole = await server.client.get("/spell", params={"text": "abc"})
+        assert whole.text == "abc"
+        assert whole.headers["content-type"] == "text/plain; charset=utf-8"
+        async with server.client.stream(
+            "GET", "/spell", params={"text": "for ever"}
+        ) as answer:
+            seen = ""
+            async for more in answer.aiter_text():
+                seen += more
+                if seen == "for ever":
+                    break  # no item will come, so only the client's end tells it
+            await server.is_at(1, 0)
+        await server.is_at(0, 0)
+        await server.end()
+        assert "Traceback" not in server.log
 
 
 async def test_who_hangs_up_stops_his_call(tmp_path: Path) -> None:

@@ -1,0 +1,243 @@
+"""Helpers for HTTP servers on FastAPI or Starlette: `pip install 'aiogpu[serve]'`.
+
+A node for the time of the application, a call that stops when its client leaves, and a
+response that sends the items of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    suppress,
+)
+from functools import wraps
+from inspect import isasyncgenfunction
+from typing import Any, Final, TypeVar
+
+from aiogpu.api.map import Results
+from aiogpu.api.node import init
+from aiogpu.api.results.stream import Stream
+from aiogpu.errors import MisuseError
+
+try:
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import StreamingResponse
+    from starlette.types import Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "aiogpu.fastapi needs FastAPI or Starlette: pip install 'aiogpu[serve]'.",
+        name=error.name,
+    ) from None
+
+__all__ = ["StreamResponse", "cancel_on_disconnect", "lifespan"]
+
+T = TypeVar("T")
+
+Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
+"""What `FastAPI(lifespan=)` takes."""
+
+CLIENT_HAS_GONE: Final = 499
+"""The status in logs of a request whose client has gone; nobody receives it."""
+
+EVENTS: Final = "text/event-stream"
+
+
+def lifespan(
+    inner: Lifespan | Callable[[Any], AsyncIterator[Any]] | None = None,
+    /,
+    **options: Any,
+) -> Lifespan:
+    """Return a lifespan that opens a node with the application and closes it.
+
+    Args:
+        inner: the application's own lifespan, which runs while the node is open: a
+            function of the application with one `yield`, with or without
+            `@asynccontextmanager`. What it yields is the lifespan's state.
+        **options: those of `aiogpu.init`. With several server processes, give
+            `address="auto"`: all join the node that `aiogpu start` has started.
+
+    Raises:
+        MisuseError: `inner` is no function.
+
+    Example:
+        `app = FastAPI(lifespan=aiogpu.fastapi.lifespan(num_gpus=1))`
+    """
+    if inner is not None and not callable(inner):
+        raise MisuseError(
+            f"aiogpu.fastapi.lifespan() was given {inner!r}; give it the application's "
+            f"own lifespan, a function of the application, or nothing, and options of "
+            f"aiogpu.init by name."
+        )
+    own: Any = asynccontextmanager(inner) if isasyncgenfunction(inner) else inner
+
+    @asynccontextmanager
+    async def run(app: Any) -> AsyncGenerator[Any]:
+        async with init(**options):
+            if own is None:
+                yield None
+            else:
+                async with own(app) as state:
+                    yield state
+
+    return run if own is None else wraps(own)(run)
+
+
+async def cancel_on_disconnect(request: Request, handle: Awaitable[T], /) -> T:
+    """Await a call; stop it if the client of a request leaves before it has ended.
+
+    The call is stopped as by a cancelled `await`: its GPU is free when its code has
+    stopped, and work that others await too goes on. The body of the request is read
+    first, so that it is still there.
+
+    Args:
+        request: the request that is being answered.
+        handle: what `.remote()` has given, or anything that can be awaited, such as
+            `asyncio.gather(...)` of several handles.
+
+    Returns:
+        The result.
+
+    Raises:
+        HTTPException: the client has gone; the status is 499, for the log.
+        Exception: what the call has raised.
+
+    Example:
+        `return await cancel_on_disconnect(request, model.predict.remote(text))`
+    """
+    result = asyncio.ensure_future(_result_of(handle))
+    try:
+        with suppress(RuntimeError):  # it was read as a form, or a stream
+            await request.body()
+        return await _while_connected(request.receive, result)
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_HAS_GONE, "the client has gone") from None
+    finally:
+        result.cancel()
+
+
+async def _result_of(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+async def _while_connected(receive: Receive, result: asyncio.Future[T]) -> T:
+    """Await a future; cancel it, and raise `ClientDisconnect`, if the client leaves."""
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if result.done():
+            return result.result()
+        gone.result()  # raises what is wrong with the connection
+        raise ClientDisconnect
+    finally:
+        gone.cancel()
+        result.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class StreamResponse(StreamingResponse):
+    """A response that sends the items of a stream as they come.
+
+    The generator stops when the client leaves, also while it computes the next item. It
+    waits while the client does not read: `max_buffered` items may be ahead. An error
+    before the first item is raised like one of the endpoint, and has a status of its
+    own; a later one breaks the connection off, so that the client sees that the
+    response is incomplete.
+
+    Args:
+        stream: what `.remote()` of a generator has given, the results of `map`, or an
+            async generator.
+        media_type: "text/plain", or another type: items are `str` or `bytes`, and sent
+            as they are. "text/event-stream": each item is a server-sent event, whose
+            data is the item if it is a `str`, else the item as JSON.
+        status_code: status of the response.
+        headers: more headers.
+        background: a task of Starlette's, run after the response.
+
+    Raises:
+        MisuseError: `stream` is something else.
+
+    Example:
+        `return StreamResponse(model.generate.remote(prompt))`
+    """
+
+    def __init__(
+        self,
+        stream: Stream[Any] | Results[Any] | AsyncGenerator[Any],
+        media_type: str = "text/plain",
+        *,
+        status_code: int = 200,
+        headers: Mapping[str, str] | None = None,
+        background: Any = None,
+    ) -> None:
+        if not (hasattr(stream, "__anext__") and hasattr(stream, "aclose")):
+            raise MisuseError(
+                f"StreamResponse() was given {stream!r}; give it what `.remote()` of a "
+                f"generator has returned, or another async generator."
+            )
+        self._items = stream
+        headers = dict(headers or {})
+        if media_type == EVENTS:
+            headers.setdefault("Cache-Control", "no-store")
+        super().__init__(self._chunks(), status_code, headers, media_type, background)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; the server calls this."""
+        sending = asyncio.ensure_future(self.stream_response(send))
+        with suppress(ClientDisconnect):
+            await _while_connected(receive, sending)
+        if self.background is not None:
+            await self.background()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the head when the first item is there, then each item."""
+        async with aclosing(self._items):
+            chunks = aiter(self.body_iterator)
+            chunk = await anext(chunks, None)
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            while chunk is not None:
+                await send(_body(chunk, more_body=True))
+                chunk = await anext(chunks, None)
+            await send(_body(b"", more_body=False))
+
+    async def _chunks(self) -> AsyncGenerator[bytes]:
+        encode = _event if self.media_type == EVENTS else self._as_it_is
+        async for item in self._items:
+            yield encode(item)
+
+    def _as_it_is(self, item: object) -> bytes:
+        if isinstance(item, str):
+            return item.encode(self.charset)
+        if isinstance(item, bytes | bytearray | memoryview):
+            return bytes(item)
+        raise MisuseError(
+            f"a StreamResponse of {self.media_type} sends str and bytes, and its "
+            f"stream gave {item!r}; encode items in the generator, or say "
+            f'media_type="{EVENTS}", which sends others as JSON.'
+        )
+
+
+def _body(chunk: object, more_body: bool) -> dict[str, object]:
+    return {"type": "http.response.body", "body": chunk, "more_body": more_body}
+
+
+def _event(item: object) -> bytes:
+    """Return an item as a server-sent event."""
+    text = item if isinstance(item, str) else json.dumps(item)
+    lines = text.splitlines() or [""]
+    return "".join(f"data: {line}\n" for line in lines).encode() + b"\n"

@@ -1,0 +1,244 @@
+"""`aiogpu.fastapi` by the messages that a server and an application exchange."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import aiogpu
+from tests.contract.http_tasks import echo, items, stopping, waiting
+from tests.support.gate import Gate
+
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+
+from fastapi import FastAPI, Request, Response
+
+from aiogpu import fastapi as helpers
+
+pytestmark = pytest.mark.either_loop
+
+
+class Exchange:
+    """One request to an application, and what the application has sent."""
+
+    def __init__(
+        self, app: FastAPI, path: str, body: bytes = b"", kind: str = ""
+    ) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.head = asyncio.Event()
+        self._left = asyncio.Event()
+        self._messages = [{"type": "http.request", "body": body, "more_body": False}]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST" if body else "GET",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", kind.encode())],
+            "app": app,
+        }
+        self.done = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._messages:
+            return self._messages.pop(0)
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+        self.head.set()
+
+    async def leave(self) -> None:
+        """Hang up, and wait until the application is done with it."""
+        self._left.set()
+        await self.done
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def text(self) -> str:
+        return b"".join(one.get("body", b"") for one in self.sent).decode()
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.sent[-1].get("more_body", False)
+
+
+async def answered(app: FastAPI, path: str, *sent: Any) -> Exchange:
+    exchange = Exchange(app, path, *sent)
+    await exchange.done
+    return exchange
+
+
+app = FastAPI()
+GIVEN: dict[str, tuple[list[Any], str]] = {
+    "text": (["a", b"b", "é"], "text/plain"),
+    "none": ([], "text/plain"),
+    "events": (["a\nb", "", {"x": 1}], "text/event-stream"),
+    "at once": ([ValueError("no")], "text/plain"),
+    "later": (["a", ValueError("no")], "text/plain"),
+    "other": ([3], "text/plain"),
+}
+
+
+@app.get("/items/{name}")
+async def give_items(name: str) -> Response:
+    given, media_type = GIVEN[name]
+    return helpers.StreamResponse(items.remote(given), media_type)
+
+
+@app.exception_handler(ValueError)
+async def refused(_: Request, error: Exception) -> Response:
+    return Response(str(error), 422)
+
+
+@app.get("/stopping{path:path}")
+async def give_stopping(path: str) -> Response:
+    return helpers.StreamResponse(stopping.remote(path))
+
+
+shared: list[Any] = []
+
+
+@app.post("/wait")
+async def wait(request: Request) -> str:
+    """Wait for a task at the gate whose path is the body, and for any shared one."""
+    path = (await request.body()).decode()
+    call = shared[0] if shared else waiting.remote(path, "call")
+    answer: str = await helpers.cancel_on_disconnect(request, call)
+    return f"{answer} {len(await request.body())}"
+
+
+@app.post("/read")
+async def read(request: Request) -> str:
+    """Read the body as a form is read: nothing of it is left."""
+    text = b"".join([part async for part in request.stream()]).decode()
+    both = asyncio.gather(*(echo.remote(text) for _ in range(2)))
+    return " ".join(await helpers.cancel_on_disconnect(request, both))
+
+
+async def test_streams_are_sent_as_they_come(aiogpu_node: Any) -> None:
+    assert (await answered(app, "/items/text")).text == "abé"
+    nothing = await answered(app, "/items/none")
+    assert (nothing.status, nothing.text, nothing.is_complete) == (200, "", True)
+    events = await answered(app, "/items/events")
+    assert events.text == 'data: a\ndata: b\n\ndata: \n\ndata: {"x": 1}\n\n'
+    assert (b"cache-control", b"no-store") in events.sent[0]["headers"]
+
+
+async def test_an_error_before_the_first_item_has_a_status(aiogpu_node: Any) -> None:
+    early = await answered(app, "/items/at once")
+    assert (early.status, early.text) == (422, "no")
+    for name, told in (("later", "response already started"), ("other", "str and byt")):
+        broken = Exchange(app, f"/items/{name}")
+        with pytest.raises((RuntimeError, aiogpu.errors.MisuseError), match=told):
+            await broken.done
+    late = Exchange(app, "/items/later")
+    await asyncio.wait([late.done])
+    assert late.done.exception() is not None
+    assert (late.text, late.is_complete) == ("a", False)
+
+
+async def test_a_stream_stops_with_its_client(aiogpu_node: Any, gate: Gate) -> None:
+    exchange = Exchange(app, f"/stopping{gate.path}")
+    await exchange.head.wait()
+    await exchange.leave()
+    await gate.entered("stopped")
+    assert (exchange.text, exchange.is_complete) == ("first", False)
+
+
+async def test_a_call_stops_with_its_client(aiogpu_node: Any, gate: Gate) -> None:
+    body = gate.path.encode()
+    exchange = Exchange(app, "/wait", body)
+    await gate.entered("call")
+    await exchange.leave()
+    await gate.entered("call-cancelled")
+    assert exchange.status == 499
+    gate.forget("call", "call-cancelled")
+
+    exchange = Exchange(app, "/wait", body)
+    await gate.entered("call")
+    gate.release("call")
+    await exchange.done
+    assert exchange.text == f'"call {len(body)}"'
+    gate.forget("call")
+
+    # So it does when the server stops waiting.
+    exchange = Exchange(app, "/wait", body)
+    await gate.entered("call")
+    exchange.done.cancel()
+    await asyncio.wait([exchange.done])
+    await gate.entered("call-cancelled")
+
+
+async def test_work_that_others_await_goes_on(aiogpu_node: Any, gate: Gate) -> None:
+    shared[:] = [waiting.remote(gate.path, "shared")]
+    try:
+        first, second = (Exchange(app, "/wait", b"any") for _ in range(2))
+        await gate.entered("shared")
+        await first.leave()
+        gate.release("shared")
+        await second.done
+        assert (first.status, second.text) == (499, '"shared 3"')
+    finally:
+        shared.clear()
+
+
+async def test_several_calls_for_a_body_that_was_read(aiogpu_node: Any) -> None:
+    assert (await answered(app, "/read", b"hi")).text == '"hi hi"'
+
+
+# The node of an application.
+
+
+async def generator(app: FastAPI) -> AsyncIterator[dict[str, int]]:
+    assert aiogpu.is_initialized()
+    yield {"answer": 42}
+    assert aiogpu.is_initialized()
+
+
+@pytest.mark.parametrize("own", [None, generator, asynccontextmanager(generator)])
+async def test_a_node_lives_as_long_as_the_application(
+    own: Any, no_leaks: None
+) -> None:
+    served = FastAPI(
+        lifespan=helpers.lifespan(own, address="inline", num_cpus=3, num_gpus=2)
+    )
+    for _ in range(2):
+        async with served.router.lifespan_context(served) as state:
+            assert (await aiogpu.cluster_resources())["GPU"] == 2
+            assert state == (None if own is None else {"answer": 42})
+        assert not aiogpu.is_initialized()
+
+
+async def test_mistakes_are_told() -> None:
+    with pytest.raises(
+        aiogpu.errors.MisuseError, match="was given 'auto'; give it the"
+    ):
+        helpers.lifespan("auto")  # type: ignore[arg-type]
+    with pytest.raises(
+        aiogpu.errors.MisuseError, match="was given 'abc'; give it what"
+    ):
+        helpers.StreamResponse("abc")  # type: ignore[arg-type]
+    with pytest.raises(aiogpu.OptionError, match="num_gpu"):
+        async with helpers.lifespan(num_gpu=1)(FastAPI()):
+            pass
+
+
+def test_without_starlette_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['starlette'] = None; import aiogpu.fastapi"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "pip install 'aiogpu[serve]'" in ran.stderr
