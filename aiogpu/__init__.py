@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aiogpu.api.reservation import lease as lease
     from aiogpu.api.reservation import placement as placement
     from aiogpu.api.results.handle import Handle as Handle
+    from aiogpu.api.results.reports import report as report
     from aiogpu.api.results.stream import Stream as Stream
     from aiogpu.api.results.wait import as_completed as as_completed
     from aiogpu.api.results.wait import get as get
@@ -68,6 +69,7 @@ _MODULES = {
     "api.results.wait": ("as_completed", "get", "wait"),
     "api.runtime_context": ("get_gpu_ids", "get_runtime_context"),
     "api.results.handle": ("Handle",),
+    "api.results.reports": ("report",),
     "api.results.stream": ("Stream",),
     "api.map": ("Results",),
     "api.node": (

@@ -10,6 +10,7 @@ from aiogpu.api.actors.actor import RemoteClass
 from aiogpu.api.node import Node
 from aiogpu.api.remote_function import RemoteFunction, RemoteGenerator
 from aiogpu.api.reservation import Lease, Placement
+from aiogpu.api.results.reports import Report, Reports
 from aiogpu.api.runtime_context import RuntimeContext
 from aiogpu.observe.status import NodeStatus
 from aiogpu.observe.why import Why
@@ -22,6 +23,8 @@ __all__ = [
     "RemoteClass",
     "RemoteFunction",
     "RemoteGenerator",
+    "Report",
+    "Reports",
     "RuntimeContext",
     "Why",
 ]

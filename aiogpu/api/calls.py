@@ -283,6 +283,11 @@ class ResultGroup:
         """Return why the call waits."""
         return await self._owner.why(name, self._number)  # type: ignore[no-any-return]
 
+    def receive_report(self, lost: int, payload: bytes) -> None:
+        """Let each handle read the report."""
+        for handle in self.handles:
+            handle.receive_report(lost, payload)
+
     def settle(self, outcome: Outcome) -> None:
         """The call has ended: settle each handle with its part; see `Receiver`."""
         if isinstance(outcome, bytes):

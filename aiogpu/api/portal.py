@@ -76,6 +76,7 @@ from aiogpu.serialization.serializer import dump_arguments
 
 if TYPE_CHECKING:
     from aiogpu.api.actors.pool import PoolMethod
+    from aiogpu.api.results.reports import Report
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -618,6 +619,18 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
             f"the handle of {self.task_name} was made without an event loop: wait by "
             f"handle.result(), or write `await asyncio.wrap_future(handle)`."
         )
+
+    def reports(self) -> ResultIterator[Report]:
+        """Return the reports of the task as they come, by `for`; ends with the task.
+
+        See `aiogpu.report` and `aiogpu.Handle.reports`.
+        """
+
+        def read() -> Any:
+            # A call that was posted has its handle once the loop comes here.
+            return self._target.reports()
+
+        return ResultIterator(self._portal, self._portal.call(read))
 
     def why(self) -> Why:
         """Say why the task waits, or what it does; see `aiogpu.Handle.why`."""

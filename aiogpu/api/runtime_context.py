@@ -52,7 +52,7 @@ class RuntimeContext:
 def get_runtime_context() -> RuntimeContext:
     """Return the context of the running task at the moment of the call."""
     name = current.name
-    if method := method_called.get():
+    if method := method_called.get()[0]:
         name += f".{plain_name(method)}"
     return RuntimeContext(
         current.node,

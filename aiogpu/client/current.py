@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from _thread import get_ident
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
@@ -107,8 +107,9 @@ def has_exited() -> bool:
     return True
 
 
-method_called: Final = ContextVar("aiogpu_method", default="")
-"""What an actor's running call names as its method, with what `worker.chunk` adds."""
+method_called: Final = ContextVar("aiogpu_method", default=("", 0))
+"""What an actor's running call names as its method, with what `worker.chunk` adds, and
+the call's number."""
 
 
 current = Context()
@@ -119,6 +120,13 @@ inline_client: Final[ContextVar[InlineClient | None]] = ContextVar(
     "inline_client", default=None
 )
 """The client of the task whose code asks, on an inline node; else None."""
+
+
+inline_report: Final[ContextVar[Callable[[bytes], object] | None]] = ContextVar(
+    "inline_report", default=None
+)
+"""Takes the reports of the task or call whose code runs, on an inline node; else None.
+"""
 
 
 def is_loop_running() -> bool:
@@ -178,6 +186,15 @@ def check_task_runs(name: str) -> None:
             f"{name}.remote() was called after the task had ended, by a thread that it "
             f"has left behind."
         )
+
+
+def no_call_to_report() -> MisuseError:
+    """The error for a report that would belong to no task or call."""
+    return MisuseError(
+        "aiogpu.report() was called where no task or method runs to which it would "
+        "belong: in an actor's constructor, or in a thread that outlives its task or "
+        "that a method has started. Call it in the task or method itself."
+    )
 
 
 def error_inside_task(what: str) -> NodeError:

@@ -268,3 +268,11 @@ class ActorClient(Client, Protocol):
     def stop(self, actor: int, how: str) -> None:
         """End an actor; see `wire.messages.Stop` for how."""
         ...
+
+    def report(self, payload: bytes) -> None:
+        """Send a report of the running task or call; see `aiogpu.report`.
+
+        Raises:
+            MisuseError: there is none to which this code belongs.
+        """
+        ...

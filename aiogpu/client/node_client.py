@@ -25,6 +25,7 @@ from aiogpu.wire.messages import (
     ChildDone,
     ChildFailed,
     ChildItems,
+    ChildReport,
     Declare,
     Discard,
     Failed,
@@ -384,6 +385,11 @@ class NodeClient:
             receiver = self._receivers.get(message.child)
             if receiver is not None:
                 receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
+            return True
+        if isinstance(message, ChildReport):
+            receiver = self._receivers.get(message.child)
+            if hasattr(receiver, "receive_report"):  # nobody can read a map's
+                receiver.receive_report(message.lost, message.payload)  # type: ignore[union-attr]
             return True
         if isinstance(message, ChildFailed):
             if self.shares.due:

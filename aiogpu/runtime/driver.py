@@ -217,6 +217,7 @@ class Driver:
         self._closed = loop.create_future()
         # As attributes: so no call is made in between.
         self.on_items = self.results.on_items
+        self.on_report = self.results.on_report
         self.on_acting = self.actors.on_message
         self._nested = nested
         self.handlers: Final = self._effect_handlers()

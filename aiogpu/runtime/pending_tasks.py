@@ -46,6 +46,13 @@ def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:
         cast("ItemReceiver", receiver).receive_items(payloads)
 
 
+def pass_on_report(receiver: Receiver | None, lost: int, payload: bytes) -> None:
+    """Pass on a report, `lost` before which are missing, where somebody can read it."""
+    receive = getattr(receiver, "receive_report", None)  # `map` has none
+    if receive is not None:
+        receive(lost, payload)
+
+
 def internal_error(doing: str, error: Exception) -> AiogpuError:
     """Return the error for a failure of aiogpu itself, with its cause.
 

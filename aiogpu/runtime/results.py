@@ -15,11 +15,11 @@ from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.runtime.memory_monitor import MemoryGuard
-from aiogpu.runtime.pending_tasks import Call, pass_on, tell_fault
+from aiogpu.runtime.pending_tasks import Call, pass_on, pass_on_report, tell_fault
 from aiogpu.runtime.workers.death import Death, describe_death
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import STOPPED
-from aiogpu.wire.messages import Done, Failed, Items
+from aiogpu.wire.messages import Done, Failed, Items, Report
 
 if TYPE_CHECKING:
     from aiogpu.observe.status import FailureStatus
@@ -196,3 +196,12 @@ class Results:
         if call is not None:
             call.passed += len(message.payloads)
             pass_on(call.receiver, message.payloads)
+
+    def on_report(self, worker: LiveWorker, message: Report) -> None:
+        """A task has reported on itself, or a call of an actor."""
+        if worker.actor is not None:
+            call: Call | ActorCall | None = worker.actor.calls.get(message.task)
+        else:
+            call = self._calls.get(TaskId(message.task))
+        if call is not None:
+            pass_on_report(call.receiver, message.lost, message.payload)

@@ -18,7 +18,7 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
-VERSION: Final = 14
+VERSION: Final = 15
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
@@ -688,6 +688,25 @@ class Log(NamedTuple):
     line: bytes
 
 
+class Report(NamedTuple):
+    """Worker to driver: a task or call reports on itself; see `api.results.reports`.
+
+    `lost` of its reports before this one were not sent. `payload` is a pickle.
+    """
+
+    task: int
+    lost: int
+    payload: bytes
+
+
+class ChildReport(NamedTuple):
+    """Driver to worker: a report of this child; see `Report`."""
+
+    child: int
+    lost: int
+    payload: bytes
+
+
 class Printed(NamedTuple):
     """Node to client: a line that one of its tasks printed; `stream` is 1 or 2.
 
@@ -810,7 +829,7 @@ FromZygote = Ready | Unfit | LeftOut | Lost | Stale
 ToKeeper = Fork | Signal | End | Close
 FromKeeper = Forked | Unforked | Ended
 
-_Answers = ChildDone | ChildFailed | ChildItems | Recycle
+_Answers = ChildDone | ChildFailed | ChildItems | ChildReport | Recycle
 _ChildRequests = Declare | Submit | Withdraw | ChildDemand
 _ActorRequests = Make | Find | Ask | Hold | Stop
 _ValueRequests = Returned | Put | PutFailed | Share | Fetch | Discard
@@ -820,7 +839,7 @@ _ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
 _ToActor = Create | Invoke | Drop | Leave
 ToWorker = _ToTask | _ToActor | _Answers
 _TaskReports = Done | Failed | Skipped | Items | Created
-FromWorker = _TaskReports | Log | Imported | Wait | Sync | _Requests
+FromWorker = _TaskReports | Log | Report | Imported | Wait | Sync | _Requests
 
 ToClient = Refused | Welcome | Close | Departed | Printed | Warned | _Answers
 FromClient = Join | Depart | Inquire | TakeLease | _Requests

@@ -109,7 +109,7 @@ class SerialActor:
 
     def _call(self, message: Invoke) -> Done | Failed:
         executor, call = self._executor, message.call
-        method_called.set(message.method)
+        method_called.set((message.method, call))
         stream = executor.new_stream(call, message) if message.limit else None
         outcome = executor.call(
             call, self._methods, message.method, message.payload, stream
@@ -252,7 +252,7 @@ class ThreadedActor(Invoker):
 
     def _run(self, message: Invoke) -> Done | Failed:
         call, window = message.call, self._streams.get(message.call)
-        method_called.set(message.method)
+        method_called.set((message.method, call))
         outcome = run_now(
             invoke(self, call, self._methods, message.method, message.payload, window)
         )

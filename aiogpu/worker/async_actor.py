@@ -146,7 +146,7 @@ class AsyncActor(Invoker):
         call, stream = message.call, None
         if message.limit:
             stream = self._streams[call] = self._executor.new_stream(call, message)
-        method_called.set(message.method)
+        method_called.set((message.method, call))
         outcome = await invoke(
             self, call, self._methods, message.method, message.payload, stream
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.linux.sockets import check_server
 from aiogpu.wire.codec import encode, encode_all
 from aiogpu.wire.connection import WORKER, Connection, greeting
-from aiogpu.wire.messages import Message
+from aiogpu.wire.messages import Message, Report
 from aiogpu.worker.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ DAY: Final = 86_400.0
 SHORT: Final = 300e-6
 """Seconds; after a wait that was no longer, the next one begins awake, for as long.
 From an answer to its next call a driver that sleeps takes 60 to 150 us."""
+
+
+MOMENT: Final = 0.01
+"""Seconds for which a report waits for room, or for other threads."""
 
 
 class Channel:
@@ -74,6 +78,8 @@ class Channel:
         # With one CPU, staying awake would only keep the driver from running.
         self.may_stay_awake = len(os.sched_getaffinity(0)) > 1
         self._is_awake = False
+        self._has_room = True
+        self._unsent: dict[int, Report] = {}
 
     def connect(self, path: str, worker: int) -> None:
         """Connect to the driver and say which worker this is.
@@ -202,6 +208,11 @@ class Channel:
         return partial(os.eventfd_write, self._waking, 1)
 
     @property
+    def entered(self) -> int:
+        """The task or call whose code the main thread runs; 0 for none."""
+        return self._interrupts.entered
+
+    @property
     def is_busy(self) -> bool:
         """True if a message is being sent or read, maybe by the thread that asks."""
         is_held = self._lock.locked() or self._reading.locked()
@@ -236,6 +247,8 @@ class Channel:
             for message in messages:
                 self.loans.name(message)
         with self._lock:
+            if self._unsent:
+                self._send_unsent()
             self._socket.sendall(frames)
 
     def send(self, message: Message) -> None:
@@ -248,17 +261,47 @@ class Channel:
         frame = encode(message)
         if self._interrupts.entered and get_ident() == self._main:
             with self._interrupts.shielded(), self._lock:
-                self._name(message)
+                self._prepare(message)
                 self._socket.sendall(frame)
         else:
             with self._lock:
-                self._name(message)
+                self._prepare(message)
                 self._socket.sendall(frame)
+
+    def report(self, number: int, payload: bytes) -> None:
+        """Send a report of a call, or keep the newest one until there is room.
+
+        It waits for `MOMENT` at most, and not at all if that was in vain before. What
+        is kept goes ahead of the next message, which may wait. The kernel reports room
+        when a quarter of the socket's buffer is taken at most.
+        """
+        older = self._unsent.pop(number, None)
+        message = Report(number, older.lost + 1 if older is not None else 0, payload)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        with self.uncut():
+            # Another thread may be waiting for room.
+            if self._lock.acquire(timeout=MOMENT * self._has_room):
+                try:
+                    self._has_room = bool(poll.poll(MOMENT * 1000 * self._has_room))
+                    if self._has_room:
+                        self._socket.sendall(encode(message))
+                        return
+                finally:
+                    self._lock.release()
+            self._unsent[number] = message
 
     def uncut(self) -> AbstractContextManager[None]:
         """Context manager: no interrupt is raised in this thread in the block."""
         return self._interrupts.if_open()
 
-    def _name(self, message: Message) -> None:
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            _, report = self._unsent.popitem()
+            self._socket.sendall(encode(report))
+
+    def _prepare(self, message: Message) -> None:
+        if self._unsent:
+            self._send_unsent()
         if self.loans is not None and self.loans.unnamed:
             self.loans.name(message)

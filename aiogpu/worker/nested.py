@@ -16,7 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.client.current import check_task_runs, client_of_process, current
+from aiogpu.client.current import (
+    check_task_runs,
+    client_of_process,
+    current,
+    method_called,
+    no_call_to_report,
+)
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
 from aiogpu.errors import MisuseError, NodeClosedError, TaskCancelledError
@@ -217,6 +223,17 @@ class TaskClient(NodeClient):
             self.send(Sync())
             self.wait_until(lambda: self._is_synced)
         self.shares.forget(due)
+
+    def report(self, payload: bytes) -> None:
+        """Send a report of the running task or call; see `aiogpu.report`.
+
+        Raises:
+            MisuseError: there is none to which this code belongs.
+        """
+        number = method_called.get()[1] or self._channel.entered
+        if not number or number == current.actor:
+            raise no_call_to_report()
+        self._channel.report(number, payload)
 
     def end_task(self) -> None:
         """The task has ended, and what it had started ends with it."""

@@ -39,6 +39,7 @@ from aiogpu.wire.messages import Failed
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from aiogpu.api.results.reports import Report, ReportBuffer
     from aiogpu.client.interface import Client, Outcome, ValueStore
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
@@ -64,7 +65,32 @@ class StreamOwner(Owner, Protocol):
         """Let its generator yield so many items in all."""
 
 
-class HandleBase(NotItsResult):
+class Reporting:
+    """The receiver of a task's reports; see `aiogpu.report`."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _reports: ReportBuffer
+
+    @property
+    def report_buffer(self) -> ReportBuffer:
+        """The reports that nobody has read; made when it is first asked for."""
+        try:
+            return self._reports
+        except AttributeError:
+            # Late: most tasks report nothing.
+            from aiogpu.api.results.reports import ReportBuffer
+
+            self._reports = ReportBuffer()  # type: ignore[misc]
+            return self._reports
+
+    def receive_report(self, lost: int, payload: bytes) -> None:
+        """Take a report of the task; called by the engine."""
+        self.report_buffer.receive(lost, payload)
+
+
+class HandleBase(Reporting, NotItsResult):
     """The common base of handles in plain tasks and on event loops.
 
     Attributes:
@@ -168,7 +194,8 @@ class BlockingHandle(HandleBase, Generic[T]):
     """
 
     __slots__ = (
-        *("__weakref__", "_error", "_payload", "_state", "_trace", "_value", "client"),
+        *("__weakref__", "_error", "_payload", "_reports", "_state", "_trace"),
+        *("_value", "client"),
         *("on_end", "owner", "part", "raw", "shared", "task_id", "task_name"),
     )
 
@@ -222,6 +249,20 @@ class BlockingHandle(HandleBase, Generic[T]):
         self._end("cancelled")
         self._tell_cancelled()
         return True
+
+    def reports(self) -> Iterator[Report]:
+        """Return the reports of the task as they come, by `for`; ends with the task.
+
+        See `aiogpu.report`. Waiting releases the CPUs of the task that reads.
+
+        Raises:
+            MisuseError: another task has started the task.
+        """
+        if isinstance(self.owner, RestoredOwner):
+            from aiogpu.api.results.reports import refuse_others
+
+            refuse_others(self.task_name)
+        return _read_reports(self)
 
     def why(self) -> NoReturn:
         """Refuse: only the program asks why a task waits.
@@ -307,7 +348,21 @@ class BlockingHandle(HandleBase, Generic[T]):
             del self
 
 
-class ItemBuffer:
+def _read_reports(reported: BlockingHandle[Any] | ItemBuffer) -> Iterator[Report]:
+    """Yield the reports of a task in plain code, until it has ended."""
+    buffer, done = reported.report_buffer, reported.done
+    while True:
+        while buffer.kept:
+            yield buffer.take()
+        if done():
+            return
+        if is_loop_running():
+            raise blocks_loop(f"waiting for a report of {reported.task_name}")
+        client, task = client_of_task(), (reported.task_id,)
+        block(client, task, lambda: bool(buffer.kept) or done(), done)
+
+
+class ItemBuffer(Reporting):
     """The consumer's end of a stream: items not taken yet, and how it ended.
 
     Engines refer to this buffer and not to the user's stream, so that dropping the
@@ -324,8 +379,8 @@ class ItemBuffer:
     """
 
     __slots__ = (
-        *("__weakref__", "_owner", "buffer", "error", "is_cancelled", "is_over"),
-        *("task_id", "task_name", "window"),
+        *("__weakref__", "_owner", "_reports", "buffer", "error", "is_cancelled"),
+        *("is_over", "task_id", "task_name", "window"),
     )
 
     def __init__(self, task_name: str, owner: StreamOwner, size: int) -> None:
@@ -405,6 +460,8 @@ class ItemBuffer:
             # Kept items must not keep an actor alive, which is an owner.
             self._owner = None
             self.wake()
+            if hasattr(self, "_reports"):
+                self._reports.wake()
 
     def wake(self) -> None:
         """Wake the consumer, if it waits."""
@@ -502,6 +559,13 @@ class BlockingStream(StreamBase, Iterator[T]):
             lambda: bool(inflow.buffer) or inflow.is_over,
             inflow.done,
         )
+
+    def reports(self) -> Iterator[Report]:
+        """Return the generator's reports as they come, by `for`; see `aiogpu.report`.
+
+        They end with the generator, which may wait for its items to be taken.
+        """
+        return _read_reports(self.inflow)
 
     def __enter__(self) -> BlockingStream[T]:
         return self

@@ -19,7 +19,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import HandleBase, Owner
+from aiogpu.api.results.blocking import HandleBase, Owner, RestoredOwner
 from aiogpu.client.current import current
 from aiogpu.errors import (
     DeserializationError,
@@ -33,6 +33,7 @@ from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
+    from aiogpu.api.results.reports import Reports
     from aiogpu.client.interface import Outcome, ValueStore, Waits
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
@@ -164,7 +165,8 @@ class Handle(HandleBase, asyncio.Future[T]):
 
     remote_values: ValueStore | None = None
     __slots__ = (
-        *("_callbacks_added", "_error", "_owner", "_payload", "_value", "_waiters"),
+        *("_callbacks_added", "_error", "_owner", "_payload", "_reports", "_value"),
+        "_waiters",
         *("part", "raw", "shared", "task_id", "task_name"),
     )
 
@@ -239,8 +241,43 @@ class Handle(HandleBase, asyncio.Future[T]):
     def _withdraw(self, waiter: asyncio.Future[None]) -> None:
         if self._waiters and waiter in self._waiters:
             self._waiters.remove(waiter)
-        if not self._waiters and not self._callbacks_added:
+        if not self._callbacks_added and not self._is_awaited():
             self.cancel()
+
+    def _is_awaited(self) -> bool:
+        """Return whether anybody waits for the end, not only for reports."""
+        waiters = self._waiters
+        return bool(waiters) and waiters != [self.report_buffer.waiter]
+
+    def reports(self) -> Reports:
+        """Return the reports of the task as they come, by `async for`.
+
+        See `aiogpu.report`; ends with the task. Those that came before are kept, the
+        newest 1000. Reading them does not count as waiting for the task.
+
+        Raises:
+            MisuseError: the handle came from elsewhere, and another program or task has
+                started the task.
+
+        Example:
+            `async for report in handle.reports(): print(report["loss"])`
+        """
+        from aiogpu.api.results.reports import Reports, refuse_others
+
+        if isinstance(self._owner, RestoredOwner):
+            refuse_others(self.task_name)
+        return Reports(self, self.report_buffer)
+
+    async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
+        """Wait until the waiter is set, which the task's end does as well."""
+        if self._waiters is None:
+            self._waiters = []
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if self._waiters and waiter in self._waiters:
+                self._waiters.remove(waiter)
 
     async def coro(self) -> T:
         """The handle as a coroutine, for `TaskGroup.create_task(handle.coro())`."""
@@ -496,6 +533,17 @@ class ChildHandle(Handle[T]):
             for _ in range(removed):
                 self._waits.end_wait(self.task_id)
         return removed
+
+    async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
+        """Wait until the waiter is set, which the task's end does as well."""
+        waits = self._waits
+        if waits is not None:
+            waits.begin_wait(self.task_id)
+        try:
+            await super().wait_for_report(waiter)
+        finally:
+            if waits is not None:
+                waits.end_wait(self.task_id)
 
     def _store(self) -> ValueStore | None:
         return None if current.client is None else current.client.remote_values

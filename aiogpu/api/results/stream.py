@@ -19,6 +19,7 @@ from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
+    from aiogpu.api.results.reports import Reports
     from aiogpu.client.interface import Waits
     from aiogpu.observe.why import Why
 
@@ -236,6 +237,35 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
             inflow.waiter = None
             if waits is not None:
                 waits.end_wait(inflow.task_id)
+
+    def reports(self) -> Reports:
+        """Return the generator's reports as they come, by `async for`.
+
+        See `aiogpu.report`. They end with the generator, which may wait for its items
+        to be taken: read them in another asyncio task than the items.
+        """
+        from aiogpu.api.results.reports import Reports
+
+        return Reports(self, self.inflow.report_buffer)
+
+    def done(self) -> bool:
+        """Return whether no further item or report will come."""
+        return self.inflow.is_over
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop that it belongs to."""
+        return self.inflow.loop
+
+    async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
+        """Wait until the waiter is set, which the generator's end does as well."""
+        waits, task = self._waits, self.task_id
+        if waits is not None:
+            waits.begin_wait(task)
+        try:
+            await waiter
+        finally:
+            if waits is not None:
+                waits.end_wait(task)
 
     async def aclose(self) -> None:
         """Stop the generator and drop the items that were not taken; idempotent.

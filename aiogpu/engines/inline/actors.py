@@ -19,7 +19,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.client.current import method_called
+from aiogpu.client.current import inline_report, method_called
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import TaskState
 from aiogpu.engines.inline.jobs import (
@@ -180,7 +180,7 @@ class CallJob(Job):
     def fresh_context(self, client: InlineClient) -> Context:
         """An empty context, but for whose it is and which method runs."""
         context = super().fresh_context(client)
-        context.run(method_called.set, self.method)
+        context.run(method_called.set, (self.method, self.id))
         return context
 
     def target(self) -> tuple[Callables, Any]:
@@ -431,7 +431,8 @@ class AsyncActorInstance(ActorInstance):
         call.is_interleaved = True
         self.worker.begun = message.call
         context = self._context.copy()
-        context.run(method_called.set, call.method)
+        context.run(method_called.set, (call.method, call.id))
+        context.run(inline_report.set, call.report)
         self._runner.interleave(call, context)
 
     def on_call_ended(self, call: CallJob) -> None:

@@ -12,14 +12,16 @@ import asyncio
 import logging
 import os
 import time
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec
 from weakref import WeakSet
 
-from aiogpu.client.current import inline_client
+from aiogpu.client.current import inline_client, inline_report, no_call_to_report
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import InlineClient, Receiver
 from aiogpu.core import effects
@@ -36,7 +38,7 @@ from aiogpu.runtime.workers.death import Death
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import PickledValue
-from aiogpu.wire.messages import Done, Failed, Items
+from aiogpu.wire.messages import Done, Failed, Items, Report
 from aiogpu.worker.invoke import Callables, Functions, StreamSender
 
 if TYPE_CHECKING:
@@ -193,6 +195,7 @@ class Job:
         self.is_over = self.is_cancelled = False
         self.outcome: Outcome | None = None
         self.is_interleaved = False
+        self._thread = get_ident()
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name}>"
@@ -246,6 +249,21 @@ class Job:
         assert self.worker is not None, self
         self.node.on_items(self.worker, items)  # type: ignore[arg-type]
         self.runner.note_item()
+
+    def report(self, payload: bytes) -> None:
+        """Pass on a report of its code; may be called in any thread.
+
+        Raises:
+            MisuseError: it makes an actor, or has ended.
+        """
+        worker: Any = self.worker
+        if worker is None or self.actor_id == self.id:
+            raise no_call_to_report()
+        report = partial(self.node.on_report, worker, Report(self.id, 0, payload))
+        if get_ident() == self._thread:
+            report()
+        else:
+            self.runner.loop.call_soon_threadsafe(report)
 
     def begin(self) -> None:
         """Begin, or go on, with the turn of this job."""
@@ -308,6 +326,7 @@ class Job:
         context = Context()
         context.run(running_job.set, self)
         context.run(inline_client.set, client)
+        context.run(inline_report.set, self.report)
         return context
 
 

@@ -109,7 +109,7 @@ class ActorProcess:
         self, method: str, given: Sequence[Any], *, is_stream: bool = False
     ) -> Coroutine[Any, Any, Done | Raised]:
         """Return what calls a method; see `call_user`."""
-        method_called.set(method)
+        method_called.set((method, 0))
         return call_user(self._methods, method, given, is_stream=is_stream)
 
     def _drop(self) -> None:

@@ -22,7 +22,7 @@ from collections.abc import (
 from contextlib import contextmanager, suppress
 from selectors import EpollSelector, SelectorKey
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from aiogpu.accelerators.listed_devices import is_left_alone
 from aiogpu.client.current import (
@@ -35,7 +35,7 @@ from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.errors import RetriedFailure, TaskFailure, cancelled
 from aiogpu.engines.ray.tasks import Calls, RayValues
 from aiogpu.engines.ray.values import from_arguments, pack, to_stored
-from aiogpu.errors import ActorNameError
+from aiogpu.errors import ActorNameError, MisuseError
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, pack_failure
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue
@@ -494,6 +494,18 @@ class TaskClient:
             else:
                 number = called.call(method, payload, receiver)
         return number
+
+    def report(self, _payload: bytes) -> NoReturn:
+        """Refuse: Ray has no way for it that would not make the task wait.
+
+        Raises:
+            MisuseError: always.
+        """
+        raise MisuseError(
+            "aiogpu.report() was called in a task on a Ray cluster, from which no "
+            "reports come. Yield what you would report: the items of a generator come "
+            "one by one there too; or run on a node of aiogpu's own (docs/engines.md)."
+        )
 
     def demand(self, child: int, limit: int) -> None:
         """Let a child that is a stream yield so many items in all."""

@@ -82,19 +82,25 @@ class Caller(Borrower):
         self.store.forget(self.borrowers, error, is_all=bool(self.client))
 
 
+UNREAD: Final = 1 << 18
+"""Bytes that a caller has not read, beyond which reports are not passed on."""
+
+
 class Child:
     """Waits for a child in its parent's stead, and passes on how it ends.
 
     Attributes:
         caller: the parent's worker, or a client.
         number: of the child, by which the caller knows it.
+        lost: reports that were not passed on since the last one.
         values: tell others the same, or that part of it; None for nobody.
     """
 
-    __slots__ = ("caller", "number", "values")
+    __slots__ = ("caller", "lost", "number", "values")
 
     def __init__(self, caller: Caller, number: int) -> None:
         self.caller = caller
+        self.lost = 0
         self.values: list[tuple[Value, int]] | None = None
         self.number = number
 
@@ -133,6 +139,15 @@ class Child:
         if failed.payload is not None:
             failed = failed._replace(payload=self.caller.borrow(failed.payload))
         return wire.ChildFailed(self.number, *failed.why)
+
+    def receive_report(self, lost: int, payload: bytes) -> None:
+        """Pass on a report, unless the caller reads too slowly."""
+        peer = self.caller.peer
+        if peer is None or peer.unsent > UNREAD:
+            self.lost += lost + 1
+        else:
+            peer.post(wire.ChildReport(self.number, self.lost + lost, payload))
+            self.lost = 0
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Pass on items of its stream."""

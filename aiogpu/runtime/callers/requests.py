@@ -83,6 +83,7 @@ class Requests:
             wire.Fetch: self._fetch,
             wire.Discard: self._discard,
             wire.Sync: self._sync,
+            wire.Report: driver.on_report,
             wire.Ask: self._ask,
             wire.Hold: self._hold,
             wire.Make: self._make,

@@ -25,7 +25,7 @@ from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.callers.caller import Child
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Console
-from aiogpu.runtime.pending_tasks import Delay, pass_on, settle
+from aiogpu.runtime.pending_tasks import Delay, pass_on, pass_on_report, settle
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire
@@ -155,6 +155,10 @@ class DelayedReceiver:
     def settle(self, outcome: Outcome) -> None:
         """Pass on the outcome."""
         self._console.after(self.number, partial(settle, self._receiver, outcome))
+
+    def receive_report(self, lost: int, payload: bytes) -> None:
+        """Pass on a report, which waits for no lines."""
+        pass_on_report(self._receiver, lost, payload)
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Take pickled items, in order."""

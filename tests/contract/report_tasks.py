@@ -1,0 +1,171 @@
+"""Tasks that report on themselves; see `tests.support.gate` for why it is light."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiogpu
+from tests.support.gate import pass_gate, pass_gate_softly
+
+
+@aiogpu.remote
+def plain(count: int) -> int:
+    for step in range(count):
+        aiogpu.report(step=step)
+    return count
+
+
+@aiogpu.remote
+async def coroutine(count: int) -> int:
+    import asyncio
+
+    for step in range(count):
+        # What a task starts reports for it.
+        await asyncio.create_task(later(step))
+    return count
+
+
+async def later(step: int) -> None:
+    aiogpu.report(step=step)
+
+
+@aiogpu.remote
+def generator(count: int) -> Iterator[int]:
+    for step in range(count):
+        aiogpu.report(step=step)
+        yield step
+
+
+@aiogpu.remote
+async def async_generator(count: int) -> AsyncIterator[int]:
+    for step in range(count):
+        aiogpu.report(step=step)
+        yield step
+
+
+@aiogpu.remote(num_returns=2)
+def pair(count: int) -> tuple[int, int]:
+    for step in range(count):
+        aiogpu.report(step=step)
+    return count, count
+
+
+class Plain:
+    def run(self, count: int) -> int:
+        for step in range(count):
+            aiogpu.report(step=step)
+        return count
+
+
+class Coroutines:
+    async def run(self, count: int) -> int:
+        import asyncio
+
+        for step in range(count):
+            await asyncio.sleep(0)
+            aiogpu.report(step=step)
+        return count
+
+
+@aiogpu.remote
+def by_child(count: int) -> tuple[list[int], int]:
+    handle: Any = plain.remote(count)
+    return [report["step"] for report in handle.reports()], aiogpu.get(handle)
+
+
+@aiogpu.remote
+async def by_child_later(count: int) -> tuple[list[int], int]:
+    handle = plain.remote(count)
+    return [report["step"] async for report in handle.reports()], await handle
+
+
+@aiogpu.remote
+def of_a_thread() -> None:
+    thread = threading.Thread(target=aiogpu.report, kwargs={"step": 0})
+    thread.start()
+    thread.join()
+
+
+@aiogpu.remote
+def gated(path: str, name: str) -> None:
+    aiogpu.report(step=0)
+    pass_gate(path, name)
+    aiogpu.report(step=1)
+
+
+@aiogpu.remote
+async def gated_softly(path: str, name: str) -> None:
+    aiogpu.report(step=0)
+    await pass_gate_softly(path, name)
+
+
+@aiogpu.remote(max_retries=1, retry_exceptions=True)
+def retried(place: str) -> None:
+    attempt = Path(place).exists()
+    Path(place).touch()
+    aiogpu.report(attempt=int(attempt))
+    if not attempt:
+        raise OSError("again")
+
+
+class Figure:
+    """As numpy's scalars and arrays of one element."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = numbers
+
+    def item(self) -> float:
+        (number,) = self.numbers
+        return number
+
+
+@aiogpu.remote
+def told(case: str) -> str:
+    """What is said of a report that is refused."""
+    cases: dict[str, dict[str, Any]] = {
+        "object": {"loss": object()},
+        "array": {"loss": Figure(1.0, 2.0)},
+        "within": {"all": [1, {"x": {2}}]},
+        "deep": {"all": deep()},
+        "large": {"text": "x" * 20_000},
+        "nothing": {},
+    }
+    try:
+        aiogpu.report(**cases[case])
+    except aiogpu.AiogpuError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def deep() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@aiogpu.remote
+def values() -> None:
+    aiogpu.report(
+        figure=Figure(0.5),
+        lists=[1, (2.5, None)],
+        table={"x": True},
+        text="ü",
+        raw=b"",
+    )
+
+
+class ReportsAsItIsMade:
+    def __init__(self) -> None:
+        aiogpu.report(step=0)
+
+    def run(self) -> None:
+        """Nothing."""
+
+
+@aiogpu.remote
+def reports_of(handles: list[Any]) -> None:
+    """Somebody else's."""
+    handles[0].reports()
