@@ -1,6 +1,6 @@
 """The programs and promises of Ray's GPU page, as aiogpu keeps them.
 
-`docs/from-ray.md` goes through that page statement by statement and cites these
+`docs/ray-gpu-page.md` goes through that page statement by statement and cites these
 tests. Where another file has the test already, it cites that one. GPUs are logical
 here, but for those of the stub of NVML.
 """
