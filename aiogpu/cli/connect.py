@@ -1,5 +1,8 @@
 """Joins the node that a command asks, and defines option types for quantities.
 
+A command that is not told which node takes the only one that there is: the service, or
+the node inside a program of this user.
+
 The option types name themselves for users: click would call one "float range".
 """
 
@@ -8,15 +11,25 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 import aiogpu
 from aiogpu.api.node import Opening
 from aiogpu.api.session import current_session
+from aiogpu.cli.nodes import (
+    FoundNode,
+    SeenNode,
+    find_nodes,
+    is_private,
+    place_of,
+    program_name,
+)
 from aiogpu.core.model.units import LEAST, bytes_told, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
@@ -84,8 +97,12 @@ def size_or_share(text: str) -> str | int:
 AUTO: Final = "auto"
 UNIX: Final = "unix:"
 """Optional prefix of a socket's path, as in `aiogpu.init`."""
+ANY: Final = "any"
+"""The only node that there is, if none is named."""
+OF_PROCESS: Final = "pid:"
+"""The node of a process, whose number follows."""
 EMBEDDED: Final = ("local", "inline")
-"""Addresses of nodes that are visible only to the program that opened them."""
+"""Addresses by which a program opens a node inside itself; they name none."""
 PATIENCE: Final = 15.0
 """Seconds that a node has for an answer; a busy one needs a tenth of a second."""
 ADVICE: Final = "Start one by `aiogpu start --head`"
@@ -121,8 +138,8 @@ class Node:
             return await engine.timeline()
 
 
-def address_option(command: Command) -> Command:
-    """Add the option that names the node to ask."""
+def service_option(command: Command) -> Command:
+    """Add the option that names a service."""
     return click.option(
         "--address",
         "--socket",
@@ -134,19 +151,158 @@ def address_option(command: Command) -> Command:
     )(command)
 
 
+def address_option(command: Command) -> Command:
+    """Add the options that name the node to ask, whether a service or in a program.
+
+    The command gets `address`, which is for `joined` and `ask`, or for `resolved`.
+    """
+    by_pid = click.option(
+        "--pid",
+        type=click.IntRange(1),
+        is_eager=True,
+        expose_value=False,
+        callback=_note_pid,
+        shell_complete=_pids,
+        help="The process that the node is in: a program, or a service.",
+    )
+    by_address = click.option(
+        "--address",
+        "--socket",
+        "address",
+        metavar="SOCKET",
+        callback=_chosen,
+        help="The node's socket; if neither is given, AIOGPU_ADDRESS, or the only "
+        "node that this user has.",
+    )
+    return by_pid(by_address(command))
+
+
 def _checked(_ctx: click.Context, _option: click.Parameter, value: str | None) -> str:
     if value in EMBEDDED:
         raise click.BadParameter(
-            f"{value!r} is a node inside a program, which only that program can ask. "
-            f"Give the socket of one that `aiogpu start` has started."
+            f"{value!r} is a node inside a program, which runs that program's tasks "
+            f"alone. Give the socket of one that `aiogpu start` has started."
         )
     return value or default_address()
 
 
+def _chosen(ctx: click.Context, _option: click.Parameter, value: str | None) -> str:
+    pid = ctx.meta.get(OF_PROCESS)
+    if pid is not None and value:
+        raise click.UsageError("--pid and --address both name a node: give one.", ctx)
+    if pid is not None:
+        return f"{OF_PROCESS}{pid}"
+    if value in EMBEDDED:
+        raise click.BadParameter(
+            f"{value!r} is how a program opens a node inside itself, and names none. "
+            f"Give that program's --pid, or the socket of a node."
+        )
+    return value or named_address() or ANY
+
+
+def _note_pid(ctx: click.Context, _option: click.Parameter, pid: int | None) -> None:
+    ctx.meta[OF_PROCESS] = pid
+
+
+def check_unnamed(why: str) -> None:
+    """Raise `UsageError` if the running command was given a node by an option."""
+    ctx = click.get_current_context()
+    source = ctx.get_parameter_source("address")
+    if ctx.meta.get(OF_PROCESS) or source is ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"{why}: leave out --pid and --address.", ctx)
+
+
+def _pids(
+    _context: click.Context, _option: click.Parameter, begun: str
+) -> list[CompletionItem]:
+    """Processes with a node whose numbers begin so."""
+    try:
+        found = find_nodes().nodes
+    except aiogpu.errors.NodeError:
+        return []  # a shell has no place to show why
+    return [
+        CompletionItem(str(one.pid), help=one.program)
+        for one in found
+        if one.pid and str(one.pid).startswith(begun)
+    ]
+
+
+def named_address() -> str | None:
+    """The address in AIOGPU_ADDRESS, if that names a node of another process."""
+    named = os.environ.get("AIOGPU_ADDRESS")
+    return None if named in EMBEDDED else named or None
+
+
 def default_address() -> str:
-    """The address if none is given."""
-    default = os.environ.get("AIOGPU_ADDRESS") or AUTO
-    return AUTO if default in EMBEDDED else default
+    """The address of the service if none is given."""
+    return named_address() or AUTO
+
+
+def resolved(address: str) -> str:
+    """Return the address of one node, where `ANY` or a process was given.
+
+    Raises:
+        SeveralNodesError: there are several.
+        ClickException: that process has none.
+    """
+    if address == ANY:
+        return _only_node()
+    if not address.startswith(OF_PROCESS):
+        return address
+    pid = int(address.removeprefix(OF_PROCESS))
+    found, refused = find_nodes(pid)
+    if not found:
+        reasons = "".join(f" {one}" for one in refused)
+        raise click.ClickException(
+            f"process {pid} ({program_name(pid)}) has no node that can be asked: it "
+            f"has opened none, or has left it, or its node is an inline one or Ray's."
+            f"{reasons} `aiogpu status` without --pid finds the nodes that there are."
+        )
+    return _the_one(found, pid)
+
+
+def _only_node() -> str:
+    """The address of the only node; that of the service if nobody listens anywhere."""
+    found, refused = find_nodes()
+    path = default_socket()
+    if not found and not os.path.lexists(path):
+        reasons = "".join(f". {one.rstrip('.')}" for one in refused)
+        raise NoNodeError(
+            f"there is no socket {path}, and no program's in "
+            f"{place_of(os.environ)}{reasons}"
+        )
+    return _the_one(found) if found else AUTO
+
+
+def _the_one(found: Sequence[FoundNode], pid: int | None = None) -> str:
+    if len(found) > 1:
+        raise SeveralNodesError(found, pid)
+    return found[0].address
+
+
+class SeveralNodesError(click.ClickException):
+    """There are several nodes, and none was named.
+
+    Attributes:
+        pid: the process that all of them are in, if that was named.
+    """
+
+    exit_code = 2
+
+    def __init__(self, nodes: Sequence[FoundNode], pid: int | None) -> None:
+        from aiogpu.cli.tables import node_table, plain
+
+        self.pid = pid
+        listed = "\n".join(plain(node_table(map(SeenNode, nodes))))
+        super().__init__(f"{how_to_choose(nodes)}\n{listed}")
+
+
+def how_to_choose(nodes: Sequence[FoundNode]) -> str:
+    """Say that there are several nodes, and which option names one of them."""
+    first, *others = {one.pid for one in nodes} or {0}
+    if others:
+        return f"this user has {len(nodes)} nodes here; name one by --pid or --address."
+    return f"process {first} has {len(nodes)} nodes; name one by --address."
 
 
 def socket_path(address: str) -> str:
@@ -171,26 +327,33 @@ def check_there(address: str) -> None:
     try:
         is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
     except FileNotFoundError:
-        raise no_node_error(f"there is no socket {path}") from None
+        raise NoNodeError(f"there is no socket {path}") from None
     except OSError as error:
-        raise no_node_error(f"{path}: {error.strerror}") from None
+        raise NoNodeError(f"{path}: {error.strerror}") from None
     if not is_socket:
-        raise no_node_error(f"{path} is no socket")
+        raise NoNodeError(f"{path} is no socket")
 
 
-def no_node_error(why: str) -> click.ClickException:
-    """The error if there is no node to ask."""
-    return click.ClickException(
-        f"no node runs: {why}. {ADVICE}, or name another node by --address."
-    )
+class NoNodeError(click.ClickException):
+    """There is no node to ask."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"no node runs: {why}. {ADVICE}, or name another node by --address."
+        )
 
 
 def no_answer_error(address: str, patience: float | None) -> click.ClickException:
     """The error for a node that does not answer."""
     within = "" if patience is None else f" within {patience:g} s"
+    path = socket_path(address)
+    advice = (
+        "the event loop of its program is held up, or the program is stopped"
+        if is_private(path)
+        else "`aiogpu doctor` says how it stands, and `aiogpu stop --force` ends it"
+    )
     return click.ClickException(
-        f"the node at {socket_path(address)} has not answered{within}; `aiogpu doctor` "
-        f"says how it stands, and `aiogpu stop --force` ends it."
+        f"the node at {path} has not answered{within}; {advice}."
     )
 
 
@@ -207,13 +370,14 @@ async def joined(
     """Join the node at an address for the length of the block.
 
     Args:
-        address: its socket, or `AUTO`.
+        address: its socket, or what `address_option` gives.
         patience: seconds that it has for each answer; None for ever.
 
     Raises:
-        ClickException: none runs there, or it does not answer.
+        ClickException: none runs there, or it does not answer, or there are several.
         NodeError: another user may control the place.
     """
+    address = resolved(address)
     check_there(address)
     try:
         async with asyncio.timeout(patience):
@@ -231,6 +395,31 @@ async def joined(
     finally:
         # Nothing of a view has to stop first, and the node may not answer any more.
         await node.shutdown(at_once=True)
+
+
+LISTED_WITHIN: Final = 3.0
+"""Seconds that each of several nodes has for its answer."""
+
+
+async def look_at_all(nodes: Sequence[FoundNode]) -> list[SeenNode]:
+    """Ask several nodes at the same time for their status."""
+    return list(await asyncio.gather(*map(_look_at, nodes)))
+
+
+async def _look_at(node: FoundNode) -> SeenNode:
+    options = NodeOptions(only_looks=True, log_to_driver=False)
+    engine = RemoteEngine(node.address, options, asyncio.get_running_loop())
+    try:
+        async with asyncio.timeout(LISTED_WITHIN):
+            await engine.open()
+            return SeenNode(node, await engine.status())
+    except TimeoutError:
+        return SeenNode(node, problem="does not answer")
+    except (aiogpu.AiogpuError, OSError) as error:
+        return SeenNode(node, problem=str(error))
+    finally:
+        engine.force_close()
+        await engine.close()
 
 
 def ask(

@@ -12,6 +12,7 @@ import select
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -19,8 +20,9 @@ from typing import BinaryIO, Final
 import click
 
 from aiogpu.cli import connect
+from aiogpu.cli.nodes import is_private, node_at
 from aiogpu.observe.trace import trace_of
-from aiogpu.runtime.directories import check_meeting, logs_beside
+from aiogpu.runtime.directories import check_meeting, default_socket, logs_beside
 from aiogpu.runtime.output import FILE
 
 CHUNK: Final = 1 << 16
@@ -148,10 +150,7 @@ def logs(
     """  # noqa: D301 - click's mark for lines to be left as they are
     if node and (task or client):
         raise click.UsageError("--node has no tasks: leave out --task and --client.")
-    directory = log_dir
-    if directory is None:
-        directory = logs_beside(connect.socket_path(address))
-        check_meeting(directory)
+    directory = _directory_of(address) if log_dir is None else log_dir
     if not os.path.isdir(directory):
         raise click.ClickException(
             f"there are no logs in {directory}. A node that `aiogpu start --head` has "
@@ -168,6 +167,43 @@ def logs(
             _show(filter(_wanted(task, client, known), reader.read()))
     finally:
         reader.close()
+
+
+def _directory_of(address: str) -> str:
+    """The directory of a node's logs.
+
+    Raises:
+        ClickException: the node is inside a program, and has none.
+        NodeError: another user may control the place.
+    """
+    if address == connect.ANY and os.path.isdir(logs_beside(default_socket())):
+        address = connect.AUTO  # also of a service that has ended
+    elif address == connect.ANY or address.startswith(connect.OF_PROCESS):
+        try:
+            address = connect.resolved(address)
+        except connect.NoNodeError:
+            address = connect.AUTO
+    path = connect.socket_path(address)
+    if is_private(path):
+        check_meeting(path)
+        raise click.ClickException(
+            f"the node at {path} is inside a program and keeps no log: what its tasks "
+            f"print goes where the program itself prints{_output_of(path)}. A node "
+            f"that `aiogpu start --head` has started keeps one: name its socket by "
+            f"--address."
+        )
+    directory = logs_beside(path)
+    check_meeting(directory)
+    return directory
+
+
+def _output_of(path: str) -> str:
+    """The standard output of the process that listens at a socket, if it is a file."""
+    node = node_at(path)
+    with suppress(OSError):
+        output = os.readlink(f"/proc/{node.pid if node is not None else 0}/fd/1")
+        return f", to {output}" if output.startswith("/") else ""
+    return ""
 
 
 def _no_lines(client: int, known: set[int], directory: str) -> click.ClickException:

@@ -29,9 +29,9 @@ from aiogpu.api.reservation import Lease, lease_func
 from aiogpu.cli.connect import (
     Number,
     Seconds,
-    address_option,
     check_there,
     joining,
+    service_option,
     size_or_share,
 )
 from aiogpu.errors import AiogpuError, OptionError, TaskTimeoutError
@@ -224,7 +224,7 @@ class RunCommand(click.Command):
 @click.option(
     "--timeout", type=Seconds(0, min_open=True), help="How long to wait at most."
 )
-@address_option
+@service_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:

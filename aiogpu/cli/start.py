@@ -251,7 +251,7 @@ def unit_of(plan: Plan) -> str:
 
 
 @click.command()
-@connect.address_option
+@connect.service_option
 @click.option("--force", is_flag=True, help="Kill it, with everything that runs on it.")
 @click.option(
     "--drain",

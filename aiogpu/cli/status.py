@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import click
 from rich.console import Group, RenderableType
@@ -24,7 +24,16 @@ from rich.text import Text
 import aiogpu
 from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
-from aiogpu.cli.tables import Table, is_terminal, live, printable_all, show, text
+from aiogpu.cli.nodes import SeenNode, find_nodes
+from aiogpu.cli.tables import (
+    Table,
+    is_terminal,
+    live,
+    plain,
+    printable_all,
+    show,
+    text,
+)
 from aiogpu.core.model.text import SHOWN, printable
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.observe.status import (
@@ -73,9 +82,46 @@ def status_data(status: NodeStatus) -> Data:
     }
 
 
-def problems(status: NodeStatus) -> list[str]:
+class Nodes(tuple[SeenNode, ...]):
+    """Several nodes, of which none was named."""
+
+    __slots__ = ()
+
+
+def nodes_data(nodes: Nodes) -> Data:
+    """Return several nodes as the JSON object of `aiogpu status --json`."""
+    return {
+        "version": VERSION,
+        "aiogpu": aiogpu.__version__,
+        "healthy": not problems(nodes),
+        "problems": problems(nodes),
+        "nodes": [node_data(one) for one in nodes],
+    }
+
+
+def node_data(node: SeenNode) -> Data:
+    """Return one of several nodes as JSON has it."""
+    found, status = node.found, node.status
+    return {
+        "address": found.address,
+        "pid": found.pid or None,
+        "program": found.program or None,
+        "seconds": found.seconds,
+        "problem": node.problem or None,
+        "status": None if status is None else status_data(status),
+    }
+
+
+def problems(seen: NodeStatus | Nodes) -> list[str]:
     """Problems: devices that are set aside, and workers that cannot be started."""
-    return [*_set_aside(status), *map(str, status.outages)]
+    if isinstance(seen, Nodes):
+        return [
+            f"{one.found.program} (pid {one.found.pid}): {problem}"
+            for one in seen
+            if one.status is not None
+            for problem in problems(one.status)
+        ]
+    return [*_set_aside(seen), *map(str, seen.outages)]
 
 
 def _set_aside(status: NodeStatus) -> Iterator[str]:
@@ -116,8 +162,15 @@ def data_of(thing: Any) -> Any:
     return data
 
 
-def sections(status: NodeStatus) -> Iterator[RenderableType]:
-    """Resources, then a table for each kind of thing that there is any of."""
+def sections(status: NodeStatus | Nodes) -> Iterator[RenderableType]:
+    """Resources, then a table for each kind of thing that there is any of.
+
+    Of several nodes, a line of each.
+    """
+    if isinstance(status, Nodes):
+        yield tables.node_table(status)
+        yield text(connect.how_to_choose([one.found for one in status]), "dim")
+        return
     for line in overview(status):
         yield text(line)
     for told in _set_aside(status):
@@ -165,6 +218,9 @@ def status(
 ) -> int:
     """Show who holds what on the running node, what waits and why.
 
+    The node is that of `aiogpu start`, or the one inside a program of this user. Where
+    there are several and none is named, each has one line.
+
     Tables in a terminal, plain lines elsewhere. --json prints one object, see
     docs/service-json.md; with --watch one object on each line.
 
@@ -181,36 +237,57 @@ def status(
       2  bad input
       3  --check: a device is set aside
     """  # noqa: D301 - click's mark for lines to be left as they are
-    seen = aiogpu.run(_look(address, as_json, interval if watch else None))
-    return UNHEALTHY if check and problems(seen) else 0
+    found = aiogpu.run(_look(address, as_json, interval if watch else None))
+    return UNHEALTHY if check and found else 0
 
 
-async def _look(address: str, as_json: bool, interval: float | None) -> NodeStatus:
+async def _look(address: str, as_json: bool, interval: float | None) -> list[str]:
+    """Show one node, or a line of each of several; return the problems."""
+    try:
+        async with connect.joined(address) as node:
+            return await _show_status(node.status, as_json, interval)
+    except connect.SeveralNodesError as several:
+        look = partial(all_nodes, several.pid)
+        return await _show_status(look, as_json, interval)
+
+
+async def all_nodes(pid: int | None = None) -> Nodes:
+    """All nodes of this user, or of one process, with what they say of themselves."""
+    return Nodes(await connect.look_at_all(find_nodes(pid).nodes))
+
+
+async def _show_status(
+    look: Callable[[], Awaitable[NodeStatus | Nodes]],
+    as_json: bool,
+    interval: float | None,
+) -> list[str]:
     """Show it once, or until Ctrl-C."""
-    async with connect.joined(address) as node:
-        seen = await node.status()
-        is_drawn = is_terminal() and not as_json
-        if interval is None and is_drawn:
-            show(*sections(seen))
-        elif interval is None:
-            click.echo(_told(seen, as_json, indent=1))
-        if interval is None:
-            return seen
-        screen = live()
-        with screen if is_drawn else nullcontext():
-            while True:
-                if is_drawn:
-                    screen.update(Group(*sections(seen)), refresh=True)
-                else:
-                    click.echo(_told(seen, as_json) + "\n" * (not as_json))
-                await asyncio.sleep(interval)
-                seen = await node.status()
+    seen = await look()
+    is_drawn = is_terminal() and not as_json
+    if interval is None and is_drawn:
+        show(*sections(seen))
+    elif interval is None:
+        click.echo(_told(seen, as_json, indent=1))
+    if interval is None:
+        return problems(seen)
+    screen = live()
+    with screen if is_drawn else nullcontext():
+        while True:
+            if is_drawn:
+                screen.update(Group(*sections(seen)), refresh=True)
+            else:
+                click.echo(_told(seen, as_json) + "\n" * (not as_json))
+            await asyncio.sleep(interval)
+            seen = await look()
 
 
-def _told(seen: NodeStatus, as_json: bool, indent: int | None = None) -> str:
+def _told(seen: NodeStatus | Nodes, as_json: bool, indent: int | None = None) -> str:
     """A picture as it is printed if there is no terminal."""
     if as_json:
-        return json.dumps(status_data(seen), indent=indent)
+        data = nodes_data(seen) if isinstance(seen, Nodes) else status_data(seen)
+        return json.dumps(data, indent=indent)
+    if isinstance(seen, Nodes):
+        return "\n".join(plain(Group(*sections(seen))))
     return plain_report(seen)
 
 
@@ -223,7 +300,7 @@ class Kind(NamedTuple):
     """A kind of thing that can be listed.
 
     Attributes:
-        entries: finds them in a status.
+        entries: finds them in a status, or among all nodes.
         table: shows them.
         states: every state that one of them may have.
         names: the names that `--name` compares.
@@ -231,8 +308,8 @@ class Kind(NamedTuple):
         total: how many there are, listed or not; None if all are listed.
     """
 
-    entries: Callable[[NodeStatus], Sequence[Any]]
-    table: Callable[[Sequence[Any], NodeStatus], Table]
+    entries: Callable[[Any], Sequence[Any]]
+    table: Callable[[Sequence[Any], Any], Table]
     states: Sequence[str]
     names: Callable[[Any], Sequence[str | None]]
     state: Callable[[Any], str] = lambda entry: str(entry.state)
@@ -280,6 +357,13 @@ KINDS: Final[dict[str, Kind]] = {
         lambda one: (one.name, str(one.pid)),
         state=lambda one: "left" if one.has_left else "there",
     ),
+    "nodes": Kind(
+        tuple,
+        tables.node_table,
+        ("there", "silent"),
+        lambda one: (one.found.program, str(one.found.pid)),
+        state=lambda one: "silent" if one.status is None else "there",
+    ),
 }
 """What can be listed."""
 
@@ -308,7 +392,8 @@ def list_command(
     """List tasks, actors and so on of the running node, one on each line.
 
     Of the waiting tasks the first 100 are listed; `aiogpu status` counts all of them.
-    "gpus" are devices of any kind, "clients" the programs that share the node.
+    "gpus" are devices of any kind, "clients" the programs that share the node. "nodes"
+    are all nodes of this user, with what each has to do.
 
     \b
     Examples:
@@ -328,7 +413,12 @@ def list_command(
             f"{what} are never {state!r}. There are: {', '.join(kind.states)}.",
             param_hint="'--state'",
         )
-    status = connect.ask(address, lambda node: node.status())
+    status: NodeStatus | Nodes
+    if what == "nodes":
+        connect.check_unnamed(f"`aiogpu list {what}` shows all of them")
+        status = aiogpu.run(all_nodes())
+    else:
+        status = connect.ask(address, lambda node: node.status())
     entries = [
         one
         for one in kind.entries(status)
@@ -340,10 +430,11 @@ def list_command(
     ]
     shown, count = entries[:limit], len(entries)
     if kind.total is not None and state is None and name is None:
-        count = kind.total(status)
+        count = kind.total(cast("NodeStatus", status))
     left_out = count - len(shown)
     if as_json:
-        told = {"version": VERSION, "left_out": left_out, what: data_of(tuple(shown))}
+        data = [node_data(one) if what == "nodes" else data_of(one) for one in shown]
+        told = {"version": VERSION, "left_out": left_out, what: data}
         click.echo(json.dumps(told, indent=1))
         return
     if shown:
@@ -363,7 +454,7 @@ def known_tasks(
     context: click.Context, _argument: click.Parameter, begun: str
 ) -> list[str]:
     """Tasks and actors of the running node that begin so; none without a node."""
-    address = context.params.get("address") or connect.default_address()
+    address = context.params.get("address") or connect.ANY
 
     async def names(node: connect.Node) -> list[str]:
         status = await node.status()

@@ -17,8 +17,10 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from aiogpu.cli.nodes import SeenNode
 from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import printable, span, terms
+from aiogpu.core.model.units import GPU
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.status import (
     ActorStatus,
@@ -257,6 +259,32 @@ def task_table(
         Column("FOR", seconds, is_number=True, rank=1),
         Column("MEMORY", used, is_number=True, rank=5),
         Column("WHY", lambda task: task.reason or "", least=10, rank=6),
+    )
+
+
+def node_table(nodes: Iterable[SeenNode], _status: object = None) -> Table:
+    """Nodes of this user, and how much each has to do."""
+
+    def running(status: NodeStatus) -> int:
+        return len(status.tasks) - len(status.waiting)
+
+    def free(status: NodeStatus) -> str:
+        total = status.total.get(GPU, 0)
+        return f"{status.available.get(GPU, 0):g} of {total:g}" if total else ""
+
+    def of(tell: Callable[[NodeStatus], object]) -> Callable[[SeenNode], str]:
+        return lambda one: "" if one.status is None else str(tell(one.status))
+
+    return Table(
+        nodes,
+        Column("PID", lambda one: number(one.found.pid), is_number=True),
+        Column("PROGRAM", lambda one: one.found.program, least=8),
+        Column("SINCE", lambda one: span(one.found.seconds), is_number=True, rank=2),
+        Column("RUN", of(running), is_number=True),
+        Column("WAIT", of(lambda status: status.waiting_count), is_number=True),
+        Column("FREE GPUS", of(free), is_number=True, rank=1),
+        Column("ADDRESS", lambda one: one.found.address, least=12, rank=3),
+        Column("", lambda one: text(one.problem, "red"), least=12),
     )
 
 

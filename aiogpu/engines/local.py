@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
-from aiogpu.errors import NodeClosedError
+from aiogpu.errors import NodeClosedError, NodeError
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.runtime.node import Supervisor
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.actors.registry import Actors
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.runtime.callers.programs import Answer
+    from aiogpu.runtime.callers.viewers import Answer, Viewers
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import Store
@@ -179,7 +179,7 @@ class LocalEngine(DriverEngine):
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(options, loop)
-        self._supervisor = Supervisor(loop)
+        self._supervisor = Supervisor(loop, self._make_viewers)
         self._recording: Recording | None = None
         # Left on functions that were found feasible; it outlives the node, so is small.
         self._mark = object()
@@ -306,6 +306,16 @@ class LocalEngine(DriverEngine):
         ends_at = None if clients is None else clients.ends_at
         return None if ends_at is None else max(0.0, ends_at - now)
 
+    def _make_viewers(self) -> Viewers | None:
+        """Return what answers commands on the node's own socket."""
+        if self._driver is None:
+            return None
+        from aiogpu.engines.server_info import pack_capacity
+        from aiogpu.runtime.callers.viewers import Viewers
+
+        capacity = pack_capacity(self._driver.scheduler.ledger, {})
+        return Viewers(self._loop, self.home, capacity, self._answers())
+
     def _answers(self) -> Mapping[str, Answer]:
         """Return the queries that other programs can send to the node, by name."""
         from aiogpu.wire import messages as names
@@ -320,6 +330,11 @@ class LocalEngine(DriverEngine):
             return await self.status()
 
         async def timeline(_number: int) -> object:
+            if self._recording is None:
+                raise NodeError(
+                    "this node is inside a program, and notes nothing of what has run. "
+                    "A node that `aiogpu start --head` starts does."
+                )
             return [tuple(span) for span in self.spans()]
 
         return {

@@ -92,14 +92,17 @@ def join_of(options: NodeOptions) -> Join:
     """Return the message that introduces this program to the node."""
     from aiogpu import __version__
 
+    # Who only looks has no workers that would start with these.
+    only_looks = options.only_looks
+    sys_path = (path for path in sys.path if isinstance(path, str))
     return Join(
         release=__version__,
         name=_name(),
         executable=sys.executable,
         flags=tuple(interpreter_flags()),
-        sys_path=tuple(path for path in sys.path if isinstance(path, str)),
+        sys_path=() if only_looks else tuple(sys_path),
         directory=_directory(),
-        environ=dict(os.environ),
+        environ={} if only_looks else dict(os.environ),
         preload=tuple(options.preload),
         shows=options.log_to_driver,
         only_looks=options.only_looks,
@@ -498,6 +501,7 @@ class RemoteEngine(NodeClient):
         self._welcome: asyncio.Future[Welcome] = loop.create_future()
         self._departed = loop.create_future()
         self.home = ""
+        self._is_private = False  # it is inside a program, and only answers questions
         self._is_telling = False
         self._is_leaving = False
         self._error: NodeError | None = None
@@ -552,8 +556,11 @@ class RemoteEngine(NodeClient):
 
         ledger, policies = unpack_capacity(welcome.ledger)
         check_joining_options(self._options, ledger, policies, self._path)
-        passage = await connect_to(welcome.descriptors)
         self.home, self._ledger = welcome.node, ledger
+        if not welcome.descriptors:
+            self._is_private = True
+            return
+        passage = await connect_to(welcome.descriptors)
         with suppress(OSError):
             descriptor = os.open(welcome.page, os.O_RDWR | os.O_CLOEXEC)
             self._page.close()
@@ -617,13 +624,16 @@ class RemoteEngine(NodeClient):
             case Refused(reason):
                 self._end(NodeError(f"the node at {self._path} refuses: {reason}."))
             case Close():
-                self._end(
-                    NodeClosedError(
-                        f"the node at {self._path} was stopped, and what ran on it has "
-                        f"ended. When a node runs there again, `await aiogpu.init("
+                told = (
+                    f"the node at {self._path} was stopped, and what ran on it has "
+                    f"ended."
+                )
+                if not self._is_private:
+                    told += (
+                        f" When a node runs there again, `await aiogpu.init("
                         f"address={self._address!r})` joins it."
                     )
-                )
+                self._end(NodeClosedError(told))
             case Printed() if self._terminal is None:
                 self._terminal = Terminal(self.loop, self._line, self._take)
                 self._terminal.keeps(message)
@@ -653,13 +663,16 @@ class RemoteEngine(NodeClient):
 
     def _on_lost(self, error: Exception | None) -> None:
         why = f": {error}" if error is not None else ""
-        self._end(
-            NodeDiedError(
-                f"the node at {self._path} has ended{why}. What ran on it has ended "
-                f"with it. Start it anew by `aiogpu start --head`; then `await "
+        told = (
+            f"the node at {self._path} has ended{why}. What ran on it has ended with "
+            f"it."
+        )
+        if not self._is_private:
+            told += (
+                f" Start it anew by `aiogpu start --head`; then `await "
                 f"aiogpu.init(address={self._address!r})` joins it."
             )
-        )
+        self._end(NodeDiedError(told))
 
     def _end(self, error: NodeError) -> None:
         """Nothing more comes from the node."""

@@ -262,6 +262,10 @@ class Peer(asyncio.Protocol):
             return 0
         return self._transport.get_write_buffer_size()
 
+    def limit_frames(self, limit: int) -> None:
+        """Accept no longer frames of this peer from here on."""
+        self._connection.limit_frames(limit)
+
     def pause(self) -> None:
         """Read no more for now; the peer blocks when its buffer is full."""
         self._is_paused = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeError, NodeStartError
@@ -165,25 +166,33 @@ A socket's path has at most 107 bytes (unix(7)), and `/aiogpu-`, twelve digits a
 """
 
 
+def places_of(environ: Mapping[str, str]) -> list[str]:
+    """Return where a program with these variables makes a node's directory.
+
+    The first place is taken that can be written to.
+    """
+    # `tempfile` takes 10 ms to import, and its other rules are not needed.
+    named = [environ.get(name) for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
+    places = [os.path.abspath(place) for place in (*named, "/tmp") if place]
+    return [place for place in places if len(os.fsencode(place)) <= LONGEST]
+
+
 def create_directory() -> str:
     """Make a directory that only this user may enter (mode 0700).
 
     Raises:
         NodeStartError: no place can be written to.
     """
-    # `tempfile` takes 10 ms to import, and its other rules are not needed.
-    named = [os.environ.get(name) for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
-    places = [os.path.abspath(place) for place in (*named, "/tmp") if place]
+    places = places_of(os.environ)
     problem: OSError | None = None
     for place in places:
-        if len(os.fsencode(place)) <= LONGEST:
-            path = f"{place}/aiogpu-{os.urandom(6).hex()}"
-            try:
-                os.mkdir(path, 0o700)
-            except OSError as error:
-                problem = error
-            else:
-                return path
+        path = f"{place}/aiogpu-{os.urandom(6).hex()}"
+        try:
+            os.mkdir(path, 0o700)
+        except OSError as error:
+            problem = error
+        else:
+            return path
     raise NodeStartError(
         f"no directory for the node's socket can be made in "
         f"{', '.join(places)}: {problem}. Set "

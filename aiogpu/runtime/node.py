@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,20 +28,23 @@ from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
 from aiogpu.runtime.directories import remove_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.zygote.config import Bootstrap
+from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.observe.status import Observations
     from aiogpu.runtime.actors.registry import Check
-    from aiogpu.runtime.callers.programs import Answer, Clients, ServerInfo
+    from aiogpu.runtime.callers.programs import Clients, ServerInfo
     from aiogpu.runtime.callers.requests import Requests
-    from aiogpu.runtime.connection import Peer
+    from aiogpu.runtime.callers.viewers import Answer, Viewers
+    from aiogpu.runtime.connection import Greeted, Peer, Recipient
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import DeviceFactory, Driver
     from aiogpu.runtime.objects.store import DescriptorServer, Store
     from aiogpu.runtime.output import Console
     from aiogpu.runtime.workers.pool import Pool
+    from aiogpu.wire.messages import Hello
 
 
 SHORT: Final = 300e-6
@@ -102,12 +105,23 @@ class Parts:
 class Supervisor:
     """The life of one node's processes and sockets.
 
+    Args:
+        loop: runs it.
+        make_viewers: makes what answers commands on the node's own socket, when the
+            first one comes; returns None while the node is only starting.
+
     Attributes:
         clients: the programs that have joined; None where none can.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        make_viewers: Callable[[], Viewers | None],
+    ) -> None:
         self._loop = loop
+        self._make_viewers = make_viewers
+        self._viewers: Viewers | None = None
         self._bootstrap: Bootstrap | None = None
         self._undo_start = ExitStack()
         self._slots = 0
@@ -192,7 +206,8 @@ class Supervisor:
         parts = self._parts = Parts(console, driver, store)
         self._undo_start.pop_all()
         parts.server = await self._loop.create_unix_server(
-            partial(self._accept, pool), sock=self._bootstrap.listening
+            partial(self._accept, partial(self._greeted, pool)),
+            sock=self._bootstrap.listening,
         )
         # While the zygote starts: nothing can have died yet.
         pool.autopsy.begin()
@@ -205,15 +220,24 @@ class Supervisor:
         await pool.zygotes.plain.ready()
         return driver
 
-    def _accept(self, pool: Pool) -> Peer:
+    def _accept(self, greeted: Greeted) -> Peer:
         from aiogpu.runtime.connection import Peer
 
         poll = self._poll
-        peer = Peer(pool.greeted, None if poll is None else poll.note)
+        peer = Peer(greeted, None if poll is None else poll.note)
         self._peers.add(peer)
         if self._is_over:
             peer.abort()
         return peer
+
+    def _greeted(self, pool: Pool, peer: Peer, hello: Hello) -> Recipient | None:
+        if hello.role != CLIENT:
+            return pool.greeted(peer, hello)
+        self._viewers = self._viewers or self._make_viewers()
+        if self._viewers is None:
+            peer.refuse("the node is only starting; ask in a moment")
+            return None
+        return self._viewers.greeted(peer)
 
     def _wants_program(self, program: str) -> bool:
         """Return whether anything lives of a program that has left."""
@@ -294,6 +318,8 @@ class Supervisor:
         if driver.devices is not None:
             await driver.devices.close()
         await pool.close()
+        if self._viewers is not None:
+            self._viewers.close()
         if self.clients is not None:
             # Told by now how all of theirs has ended.
             self.clients.close()

@@ -126,6 +126,11 @@ class Connection:
         self._reader.limit, self._reader.is_single = LIMIT, False
         self.state = ConnectionState.OPEN
 
+    def limit_frames(self, limit: int) -> None:
+        """Accept no longer frames of the peer, which has greeted, from here on."""
+        self._reader.limit = limit
+        self._reader.missing = 0  # look at the length of a frame that has begun
+
     def close(self) -> None:
         """Stop reading."""
         self.state = ConnectionState.CLOSED

@@ -263,7 +263,7 @@ def test_why_of_what_is_not_there() -> None:
         (["status", "--interval", "0"], "0.0 is not in the range"),
         (["top", "--interval", "soon"], "'soon' is not a valid number of seconds"),
         (["why"], "Missing argument 'TASK'"),
-        (["status", "--address", "inline"], "which only that program can ask"),
+        (["status", "--address", "inline"], "Give that program's --pid"),
     ],
     ids=" ".join,
 )
@@ -281,8 +281,8 @@ def test_a_view_starts_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert result.exit_code == 1
         assert result.stderr == (
             f"Error: no node runs: there is no socket {tmp_path}/"
-            f"aiogpu/node.sock. Start one by `aiogpu start --head`, or name "
-            f"another node by --address.\n"
+            f"aiogpu/node.sock, and no program's in {tmp_path}. Start one by `aiogpu "
+            f"start --head`, or name another node by --address.\n"
         )
     for address in ("ray", "ray://host:10001"):
         monkeypatch.setenv("AIOGPU_ADDRESS", address)

@@ -26,6 +26,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import Requests
+from aiogpu.runtime.callers.viewers import Answer
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.directories import BACKLOG
 from aiogpu.runtime.driver import Driver
@@ -93,9 +94,6 @@ BACKLOG_OF_RESULTS: Final = 16 << 20
 
 BACKLOG_EVERY: Final = 0.1
 """Seconds between two looks at a program that reads too slowly."""
-
-
-Answer = Callable[[int], Coroutine[Any, Any, object]]
 
 
 class Clients:

@@ -1,0 +1,287 @@
+"""Nodes inside programs, as commands find them: all, by process, by address, none.
+
+What such a node answers, and whom: `tests/contract/test_viewers.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aiogpu.cli import connect
+from aiogpu.cli.main import main
+from tests.cli.box import LIMIT, Box
+
+NOBODY = 65534
+SCRIPT = """
+import asyncio, sys, aiogpu
+from aiogpu.api.session import current_session
+
+async def main():
+    nodes = int(sys.argv[1])
+    async with aiogpu.init(address="local", num_cpus=2, num_gpus=2):
+        async with aiogpu.lease(num_gpus=1, name="held"):
+            waits = aiogpu.lease(num_gpus=2, name="waits")
+            waiting = asyncio.ensure_future(waits.__aenter__())
+            while not (await aiogpu.status()).waiting_count:
+                await asyncio.sleep(0)
+            print(current_session().engine._supervisor.directory, flush=True)
+            if nodes == 2:
+                await asyncio.to_thread(asyncio.run, main_of_another())
+            await asyncio.to_thread(sys.stdin.readline)
+            waiting.cancel()
+
+async def main_of_another():
+    async with aiogpu.init(address="local", num_cpus=1, num_gpus=0):
+        print("and another", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+
+asyncio.run(main())
+"""
+
+
+class Program:
+    """A program with a node inside it.
+
+    Attributes:
+        pid: its process.
+        directory: of its node.
+        address: of its node.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], nodes: int) -> None:
+        self.process = process
+        self.pid = process.pid
+        assert process.stdout is not None
+        self.directory = process.stdout.readline().strip()
+        assert os.path.isdir(self.directory)
+        if nodes == 2:
+            assert process.stdout.readline() == "and another\n"
+        self.address = f"{self.directory}/node.sock"
+
+
+@contextmanager
+def program(
+    here: Box, name: str, nodes: int = 1, **variables: str
+) -> Iterator[Program]:
+    """A program of that name; at the end of the block it ends as it should."""
+    script = Path(here.directory, name)
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, "-u", "-W", "error", str(script), str(nodes)],
+        env={**here.variables, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Program(process, nodes)
+            if process.poll() is None:
+                _, complaints = process.communicate("\n" * nodes, timeout=LIMIT)
+                assert process.returncode == 0, complaints
+                assert "Traceback" not in complaints
+        finally:
+            process.kill()
+
+
+Command = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def run(
+    here: Box, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """Run an `aiogpu` command there, in this process; gives what it prints."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", here.directory)
+    monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
+
+    def run(*arguments: str, code: int = 0, **variables: str) -> tuple[str, str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["aiogpu", *arguments])
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code or 0) == code, (out, err)
+        return out, err
+
+    return run
+
+
+def rows(printed: str) -> list[list[str]]:
+    return [line.split() for line in printed.splitlines()]
+
+
+def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
+    with program(here, "train.py") as train, program(here, "serve.py") as serve:
+        # No service, and two programs.
+        out, err = run("status")
+        assert err == ""
+        head, first, second, advice = rows(out)
+        assert head == [
+            "PID",
+            "PROGRAM",
+            "SINCE",
+            "RUN",
+            "WAIT",
+            "FREE",
+            "GPUS",
+            "ADDRESS",
+        ]
+        for row, one, name in (
+            (first, train, "train.py"),
+            (second, serve, "serve.py"),
+        ):
+            assert row[:2] == [str(one.pid), name]
+            assert row[-6:] == ["1", "1", "1", "of", "2", one.address]
+        assert advice[-6:] == ["name", "one", "by", "--pid", "or", "--address."][-6:]
+        data = json.loads(run("status", "--json", "--check")[0])
+        assert data["healthy"] is True
+        assert [one["pid"] for one in data["nodes"]] == [train.pid, serve.pid]
+        assert data["nodes"][1]["status"]["waiting"]["tasks"] == 1
+        out, _ = run("list", "nodes", "--name", "serve*", AIOGPU_ADDRESS="auto")
+        assert [row[0] for row in rows(out)] == ["PID", str(serve.pid)]
+        listed = json.loads(run("list", "nodes", "--limit", "1", "--json")[0])
+        assert (listed["left_out"], len(listed["nodes"])) == (1, 1)
+        # What is about one of them names both, and does nothing.
+        for view in (["list", "tasks"], ["why", "1"], ["top"], ["logs"]):
+            out, err = run(*view, code=2)
+            assert out == ""
+            assert err.startswith(
+                "Error: this user has 2 nodes here; name one by --pid"
+            )
+            assert f"{serve.pid}  serve.py" in err
+        # One of them, by each of its names.
+        for choice in (f"--pid={serve.pid}", f"--address={serve.address}"):
+            assert run("status", choice)[0].startswith("CPU      2 of 2 free\n")
+            assert "held" in run("list", "tasks", choice)[0]
+            assert run("top", choice)[0].startswith("CPU")
+            assert "1 of GPU 0: held by held" in run("why", "waits", choice)[0]
+            told = run("logs", choice, code=1)[1]
+            assert "is inside a program and keeps no log" in told
+            told = run("timeline", "-", choice, code=1)[1]
+            assert "notes nothing of what has run" in told
+        _, told = here.run("run", f"--address={serve.address}", "true", code=125)
+        assert "takes no work" in told
+        # A shell completes them.
+        out, _ = run(
+            _AIOGPU_COMPLETE="bash_complete",
+            COMP_WORDS=f"aiogpu why --pid {str(serve.pid)[0]}",
+            COMP_CWORD="3",
+        )
+        assert f"plain,{serve.pid}" in out.splitlines()
+        out, _ = run(
+            _AIOGPU_COMPLETE="bash_complete",
+            COMP_WORDS=f"aiogpu why --pid {serve.pid} w",
+            COMP_CWORD="4",
+        )
+        assert out == "plain,waits\n"
+        # The service is one more, and is what `auto` names.
+        here.run("start", "--head", "--num-gpus=1", "--num-cpus=1")
+        assert here.node is not None
+        service, *others = rows(run("list", "nodes")[0])[1:]
+        assert service[:3] == [str(here.node.pid), "aiogpu", "start"]
+        assert service[-1] == here.place.socket
+        assert [row[0] for row in others] == [str(train.pid), str(serve.pid)]
+        for choice in ("--address=auto", f"--pid={here.node.pid}"):
+            assert run("status", choice)[0].startswith("CPU      1 of 1 free\n")
+        assert run("logs", "-n1") == ("", "")
+        here.run("stop")
+    assert [one for one in os.listdir(here.directory) if one[:7] == "aiogpu-"] == []
+
+
+def test_the_only_one_is_taken_and_what_is_left_of_others_is_not(
+    here: Box, run: Command
+) -> None:
+    with program(here, "train.py") as train, program(here, "serve.py") as serve:
+        serve.process.kill()
+        serve.process.wait()
+        # As if its zygote had been killed as well, which removes it.
+        left = Path(here.directory, "aiogpu-0123456789ab")
+        left.mkdir(0o700)
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(f"{left}/node.sock")
+        Path(here.directory, "aiogpu-abcdefabcdef").mkdir(0o700)
+        assert run("status")[0].startswith("CPU      2 of 2 free\n")
+        assert [row[0] for row in rows(run("list", "nodes")[0])[1:]] == [str(train.pid)]
+        _, told = run("status", f"--address={left}/node.sock", code=1)
+        assert "no node can be reached" in told
+        _, told = run("status", f"--pid={serve.pid}", code=1)
+        assert f"there is no process {serve.pid}" in told
+
+
+def test_by_its_process_a_node_is_found_where_that_looks(
+    here: Box, run: Command
+) -> None:
+    """Its variables name another place than this command's."""
+    elsewhere = Path(here.directory, "elsewhere")
+    elsewhere.mkdir()
+    with program(here, "far.py", 2, XDG_RUNTIME_DIR="", TMPDIR=str(elsewhere)) as far:
+        assert far.directory.startswith(f"{elsewhere}/")
+        _, told = run("status", code=1)
+        assert f"there is no socket {here.place.socket}, and no program's in" in told
+        out, _ = run("status", f"--pid={far.pid}")
+        assert [row[1] for row in rows(out)[1:3]] == ["far.py", "far.py"]
+        _, told = run("list", "tasks", f"--pid={far.pid}", code=2)
+        assert f"process {far.pid} has 2 nodes; name one by --address." in told
+        run("list", "tasks", f"--address={far.address}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--pid=0"], 2, "0 is not in the range x>=1"),
+        (["--pid=me"], 2, "'me' is not a valid integer"),
+        (["--pid={self}", "--address=auto"], 2, "both name a node: give one"),
+        (["--pid={self}"], 1, "has no node that can be asked"),
+    ],
+    ids=["zero", "word", "both", "none"],
+)
+def test_a_choice_of_none_is_said(
+    run: Command, arguments: list[str], code: int, told: str
+) -> None:
+    given = [one.format(self=os.getpid()) for one in arguments]
+    _, err = run("status", *given, code=code)
+    assert told in err
+
+
+def test_a_directory_that_others_can_reach_is_refused(here: Box, run: Command) -> None:
+    with program(here, "train.py") as train:
+        os.chmod(train.directory, 0o770)
+        choices = [[f"--pid={train.pid}"], [f"--address={train.address}"], []]
+        for choice in choices:
+            _, told = run("status", *choice, code=1)
+            assert f"{train.directory} has mode 0770, so others can reach into" in told
+        if os.geteuid() == 0:
+            os.chmod(train.directory, 0o700)
+            os.chown(train.directory, NOBODY, NOBODY)
+            _, told = run("status", f"--address={train.address}", code=1)
+            assert f"{train.directory} belongs to uid {NOBODY}" in told
+            _, told = run("status", code=1)
+            assert train.directory not in told, "what others have is not told of"
+            os.chown(train.directory, 0, 0)
+        os.chmod(train.directory, 0o700)
+        run("status")
+
+
+def test_one_that_does_not_answer_is_told_of(
+    here: Box, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "LISTED_WITHIN", 1.5)
+    with program(here, "train.py") as train, program(here, "serve.py") as serve:
+        os.kill(train.pid, signal.SIGSTOP)
+        out, _ = run("status")
+        assert [row[0] for row in rows(out)[1:3]] == [str(train.pid), str(serve.pid)]
+        assert rows(out)[1][-3:] == ["does", "not", "answer"]
+        os.kill(train.pid, signal.SIGCONT)
