@@ -8,6 +8,7 @@ All other Python blocks compile, with `await` outside of functions; those with
 
 import ast
 import re
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -110,6 +111,14 @@ def test_every_page_is_in_the_menu_of_the_site():
     menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     named = re.findall(r": (\S+\.md)$", menu, re.MULTILINE)
     assert sorted(named) == sorted(PAGES.keys() - {"README.md"})
+
+
+def test_the_changelog_has_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    versions = re.findall(
+        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert versions[0] == version
 
 
 def test_each_guarantee_names_its_test():
