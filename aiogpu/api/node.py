@@ -215,7 +215,8 @@ async def why(task_id: int) -> Why:
 
     Raises:
         OptionError: `task_id` is not a number.
-        NoSuchTaskError: the node has no such task, or it has ended.
+        NoSuchTaskError: the node has no such task, or knows it no more: it keeps the
+            last 10 000 that have ended, and a Ray cluster keeps none.
         NodeError: called inside a task.
     """
     return await _why(None, task_id)
@@ -233,8 +234,9 @@ async def _why(session: Session | None, task_id: int) -> Why:
     told = await engine.why_task(task_id)
     if told is None:
         raise NoSuchTaskError(
-            f"this node has no task {task_id} that waits or runs: it has ended, or "
-            f"never was. aiogpu.status() shows those that there are."
+            f"this node knows no task {task_id}: it never was, or is not among the "
+            f"last 10 000 that have ended, which are kept. aiogpu.status() shows those "
+            f"that wait or run."
         )
     return told
 

@@ -35,8 +35,8 @@ from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.errors import OptionError
-from aiogpu.observe.recorder import Span
 from aiogpu.observe.status import NodeStatus
+from aiogpu.observe.trace import Span
 from aiogpu.observe.why import Why
 from aiogpu.runtime.directories import check_meeting, default_socket
 

@@ -26,7 +26,7 @@ from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
     DeviceStatus,
-    FailureStatus,
+    EndedTask,
     Holder,
     NodeStatus,
     PlacementStatus,
@@ -451,11 +451,11 @@ def shape_table(shapes: Iterable[ShapeStatus], _status: NodeStatus) -> Table:
     )
 
 
-def failure_table(failures: Iterable[FailureStatus], status: NodeStatus) -> Table:
+def failure_table(failures: Iterable[EndedTask], status: NodeStatus) -> Table:
     """Build a table of failed tasks, the latest first."""
     programs = Programs(status)
 
-    def error(one: FailureStatus) -> Text:
+    def error(one: EndedTask) -> Text:
         return text(one.error.rpartition(".")[2], "red")
 
     return Table(

@@ -7,7 +7,7 @@ dataclass anew when a program starts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
@@ -21,6 +21,19 @@ class AboutTask:
     """One task."""
 
     task: TaskId
+
+
+@dataclass(slots=True)
+class AboutEnd:
+    """A task that has ended.
+
+    `since` says when it was submitted, `has_begun` whether its worker may have begun
+    it, in its last attempt.
+    """
+
+    task: TaskId
+    since: float = field(default=0.0, compare=False)
+    has_begun: bool = field(default=True, compare=False)
 
 
 @dataclass(slots=True)
@@ -119,7 +132,7 @@ class Kill(AboutWorker):
     __slots__ = ()
 
 
-class Settle(AboutTask):
+class Settle(AboutEnd):
     """The task has ended; give its owner the answer that its worker sent."""
 
     __slots__ = ()
@@ -163,7 +176,7 @@ class Warn(AboutTask):
     __slots__ = ()
 
 
-class Forget(AboutTask):
+class Forget(AboutEnd):
     """The task has ended and has no waiters: drop what is kept for it."""
 
     __slots__ = ()

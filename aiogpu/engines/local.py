@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.core.scheduler.scheduler import Scheduler
-    from aiogpu.engines.recording import Recording
-    from aiogpu.observe.recorder import Span
-    from aiogpu.observe.status import NodeStatus, Observations, Program
+    from aiogpu.observe.status import EndedTask, NodeStatus, Observations, Program
+    from aiogpu.observe.trace import Span
     from aiogpu.observe.why import Why
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.actors.registry import Actors
@@ -153,19 +152,20 @@ class DriverEngine:
         return replace(
             seen,
             actors=driver.actors.listed(place_of, results.client_of),
-            failures=results.failures.at(time.monotonic()),
+            failures=results.history.failures(now),
             draining=self._draining(now),
         )
 
     async def why(self, task: int) -> Why | None:
-        """Return why a task waits; see `Engine.why`."""
-        from aiogpu.observe.snapshot import why
+        """Return why a task waits, or how it has ended; see `Engine.why`."""
+        from aiogpu.observe.snapshot import why, why_ended
 
-        scheduler = self._asked("handle.why()").scheduler
-        record = scheduler.tasks.get(TaskId(task))
-        if record is None:
-            return None
-        return why(scheduler, record, self._pids, self._loop.time(), self._programs)
+        driver, now = self._asked("handle.why()"), self._loop.time()
+        record = driver.scheduler.tasks.get(TaskId(task))
+        if record is not None:
+            return why(driver.scheduler, record, self._pids, now, self._programs)
+        ended = driver.results.history.find(task, now)
+        return None if ended is None else why_ended(ended)
 
     async def why_task(self, number: int) -> Why | None:
         """Return why any program's task waits; see `Engine.why_task`."""
@@ -180,7 +180,6 @@ class LocalEngine(DriverEngine):
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(options, loop)
         self._supervisor = Supervisor(loop, self._make_viewers)
-        self._recording: Recording | None = None
         # Left on functions that were found feasible; it outlives the node, so is small.
         self._mark = object()
 
@@ -264,11 +263,9 @@ class LocalEngine(DriverEngine):
         Raises:
             OptionError: a resource is limited that the node does not have.
         """
-        from aiogpu.engines.recording import Recording
         from aiogpu.engines.server_info import server_info
 
         supervisor = self._supervisor
-        self._recording = Recording(self._open_driver, self._loop)
         ledger = self._open_driver.scheduler.ledger
         await supervisor.welcome(
             listening,
@@ -330,12 +327,16 @@ class LocalEngine(DriverEngine):
             return await self.status()
 
         async def timeline(_number: int) -> object:
-            if self._recording is None:
-                raise NodeError(
-                    "this node is inside a program, and notes nothing of what has run. "
-                    "A node that `aiogpu start --head` starts does."
-                )
             return [tuple(span) for span in self.spans()]
+
+        async def ended(_number: int) -> object:
+            return self.ended()
+
+        async def cancel(number: int) -> object:
+            return await self._cancel_for_user(number)
+
+        async def kill(number: int) -> object:
+            return await self._kill_for_user(number)
 
         return {
             names.RESOURCES: total,
@@ -344,17 +345,39 @@ class LocalEngine(DriverEngine):
             names.WHY: self.why,
             names.WHY_TASK: self.why,
             names.TIMELINE: timeline,
+            names.HISTORY: ended,
+            names.CANCEL: cancel,
+            names.KILL: kill,
         }
 
+    async def _cancel_for_user(self, number: int) -> tuple[str, Why | None]:
+        """Cancel a task, whosever it is: who may join the node is its user.
+
+        Returns:
+            What `Requests.cancel` does, and what was to be said of it before.
+        """
+        told = await self.why(number)
+        return self._supervisor.requests.cancel(number), told
+
+    async def _kill_for_user(self, number: int) -> tuple[str, Why | None]:
+        """Kill an actor, likewise."""
+        told = await self.why(number)
+        return self._supervisor.requests.kill(number), told
+
     def spans(self) -> list[Span]:
-        """Return what has run where and when, since it lets other programs join."""
-        return [] if self._recording is None else self._recording.spans()
+        """Return what has run where and when."""
+        driver, now = self._open_driver, self._loop.time()
+        workers = driver.scheduler.workers
+        return driver.results.history.spans(workers, now, time.time() - now)
+
+    def ended(self) -> tuple[EndedTask, ...]:
+        """Return the last tasks that have ended, the latest first."""
+        return self._open_driver.results.history.ended(self._loop.time())
 
     async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
         """Return the status, and counts of ended attempts by outcome."""
-        recording = self._recording
-        outcomes = {} if recording is None else dict(recording.recorder.outcomes)
-        return await self.status(), outcomes
+        outcomes = self._open_driver.results.history.outcomes
+        return await self.status(), dict(outcomes)
 
     async def drain(self, patience: float) -> str:
         """Take no more work of those that have joined, and let what runs end.

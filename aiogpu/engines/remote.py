@@ -50,6 +50,7 @@ from aiogpu.wire.messages import (
     CAPACITY,
     ENDED,
     FIRST_CLIENT,
+    HISTORY,
     LARGEST_PAYLOAD,
     READY,
     RESOURCES,
@@ -81,8 +82,8 @@ if TYPE_CHECKING:
     from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.client.references import Loan
     from aiogpu.core.resources.ledger import Ledger
-    from aiogpu.observe.recorder import Span
-    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.status import EndedTask, NodeStatus
+    from aiogpu.observe.trace import Span
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue
@@ -814,9 +815,27 @@ class RemoteEngine(NodeClient):
 
     async def timeline(self) -> list[Span]:
         """Return what has run on the node, where and when; see `observe.recorder`."""
-        from aiogpu.observe.recorder import Span
+        from aiogpu.observe.trace import Span
 
         return [Span(*one) for one in await self._inquire(TIMELINE)]
+
+    async def ended(self) -> tuple[EndedTask, ...]:
+        """Return the last tasks that have ended on the node, the latest first."""
+        return tuple(await self._inquire(HISTORY))
+
+    async def stop_task(self, what: str, number: int) -> tuple[str, Why | None]:
+        """Have the node cancel a task or kill an actor, whosever it is.
+
+        Args:
+            what: `CANCEL` or `KILL`.
+            number: the node's number.
+
+        Returns:
+            What it was: "task", "actor", "lease", "stopping" or "" for nothing that
+            lives; and what was to be said of it before.
+        """
+        found: tuple[str, Why | None] = await self._inquire(what, number)
+        return found
 
     async def why_task(self, number: int) -> Why | None:
         """Return why a task waits, whosever it is; see `Engine.why_task`."""

@@ -52,6 +52,7 @@ from aiogpu.observe.status import (
     BundleStatus,
     ClientStatus,
     DeviceStatus,
+    EndedTask,
     Holder,
     NodeStatus,
     Observations,
@@ -432,6 +433,16 @@ def why(
         is_held_endlessly=is_held_endlessly(node, record, lacks),
         rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
         rival_count=len(rivals),
+    )
+
+
+def why_ended(ended: EndedTask) -> Why:
+    """Return the same for a task that has ended."""
+    return Why(
+        *(ended.name, ended.task, TaskState.ENDED.value),
+        seconds=ended.seconds + (ended.ran or 0.0) + ended.waited,
+        request=ended.request,
+        ended=ended,
     )
 
 

@@ -199,8 +199,8 @@ class NodeStatus:
         clients: the programs that share the node, by number; empty if only one uses
             it.
         actors: all that have a process; then the first 100 of the others.
-        failures: the last 100 failed tasks, the latest first; an inline node keeps
-            none.
+        failures: the last 100 failed tasks and calls, the latest first, without their
+            tracebacks.
         draining: seconds that running tasks still have while the node is being stopped
             and takes no new work; None otherwise.
         placements: all placements, in the order of the requests.
@@ -219,7 +219,7 @@ class NodeStatus:
     reservation: ReservationStatus | None
     clients: tuple[ClientStatus, ...] = ()
     actors: tuple[ActorStatus, ...] = ()
-    failures: tuple[FailureStatus, ...] = ()
+    failures: tuple[EndedTask, ...] = ()
     draining: float | None = None
     placements: tuple[PlacementStatus, ...] = ()
     outages: tuple[OutageStatus, ...] = ()
@@ -405,16 +405,27 @@ class ClientStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class FailureStatus:
-    """A task, or a call of an actor, that has failed and is not retried.
+class EndedTask:
+    """A task that has ended, or a call of an actor that has failed.
 
     Attributes:
         task: the number of the task, or of the actor of the call.
         name: the name of the task, or "Model.predict" for a call.
-        error: the exception's type, "ValueError" or "torch.OutOfMemoryError".
+        error: the exception's type, "ValueError" or "torch.OutOfMemoryError"; "" if
+            there is none.
         message: the first line of its message.
-        seconds: since its owner was told.
+        seconds: since its end.
         client: the number of its program, 0 for the node's own.
+        state: "finished", "failed" or "cancelled".
+        waited: seconds from its submission until its code began, in its last attempt,
+            or until its end if that never was.
+        ran: seconds that its code ran; None if it never did, and for a call.
+        worker: id of the worker that ran it, None without one.
+        pid: process id of that worker, 0 without one.
+        devices: the worker's devices, each a kind and an index: `("GPU", 0)`.
+        request: what it asked for, `{"CPU": 1.0, "GPU": 0.5}`; empty for a call.
+        traceback: of its error, with the middle left out if it is long; "" without one,
+            and where many tasks are listed.
     """
 
     task: int
@@ -423,6 +434,14 @@ class FailureStatus:
     message: str
     seconds: float
     client: int = 0
+    state: str = "failed"
+    waited: float = 0.0
+    ran: float | None = None
+    worker: int | None = None
+    pid: int = 0
+    devices: tuple[tuple[str, int], ...] = ()
+    request: Mapping[str, float] = field(default_factory=dict)
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from aiogpu.observe.status import (
     BundleStatus,
     ClientStatus,
     DeviceStatus,
-    FailureStatus,
+    EndedTask,
     Holder,
     NodeStatus,
     OtherProcess,
@@ -31,7 +31,7 @@ from aiogpu.wire.codec import RecordCodec
 
 status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
-    *(ActorStatus, FailureStatus, PlacementStatus, BundleStatus, ReservationStatus),
+    *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
     *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus),
 )
 """Reads and writes the answers to `Inquire`; each class has the number of its place."""

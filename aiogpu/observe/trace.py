@@ -7,14 +7,40 @@ each, because the format shows overlapping events of one row as nested.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, Final
-
-from aiogpu.observe.recorder import Span
+from typing import Any, Final, NamedTuple
 
 DEVICES: Final = 1
 """The `pid` of the format: the group of the rows of devices."""
 WORKERS: Final = 2
 Event = dict[str, Any]
+
+
+class Span(NamedTuple):
+    """One attempt at a task.
+
+    Attributes:
+        task: its number.
+        name: its name.
+        client: the number of its program, 0 for the node's own.
+        worker: the worker that ran it.
+        pid: the process of the worker, 0 if no longer known.
+        devices: its devices, each a kind and an index: `("GPU", 0)`.
+        queued: seconds since the epoch, when it was submitted.
+        started: likewise, when it was sent to its worker or begun.
+        ended: likewise, or the time of asking if it is running.
+        outcome: "finished", "failed", "cancelled", "died", "retried" or "running".
+    """
+
+    task: int
+    name: str
+    client: int
+    worker: int
+    pid: int
+    devices: tuple[tuple[str, int], ...]
+    queued: float
+    started: float
+    ended: float
+    outcome: str
 
 
 class Rows:

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from aiogpu.core.model.text import SHOWN, listing, span, terms
 from aiogpu.core.model.units import GPU_MEMORY, spoken, written
-from aiogpu.observe.status import DeviceStatus, Holder, OutageStatus, ReservationStatus
+from aiogpu.observe.status import (
+    DeviceStatus,
+    EndedTask,
+    Holder,
+    OutageStatus,
+    ReservationStatus,
+)
+
+WORTH_TELLING: Final = 0.1
+"""Seconds of waiting of an ended task from which on they are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,8 @@ class Why:
         bundle: the bundle in which it is to run, in words; "" without one.
         notes: what else a cluster tells, a line each.
         outage: why no worker can be started for it, if that is why it waits.
+        ended: when and how it has ended, with its error and the traceback, if its node
+            still knows; None before, and of a handle that has its outcome.
     """
 
     name: str
@@ -125,6 +137,7 @@ class Why:
     notes: tuple[str, ...] = ()
     outage: OutageStatus | None = None
     bundle: str = ""
+    ended: EndedTask | None = None
 
     def __str__(self) -> str:
         return explain(self)
@@ -168,11 +181,42 @@ def _waits(why: Why) -> str:
 
 
 def explain(why: Why) -> str:
-    """The whole story; several lines for a task that waits."""
+    """The whole story; several lines for a task that waits or has failed."""
+    if why.ended is not None:
+        return "\n".join(_end(why.ended))
     if why.placement:
         return f"{_who(why)} waits for {why.placement}, its placement."
     told = _waiting(why) if why.state == "waiting" else [f"{_who(why)} {_does(why)}."]
     return "\n".join((*told, *(f"  {note}" for note in why.notes)))
+
+
+def end_in_brief(ended: EndedTask) -> str:
+    """Describe how and when a task has ended: "failed 3.0 s ago"."""
+    return f"{ended.state} {span(ended.seconds)} ago"
+
+
+def _end(ended: EndedTask) -> Iterator[str]:
+    cause = f": {ended.message}" if ended.message else ""
+    cause = f": {ended.error}{cause}" if ended.error else ""
+    yield f"{ended.name} (task {ended.task}) {end_in_brief(ended)}{cause}"
+    waited = f"it had waited {duration(ended.waited)}"
+    if ended.ran is None:
+        yield f"  {waited}, and never ran"
+    else:
+        devices = ", ".join(f"{kind} {index}" for kind, index in ended.devices)
+        where = f"worker {ended.worker} (pid {ended.pid})"
+        where += f" with {devices}" if devices else ""
+        after = f", after {waited}" if ended.waited >= WORTH_TELLING else ""
+        yield f"  it ran {duration(ended.ran)} on {where}{after}"
+    for line in ended.traceback.rstrip().splitlines():
+        yield f"  {line}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time that may be short: "under 1 ms", "3 ms", "1.2 s"."""
+    if seconds >= 0.1:
+        return span(seconds)
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
 
 
 def _who(why: Why) -> str:

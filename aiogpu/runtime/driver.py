@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
@@ -30,10 +30,11 @@ from aiogpu.runtime.actors.registry import Actors, Check
 from aiogpu.runtime.callers.caller import pass_on_all
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_guard import Shortages
+from aiogpu.runtime.history import DIED, RETRIED
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import EACH, Call, Delay, tell_fault
-from aiogpu.runtime.results import Results, WarnOwner
+from aiogpu.runtime.results import LogFailure, Results, WarnOwner
 from aiogpu.runtime.workers.commands import SETTLES
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
 from aiogpu.runtime.workers.message_router import InlinePoller, NestedRequests
@@ -128,24 +129,6 @@ _log: Final = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
-class Observer(Protocol):
-    """Observes workers' events before the core does."""
-
-    def on_assign(self, worker: int, /) -> None:
-        """A worker is about to be sent a task."""
-
-    def on_end(self, worker: int, answer: Done | Failed, /) -> None:
-        """A worker has ended a task."""
-
-    def on_row(
-        self, worker: int, records: list[TaskRecord], took: list[float], /
-    ) -> None:
-        """A worker has ended tasks together, each within so many seconds."""
-
-    def on_death(self, worker: int, /) -> None:
-        """A worker is gone."""
-
-
 class Driver:
     """Runs one node's tasks on the loop that it was made for.
 
@@ -167,6 +150,7 @@ class Driver:
         make_pool: Callable[[Driver], Pool],
         nested: Callable[[], NestedRequests] | None = None,
         warn_owner: WarnOwner | None = None,
+        log_failure: LogFailure | None = None,
         watch: DeviceFactory | None = None,
     ) -> None:
         """Make the parts of a node that decide and carry out.
@@ -182,6 +166,8 @@ class Driver:
                 where no task can ask.
             warn_owner: tells another program what concerns its task; None where no
                 program can join.
+            log_failure: writes failures of other programs' tasks to the log; None where
+                no program can join.
             watch: begins to watch the node's devices; None if there are none.
         """
         self.scheduler = scheduler
@@ -189,7 +175,6 @@ class Driver:
         gpu_guard = None if self.devices is None else self.devices.guard
         peak_seen = None if gpu_guard is None else gpu_guard.peak_of
         self.shortages = Shortages(scheduler, peak_seen)
-        self._observer: Observer | None = None
         self.is_busy = False
         self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
         self._loop = loop
@@ -201,8 +186,10 @@ class Driver:
         self.guard = MemoryGuard(loop, scheduler, self.workers, self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
         self.results = Results(
-            scheduler, self._calls, self.guard, gpu_guard, warn_owner
+            *(scheduler, self._calls, self.guard, gpu_guard),
+            *(warn_owner, log_failure),
         )
+        self._sites = self.results.history.sites
         self.actors = Actors(
             loop, scheduler, self.pool, self, self.results, self.shortages, check
         )
@@ -247,16 +234,6 @@ class Driver:
         """The handler of tasks' requests; loaded with the first request."""
         assert self._nested is not None
         return self._nested()
-
-    def observe(self, observer: Observer) -> None:
-        """Tell an observer from now on what workers do; others pay nothing for it."""
-        assign = self.handlers[effects.Assign]
-
-        def observed(effect: effects.Assign) -> None:
-            observer.on_assign(effect.worker)
-            assign(effect)
-
-        self._observer, self.handlers[effects.Assign] = observer, observed
 
     @property
     def leases(self) -> Leases:
@@ -546,17 +523,20 @@ class Driver:
         if self.is_busy:
             self._loop.call_soon(self.on_gone, worker, death)
             return
-        if self._observer is not None:
-            self._observer.on_death(worker)
         tell_callers = self.actors.on_gone(worker, death)
-        gone = WorkerId(worker)
+        gone, sites = WorkerId(worker), self._sites
         self.results.deaths[gone] = death
         began = self._sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         outage = death.reason if death.known in (CROWDED, UNAVAILABLE) else ""
         is_crowded = death.known == CROWDED
         end = (began, settles, is_crowded, outage)
+        call = None if began is None else self._calls.get(began)
+        since = sites[worker].began
         self.feed(Scheduler.worker_gone, gone, *end)
+        if call is not None and began is not None:
+            self.feed(self.results.note_attempt, began, call, DIED, since)
+        sites.pop(worker, None)
         del self.results.deaths[gone]
         self.guard.forget(worker)
         if tell_callers is not None:
@@ -593,9 +573,13 @@ class Driver:
             call.func = call.func.holding(effect.lease.request)
         bind = None
         if effect.is_first:
+            worker = self.workers.get(effect.worker)
+            pid = 0 if worker is None else worker.pid
+            self.results.history.occupy(effect.worker, pid, effect.lease)
             bind = self._assignment.bind(effect.lease, call.func.environ)
             if self.devices is not None:
                 self.devices.release.begin(effect.worker, effect.lease)
+        self._sites[effect.worker].began = self.scheduler.now
         if call.func.actor is not None:
             creation = self.actors.creation(
                 self.workers[effect.worker], effect.task, call
@@ -705,12 +689,9 @@ class Driver:
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             for task, _ in ended:
                 self.faults.on_event(Scheduler.finish, (task, who), error)
-        if records and self._observer is not None:
-            took = [seconds for _, seconds in ended[: len(records)]]
-            try:
-                self._observer.on_row(worker, records, took)
-            except Exception:  # noqa: BLE001 - it only observes
-                _log.exception("! the recorder failed; the tasks go on")
+        if records:
+            took = [answer.took for answer in answers[: len(records)]]
+            self.results.history.add_row(worker, records, took, now)
         wanted = self.scheduler.effects
         if wanted or self.events:
             # What the worker is to do next goes first: others only hear of it.
@@ -743,13 +724,8 @@ class Driver:
             if type(answer) is Failed and answer.is_spoilt:
                 self.feed(Scheduler.worker_spoilt, WorkerId(worker))
             return
-        if self._observer is not None:
-            try:
-                self._observer.on_end(worker, answer)
-            except Exception:  # noqa: BLE001 - it only observes
-                _log.exception("! the recorder failed; the task goes on")
         call.answer = answer
-        retry, took = False, 0.0
+        took = 0.0
         if type(answer) is Done:
             if type(answer.payload) is not bytes:
                 # Tasks to which the result has handles outlive the task that ends now.
@@ -757,23 +733,27 @@ class Driver:
                     self.feed(Scheduler.detach, TaskId(one))
             took = answer.took * 1e-6
         elif type(answer) is Failed:
-            retry = answer.is_retried
             if answer.is_spoilt:
                 self.feed(Scheduler.worker_spoilt, WorkerId(worker))
-            if answer.peak >= 0:
+            retry, ran_out = answer.is_retried, answer.peak >= 0
+            if ran_out:
                 self.shortages.replace(call, answer)
-                self.feed(Scheduler.finish, task, WorkerId(worker), retry, ran_out=True)
+            if retry or ran_out:
+                began = self._sites[worker].began
+                end = (task, WorkerId(worker), retry, took, ran_out)
+                self.feed(Scheduler.finish, *end)
+                self.feed(self.results.note_attempt, task, call, RETRIED, began)
                 return
         if self.is_busy:
-            self.feed(Scheduler.finish, task, WorkerId(worker), retry, took)
+            self.feed(Scheduler.finish, task, WorkerId(worker), False, took)
             return
         now, finish = self._loop.time(), self.scheduler.finish
         self.is_busy = True
         wanted: Sequence[Effect] = NOTHING
         try:
-            wanted = finish(now, task, WorkerId(worker), retry, took)
+            wanted = finish(now, task, WorkerId(worker), False, took)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
-            args = (task, WorkerId(worker), retry, took)
+            args = (task, WorkerId(worker), False, took)
             self.faults.on_event(Scheduler.finish, args, error)
         self.carry_out(wanted)
 

@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
+from aiogpu.core.model.text import printable
 from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
 from aiogpu.runtime.directories import remove_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
@@ -199,7 +200,7 @@ class Supervisor:
             watch = partial(DeviceMonitor, self._loop, scheduler, thread, self._roots)
         driver = Driver(
             *(self._loop, scheduler, assignment, check, make_pool),
-            *(lambda: self.requests, self._warn_owner, watch),
+            *(lambda: self.requests, self._warn_owner, self._log_failure, watch),
         )
         pool = driver.pool
         store.serve(driver.workers, pool.zygotes.page, driver.actors)
@@ -246,6 +247,13 @@ class Supervisor:
     def _warn_owner(self, client: int, text: str) -> bool:
         """Have another program log a warning; False if it is this one or has gone."""
         return self.clients is not None and self.clients.routes.warn(client, text)
+
+    def _log_failure(self, client: int, task: int, label: str, text: str) -> None:
+        """Write a failure of another program's task to the log, if there is one."""
+        log = None if self.clients is None else self.clients.routes.log
+        if log is not None:
+            for line in text.splitlines():
+                log.write(client, task, 2, printable(label), line)
 
     @cached_property
     def requests(self) -> Requests:

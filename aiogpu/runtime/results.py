@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core import effects
-from aiogpu.core.effects import Failure
+from aiogpu.core.effects import NOTHING, Effect
 from aiogpu.core.model.ids import OWN, TaskId, WorkerId
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import DeadlockError, TaskTimeoutError
+from aiogpu.errors import (
+    DeadlockError,
+    InfeasibleError,
+    NodeClosedError,
+    PlacementRemovedError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
+from aiogpu.runtime.history import (
+    CANCELLED,
+    DIED,
+    FAILED,
+    FINISHED,
+    Failure,
+    History,
+    Site,
+)
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.pending_tasks import Call, pass_on, pass_on_report, tell_fault
 from aiogpu.runtime.workers.death import Death, describe_death
@@ -22,7 +36,6 @@ from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.wire.messages import Done, Failed, Items, Report
 
 if TYPE_CHECKING:
-    from aiogpu.observe.status import FailureStatus
     from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
 
@@ -34,37 +47,9 @@ WarnOwner = Callable[[int, str], bool]
 """Has another program, by its number, log a warning; False if it cannot."""
 
 
-KEPT: Final = 100
-"""Failures that a node remembers."""
-LONGEST: Final = 200
-"""Characters of a message that are kept."""
-
-
-class Failures:
-    """The last `KEPT` failures of a node's tasks and calls."""
-
-    def __init__(self) -> None:
-        self._noted: deque[tuple[float, int, str, str, str, int]] = deque(maxlen=KEPT)
-
-    def __repr__(self) -> str:
-        return f"<Failures {len(self._noted)}>"
-
-    def note(
-        self, now: float, task: int, name: str, error: str, message: str, client: int
-    ) -> None:
-        """Remember one; the one noted first is forgotten for it."""
-        first = message.strip().partition("\n")[0][:LONGEST].rstrip()
-        self._noted.append((now, task, name, error, first, client))
-
-    def at(self, now: float) -> tuple[FailureStatus, ...]:
-        """Return the remembered failures, the latest first."""
-        # Late, as all of status is: few programs ask for it.
-        from aiogpu.observe.status import FailureStatus
-
-        return tuple(
-            FailureStatus(task, name, error, message, max(now - since, 0.0), client)
-            for since, task, name, error, message, client in reversed(self._noted)
-        )
+LogFailure = Callable[[int, int, str, str], None]
+"""Writes lines about a task of another program to the log: the program, the task, who
+says it, and the lines."""
 
 
 class Results:
@@ -72,7 +57,7 @@ class Results:
 
     Attributes:
         deaths: how workers have ended of which the core is being told.
-        failures: the last that have failed.
+        history: the last tasks that have ended.
     """
 
     def __init__(
@@ -82,12 +67,16 @@ class Results:
         guard: MemoryGuard | None = None,
         gpu_guard: GpuMemoryGuard | None = None,
         warn_owner: WarnOwner | None = None,
+        log_failure: LogFailure | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.deaths: dict[WorkerId, Death] = {}
         self._gpu_guard = gpu_guard
-        self.failures = Failures()
+        self.history = History()
         self._warn_owner = warn_owner
+        self._log_failure = log_failure
+        # Whose owners were told, and whose code may not have stopped yet.
+        self._told: dict[int, tuple[str, Failure]] = {}
         self._calls = calls
         self._guard = guard
 
@@ -97,13 +86,36 @@ class Results:
         call = calls.young.pop(task, None) or calls.pop(task)
         receiver, answer = call.receiver, call.answer
         assert receiver is not None, call
+        history, now, spec = self.history, self._scheduler.now, call.func.spec
+        site = history.sites[call.worker]
+        if type(answer) is Done:
+            took = answer.took
+            if spec.is_endless:
+                took = round((now - site.began) * 1e6)
+            # As `History.add` does, without a call: this is the usual end.
+            site.began = now
+            history.ring.append(
+                (
+                    *(task, spec.name, spec.shape.request, call.client, site.place),
+                    *(effect.since, now, took, FINISHED),
+                )
+            )
+            history.outcomes[FINISHED] += 1
+            history.count += 1
+            if history.count > history.limit:
+                history.trim()
+        elif type(answer) is Failed:
+            outcome = CANCELLED if answer.kind == STOPPED else FAILED
+            failure = Failure.of(answer.type_name, answer.message, answer.traceback)
+            history.add(
+                *(task, spec, call.client, site, effect.since, now, outcome, failure)
+            )
+            if outcome is FAILED:
+                self._log(call.client, task, spec.name, site, failure)
         try:
             if type(answer) is Done:
                 receiver.settle(answer.payload)
-                return
-            if type(answer) is Failed:
-                if answer.kind != STOPPED:
-                    self.note(task, call, answer.type_name, answer.message)
+            elif type(answer) is Failed:
                 receiver.settle(answer)
         except Exception as error:  # noqa: BLE001 - it is told to who waits
             tell_fault(receiver, error)
@@ -113,35 +125,67 @@ class Results:
         call, task, reason = self._calls[effect.task], effect.task, effect.reason
         spec = call.func.spec
         match effect.failure:
-            case Failure.EXPIRED:
-                timeout = f"{spec.timeout or 0.0:g} s"
-                self.note(task, call, TaskTimeoutError.__name__, timeout)
+            case effects.Failure.EXPIRED:
+                self._note(task, call, TaskTimeoutError, f"{spec.timeout or 0.0:g} s")
                 call.tell_timeout()
-            case Failure.LOST:
+            case effects.Failure.LOST:
                 assert effect.worker is not None, effect
                 death = self.deaths[effect.worker]
                 error = self.cause_of(task, spec.name, effect.worker, death)
                 if reason:
                     error.add_note(reason)
-                self.note(task, call, type(error).__name__, str(error))
+                self._note(task, call, type(error), str(error), DIED)
                 call.tell(error)
-            case Failure.DEADLOCKED:
-                self.note(task, call, DeadlockError.__name__, reason)
+            case effects.Failure.DEADLOCKED:
+                self._note(task, call, DeadlockError, reason)
                 call.tell_deadlock(reason)
-            case Failure.DISOWNED:
+            case effects.Failure.DISOWNED:
+                told = "the task that had started it has ended or is being stopped"
+                self._note(task, call, TaskCancelledError, told, CANCELLED)
                 call.tell_disowned()
-            case Failure.ABANDONED:
+            case effects.Failure.ABANDONED:
+                told = "the node was shut down"
+                self._note(task, call, NodeClosedError, told, CANCELLED)
                 call.tell_closed()
-            case Failure.EVICTED:
+            case effects.Failure.EVICTED:
                 from aiogpu.runtime.callers.leases import removed
 
                 placement_group = spec.shape.request.placement_group
                 assert placement_group is not None, effect
+                self._note(task, call, PlacementRemovedError, reason)
                 call.tell(removed(placement_group.name, spec.name, reason))
-            case Failure.MISFIT:
+            case effects.Failure.MISFIT:
                 from aiogpu.runtime.callers.leases import misfit
 
+                self._note(task, call, InfeasibleError, reason)
                 call.tell(misfit(spec, reason))
+
+    def _note(
+        self,
+        task: int,
+        call: Call,
+        error: type[Exception],
+        message: str,
+        outcome: str = FAILED,
+    ) -> None:
+        """Keep what its owner is told now until its code has stopped."""
+        if call.receiver is None:
+            return
+        failure = Failure.of(error.__name__, message)
+        self._told[task] = outcome, failure
+        if outcome != CANCELLED:
+            site = self.history.sites[call.worker]
+            self._log(call.client, task, call.func.spec.name, site, failure)
+
+    def _log(
+        self, client: int, task: int, name: str, site: Site, failure: Failure
+    ) -> None:
+        """Write a failure of another program's task to the log of tasks."""
+        if client and self._log_failure is not None:
+            error, message, traceback = failure
+            text = traceback or (f"{error}: {message}" if message else error)
+            pid = f" pid={site.place[1]}" if site.place else ""
+            self._log_failure(client, task, f"{name}{pid}", text)
 
     def cause_of(self, task: int, name: str, worker: int, death: Death) -> Exception:
         """The error of what a worker has run that has died: a task, or an actor."""
@@ -166,24 +210,55 @@ class Results:
 
     def forget(self, effect: effects.Forget) -> None:
         """Drop an ended task without waiters, with its arguments."""
-        del self._calls[effect.task]
+        task, history, now = effect.task, self.history, self._scheduler.now
+        call = self._calls.pop(task)
+        spec, failure = call.func.spec, None
+        # An actor that nobody has a handle to, and a lease that was held, are done.
+        is_done = spec.is_endless and (effect.has_begun or not spec.is_lease)
+        outcome = FINISHED if is_done else CANCELLED
+        if task in self._told:
+            outcome, failure = self._told.pop(task)
+        site = history.sites[call.worker if effect.has_begun else 0]
+        history.add(
+            *(task, spec, call.client, site, effect.since, now, outcome, failure)
+        )
+
+    def note_stop(self, task: int, error: str, message: str) -> None:
+        """Note why a task is about to be cancelled, or an actor to be killed."""
+        if self._calls.get(TaskId(task)) is not None:
+            self._told[task] = CANCELLED, Failure(error, message)
+
+    def note_attempt(
+        self,
+        scheduler: Scheduler,
+        now: float,
+        task: TaskId,
+        call: Call,
+        outcome: str,
+        began: float,
+    ) -> Sequence[Effect]:
+        """Note an attempt at a task, if another one follows; an event for `feed`."""
+        record = scheduler.tasks.get(task)
+        if record is not None:
+            site = Site(self.history.sites[call.worker].place, began)
+            whose = record.spec, record.client
+            self.history.add(task, *whose, site, record.since, now, outcome)
+        return NOTHING
 
     def note_call(self, actor: int, name: str, failed: Failed) -> None:
         """Remember the failure of a call of an actor."""
-        client, now = self.client_of(actor), time.monotonic()
-        told = failed.type_name, failed.message
-        self.failures.note(now, actor, name, *told, client)
+        call, now = self._calls.get(TaskId(actor)), self._scheduler.now
+        failure = Failure.of(failed.type_name, failed.message, failed.traceback)
+        client, site = OWN if call is None else call.client, Site(None)
+        if call is not None:
+            site = self.history.sites[call.worker]
+        self.history.add_call(actor, name, client, now, failure)
+        self._log(client, actor, name, site, failure)
 
     def client_of(self, task: int) -> int:
         """The program whose a task is that has not ended, or an actor."""
         call = self._calls.get(TaskId(task))
         return OWN if call is None else call.client
-
-    def note(self, task: int, call: Call, error: str, message: str) -> None:
-        """Remember a reported failure."""
-        if call.receiver is not None:
-            now, name = time.monotonic(), call.func.spec.name
-            self.failures.note(now, task, name, error, message, call.client)
 
     def on_items(self, worker: LiveWorker, message: Items) -> None:
         """A worker's generator has yielded: a task's, or that of an actor's call."""

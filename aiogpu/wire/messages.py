@@ -790,9 +790,18 @@ WHY_TASK: Final = "why task"
 TIMELINE: Final = "timeline"
 """Asks what has run where and when."""
 
+HISTORY: Final = "history"
+"""Asks for the last tasks that have ended."""
+
+CANCEL: Final = "cancel"
+"""Cancels any task, by the node's number, for the user of the node."""
+
+KILL: Final = "kill"
+"""Kills any actor, by the number of its task, for the user of the node."""
+
 
 class Inquire(NamedTuple):
-    """Client to node: report something about the node, as the result of a child.
+    """Client to node: report something about it, or do it, as the result of a child.
 
     The answer is `ChildDone` with plain values, see `observe.status_codec`. `what` is
     one of the above, `number` the child or task in question.

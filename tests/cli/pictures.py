@@ -21,7 +21,7 @@ from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
     DeviceStatus,
-    FailureStatus,
+    EndedTask,
     Holder,
     NodeStatus,
     OtherProcess,
@@ -125,8 +125,8 @@ BUSY = NodeStatus(
         ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False, JOB),
     ),
     failures=(
-        FailureStatus(6, "load", "torch.OutOfMemoryError", "no room left", 2.0),
-        FailureStatus(5, "train", "ValueError", "no such key", 75.0, JOB),
+        EndedTask(6, "load", "torch.OutOfMemoryError", "no room left", 2.0),
+        EndedTask(5, "train", "ValueError", "no such key", 75.0, JOB),
     ),
 )
 

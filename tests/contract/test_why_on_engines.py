@@ -282,11 +282,47 @@ async def test_why_asks_by_number() -> None:
             seen = (await aiogpu.status()).tasks
             (task,) = (one for one in seen if one.name == "pid")
             assert (await aiogpu.why(task.id)).name == "pid"
-        await handle
-        with pytest.raises(
-            aiogpu.errors.NoSuchTaskError, match=f"no task {task.id} that"
-        ):
-            await aiogpu.why(task.id)
+        pid = await handle
+        ended = (await aiogpu.why(task.id)).ended
+        assert ended is not None
+        assert (ended.name, ended.state, ended.pid) == ("pid", "finished", pid)
+        with pytest.raises(aiogpu.errors.NoSuchTaskError, match="no task 999999:"):
+            await aiogpu.why(999_999)
+
+
+@pytest.mark.usefixtures("each_engine")
+async def test_what_has_become_of_a_task_that_has_ended(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        failing = tasks.fail.options(num_gpus=0.5).remote(KeyError, "no such key")
+        with pytest.raises(KeyError):
+            await failing
+        (failed,) = (await aiogpu.status()).failures
+        told = await aiogpu.why(failed.task)
+        assert told.state == "ended"
+        assert told.request == {"CPU": 1.0, "GPU": 0.5}
+        ended = told.ended
+        assert ended is not None
+        assert (ended.state, ended.error, ended.devices) == (
+            *("failed", "KeyError", (("GPU", 0),)),
+        )
+        first, second, *trace, last = str(told).splitlines()
+        assert first.startswith(f"fail (task {failed.task}) failed 0.")
+        assert first.endswith("ago: KeyError: 'no such key'")
+        assert second.startswith("  it ran ")
+        assert second.endswith(f"(pid {ended.pid}) with GPU 0")
+        assert trace[0] == "  Traceback (most recent call last):"
+        assert "tasks.py" in trace[1]
+        assert last == "  KeyError: 'no such key'"
+        runs = tasks.gated_coroutine.remote(gate.path, "a")
+        await gate.entered("a")
+        waits = tasks.add.remote(1)
+        number = max(one.id for one in (await aiogpu.status()).tasks)
+        waits.cancel()
+        told = await aiogpu.why(number)
+        assert str(told).startswith(f"add (task {number}) cancelled 0.")
+        assert str(told).endswith(", and never ran")
+        gate.release("a")
+        await runs
 
 
 @pytest.mark.usefixtures("each_engine")
@@ -323,7 +359,6 @@ async def test_failures_are_remembered_the_latest_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_engine")
-@pytest.mark.needs("processes")
 async def test_who_runs_out_of_time_has_failed_and_who_is_cancelled_has_not() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         actor = Counter.options(num_gpus=1).remote()

@@ -19,7 +19,7 @@ from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
     DeviceStatus,
-    FailureStatus,
+    EndedTask,
     Holder,
     NodeStatus,
     Observed,
@@ -419,8 +419,8 @@ def test_actors_and_failures_come_last():
         ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False),
     )
     failures = (
-        FailureStatus(5, "train", "ValueError", "no such key", 1.0),
-        FailureStatus(6, "load", "MemoryError", "", 70.0),
+        EndedTask(5, "train", "ValueError", "no such key", 1.0),
+        EndedTask(6, "load", "MemoryError", "", 70.0),
     )
     shown = replace(status, actors=actors, failures=failures)
     assert str(shown).splitlines()[4:] == [

@@ -38,7 +38,7 @@ def withdraw(node: SchedulerState, record: TaskRecord) -> None:
         node.end(record)
         if state is TaskState.WAITING:
             node.ready.discard(record)
-        node.effects.append(Forget(record.id))
+        node.effects.append(Forget(record.id, record.since, False))
         return
     worker = record.worker
     assert worker is not None, record

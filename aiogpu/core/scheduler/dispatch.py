@@ -62,7 +62,7 @@ def return_lease(node: SchedulerState, holder_id: WorkerId, settles: bool) -> No
         del node.granted[holder.id]
         node.ledger.give_back(lease)
     node.end(record)
-    node.effects.append(effects.Forget(record.id))
+    node.effects.append(effects.Forget(record.id, record.since))
 
 
 def end_leases(node: SchedulerState) -> None:

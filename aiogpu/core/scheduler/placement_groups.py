@@ -58,7 +58,10 @@ def _refuse(
     node: SchedulerState, record: TaskRecord, failure: Failure, reason: str
 ) -> None:
     node.end(record)
-    node.effects += [Fail(record.id, failure, reason), Forget(record.id)]
+    node.effects += [
+        Fail(record.id, failure, reason),
+        Forget(record.id, record.since, False),
+    ]
 
 
 def _why_misfit(
@@ -129,6 +132,6 @@ def _end(node: SchedulerState, key: str, known: PlacementGroup) -> bool:
         del node.granted[holder.id]
         node.ledger.give_back(holder.lease)
         node.end(record)
-        node.effects.append(Forget(record.id))
+        node.effects.append(Forget(record.id, record.since))
     del node.placement_groups[key]
     return True

@@ -272,7 +272,7 @@ def _lose(
     node.end(record)
     if was_wanted:
         node.effects.append(Fail(record.id, Failure.LOST, note, worker))
-    node.effects.append(Forget(record.id))
+    node.effects.append(Forget(record.id, record.since))
 
 
 def returned_devices(
@@ -307,6 +307,7 @@ def end_specially(
         retry_later(node, record)
     else:
         node.end(record)
-        node.effects.append(Settle(record.id) if was_wanted else Forget(record.id))
+        ended = Settle if was_wanted else Forget
+        node.effects.append(ended(record.id, record.since))
     if record.kin is not None:
         on_task_ended(node, record)

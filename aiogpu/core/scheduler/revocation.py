@@ -83,7 +83,7 @@ def return_task(node: SchedulerState, record: TaskRecord) -> None:
     if record.state is TaskState.STOPPING:
         record.worker = None
         node.end(record)
-        node.effects.append(Forget(record.id))
+        node.effects.append(Forget(record.id, record.since, False))
     else:
         node.wait_again(record)
 

@@ -120,13 +120,13 @@ class Scheduler(SchedulerState):
             client: the program whose it is; a child is its parent's.
         """
         if self.is_closing:
-            return [Fail(task, Failure.ABANDONED), Forget(task)]
+            return [Fail(task, Failure.ABANDONED), Forget(task, now, False)]
         self.now, self.effects = now, []
         record = TaskRecord(task, spec, now, client)
         if parent is not None:
             starter = self.tasks.get(parent)
             if starter is None or starter.state is TaskState.STOPPING:
-                return [Fail(task, Failure.DISOWNED), Forget(task)]
+                return [Fail(task, Failure.DISOWNED), Forget(task, now, False)]
             task_tree.adopt(starter, record)
         self.tasks[task] = record
         if self.clients is not None:
@@ -257,7 +257,7 @@ class Scheduler(SchedulerState):
             recovery.end_specially(self, record, retry, ran_out)
         else:
             self.end(record)
-            self.effects.append(Settle(task))
+            self.effects.append(Settle(task, record.since))
         if spec.max_calls:
             known.calls[spec.function] = known.calls.get(spec.function, 0) + 1
         self._go_on(known, (record.client, spec.shape))

@@ -115,7 +115,7 @@ def end_deadlocks(node: SchedulerState) -> None:
 
     for child, reason in find_deadlocks(node):
         node.effects.append(Fail(child.id, Failure.DEADLOCKED, reason))
-        node.effects.append(Forget(child.id))
+        node.effects.append(Forget(child.id, child.since, False))
         node.end(child)
         node.ready.discard(child)
         if child.kin is not None:

@@ -676,7 +676,9 @@ class InlineActors(Actors):
         is_ended = is_last and not no_restart
         if is_ended and found is not None and found.state is ActorState.ALIVE:
             found.is_killed = True
-            found.settle(ActorDiedError(f"{found.name} was killed.", found.name))
+            died = ActorDiedError(f"{found.name} was killed.", found.name)
+            found.settle(died)
+            self._results.note_stop(found.id, type(died).__name__, str(died))
             self._node.cancel(found.id)
         super().kill(actor, no_restart)
 

@@ -16,7 +16,7 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec
 from weakref import WeakSet
@@ -116,12 +116,14 @@ class InlineWorker:
         actor: the actor that it is.
         peer: the actor's object, which hears its calls; None before and after its life.
         begun: the number of what it has begun last.
+        pid: this process.
     """
 
     id: int
     actor: Actor | None = None
     peer: Any = None
     begun: int = 0
+    pid: int = field(default_factory=os.getpid)
 
     def borrow(self, payload: bytes) -> bytes:
         """The payload that it is sent, with the values that it needs."""

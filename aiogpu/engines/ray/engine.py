@@ -30,6 +30,7 @@ from aiogpu.errors import (
     NodeClosedError,
     NodeDiedError,
     NodeError,
+    NoSuchTaskError,
 )
 from aiogpu.runtime.callers.leases import removed
 from aiogpu.runtime.pending_tasks import too_late
@@ -348,8 +349,19 @@ class RayEngine:
         return self._groups.why(number) or self.calls.why(number)
 
     async def why_task(self, number: int) -> Why | None:
-        """Return the same for a number of `status()`; see `Engine.why_task`."""
-        return await self.why(number)
+        """Return the same for a number of `status()`; see `Engine.why_task`.
+
+        Raises:
+            NoSuchTaskError: it has ended, or never was.
+        """
+        told = await self.why(number)
+        if told is None:
+            raise NoSuchTaskError(
+                f"this program has no task {number} on the Ray cluster that waits or "
+                f"runs. What has become of tasks that have ended is not kept there: "
+                f"their handles know it."
+            )
+        return told
 
     def _check_asked(self) -> None:
         self._check_open()

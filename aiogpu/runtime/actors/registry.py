@@ -216,7 +216,9 @@ class Actors(Register):
         if found is None or found.state is ActorState.DEAD:
             return
         if no_restart:
-            found.die(ActorDiedError(f"{found.name} was killed.", found.name))
+            died = ActorDiedError(f"{found.name} was killed.", found.name)
+            found.die(died)
+            self._results.note_stop(found.id, type(died).__name__, str(died))
             self._tasks.cancel(found.id)
         elif found.worker is not None:
             found.is_killed = True

@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 
+BY_CANCEL: Final = "cancelled by `aiogpu cancel`"
+"""Who has cancelled a task for which somebody else may wait."""
+
+
 KEPT: Final = 1024
 """Functions and functions that are recognised when another worker declares them."""
 
@@ -345,9 +349,46 @@ class Requests:
         receiver = receiver_of()
         stop()
         if receiver is not None:
-            error = TaskCancelledError("it was cancelled by who was given its handle.")
-            failed = pack_failure(0, RAISED, error, "")
-            receiver.settle(failed._replace(kind=STOPPED))
+            _tell_cancelled(receiver, "it was cancelled by who was given its handle.")
+
+    def cancel(self, number: int) -> str:
+        """Cancel a task, whosever it is, for the user of the node; its owner is told.
+
+        Returns:
+            What the number was: "task"; "stopping", for one that is being stopped; or
+            one that is left alone: "actor", "lease", or "" for nothing that lives.
+        """
+        driver, task = self._driver, TaskId(number)
+        record, call = driver.scheduler.tasks.get(task), driver.call_of(task)
+        if record is None or call is None:
+            return ""
+        if call.func.actor is not None:
+            return "actor"
+        if record.spec.is_lease:
+            return "lease"
+        receiver, told = call.receiver, f"{record.spec.name} was {BY_CANCEL}."
+        if receiver is None:
+            return "stopping"
+        driver.results.note_stop(task, TaskCancelledError.__name__, told)
+        driver.cancel(number)
+        _tell_cancelled(receiver, told)
+        return "task"
+
+    def kill(self, number: int) -> str:
+        """Kill an actor, whosever it is, for the user of the node.
+
+        Returns:
+            What the number was: "actor"; "task" or "lease", which are left alone; or
+            "" for nothing that lives.
+        """
+        driver, task = self._driver, TaskId(number)
+        record, call = driver.scheduler.tasks.get(task), driver.call_of(task)
+        if record is None or call is None:
+            return ""
+        if call.func.actor is None:
+            return "lease" if record.spec.is_lease else "task"
+        self._actors.kill(number)
+        return "actor"
 
     def _fetch(self, caller: Caller, message: wire.Fetch) -> None:
         receiver = Question(caller, message.child, self._note_answer)
@@ -443,3 +484,8 @@ class Requests:
             self._actors.terminate(message.actor)
         else:
             self._actors.kill(message.actor, no_restart=message.how != wire.AGAIN)
+
+
+def _tell_cancelled(receiver: Receiver, told: str) -> None:
+    failed = pack_failure(0, RAISED, TaskCancelledError(told), "")
+    receiver.settle(failed._replace(kind=STOPPED))

@@ -7,7 +7,7 @@ import gc
 import json
 import re
 import socket
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 from urllib.request import urlopen
 
@@ -23,9 +23,10 @@ from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.engines.server_info import pack_capacity, unpack_capacity
 from aiogpu.errors import NodeStartError, ProtocolError
 from aiogpu.observe.metrics import MetricsServer, Seen, amounts
-from aiogpu.observe.recorder import Recorder, Span
+from aiogpu.observe.status import EndedTask
 from aiogpu.observe.status_codec import status_codec
-from aiogpu.observe.trace import DEVICES, WORKERS, trace_of
+from aiogpu.observe.trace import DEVICES, WORKERS, Span, trace_of
+from aiogpu.runtime.history import LONGEST, LONGEST_TRACE, Failure, History
 from tests.support.gate import Gate, pass_gate
 
 
@@ -93,7 +94,7 @@ def test_without_prometheus_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         MetricsServer(0, lambda: Seen(None, {}))  # type: ignore[arg-type]
 
 
-# Spans
+# Tasks that have ended
 
 
 REQUEST = Request.of({"CPU": UNIT}, {"GPU": 2500})
@@ -102,103 +103,141 @@ REQUEST = Request.of({"CPU": UNIT}, {"GPU": 2500})
 SPEC = TaskSpec("embed", Shape(REQUEST))
 
 
+LEASE = Lease(LeaseId(1), REQUEST, (((3, 2500),),), Ledger({}))
+
+
+FAILURE = Failure.of("ValueError", "no such key\nat all", "Traceback: ...")
+
+
 def record(task: int, since: float = 0.0) -> TaskRecord:
     return TaskRecord(TaskId(task), SPEC, since, ClientId(5))
 
 
 @pytest.fixture
-def worker() -> WorkerRecord:
-    lease = Lease(LeaseId(1), REQUEST, (((3, 2500),),), Ledger({}))
-    return WorkerRecord(WorkerId(7), lease=lease)
+def history() -> History:
+    """One with room for five tasks, and a worker on GPU 3 that has begun at 2."""
+    found = History(most=5)
+    found.limit = 5
+    found.occupy(7, 99, LEASE)
+    found.sites[7].began = 2.0
+    return found
 
 
-def test_a_task_is_a_span(worker: WorkerRecord) -> None:
-    recorder = Recorder()
-    recorder.begin(7, 99, 2.0)
-    recorder.end(worker, record(1, since=1.0), "failed", 4.0)
-    (span,) = recorder.spans([worker], now=9.0, epoch=100.0)
+def end(
+    history: History, task: int, outcome: str, now: float, *failure: Failure
+) -> None:
+    history.add(task, SPEC, 5, history.sites[7], 1.0, now, outcome, *failure)
+
+
+def test_a_task_is_a_span_and_an_ended_task(history: History) -> None:
+    end(history, 1, "failed", 4.0, FAILURE)
+    (span,) = history.spans([], now=9.0, epoch=100.0)
     assert span == Span(
         *(1, "embed", 5, 7, 99, (("GPU", 3),), 101.0, 102.0, 104.0, "failed")
     )
-    assert recorder.outcomes == {"failed": 1}
+    assert history.outcomes == {"failed": 1}
+    ended = EndedTask(
+        *(1, "embed", "ValueError", "no such key", 5.0, 5, "failed", 1.0, 2.0),
+        *(7, 99, (("GPU", 3),), {"CPU": 1.0, "GPU": 0.25}),
+    )
+    assert history.ended(9.0) == history.failures(9.0) == (ended,)
+    assert history.find(1, 9.0) == replace(ended, traceback="Traceback: ...")
+    assert history.find(2, 9.0) is None
 
 
-def test_a_task_sent_ahead_begins_after_the_one_before_it(
-    worker: WorkerRecord,
-) -> None:
-    recorder = Recorder()
-    recorder.begin(7, 99, 1.0)
-    recorder.end(worker, record(1), "finished", 2.0, took=0.5)
-    recorder.end(worker, record(2), "failed", 3.0)
-    recorder.end(worker, record(3), "finished", 4.0, took=0.25)
-    times = [(span.started, span.ended) for span in recorder.spans([], 9.0, 0.0)]
-    assert times == [(1.5, 2.0), (2.0, 3.0), (3.75, 4.0)]
+def test_a_task_sent_ahead_begins_after_the_one_before_it(history: History) -> None:
+    end(history, 1, "failed", 3.0, FAILURE)
+    end(history, 2, "failed", 4.0, FAILURE)
+    times = [(span.started, span.ended) for span in history.spans([], 9.0, 0.0)]
+    assert times == [(2.0, 3.0), (3.0, 4.0)]
 
 
-def test_a_running_task_is_a_span(worker: WorkerRecord) -> None:
-    recorder = Recorder()
-    idle = WorkerRecord(WorkerId(8))
-    worker.task = record(1)
-    assert recorder.spans([worker, idle], 9.0, 0.0) == [], "it was not seen to begin"
-    recorder.begin(7, 99, 2.0)
-    (span,) = recorder.spans([worker, idle], 9.0, 0.0)
+def test_a_running_task_is_a_span_and_has_not_ended(history: History) -> None:
+    worker, unknown = WorkerRecord(WorkerId(7)), WorkerRecord(WorkerId(8))
+    worker.task = unknown.task = record(1)
+    (span,) = history.spans([worker, unknown], 9.0, 0.0)
     assert (span.started, span.ended, span.outcome) == (2.0, 9.0, "running")
-    recorder.forget(7)
-    recorder.forget(7)
-    assert recorder.spans([worker], 9.0, 0.0) == []
+    assert history.ended(9.0) == ()
 
 
-def test_tasks_that_end_together_are_as_if_each_ended_alone(
-    worker: WorkerRecord,
-) -> None:
-    rows, singles = Recorder(), Recorder()
+def test_tasks_that_end_together_are_as_if_each_ended_alone(history: History) -> None:
     records = [record(task, since=task / 8) for task in range(3)]
-    took = [0.25, 0.5, 0.75]
-    for recorder in (rows, singles):
-        recorder.begin(7, 99, 1.0)
-    rows.end_row(worker, records, took, "finished", 4.0)
-    for one, seconds in zip(records, took, strict=True):
-        singles.end(worker, one, "finished", 4.0, seconds)
-    for recorder in (rows, singles):
-        recorder.end(worker, record(9), "failed", 5.0)
-    assert rows.spans([], 9.0, 100.0) == singles.spans([], 9.0, 100.0)
-    assert rows.outcomes == singles.outcomes == {"finished": 3, "failed": 1}
-    unseen = Recorder()
-    unseen.end_row(worker, records, took, "finished", 4.0)
-    assert {span.pid for span in unseen.spans([], 9.0, 0.0)} == {0}
+    history.add_row(7, records, [250_000, 500_000, 750_000], 4.0)
+    told = [(one.task, one.started, one.ended) for one in history.spans([], 9.0, 0.0)]
+    assert told == [(2, 3.25, 4.0), (1, 3.5, 4.0), (0, 3.75, 4.0)]
+    assert [one.task for one in history.ended(9.0)] == [2, 1, 0], "the latest first"
+    found = history.find(1, 9.0)
+    assert found is not None
+    assert (found.ran, found.waited, found.pid) == (0.5, 3.375, 99)
+    assert history.outcomes == {"finished": 3}
 
 
-def test_no_worker_and_no_lease_is_kept_alive(worker: WorkerRecord) -> None:
-    assert worker.lease is not None
-    worker.lease.holder = worker
-    recorder = Recorder()
-    recorder.end(worker, record(1), "failed", 4.0)
-    recorder.end_row(worker, [record(2)], [1.0], "finished", 5.0)
+def test_an_attempt_is_in_the_timeline_and_has_not_ended_the_task(
+    history: History,
+) -> None:
+    for outcome in ("retried", "died"):
+        end(history, 1, outcome, 3.0)
+    assert [one.outcome for one in history.spans([], 9.0, 0.0)] == ["retried", "died"]
+    assert history.ended(9.0) == ()
+    assert history.find(1, 9.0) is None
+    end(history, 1, "died", 4.0, FAILURE)
+    assert [one.state for one in history.ended(9.0)] == ["failed"]
+
+
+def test_a_call_is_no_task(history: History) -> None:
+    history.add_call(1, "Model.predict", 5, 3.0, FAILURE)
+    assert [one.name for one in history.failures(4.0)] == ["Model.predict"]
+    assert history.find(1, 4.0) is None, "its actor may live"
+    assert history.spans([], 9.0, 0.0) == []
+
+
+def test_what_was_cancelled_has_not_failed_and_need_not_have_run(
+    history: History,
+) -> None:
+    history.add(1, SPEC, 5, history.sites[0], 1.0, 4.0, "cancelled", FAILURE)
+    (ended,) = history.ended(5.0)
+    assert (ended.ran, ended.waited, ended.worker, ended.pid) == (None, 3.0, None, 0)
+    assert history.failures(5.0) == ()
+
+
+def test_no_lease_is_kept_alive(history: History) -> None:
+    history.add_row(7, [record(2)], [1], 5.0)
     reached: dict[int, object] = {}
-    ahead: list[object] = [recorder]
+    ahead: list[object] = [history]
     while ahead:
         one = ahead.pop()
         if id(one) not in reached and not isinstance(one, type):
             reached[id(one)] = one
             ahead += gc.get_referents(one)
-    kept = [one for one in reached.values() if isinstance(one, WorkerRecord | Lease)]
-    assert kept == []
-    assert all(span.devices == (("GPU", 3),) for span in recorder.spans([], 9.0, 0.0))
+    assert not [one for one in reached.values() if isinstance(one, TaskRecord | Lease)]
 
 
-def test_the_oldest_spans_are_dropped_first(worker: WorkerRecord) -> None:
-    recorder = Recorder(most=5)
+def test_the_oldest_are_dropped_first(history: History) -> None:
     for task in range(4):
-        recorder.end(worker, record(task), "finished", float(task))
+        end(history, task, "failed", float(task), FAILURE)
     for first in range(4, 12, 4):
         row = [record(task) for task in range(first, first + 4)]
-        recorder.end_row(worker, row, [0.0] * 4, "finished", float(first))
-    recorder.end(WorkerRecord(WorkerId(8)), record(12), "died", 40.0)
-    *spans, last = recorder.spans([], 99.0, 0.0)
-    assert [span.task for span in spans] == [8, 9, 10, 11]
-    assert (last.devices, last.pid, last.started) == ((), 0, 40.0), "it had no lease"
-    assert repr(recorder) == "<Recorder 5 spans>"
-    assert recorder.outcomes == {"finished": 12, "died": 1}
+        history.add_row(7, row, [0] * 4, float(first))
+    end(history, 12, "cancelled", 40.0)
+    assert [one.task for one in history.ended(99.0)] == [12, 11, 10, 9, 8]
+    assert history.count == 5
+    assert repr(history) == "<History of 5 tasks>"
+    assert history.outcomes == {"failed": 4, "finished": 8, "cancelled": 1}
+
+
+def test_long_texts_are_cut_and_cost_older_tasks_their_place() -> None:
+    long = Failure.of("E", "x" * 999, "a" * 50_000 + "b" * 50_000)
+    assert len(long.message) == LONGEST
+    assert len(long.traceback) < LONGEST_TRACE + 100
+    assert long.traceback.startswith("aaa")
+    assert "83616 characters are left out" in long.traceback
+    assert long.traceback.endswith("bbb")
+    history = History(room=3 * long.size)
+    for task in range(9):
+        end(history, task, "failed", float(task), long)
+    assert [one.task for one in history.ended(9.0)] == [8, 7, 6]
+    end(history, 9, "finished", 9.0)
+    assert history.count == 4
 
 
 # Traces

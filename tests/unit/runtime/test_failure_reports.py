@@ -17,9 +17,7 @@ from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback, WorkerDiedError
 from aiogpu.linux.procfs import Findings
-from aiogpu.observe.status import FailureStatus
 from aiogpu.runtime.devices.memory_guard import Shortages, gpu_out_of_memory
-from aiogpu.runtime.results import KEPT, LONGEST, Failures
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.death import (
     IN_WORDS,
@@ -296,24 +294,3 @@ def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
 
 def test_the_answer_of_a_worker_that_has_ended_stays_as_it_is(node: Scheduler) -> None:
     assert Shortages(node).told(1, "train", FAILED) is FAILED
-
-
-def test_the_latest_failure_comes_first_with_its_age():
-    failures = Failures()
-    failures.note(1.0, 7, "train", "ValueError", "no such key\nat all", 0)
-    failures.note(3.0, 8, "load", "OSError", "", 5)
-    assert failures.at(4.0) == (
-        FailureStatus(8, "load", "OSError", "", 1.0, 5),
-        FailureStatus(7, "train", "ValueError", "no such key", 3.0, 0),
-    )
-    assert repr(failures) == "<Failures 2>"
-
-
-def test_the_oldest_are_forgotten_and_long_ones_cut():
-    failures = Failures()
-    for number in range(KEPT + 3):
-        failures.note(float(number), number, "train", "ValueError", "x" * 999, 0)
-    told = failures.at(0.0)
-    assert [one.task for one in told] == list(range(KEPT + 2, 2, -1))
-    assert {len(one.message) for one in told} == {LONGEST}
-    assert {one.seconds for one in told} == {0.0}
