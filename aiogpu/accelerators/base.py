@@ -32,6 +32,8 @@ class Sample:
             process's pid namespace.
         used: bytes of device memory in use by all processes.
         utilisation: percent of the last moments in which something ran on it.
+        temperature: degrees Celsius.
+        power: watts that it draws.
         problem: why nothing could be learnt, in a few words; None if it could.
         is_lost: the device does not answer and will not before a reset.
     """
@@ -41,6 +43,8 @@ class Sample:
     reads_pids: bool = False
     used: int | None = None
     utilisation: int | None = None
+    temperature: int | None = None
+    power: float | None = None
     problem: str | None = None
     is_lost: bool = False
 

@@ -35,7 +35,7 @@ from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.errors import OptionError
-from aiogpu.observe.status import NodeStatus
+from aiogpu.observe.status import EndedTask, NodeStatus
 from aiogpu.observe.trace import Span
 from aiogpu.observe.why import Why
 from aiogpu.runtime.directories import check_meeting, default_socket
@@ -132,10 +132,24 @@ class Node:
 
     async def timeline(self) -> list[Span]:
         """The last tasks that have run on it."""
+        async with asyncio.timeout(self._patience):
+            return await self._engine.timeline()
+
+    async def ended(self) -> tuple[EndedTask, ...]:
+        """The last tasks that have ended on it, the latest first."""
+        async with asyncio.timeout(self._patience):
+            return await self._engine.ended()
+
+    async def stop(self, what: str, number: int) -> tuple[str, Why | None]:
+        """Cancel a task or kill an actor; see `RemoteEngine.stop_task`."""
+        async with asyncio.timeout(self._patience):
+            return await self._engine.stop_task(what, number)
+
+    @property
+    def _engine(self) -> RemoteEngine:
         engine = current_session().engine
         assert isinstance(engine, RemoteEngine)
-        async with asyncio.timeout(self._patience):
-            return await engine.timeline()
+        return engine
 
 
 def service_option(command: Command) -> Command:

@@ -261,7 +261,7 @@ def timeline(out: str, address: str) -> None:
     """Write what has run on the node to FILE, or to stdout for `-`.
 
     FILE has JSON in the Trace Event Format: open it at https://ui.perfetto.dev. It has
-    the last 20 000 tasks, with a row for each device and for each worker.
+    the last 10 000 tasks, with a row for each device and for each worker.
 
     \b
     Example:

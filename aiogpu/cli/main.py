@@ -67,10 +67,12 @@ def discard_output() -> None:
 
 
 COMMANDS: Final = {
+    "cancel": ("stop", "cancel"),
     "completion": ("main", "completion"),
     "demo": ("demo", "demo"),
     "doctor": ("doctor", "doctor"),
     "gpus": ("doctor", "gpus"),
+    "kill": ("stop", "kill"),
     "list": ("status", "list_command"),
     "logs": ("logs", "logs"),
     "run": ("run", "run"),
@@ -175,7 +177,8 @@ SHELLS: Final = ("bash", "zsh", "fish")
 def completion(shell: str) -> None:
     """Print the script that makes a shell complete `aiogpu` commands.
 
-    After `aiogpu why`, tasks and actors of the running node are completed too.
+    After `aiogpu why`, `cancel` and `kill`, tasks and actors of the running node are
+    completed too.
 
     \b
     Examples:

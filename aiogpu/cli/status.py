@@ -12,9 +12,10 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 
 import click
@@ -39,9 +40,11 @@ from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.observe.status import (
     ClientStatus,
     DeviceStatus,
+    EndedTask,
     Holder,
     NodeStatus,
     OtherProcess,
+    TaskStatus,
     held_tasks,
     overview,
     reservation_line,
@@ -130,7 +133,7 @@ def _set_aside(status: NodeStatus) -> Iterator[str]:
             yield f"{device.kind} {device.id} is set aside: {device.aside}"
 
 
-NAMES: Final = {"class_name": "class"}
+NAMES: Final = {"class_name": "class", "is_behind": "program_behind"}
 """Fields with another name in JSON; all others lose `is_` and `has_`."""
 
 ABSENT: Final[frozenset[object]] = frozenset(
@@ -316,6 +319,10 @@ class Kind(NamedTuple):
     total: Callable[[NodeStatus], int] | None = None
 
 
+ENDED: Final = ("finished", "failed", "cancelled")
+"""States of tasks that have ended, which the node keeps for a while."""
+
+
 KINDS: Final[dict[str, Kind]] = {
     "tasks": Kind(
         lambda status: status.tasks,
@@ -392,12 +399,14 @@ def list_command(
     """List tasks, actors and so on of the running node, one on each line.
 
     Of the waiting tasks the first 100 are listed; `aiogpu status` counts all of them.
-    "gpus" are devices of any kind, "clients" the programs that share the node. "nodes"
-    are all nodes of this user, with what each has to do.
+    Tasks that have ended are listed if that state is asked for: the node keeps the
+    last 10 000. "gpus" are devices of any kind, "clients" the programs that share the
+    node. "nodes" are all nodes of this user, with what each has to do.
 
     \b
     Examples:
       aiogpu list tasks --state waiting
+      aiogpu list tasks --state failed --name 'train*'
       aiogpu list actors --name 'Model*' --json
       aiogpu list gpus --state free
 
@@ -408,15 +417,19 @@ def list_command(
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
     kind = KINDS[what]
-    if state is not None and state not in kind.states:
+    states = [*kind.states, *(ENDED if what == "tasks" else ())]
+    if state is not None and state not in states:
         raise click.BadParameter(
-            f"{what} are never {state!r}. There are: {', '.join(kind.states)}.",
+            f"{what} are never {state!r}. There are: {', '.join(states)}.",
             param_hint="'--state'",
         )
     status: NodeStatus | Nodes
     if what == "nodes":
         connect.check_unnamed(f"`aiogpu list {what}` shows all of them")
         status = aiogpu.run(all_nodes())
+    elif state in ENDED:
+        status, ended = connect.ask(address, _with_ended)
+        kind = Kind(lambda _: ended, tables.ended_table, ENDED, lambda one: (one.name,))
     else:
         status = connect.ask(address, lambda node: node.status())
     entries = [
@@ -446,6 +459,12 @@ def list_command(
         click.echo(f"There are no {what}{told_of}.", err=True)
 
 
+async def _with_ended(
+    node: connect.Node,
+) -> tuple[NodeStatus, tuple[EndedTask, ...]]:
+    return await node.status(), await node.ended()
+
+
 COMPLETED: Final = 1.0
 """Seconds that a node has to answer when a shell completes a word."""
 
@@ -472,16 +491,20 @@ def known_tasks(
 @click.command()
 @click.argument("task", metavar="TASK", shell_complete=known_tasks)
 @connect.address_option
-def why(task: str, address: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+def why(task: str, address: str, as_json: bool) -> None:
     """Say why TASK waits, who holds what it needs, and whose turn it is.
 
-    TASK is a number, as `aiogpu status` shows it, or the name of a task or an actor.
-    If several tasks have that name, they are listed, each with its reason.
+    Of a task that has ended: how, when, where, and the traceback of its error. TASK is
+    a number, as `aiogpu status` shows it, or the name of a task or an actor. If several
+    tasks that wait or run have that name, they are listed, each with its reason; if
+    none has it, the last that has ended is told of.
 
     \b
     Examples:
       aiogpu why 12
       aiogpu why train
+      aiogpu why 12 --json | jq .tasks[0].ended.error
 
     \b
     Exit codes:
@@ -491,31 +514,68 @@ def why(task: str, address: str) -> None:
     """  # noqa: D301 - click's mark for lines to be left as they are
     if not task:
         raise click.BadParameter("is empty.", param_hint="TASK")
-    if task.isdecimal() and task.isascii():
-        say(connect.ask(address, lambda node: node.why(int(task))))
-        return
-    connect.ask(address, lambda node: _of_name(node, task))
+    connect.ask(address, lambda node: _explain(node, task, as_json))
 
 
-def say(told: aiogpu.types.Why) -> None:
-    """Print it in words."""
-    click.echo(str(printable_all(told)))
+async def _explain(node: connect.Node, named: str, as_json: bool) -> None:
+    if is_number(named):
+        found, status = [int(named)], None
+    else:
+        status = await node.status()
+        found = [one.id for one in tasks_named(status, named)]
+        if not found:
+            # An actor is a task of the name of its class and its own.
+            names = named, f" {named!r}"
+            ended = (one.task for one in await node.ended() if _has(one, *names))
+            found = [*islice(ended, 1)]
+        if not found:
+            raise nothing_named(status, named)
+    if as_json or len(found) == 1:
+        told = [await node.why(number) for number in found]
+        if as_json:
+            data = {"version": VERSION, "tasks": data_of(tuple(told))}
+            click.echo(json.dumps(data, indent=1))
+        else:
+            click.echo(in_lines(told[0]))
+    elif status is not None:
+        show(tables.task_table(tasks_named(status, named), status))
 
 
-async def _of_name(node: connect.Node, name: str) -> None:
-    status = await node.status()
+def _has(ended: EndedTask, name: str, end: str) -> bool:
+    return ended.name == name or ended.name.endswith(end)
+
+
+def in_lines(told: aiogpu.types.Why) -> str:
+    """Return it in words, without control characters; a traceback has its lines."""
+    trace = "" if told.ended is None else told.ended.traceback
+    words = str(printable_all(told if not trace else _without_trace(told)))
+    lines = (f"  {printable(line)}" for line in trace.rstrip().splitlines())
+    return "\n".join((words, *lines))
+
+
+def _without_trace(told: aiogpu.types.Why) -> aiogpu.types.Why:
+    assert told.ended is not None, told
+    return replace(told, ended=replace(told.ended, traceback=""))
+
+
+def is_number(named: str) -> bool:
+    """Return whether what a user has named is a task's number."""
+    return named.isdecimal() and named.isascii()
+
+
+def tasks_named(status: NodeStatus, name: str) -> list[TaskStatus]:
+    """The tasks that wait or run, and the actors, of a name."""
     named = {
         one.id for one in status.actors if name in (one.name, tables.full_name(one))
     }
-    found = [one for one in status.tasks if one.name == name or one.id in named]
-    if not found:
-        known = "the first 100 of those that wait are known by name"
-        left = status.waiting_count > len(status.waiting)
-        raise click.ClickException(
-            f"no task and no actor named {printable(name)!r} waits or runs"
-            f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
-        )
-    if len(found) == 1:
-        say(await node.why(found[0].id))
-    else:
-        show(tables.task_table(found, status))
+    return [one for one in status.tasks if one.name == name or one.id in named]
+
+
+def nothing_named(status: NodeStatus, name: str) -> click.ClickException:
+    """The error where nothing has that name."""
+    known = "the first 100 of those that wait are known by name"
+    left = status.waiting_count > len(status.waiting)
+    return click.ClickException(
+        f"no task and no actor named {printable(name)!r} waits or runs"
+        f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
+    )

@@ -38,6 +38,7 @@ from aiogpu.observe.status import (
     client_name,
     state_of,
 )
+from aiogpu.observe.why import duration
 
 T = TypeVar("T")
 GAP: Final = 2
@@ -193,6 +194,8 @@ STATE_STYLES: Final = {
     **dict.fromkeys(("stopping", "ending", "leaving", "removing"), "magenta"),
     **dict.fromkeys(("starting", "queued", "blocked"), "cyan"),
     **dict.fromkeys(("set aside",), "bold red"),
+    **dict.fromkeys(("failed",), "red"),
+    **dict.fromkeys(("cancelled",), "magenta"),
 }
 """Colours of states."""
 
@@ -454,10 +457,6 @@ def shape_table(shapes: Iterable[ShapeStatus], _status: NodeStatus) -> Table:
 def failure_table(failures: Iterable[EndedTask], status: NodeStatus) -> Table:
     """Build a table of failed tasks, the latest first."""
     programs = Programs(status)
-
-    def error(one: EndedTask) -> Text:
-        return text(one.error.rpartition(".")[2], "red")
-
     return Table(
         failures,
         Column("AGO", lambda one: span(one.seconds), is_number=True),
@@ -467,3 +466,33 @@ def failure_table(failures: Iterable[EndedTask], status: NodeStatus) -> Table:
         Column("ERROR", error, least=12),
         Column("SAYS", lambda one: one.message, least=16, rank=1),
     )
+
+
+def ended_table(ended: Iterable[EndedTask], status: NodeStatus) -> Table:
+    """Build a table of tasks that have ended, the latest first."""
+    programs = Programs(status)
+
+    def ran(one: EndedTask) -> str:
+        return "" if one.ran is None else duration(one.ran)
+
+    def devices(one: EndedTask) -> str:
+        return ", ".join(f"{kind} {index}" for kind, index in one.devices)
+
+    return Table(
+        ended,
+        Column("TASK", lambda one: str(one.task), is_number=True),
+        Column("NAME", lambda one: one.name, least=8),
+        Column("STATE", lambda one: state(one.state)),
+        Column("AGO", lambda one: span(one.seconds), is_number=True),
+        Column("RAN", ran, is_number=True, rank=1),
+        Column("PID", lambda one: number(one.pid), is_number=True, rank=5),
+        Column("PROGRAM", lambda one: programs[one.client], least=8, rank=4),
+        Column("ON", devices, rank=6),
+        Column("ERROR", error, least=12, rank=2),
+        Column("SAYS", lambda one: one.message, least=16, rank=3),
+    )
+
+
+def error(one: EndedTask) -> Text:
+    """A cell for the type of an error."""
+    return text(one.error.rpartition(".")[2], "red")

@@ -814,7 +814,7 @@ class RemoteEngine(NodeClient):
         return found
 
     async def timeline(self) -> list[Span]:
-        """Return what has run on the node, where and when; see `observe.recorder`."""
+        """Return what has run on the node, where and when; see `runtime.history`."""
         from aiogpu.observe.trace import Span
 
         return [Span(*one) for one in await self._inquire(TIMELINE)]

@@ -118,7 +118,7 @@ DESCRIPTORS: Final = "descriptors"
 PROCESSES: Final = "processes"
 SEGMENTS: Final = "segments"
 BOUNDS: Final[dict[str, float]] = {
-    # What has run where (20 000 spans) and what was declared (2048 sites) is kept, and
+    # What has ended (10 000 tasks) and what was declared (2048 sites) is kept, and
     # takes a while to fill; the allocator's pools grow for reasons of their own.
     MEMORY: 16,
     # A keeper and a worker more or less may be kept for what comes next.

@@ -17,6 +17,7 @@ import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.main import main as command
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.observe.snapshot import why_ended
 from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
@@ -131,6 +132,21 @@ BUSY = NodeStatus(
 )
 
 
+TRACE = """Traceback (most recent call last):
+  File "train.py", line 12, in train
+    return table[key]
+ValueError: no such key"""
+
+
+ENDED = (
+    replace(BUSY.failures[0], ran=0.31, worker=2, pid=102, devices=(("GPU", 0),)),
+    EndedTask(4, "embed", "", "", 9.0, 0, "finished", 0.2, 3.2, 2, 102, (("GPU", 0),)),
+    EndedTask(3, "train", "", "", 12.0, JOB, "cancelled", 4.0),
+    replace(BUSY.failures[1], ran=12.0, worker=1, pid=99, waited=3.0, traceback=TRACE),
+)
+"""What has ended on the busy node, the latest first."""
+
+
 LONG = replace(
     BUSY,
     tasks=tuple(
@@ -145,6 +161,7 @@ class Paper:
 
     def __init__(self, pictures: Sequence[NodeStatus]) -> None:
         self.pictures = list(pictures)
+        self.stopped: list[tuple[str, int]] = []
 
     async def status(self) -> NodeStatus:
         if len(self.pictures) > 1:
@@ -157,7 +174,22 @@ class Paper:
                 return aiogpu.types.Why(
                     task.name, task.id, "running", worker=2, pid=102
                 )
+        for ended in ENDED:
+            if ended.task == task_id:
+                return why_ended(ended)
         raise aiogpu.errors.NoSuchTaskError(f"this node has no task {task_id}.")
+
+    async def ended(self) -> tuple[EndedTask, ...]:
+        return ENDED
+
+    async def stop(self, what: str, number: int) -> tuple[str, aiogpu.types.Why | None]:
+        self.stopped.append((what, number))
+        try:
+            why = await self.why(number)
+        except aiogpu.errors.NoSuchTaskError:
+            return "", None
+        kinds = {1: "actor", 8: "lease"}
+        return kinds.get(number, "task") if why.ended is None else "", why
 
 
 def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:

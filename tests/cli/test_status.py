@@ -244,6 +244,60 @@ def test_why_by_number_by_name_and_of_several() -> None:
 
 
 @pytest.mark.usefixtures("busy")
+def test_tasks_that_have_ended_are_listed_by_their_state() -> None:
+    def listed(*more: str) -> list[int]:
+        told = json.loads(ran("list", "tasks", "--json", *more).stdout)
+        return [one["task"] for one in told["tasks"]]
+
+    assert listed("--state", "failed") == [6, 5]
+    assert listed("--state", "failed", "--name", "tr*") == [5]
+    assert listed("--state", "finished") == [4]
+    assert listed("--state", "cancelled", "--limit", "1") == [3]
+    result = ran("list", "actors", "--state", "failed")
+    assert (result.exit_code, "actors are never 'failed'" in result.stderr) == (2, True)
+
+
+@pytest.mark.usefixtures("busy")
+def test_why_as_json_and_of_the_last_that_has_ended() -> None:
+    told = json.loads(ran("why", "load", "--json").stdout)
+    assert told["version"] == 1
+    (task,) = told["tasks"]
+    assert (task["task"], task["state"], task["ended"]["state"]) == (
+        *(6, "ended", "failed"),
+    )
+    assert task["ended"]["error"] == "torch.OutOfMemoryError"
+    several = json.loads(ran("why", "train", "--json").stdout)["tasks"]
+    assert [one["task"] for one in several] == [7, 12], "those that live go first"
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.parametrize(
+    ("line", "code", "said", "error"),
+    [
+        ("cancel 7 6", 0, "cancelled train (task 7)\nload (task 6) has ended", ""),
+        ("cancel whole", 1, "", "whole is held by the program that has asked for it"),
+        ("cancel serve", 1, "", "is an actor: end it by `aiogpu kill 1`"),
+        ("cancel train", 1, "", "2 tasks are named train: 7, 12. Name one by its num"),
+        ("cancel --all train", 0, "cancelled train (task 7)\ncancelled", ""),
+        ("cancel 99 7", 1, "cancelled train (task 7)", "knows no task 99. `aiogpu li"),
+        ("cancel nobody", 1, "", "no task and no actor named 'nobody' waits or runs"),
+        ("cancel", 2, "", "Missing argument 'TASK...'"),
+        ("kill 1", 0, "killed Model 'serve' (actor 1)", ""),
+        ("kill 7", 1, "", "train is a task: end it by `aiogpu cancel 7`"),
+        ("kill", 2, "", "Missing argument 'ACTOR...'"),
+    ],
+)
+def test_cancel_and_kill_say_what_they_did(
+    line: str, code: int, said: str, error: str
+) -> None:
+    result = ran(*line.split())
+    assert result.exit_code == code
+    assert result.stdout.startswith(said)
+    assert error in result.stderr
+    assert bool(result.stderr) is bool(error)
+
+
+@pytest.mark.usefixtures("busy")
 def test_why_of_what_is_not_there() -> None:
     result = ran("why", "nobody")
     assert result.exit_code == 1
@@ -433,13 +487,57 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         assert why[1].startswith(f"gated (task {number}) has waited")
         assert "0.75 of GPU 0: held by gated" in why[1]
         assert unknown[0] == 1
-        assert "this node has no task 999999" in unknown[2]
+        assert "this node knows no task 999999" in unknown[2]
         gate.release("runs")
         await gate.entered("waits")
         gate.release("waits")
         await asyncio.gather(running, waiting)
         after = await aiogpu.status()
         assert len(after.actors) == len(here.actors), "a view has left something"
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.either_loop
+async def test_tasks_and_actors_are_ended_from_outside(
+    tmp_path: Path, gate: Gate
+) -> None:
+    async with served(tmp_path) as path:
+        actor = Counter.options(name="tally").remote()
+        await actor.add.remote()
+        (listed,) = (await aiogpu.status()).actors
+        # The second waits: there is one GPU.
+        blocked = tasks.gated_coroutine.options(num_gpus=1, max_retries=3)
+        runs = blocked.remote(gate.path, "runs")
+        await gate.entered("runs")
+        waits = blocked.remote(gate.path, "waits")
+        numbers = [
+            str(task.id)
+            for task in (await aiogpu.status()).tasks
+            if task.name == "gated_coroutine"
+        ]
+        cancelled = await view("cancel", *numbers, "--address", path)
+        assert cancelled == (
+            0,
+            "".join(f"cancelled gated_coroutine (task {one})\n" for one in numbers),
+            "",
+        )
+        for handle in (runs, waits):
+            with pytest.raises(aiogpu.TaskCancelledError, match=r"by `aiogpu cancel`"):
+                await handle
+        killed = await view("kill", "tally", "--address", path)
+        name = f"Counter 'tally' (actor {listed.id})"
+        assert killed == (0, f"killed {name}\n", "")
+        with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
+            await actor.add.remote()
+        while (await aiogpu.why(listed.id)).ended is None:
+            await asyncio.sleep(0)  # its process has not gone yet
+        told = await view("why", "tally", "--address", path)
+        assert told[1].startswith(f"Counter 'tally' (task {listed.id}) cancelled ")
+        again = await view("cancel", numbers[1], "--address", path)
+        assert again[0] == 0
+        assert again[1].startswith(
+            f"gated_coroutine (task {numbers[1]}) has ended already: cancelled "
+        )
 
 
 def test_a_socket_that_nobody_listens_on_is_said(tmp_path: Path) -> None:

@@ -349,7 +349,9 @@ class Requests:
         receiver = receiver_of()
         stop()
         if receiver is not None:
-            _tell_cancelled(receiver, "it was cancelled by who was given its handle.")
+            error = TaskCancelledError("it was cancelled by who was given its handle.")
+            failed = pack_failure(0, RAISED, error, "")
+            receiver.settle(failed._replace(kind=STOPPED))
 
     def cancel(self, number: int) -> str:
         """Cancel a task, whosever it is, for the user of the node; its owner is told.
@@ -371,7 +373,8 @@ class Requests:
             return "stopping"
         driver.results.note_stop(task, TaskCancelledError.__name__, told)
         driver.cancel(number)
-        _tell_cancelled(receiver, told)
+        # Not a CancelledError, which would end the code of the program that waits.
+        settle(receiver, TaskCancelledError(told))
         return "task"
 
     def kill(self, number: int) -> str:
@@ -484,8 +487,3 @@ class Requests:
             self._actors.terminate(message.actor)
         else:
             self._actors.kill(message.actor, no_restart=message.how != wire.AGAIN)
-
-
-def _tell_cancelled(receiver: Receiver, told: str) -> None:
-    failed = pack_failure(0, RAISED, TaskCancelledError(told), "")
-    receiver.settle(failed._replace(kind=STOPPED))
