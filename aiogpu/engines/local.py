@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
-from aiogpu.errors import NodeClosedError, NodeError
+from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.runtime.node import Supervisor
 
