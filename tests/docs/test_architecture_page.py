@@ -82,6 +82,15 @@ def test_the_script_rewrites_a_page_that_lags_behind(tmp_path):
     assert page.read_text() == PAGE
 
 
+def test_the_page_of_decisions_lists_them_by_their_titles():
+    page = (ROOT / "docs/decisions.md").read_text()
+    titles = [path.read_text().splitlines()[0].removeprefix("# ") for path in DECISIONS]
+    assert re.findall(r"^- \[(.*)\]\((.*)\)$", page, re.MULTILINE) == [
+        (title, f"decisions/{path.name}")
+        for title, path in zip(titles, DECISIONS, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
 def test_a_decision_is_short_and_has_its_three_parts(path):
     number, _, words = path.stem.partition("-")
