@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from aiogpu.api.node import status as status
     from aiogpu.api.node import why as why
     from aiogpu.api.portal import from_thread as from_thread
+    from aiogpu.api.queue import Queue as Queue
+    from aiogpu.api.queue import QueueClosedError as QueueClosedError
+    from aiogpu.api.queue import QueueEmptyError as QueueEmptyError
+    from aiogpu.api.queue import QueueFullError as QueueFullError
     from aiogpu.api.reservation import lease as lease
     from aiogpu.api.reservation import placement as placement
     from aiogpu.api.results.handle import Handle as Handle
@@ -85,6 +89,7 @@ _MODULES = {
     "api.reservation": ("lease", "placement"),
     "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),
+    "api.queue": ("Queue", "QueueClosedError", "QueueEmptyError", "QueueFullError"),
     "api.run": ("run",),
     "api.decorator": ("method", "remote"),
     "errors": (

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         ActorPool,
         Executor,
         Handle,
+        Queue,
         ResultIterator,
         SyncActorHandle,
         SyncNode,
@@ -572,7 +573,7 @@ def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
     portal.run(what, lambda: made.__aexit__(None, None, None))
 
 
-_LATE: Final = ("ActorPool", "Executor", "Handle", "ResultIterator")
+_LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")
 """Names of a module that imports asyncio."""
 
 
@@ -592,6 +593,7 @@ __all__ = [
     "ActorPool",
     "Executor",
     "Handle",
+    "Queue",
     "RemoteClass",
     "RemoteFunction",
     "RemoteGenerator",

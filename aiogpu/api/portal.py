@@ -49,6 +49,7 @@ from typing import (
 from weakref import WeakSet
 
 from aiogpu.api import node as nodes
+from aiogpu.api import queue as queues
 from aiogpu.api.actors import pool as pools
 from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
 from aiogpu.api.calls import packed_call
@@ -935,6 +936,80 @@ class ActorPool(Generic[A]):
     def close(self) -> None:
         """End the actors that the pool has made, after their calls; idempotent."""
         self._portal.run("close()", self._target.aclose)
+
+
+class Queue(_Proxy, Generic[T]):
+    """A queue in an actor, in a thread without an event loop; see `aiogpu.Queue`.
+
+    What is awaited there blocks here. It may be an argument of `.remote()`.
+
+    Args:
+        maxsize: items at most, above which `put` waits; 0 for any number.
+        **options: those of its actor.
+
+    Raises:
+        OptionError: an option is invalid.
+        MisuseError: this is a task, which is given a queue.
+    """
+
+    def __init__(self, maxsize: int = 0, **options: Any) -> None:
+        what = "aiogpu.sync.Queue()"
+        portal = portal_for(what)
+        if portal is None:
+            raise MisuseError(f"{what} is for programs; give a task the queue.")
+        self._portal = portal
+        self._target: queues.Queue[T] = portal.call(queues.Queue, maxsize, **options)
+        portal.run(what, lambda: self._target)
+
+    def __repr__(self) -> str:
+        return repr(self._target)
+
+    def put(self, item: T, timeout: float | None = None) -> None:
+        """Put an item in; wait until there is room, or raise `QueueFullError`."""
+        self._run("put()", lambda: self._target.put(unwrap(item), timeout))
+
+    def put_nowait(self, item: T) -> None:
+        """Put an item in if there is room; else raise `QueueFullError`."""
+        self.put(item, 0)
+
+    def put_batch(self, items: Iterable[T], timeout: float | None = None) -> None:
+        """Put items in, each when there is room for it, by one call."""
+        given = list(items)
+        self._run(
+            "put_batch()",
+            lambda: self._target.put_batch([unwrap(one) for one in given], timeout),
+        )
+
+    def get(self, timeout: float | None = None) -> T:
+        """Take the next item; wait until there is one, or raise `QueueEmptyError`."""
+        return self._run("get()", lambda: self._target.get(timeout))
+
+    def get_nowait(self) -> T:
+        """Take the next item if there is one; else raise `QueueEmptyError`."""
+        return self.get(0)
+
+    def get_batch(self, most: int, timeout: float | None = None) -> list[T]:
+        """Take up to `most` items, by one call; wait until there is one."""
+        return self._run("get_batch()", lambda: self._target.get_batch(most, timeout))
+
+    def size(self) -> int:
+        """Return how many items are in the queue."""
+        return self._run("size()", self._target.size)
+
+    def empty(self) -> bool:
+        """Return whether there is no item."""
+        return self._run("empty()", self._target.empty)
+
+    def full(self) -> bool:
+        """Return whether there is no room."""
+        return self._run("full()", self._target.full)
+
+    def shutdown(self, at_once: bool = False) -> None:
+        """Take no more items: `put` raises, and `get` when no item is left."""
+        self._run("shutdown()", lambda: self._target.shutdown(at_once))
+
+    def _run(self, what: str, begin: Callable[[], Awaitable[A]]) -> A:
+        return self._portal.run(f"{what} of a queue", begin)
 
 
 def _made(make: Callable[[], Any]) -> Any:

@@ -42,6 +42,12 @@ def wait_long() -> None:
 
 
 @sync.remote
+def fill(queue: Any, n: int) -> None:
+    for number in range(n):
+        queue.put(number)
+
+
+@sync.remote
 def count(n: int) -> Iterator[int]:
     yield from range(n)
 
@@ -201,6 +207,21 @@ def test_a_pool(node: Any) -> None:
         assert made.add.remote().result() == 6
         assert list(made.add.map([1, 1])) == [7, 8]
     assert pool.add.remote(0).result() in (0, 10, 20, 30)
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_a_queue(node: Any) -> None:
+    queue: sync.Queue[Any] = sync.Queue(maxsize=3)
+    filled = fill.remote(queue, 5)
+    assert [queue.get(timeout=60) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert filled.result() is None
+    queue.put_batch(iter("abc"))
+    assert (queue.full(), queue.size(), queue.get_batch(9)) == (True, 3, [*"abc"])
+    with pytest.raises(aiogpu.QueueEmptyError):
+        queue.get_nowait()
+    queue.shutdown()
+    with pytest.raises(aiogpu.QueueClosedError):
+        queue.put_nowait(1)
 
 
 def test_the_node_is_asked_and_reserved(node: Any) -> None:

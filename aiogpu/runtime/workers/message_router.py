@@ -198,6 +198,9 @@ class NestedRequests(Protocol):
     def on_message(self, caller: LiveWorker, message: wire.Message, /) -> None:
         """Take in one message."""
 
+    def withdraw_call(self, caller: LiveWorker, child: int, /) -> None:
+        """Cancel a call of an actor."""
+
 
 class WorkerEvents(Protocol):
     """The receiver of workers' events and messages: the driver.

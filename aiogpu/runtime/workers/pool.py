@@ -267,7 +267,13 @@ class Pool:
             self.slots.put_back(slot)
         death = worker.death(self.zygotes.page.begun(slot.index), self.autopsy)
         self._router.delay(worker, EACH)
-        self.workers.pop(worker.id).return_loans()
+        del self.workers[worker.id]
+        if worker.status:
+            # Nobody takes the answers to its calls of actors. Where a process ends in
+            # order, its task may have sent calls without waiting for them.
+            for number in list(worker.asked):
+                self._events.requests.withdraw_call(worker, number)
+        worker.return_loans()
         if death.known == cause.CROWDED:
             self.slots.make_room()
         self._events.on_gone(worker.id, death)
