@@ -96,58 +96,6 @@ WHOLE = {
 }
 
 
-def test_detection_reports_all_that_nvml_does(nvml: StubNvml):
-    mixed = StubGpu(ONE, "Tesla T4", "1:5e:0.0", 15 * GIB, capability=(7, 5))
-    nvml.write([StubGpu(ZERO), mixed])
-    first, second = nvml.run("result = shown(Nvidia().devices({}, None))")
-    assert first == WHOLE
-    more = {"id": 1, "type": "T4", "uuid": ONE, "name": "Tesla T4", "memory": 15 * GIB}
-    more |= {"compute_capability": [7, 5], "pci": "00000001:5E:00.0"}
-    assert second == WHOLE | more
-
-
-def test_a_given_number_counts_logical_devices_too(nvml: StubNvml):
-    snippet = "result = [shown(Nvidia().devices({}, n)) for n in (None, 1, 2, 4)]"
-    assert nvml.run(f"{snippet}\nresult = [result[0], inventory().problem]") == [
-        [],
-        None,
-    ]
-    nvml.write(gpus(2))
-    none, one, _, four = nvml.run(snippet)
-    assert [device["id"] for device in one] == [0]
-    assert [(device["id"], device["uuid"]) for device in four] == [
-        *((0, ZERO), (1, ONE), (2, None), (3, None)),
-    ]
-    assert none == four[:2]
-
-
-def test_nvml_is_not_loaded_where_no_device_can_be_found(nvml: StubNvml):
-    nvml.write(gpus(2))
-    snippet = """
-    def visible(text, wanted=None):
-        return ids({"CUDA_VISIBLE_DEVICES": text}, wanted)
-
-    found = [ids({}, 0), visible("?", 0), visible(""), visible("NoDevFiles")]
-    assert not any(found), found
-    result = "pynvml" in sys.modules or "libnvidia-ml" in open("/proc/self/maps").read()
-    """
-    assert nvml.run(snippet) is False
-
-
-def test_the_variable_restricts_detection(nvml: StubNvml):
-    nvml.write(gpus(4))
-    snippet = """
-    def visible(text, wanted=None):
-        return ids({"CUDA_VISIBLE_DEVICES": text}, wanted)
-
-    result = [
-        visible("1,3"), visible("3, 1"), visible("2,-1,9"), visible("1,3,0", 2),
-        visible("GPU-1,0"),
-    ]
-    """
-    assert nvml.run(snippet) == [[1, 3], [3, 1], [2], [1, 3], [ONE, 0]]
-
-
 def test_entries_that_nvml_does_not_know_are_refused(nvml: StubNvml):
     nvml.write(gpus(2))
     snippet = """
@@ -197,25 +145,6 @@ def test_indices_count_by_bus_where_nvml_does_not(nvml: StubNvml):
         (1, ONE),
         (2, TWO),
     ]
-
-
-def test_links_are_those_between_the_devices_that_a_node_has(nvml: StubNvml):
-    """They are asked of pairs: behind an NVSwitch all ends of links are switches."""
-    zero, one, two, three = gpus(4)
-    nvml.write([three, zero, one, two], links=[(1, 2), (0, 3), (3, 2)])
-    snippet = """
-    def links(text=None, wanted=None):
-        environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
-        found = shown(Nvidia().devices(environ, wanted))
-        return [[peer[:5] for peer in device["links"]] for device in found]
-
-    result = [links(), links("3,1"), links("2,1"), links(wanted=2)]
-    """
-    everything, apart, pair, two_of_them = nvml.run(snippet)
-    assert everything == [["GPU-1"], ["GPU-0", "GPU-2"], ["GPU-1", "GPU-3"], ["GPU-2"]]
-    assert apart == [[], []]
-    assert pair == [["GPU-1"], ["GPU-2"]]
-    assert two_of_them == [["GPU-1"], ["GPU-0"]]
 
 
 def test_nvml_is_shut_down_after_each_detection(nvml: StubNvml):
@@ -367,33 +296,6 @@ def test_a_lost_device_is_left_out_and_the_rest_are_named_by_uuid(nvml: StubNvml
     ]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        "nvmlDeviceGetUUID",
-        "nvmlDeviceGetName",
-        "nvmlDeviceGetMemoryInfo",
-        "nvmlDeviceGetPciInfo_v3",
-    ],
-)
-def test_a_device_lost_during_detection_is_left_out_too(nvml: StubNvml, function):
-    nvml.write(gpus(1), fail={function: 15})
-    found, count, problem = nvml.run(
-        "there = inventory(); result = [there.devices, there.count, there.problem]"
-    )
-    assert (found, count) == ([], 1)
-    assert problem == "GPU 0 does not answer: GPU is lost"
-
-
-def test_a_device_that_may_not_be_used_is_not_there(nvml: StubNvml):
-    """NVML counts devices that a cgroup withholds; CUDA numbers the others."""
-    nvml.write(gpus(3), forbidden=[0])
-    snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
-    found, problem = nvml.run(snippet)
-    assert [(device["id"], device["uuid"]) for device in found] == [(0, ONE), (1, TWO)]
-    assert problem is None
-
-
 def test_a_detail_that_fails_is_left_out(nvml: StubNvml):
     nvml.write(gpus(2), fail={"nvmlDeviceGetUUID": 999, "nvmlDeviceGetPciInfo_v3": 3})
     snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
@@ -435,14 +337,6 @@ def test_what_is_known_beside_what_fails(nvml: StubNvml, fail, problem):
     assert (found, told) == ([0, 1, 2], problem)
     assert sees_mig == ("MIG mode" not in str(problem))
     assert len(devices[0]["links"]) == ("nvmlDeviceGetP2PStatus" not in fail)
-
-
-def test_a_name_that_is_no_text_is_left_out(nvml: StubNvml):
-    nvml.write(gpus(1, "Tesla \udcff"))
-    snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
-    [found], problem = nvml.run(snippet)
-    assert (found["name"], found["type"], found["uuid"]) == (None, None, ZERO)
-    assert problem.startswith("nvmlDeviceGetName fails: 'utf-8' codec")
 
 
 def test_a_missing_symbol_costs_only_its_own_fact(tmp_path: Path):
@@ -576,12 +470,3 @@ def test_what_nvml_does_not_report_of_an_instance_is_unknown(nvml: StubNvml):
     ]
     nvml.write(one, fail={"nvmlDeviceGetMigDeviceHandleByIndex": 4})
     assert nvml.run(snippet) == [[], [], None, True]
-
-
-def test_a_gpu_that_is_lost_while_its_instances_are_asked(nvml: StubNvml):
-    nvml.write(
-        [StubGpu(ZERO, mig=(FIRST,)), *gpus(2)[1:]],
-        fail={"nvmlDeviceGetMigDeviceHandleByIndex": 15},
-    )
-    snippet = "there = inventory(); result = [ids({}), there.count, there.problem]"
-    assert nvml.run(snippet) == [[ONE], 2, "GPU 0 does not answer: GPU is lost"]

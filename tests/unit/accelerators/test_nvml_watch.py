@@ -8,21 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.accelerators.nvidia import Nvidia
 from aiogpu.accelerators.nvml.health import (
     WHOLE,
     Xid,
     action_in_words,
     is_fault,
-    xid_in_words,
 )
-from aiogpu.accelerators.nvml.watch import NvmlWatch, is_alive
-from aiogpu.core.model.request import Device
+from aiogpu.accelerators.nvml.watch import is_alive
 from tests.unit.accelerators.stub_nvml import (
     GIB,
     StubGpu,
     StubNvml,
-    compile_stub,
     gpus,
     migs,
 )
@@ -72,46 +68,10 @@ def one(**details: object) -> list[StubGpu]:
     return [StubGpu(ZERO, used=GIB, **details)]
 
 
-def test_processes_of_all_lists_and_the_memory_in_use(nvml: StubNvml) -> None:
-    mine = os.getpid()
-    nvml.write(
-        one(
-            processes=((mine, 5), (DEAD, 7)),
-            mps=((DEAD + 1, 1),),
-            graphics=((mine, 9), (DEAD + 2, -1)),
-        )
-    )
-    processes, living, used, problem, is_lost = nvml.run(LOOK)
-    assert processes == [[mine, 9], [DEAD, 7], [DEAD + 1, 1], [DEAD + 2, None]]
-    assert (living, used, problem, is_lost) == ([mine], GIB, None, False)
-
-
 V3 = [
     f"nvmlDeviceGet{name}RunningProcesses_v3"
     for name in ("Compute", "MPSCompute", "Graphics")
 ]
-
-
-V2 = [name.replace("v3", "v2") for name in V3 if "MPS" not in name]
-
-
-def test_older_drivers_are_asked_by_older_calls(tmp_path: Path) -> None:
-    nvml = StubNvml(compile_stub(tmp_path, V3), tmp_path / "state")
-    nvml.write(one(processes=((DEAD, 7),), mps=((DEAD + 1, 1),), graphics=((1, 2),)))
-    assert nvml.run(LOOK)[:2] == [[[1, 2], [DEAD, 7]], [1]]
-
-
-def test_without_any_list_memory_is_known(tmp_path: Path) -> None:
-    nvml = StubNvml(compile_stub(tmp_path, [*V3, *V2]), tmp_path / "state")
-    nvml.write(one(processes=((DEAD, 7),)))
-    assert nvml.run(LOOK) == [None, [], GIB, None, False]
-
-
-@pytest.mark.parametrize("code", [3, 4], ids=["not supported", "not permitted"])
-def test_what_a_gpu_does_not_report_is_unknown(nvml: StubNvml, code: int) -> None:
-    refused = dict.fromkeys([*V3, *V2, "nvmlDeviceGetMemoryInfo"], code)
-    nvml.write(one(processes=((DEAD, 7),)), fail=refused)
-    assert nvml.run(LOOK) == [None, [], None, None, False]
 
 
 def test_a_refused_list_is_not_asked_for_again(
@@ -287,15 +247,6 @@ result = [lines({DEAD}), lines(), lines(mine, {DEAD}), lines({DEAD}, sure=True)]
     )
 
 
-def test_who_can_be_asked_about() -> None:
-    watch = NvmlWatch()
-    assert watch.knows(Device(0, uuid=ZERO))
-    assert watch.knows(Device("MIG-3ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d"))
-    assert not watch.knows(Device(0))
-    assert not watch.knows(Device("GPU-ab"))
-    assert isinstance(Nvidia().watch(), NvmlWatch)
-
-
 def test_who_is_alive() -> None:
     assert is_alive(os.getpid())
     assert is_alive(1)
@@ -303,12 +254,6 @@ def test_who_is_alive() -> None:
 
 
 # Faults, in words
-
-
-def test_xids_in_words() -> None:
-    assert xid_in_words(79) == "XID 79 (the GPU has fallen off the bus)"
-    assert xid_in_words(48) == "XID 48 (a double-bit ECC error)"
-    assert xid_in_words(1000) == "XID 1000"
 
 
 def test_recovery_actions_in_words() -> None:
@@ -390,19 +335,6 @@ result += [check(), check(ONE), check()]
     assert found[9:] == [halted, halted, WELL], "it is of no known GPU"
 
 
-def test_the_action_to_recover_and_its_end(nvml: StubNvml) -> None:
-    nvml.write([StubGpu(ZERO, action=1), StubGpu(ONE, action=None)])
-    snippet = f"{WATCH}result = [check(), check(ONE)]\n"
-    snippet += "for action in (2, 9, 0):\n"
-    snippet += "    nvml.write([StubGpu(ZERO, action=action)])\n"
-    snippet += "    result.append(check()[1])\n"
-    assert nvml.run(snippet) == [
-        [[], "GPU reset", False],
-        UNKNOWN,
-        *("node reboot", "recovery action 9", ""),
-    ]
-
-
 def test_a_gpu_falls_off_the_bus_and_comes_back(nvml: StubNvml) -> None:
     """Whose XID it is is known, although a lost GPU does not even tell its UUID."""
     nvml.write(gpus(2))
@@ -458,16 +390,6 @@ result += [each()]
     ]
 
 
-def test_an_instance_of_unknown_place_has_all_errors_of_its_gpu(
-    nvml: StubNvml,
-) -> None:
-    [mig] = migs(1)
-    nvml.write([StubGpu(ZERO, mig=(mig,))], fail={"nvmlDeviceGetGpuInstanceId": 3})
-    snippet = f"{WATCH}check('{mig.uuid}'), nvml.xid(0, 94, place=(5, 0))\n"
-    snippet += f"result = check('{mig.uuid}')"
-    assert nvml.run(snippet) == [[CONTAINED], "", False]
-
-
 EVENTS = [
     "nvmlEventSetCreate",
     "nvmlDeviceRegisterEvents",
@@ -494,19 +416,6 @@ result += [check(), check(ONE), log.getvalue()]
     assert nvml.run(snippet) == [
         *(WELL, WELL, WELL, [[], None, True], [[], "GPU reset", False]),
         f"WARNING ! NVML does not tell of XIDs (Not Supported); {QUIET}",
-    ]
-
-
-def test_a_driver_that_is_too_old_for_all_of_it(tmp_path: Path) -> None:
-    absent = [*EVENTS, "nvmlDeviceGetFieldValues", "nvmlDeviceGetUtilizationRates"]
-    nvml = StubNvml(compile_stub(tmp_path, absent), tmp_path / "state")
-    nvml.write(gpus(2))
-    snippet = f"{WATCH}result = [check(), watch.look(Device(0, uuid=ZERO)).utilisation]"
-    snippet += "\nnvml.write(gpus(2), lost=[0])\nresult += [check(), check(ONE)]"
-    snippet += "\nresult += [log.getvalue()]"
-    assert nvml.run(snippet) == [
-        *(UNKNOWN, None, [[], None, True], UNKNOWN),
-        f"WARNING ! NVML does not tell of XIDs (Function Not Found); {QUIET}",
     ]
 
 
@@ -571,10 +480,3 @@ result += [check(ONE), set(asked) == {{0}}, len(asked) == AT_ONCE, check()]
 """
     fallen = [[FALLEN], "", False]
     assert nvml.run(snippet) == [WELL, WELL, WELL, True, True, fallen]
-
-
-def test_of_logical_devices_nothing_is_known(nvml: StubNvml) -> None:
-    nvml.write(gpus(1))
-    snippet = f"{WATCH}found = watch.check(Device(0))\n"
-    snippet += "result = [list(found.errors), found.action, found.is_lost]"
-    assert nvml.run(snippet) == UNKNOWN

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -20,7 +20,6 @@ from aiogpu.errors import (
     MisuseError,
     NodeClosedError,
     NodeDiedError,
-    NoLoopError,
     OptionError,
 )
 from tests.support.turns import turns
@@ -101,22 +100,6 @@ async def test_counting_a_call_is_not_waiting_for_it(
     assert complaints == ["Handle exception was never retrieved: unheard"]
 
 
-async def test_actors_that_are_not_ready_are_called_where_none_is(
-    actors: FakeActors,
-) -> None:
-    pool: Any = aiogpu.ActorPool(actors.make, 3)
-    call(pool, 4)  # none is ready, so all take some
-    assert actors.loads == [2, 1, 1]
-    actors.links[1].live()
-    await turns()
-    call(pool, 3)
-    assert actors.loads == [2, 4, 1]
-    actors.live()
-    await pool
-    call(pool, 2)
-    assert actors.loads == [3, 4, 2]
-
-
 async def test_map_shares_the_items_out(actors: FakeActors) -> None:
     pool = await ready_pool(actors, 2)
     results = pool.embed.map("abcdef", limit=4)
@@ -138,25 +121,6 @@ async def test_map_shares_the_items_out(actors: FakeActors) -> None:
     second.answer(2, "E")
     first.answer(2, "F")
     assert await taking == [*"ABCDEF"]
-
-
-async def test_map_takes_an_async_iterable_and_is_left_early(
-    actors: FakeActors,
-) -> None:
-    pool = await ready_pool(actors, 2)
-
-    async def texts() -> AsyncIterator[str]:
-        for text in "abcd":
-            yield text
-
-    async with pool.embed.map(texts(), limit=3, ordered=False) as results:
-        taking = await started(anext(results))
-        actors.links[1].answer(0, "B")
-        assert await taking == "B"
-    await turns()
-    unanswered = len(actors.links[0].calls) + len(actors.links[1].calls) - 1
-    assert sum(link.cancelled for link in actors.links) == unanswered
-    assert pool._finalizer.scheduler._calls == 0
 
 
 # Growing and shrinking.
@@ -277,36 +241,6 @@ async def test_an_actor_that_dies_in_a_call_is_replaced(
     assert actors.loads == [2, 2, 1]
 
 
-@pytest.mark.parametrize(("min_size", "made"), [(2, 3), (1, 2)])
-async def test_an_idle_actor_that_dies_is_replaced_if_it_is_needed(
-    actors: FakeActors, min_size: int, made: int
-) -> None:
-    pool = await ready_pool(actors, 2, min_size=min_size)
-    call(pool, 2)
-    actors.links[1].answer()
-    await turns()
-    actors.links[1].die(is_gone=True)
-    await turns()
-    assert (len(pool), len(actors.links)) == (min_size, made)
-
-
-async def test_an_actor_that_restarts_gets_calls_when_it_lives_again(
-    actors: FakeActors,
-) -> None:
-    pool = await ready_pool(actors, 2)
-    handles = call(pool, 2)
-    actors.links[0].restart()
-    await turns()
-    call(pool, 2)
-    assert actors.loads == [1, 3]
-    actors.links[0].live()
-    await turns()
-    call(pool)
-    assert actors.loads == [2, 3]
-    assert len(actors.links) == 2
-    assert [error.is_restarting for error in await ends_of(handles[:1])] == [True]
-
-
 async def test_another_actors_death_is_not_its_own(actors: FakeActors) -> None:
     """A method may raise the error of a call of another actor, which it awaited."""
     pool = await ready_pool(actors, 1)
@@ -349,25 +283,6 @@ async def test_actors_that_die_before_they_answer_are_made_later_and_later(
     actors.links[-1].die()
     await turns()
     assert len(pool) == 1  # one that has answered is replaced at once
-
-
-async def test_the_next_attempt_is_made_when_it_is_time(
-    actors: FakeActors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aiogpu.api.actors.pool.LONGEST_PAUSE", 0.02)
-    pool: Any = aiogpu.ActorPool(actors.make, 1)
-    actors.links[0].die()
-    await turns()
-
-    async def live() -> None:
-        while len(actors.links) < 2:
-            await asyncio.sleep(0)
-        actors.links[1].live()
-
-    living = asyncio.ensure_future(live())
-    assert await pool is pool
-    assert len(pool) == 1
-    await living
 
 
 async def test_an_actor_that_cannot_be_made_is_tried_again(
@@ -477,19 +392,6 @@ async def test_its_counts_are_right_whatever_happens(
 # Its beginning and its end.
 
 
-async def test_it_is_awaited_until_all_are_ready(actors: FakeActors) -> None:
-    pool: Any = aiogpu.ActorPool(actors.make, 2)
-    waiting = [await started(pool) for _ in range(2)]
-    actors.links[1].live()
-    await turns()
-    assert not waiting[0].done()
-    waiting[1].cancel()
-    actors.links[0].live()
-    assert await waiting[0] is pool
-    assert await pool is pool
-    assert actors.stories == [[], []]
-
-
 class Block:
     """`async with ActorPool(...)` in a task, which may raise in the block."""
 
@@ -506,26 +408,6 @@ class Block:
             if self.error is not None:
                 raise self.error
         self.story.append("left")
-
-
-async def test_the_block_begins_when_all_are_ready_and_ends_them(
-    actors: FakeActors,
-) -> None:
-    block = Block(actors)
-    await turns()
-    assert block.story == []
-    actors.live()
-    await turns()
-    assert block.story == ["entered"]
-    assert actors.stories == [["terminate"], ["terminate"]]
-    actors.end()
-    await block.task
-    assert block.story == ["entered", "left"]
-    with pytest.raises(MisuseError, match="the pool of Model is closed"):
-        call(block.pool)
-    with pytest.raises(MisuseError, match="is closed"):
-        await block.pool
-    assert repr(block.pool).startswith("<ActorPool of Model: closed, 0 actors")
 
 
 @pytest.mark.parametrize("how", ["error", "cancel", "death", "early death"])
@@ -573,21 +455,6 @@ async def test_a_pool_for_which_there_is_never_room_is_closed(
         call(pool)
 
 
-async def test_closing_waits_for_actors_that_end_already(actors: FakeActors) -> None:
-    pool = await ready_pool(actors, 2, min_size=1, idle_after=0)
-    while len(pool) > 1:
-        await asyncio.sleep(0)
-    closing = await started(pool.aclose())
-    assert actors.stories == [["terminate"], ["terminate"]]
-    actors.links[0].end()
-    await turns()
-    assert not closing.done()
-    actors.links[1].end()
-    await closing
-    await pool.aclose()
-    assert actors.stories == [["terminate"], ["terminate"]]
-
-
 async def test_closing_while_one_is_to_be_replaced(actors: FakeActors) -> None:
     pool: Any = aiogpu.ActorPool(actors.make, 1)
     actors.links[0].die(is_gone=True)
@@ -627,19 +494,6 @@ async def test_a_dropped_pool_ends_its_actors_after_their_calls(
     assert await handle == "a"
 
 
-def test_a_pool_may_outlive_its_loop() -> None:
-    actors = FakeActors()
-    kept: list[Any] = []
-
-    async def main() -> None:
-        kept.append(aiogpu.ActorPool(actors.make, 1))
-
-    asyncio.run(main())
-    kept.clear()
-    gc.collect()
-    assert actors.stories == [[]]
-
-
 # What it is given, and what it looks like.
 
 
@@ -660,11 +514,6 @@ async def test_what_makes_no_actors_is_refused(thing: Any, words: str) -> None:
     if isinstance(thing, list):
         with pytest.raises(MisuseError, match="give it a class under"):
             aiogpu.ActorPool(thing)  # as Ray's pool takes them
-
-
-def test_without_a_loop_it_says_so() -> None:
-    with pytest.raises(NoLoopError, match=r"ActorPool\(\) needs a running event loop"):
-        aiogpu.ActorPool(Remote, 2)
 
 
 async def test_if_one_cannot_be_made_none_is_left(actors: FakeActors) -> None:

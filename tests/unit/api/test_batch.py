@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import gc
 import inspect
@@ -16,10 +15,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
-from contextvars import ContextVar
 from typing import Any
 
 import cloudpickle
@@ -136,16 +132,6 @@ def start(function: Any, *items: Any) -> list[asyncio.Task[Any]]:
 # Which calls come together, and when they start.
 
 
-async def test_calls_of_one_turn_come_together_in_order(model: Model) -> None:
-    callers = start(model.soon, *range(7))
-    for number in range(3):
-        await model.began(number + 1)
-        model.answer()
-    assert model.begun == [[0, 1, 2], [3, 4, 5], [6]]
-    sizes = [3, 3, 3, 3, 3, 3, 1]
-    assert await asyncio.gather(*callers) == [*enumerate(sizes)]
-
-
 async def test_a_full_batch_starts_at_once(model: Model) -> None:
     """Its end does not make the next one due."""
     callers = start(model.full, 1, 2)
@@ -204,26 +190,6 @@ async def test_a_call_that_came_while_a_batch_ran_waits_its_own_time(
     assert await asyncio.gather(*callers) == [(1, 3), (2, 3), (3, 3), (4, 1)]
 
 
-async def test_calls_that_come_while_a_batch_runs_are_gathered(model: Model) -> None:
-    """Also those of callers who call again at once."""
-    results = []
-
-    async def client(number: int) -> None:
-        results.append(await model.soon(number))
-        results.append(await model.soon(number))
-
-    clients = [asyncio.ensure_future(client(number)) for number in (1, 2)]
-    await model.began(1)
-    clients += start(model.soon, 3)
-    await turns()
-    model.answer()
-    await model.began(2)
-    assert model.begun == [[1, 2], [3, 1, 2]]
-    model.answer()
-    await asyncio.gather(*clients)
-    assert sorted(results) == [(1, 2), (1, 3), (2, 2), (2, 3)]
-
-
 async def test_a_full_batch_begins_before_the_last_ones_callers() -> None:
     """What works elsewhere has the interpreter before callers are woken."""
     story: list[object] = []
@@ -246,19 +212,6 @@ async def test_a_full_batch_begins_before_the_last_ones_callers() -> None:
     assert story == [[0, 1], "polled", [2, 3], "polled", 0, 1, 2, 3]
 
 
-async def test_callers_go_on_before_a_batch_that_holds_the_loop() -> None:
-    immediate = Immediate()
-    story = []
-
-    async def client(number: int) -> None:
-        await immediate.call(number)
-        story.append(len(immediate.batches))
-
-    await asyncio.gather(*map(client, range(6)))
-    assert immediate.batches == [[0, 1, 2], [3, 4, 5]]
-    assert story == [1, 1, 1, 2, 2, 2]
-
-
 async def test_several_batches_run_at_once_where_they_may(model: Model) -> None:
     callers = start(model.two, *range(5))
     await model.began(2)
@@ -279,21 +232,6 @@ async def test_several_batches_run_at_once_where_they_may(model: Model) -> None:
 
 
 # What shares batches: one method of one instance on one loop.
-
-
-async def test_instances_and_methods_share_nothing(model: Model) -> None:
-    other = Model()
-    callers = start(model.full, 1, 2) + start(other.full, 3, 4) + start(model.soon, 5)
-    await model.began(1)
-    assert (model.begun, other.begun) == ([[5]], [])
-    callers += start(model.full, 6) + start(other.full, 7)
-    await model.began(2)
-    await other.began(1)
-    assert (model.begun, other.begun) == ([[5], [1, 2, 6]], [[3, 4, 7]])
-    model.answer(0)
-    model.answer(1)
-    other.answer()
-    await asyncio.gather(*callers)
 
 
 async def test_equal_instances_without_a_hash_are_told_apart() -> None:
@@ -333,50 +271,10 @@ async def test_loops_in_other_threads_share_nothing() -> None:
     assert immediate.batches == [["a", "b"], [1, 2]]
 
 
-def test_a_loop_after_another_has_nothing_of_it() -> None:
-    model = Model()
-
-    async def leave() -> None:
-        start(model.full, 1, 2)
-        await turns()
-
-    async def fill() -> None:
-        callers = start(model.full, 3, 4, 5)
-        await model.began(1)
-        model.answer()
-        await asyncio.gather(*callers)
-
-    asyncio.run(leave())
-    asyncio.run(fill())
-    assert model.begun == [[3, 4, 5]]
-
-
 def test_without_a_loop_it_says_so() -> None:
     coroutine = Immediate().call(1)
     with pytest.raises(NoLoopError, match=r"Immediate\.call .* none is running"):
         coroutine.send(None)
-
-
-WHO: ContextVar[str] = ContextVar("WHO")
-
-
-async def test_it_runs_in_the_context_of_its_first_caller() -> None:
-    class Asker:
-        @aiogpu.batch(max_size=2)
-        async def who(self, items: list[str]) -> list[str]:
-            return [WHO.get()] * len(items)
-
-    asker = Asker()
-
-    async def caller(name: str) -> str:
-        WHO.set(name)
-        return await asker.who(name)
-
-    tasks = [asyncio.ensure_future(caller(name)) for name in "abcd"]
-    await asyncio.sleep(0)
-    tasks[2].cancel()
-    await asyncio.wait(tasks)
-    assert [task.result() for task in tasks if not task.cancelled()] == ["a", "a", "d"]
 
 
 # How calls end: what the batch raises, and what it returns.
@@ -439,14 +337,6 @@ async def test_what_is_no_list_of_as_many_is_told_to_every_caller(
     assert await model.lives_on()
 
 
-@pytest.mark.parametrize("results", [(1, 2), deque([1, 2]), range(1, 3)])
-async def test_any_sequence_will_do(model: Model, results: Any) -> None:
-    callers = start(model.soon, 1, 2)
-    await model.began(1)
-    model.settle(results)
-    assert await asyncio.gather(*callers) == [1, 2]
-
-
 async def test_an_exception_among_the_results_is_one_callers(model: Model) -> None:
     """As `asyncio.gather(..., return_exceptions=True)` gives them."""
     callers = start(model.soon, 1, 2, 3)
@@ -464,33 +354,6 @@ async def test_an_exception_among_the_results_is_one_callers(model: Model) -> No
     await asyncio.wait(callers)
     assert callers[0].cancelled()
     assert callers[1].result() == 2
-    assert await model.lives_on()
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_what_ends_a_program_comes_out_at_its_caller(kind: type[BaseException]) -> None:
-    class Ender:
-        @aiogpu.batch(max_size=2)
-        async def end(self, items: list[int]) -> list[int]:
-            raise kind(7)
-
-    async def main() -> str:
-        ender = Ender()
-        try:
-            await ender.end(1)
-        except BaseException as error:
-            return repr(error)
-        return "nothing"
-
-    assert asyncio.run(main()) == repr(kind(7))
-
-
-async def test_one_that_cancels_itself_cancels_its_callers(model: Model) -> None:
-    callers = start(model.soon, 1, 2)
-    await model.began(1)
-    model.gates[0].cancel()
-    await asyncio.wait(callers)
-    assert [caller.cancelled() for caller in callers] == [True, True]
     assert await model.lives_on()
 
 
@@ -672,48 +535,6 @@ class Item:
 
 def queues() -> list[BatchQueue]:
     return [each for each in gc.get_objects() if isinstance(each, BatchQueue)]
-
-
-@pytest.mark.usefixtures("no_collector")
-async def test_an_error_that_was_handled_keeps_nothing() -> None:
-    class Failing:
-        @aiogpu.batch(max_size=2)
-        async def fail(self, items: list[Item]) -> list[Item]:
-            raise ValueError("all")
-
-    async def call(failing: Failing, item: Item) -> None:
-        with suppress(ValueError):
-            await failing.fail(item)
-
-    failing, items = Failing(), [Item(), Item()]
-    gone = [weakref.ref(each) for each in (failing, *items)]
-    await asyncio.gather(*(call(failing, item) for item in items))
-    del failing, items
-    await turns()
-    assert [ref() for ref in gone] == [None, None, None]
-
-
-@pytest.mark.usefixtures("no_collector")
-async def test_no_timer_keeps_what_has_nothing_to_wait_for() -> None:
-    model = Model()
-    callers = start(model.full_two, 1, 2)
-    await turns()
-    for caller in callers:
-        caller.cancel()
-    await asyncio.wait(callers)
-    del caller
-    assert queues() == []
-
-    callers = start(model.full_two, *range(5))  # a full batch, and two that wait
-    await model.began(1)
-    model.answer(0)
-    await asyncio.wait(callers[:3])
-    callers += start(model.full_two, 5)
-    await model.began(2)
-    model.answer(1)
-    await asyncio.wait(callers)
-    await turns()
-    assert queues() == []
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -955,20 +776,6 @@ def test_what_cannot_be_batched_is_refused_in_words(thing: Any, words: str) -> N
 
 
 # How it is pickled.
-
-
-async def test_it_goes_by_name_and_its_instances_by_value() -> None:
-    """Also while calls wait, which stay."""
-    for pickler in (pickle, cloudpickle):
-        assert pickle.loads(pickler.dumps(double)) is double
-        assert pickle.loads(pickler.dumps(Scaler)) is Scaler
-    scaler = Scaler(2)
-    call = asyncio.ensure_future(scaler.scale(1))
-    await asyncio.sleep(0)
-    sent = pickle.loads(pickle.dumps(scaler))
-    copied = copy.deepcopy(scaler)
-    assert await asyncio.gather(sent.scale(2), copied.scale(3), call) == [4, 6, 2]
-    assert (scaler.batches, sent.batches, copied.batches) == ([[1]], [[2]], [[3]])
 
 
 async def test_it_goes_by_value_where_it_must() -> None:

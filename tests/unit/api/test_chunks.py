@@ -13,7 +13,7 @@ import pytest
 import aiogpu
 from aiogpu.api import map as window
 from aiogpu.api.map import CALLS, GROWTH, LONGEST, MOST, TARGET, Sizes
-from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
+from aiogpu.errors import OptionError, SerializationError
 from aiogpu.serialization.exceptions import (
     RAISED,
     UNSENDABLE,
@@ -60,11 +60,6 @@ async def endless() -> AsyncIterator[int]:
         yield number
 
 
-async def later(count: int) -> AsyncIterator[int]:
-    for number in range(count):
-        yield number
-
-
 async def taken_from(queue: asyncio.Queue[int]) -> AsyncIterator[int]:
     while True:
         yield await queue.get()
@@ -103,16 +98,6 @@ async def test_a_chunk_is_one_call(
     assert engine.cancelled == [3]
 
 
-async def test_unordered_chunks_come_as_they_end(engine: FakeEngine) -> None:
-    async with train.map(range(9), chunk=3, ordered=False) as results:
-        task = await started(anext(results))
-        end(engine, 3)
-        end(engine, 1)
-        found = [await task]
-        found += [await anext(results) for _ in range(5)]
-        assert found == [6, 7, 8, 0, 1, 2]
-
-
 async def test_without_a_limit_it_counts_calls(engine: FakeEngine) -> None:
     async with train.map(count(1), chunk=10) as results:
         task = await started(anext(results))
@@ -121,18 +106,6 @@ async def test_without_a_limit_it_counts_calls(engine: FakeEngine) -> None:
         end(engine, 1)
         await task
         assert len(engine.calls) == CALLS, "until all ten are taken"
-
-
-@pytest.mark.parametrize("kind", [range, later])
-async def test_the_last_chunk_is_as_long_as_there_are_items(
-    engine: FakeEngine, kind: Any
-) -> None:
-    task = await started(listed(train.map(kind(5), chunk=3)))
-    assert chunks(engine) == [[0, 1, 2], [3, 4]]
-    end(engine, 1)
-    end(engine, 2)
-    assert await task == [0, 1, 2, 3, 4]
-    assert engine.cancelled == []
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
@@ -203,30 +176,6 @@ async def test_a_chunk_that_cannot_be_sent_late_wakes_the_consumer(
 # Errors, and ways to leave.
 
 
-@ordered_or_not
-async def test_an_error_comes_in_its_place_and_ends_it(
-    engine: FakeEngine, ordered: bool
-) -> None:
-    results = train.map(range(9), chunk=3, ordered=ordered)
-    task = await started(anext(results))
-    end(engine, 1, KeyError("boom"), after=2)
-    assert [await task, await anext(results)] == [0, 1]
-    assert engine.cancelled == [], "not before it is raised"
-    with pytest.raises(KeyError, match="boom"):
-        await anext(results)
-    assert engine.cancelled == [3, 2]
-    with pytest.raises(MisuseError, match="ended with KeyError"):
-        await anext(results)
-
-
-async def test_a_call_that_fails_as_a_whole(engine: FakeEngine) -> None:
-    task = await started(anext(train.map(range(9), chunk=3)))
-    engine.fail(1, NodeClosedError("shut down"))
-    with pytest.raises(NodeClosedError):
-        await task
-    assert engine.cancelled == [3, 2]
-
-
 async def test_closed_within_a_chunk_no_result_comes(engine: FakeEngine) -> None:
     results = train.map(range(9), chunk=3)
     task = await started(anext(results))
@@ -239,34 +188,7 @@ async def test_closed_within_a_chunk_no_result_comes(engine: FakeEngine) -> None
     assert repr(results) == "<Results of train: were closed>"
 
 
-async def test_dropped_within_a_chunk_the_rest_is_cancelled(engine: FakeEngine) -> None:
-    async def leave() -> int:
-        async for result in train.map(range(9), chunk=3):
-            return int(result)
-        raise AssertionError
-
-    task = await started(leave())
-    end(engine, 1)
-    assert await task == 0
-    await turns(10)
-    assert engine.cancelled == [3, 2]
-
-
 # What is called again.
-
-
-@ordered_or_not
-async def test_the_rest_of_a_chunk_that_ended_early_is_called_again(
-    engine: FakeEngine, ordered: bool
-) -> None:
-    task = await started(listed(train.map(range(7), chunk=3, ordered=ordered)))
-    end(engine, 1, after=1)
-    await turns(10)
-    assert chunks(engine)[3:] == [[1, 2]]
-    for call in (2, 3, 4):
-        end(engine, call)
-    expected = [0, 1, 2, 3, 4, 5, 6] if ordered else [0, 3, 4, 5, 6, 1, 2]
-    assert await task == expected
 
 
 @ordered_or_not
@@ -343,21 +265,6 @@ async def test_automatic_chunks_grow_with_what_is_known(engine: FakeEngine) -> N
         assert 1 < max(sizes) <= GROWTH, "no more was seen than chunks of one"
 
 
-async def test_a_limit_has_room_for_several_automatic_chunks(
-    engine: FakeEngine,
-) -> None:
-    async with train.map(count(1), chunk="auto", limit=32) as results:
-        chunker = results._window._chunker
-        assert chunker is not None
-        for _ in range(20):
-            chunker._sizes.note(1000, 1e-9)
-        assert chunker.size == 2
-        task = await started(anext(results))
-        end(engine, 1)
-        await task
-        assert {len(items) for items in chunks(engine)} == {2}
-
-
 def grown(seconds: float, most: int = MOST) -> Sizes:
     """Return sizes that have seen many items which take so long."""
     sizes = Sizes(most)
@@ -377,16 +284,6 @@ def grown(seconds: float, most: int = MOST) -> Sizes:
 def test_calls_take_about_as_long_as_they_shall(seconds: float, size: float) -> None:
     assert grown(seconds).size == pytest.approx(size, rel=0.3)
     assert grown(seconds, 7).size == min(7, grown(seconds).size)
-
-
-def test_sizes_grow_step_by_step() -> None:
-    sizes = Sizes(MOST)
-    for _ in range(3):
-        before = sizes.size
-        sizes.note(before, 0.0)
-        assert sizes.size == GROWTH * before
-    sizes.note(1, 0.0)
-    assert sizes.size == before * GROWTH, "an old one is no reason to shrink"
 
 
 def test_slower_items_count_at_once_and_faster_ones_gradually() -> None:

@@ -10,18 +10,16 @@ import pickle
 import sys
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-import aiogpu
 from aiogpu.api.results.handle import Handle
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
-from tests.support.turns import turns
 from tests.unit.api.fakes import UNREADABLE, Owner, outcome
 
 loads = 0
@@ -73,48 +71,8 @@ async def work() -> Work:
 # The result and the error.
 
 
-async def test_a_result_is_unpickled_once_and_when_it_is_asked_for(work: Work) -> None:
-    before = loads
-    tasks = [await work.waiter() for _ in range(3)]
-    work.handle.settle(dump_result([Counted()]))
-    assert work.handle.done()
-    assert loads == before
-    assert work.handle.exception() is None
-    value = await work.handle
-    assert value == ["value"]
-    again = await asyncio.gather(*tasks, work.handle, work.handle.coro())
-    assert all(each is value is work.handle.result() for each in again)
-    assert loads == before + 1
-
-
-async def test_none_is_a_result(work: Work) -> None:
-    work.handle.settle(dump_result(None))
-    assert await work.handle is work.handle.result() is work.handle.exception() is None
-
-
-@pytest.mark.parametrize("first", ["result", "exception"])
-async def test_a_result_that_cannot_be_decoded_is_an_error(
-    work: Work, first: str
-) -> None:
-    work.handle.settle(UNREADABLE)
-    found = work.handle.exception() if first == "exception" else None
-    with pytest.raises(DeserializationError) as caught:
-        work.handle.result()
-    assert work.handle.exception() is caught.value
-    assert found in (None, caught.value)
-    assert not work.handle.cancelled()
-
-
 def frames(error: BaseException) -> int:
     return len(traceback.extract_tb(error.__traceback__))
-
-
-async def test_an_error_is_raised_as_it_is(work: Work) -> None:
-    tasks = [await work.waiter() for _ in range(2)]
-    error = KeyError("a")
-    work.handle.settle(error)
-    assert [await outcome(task) for task in tasks] == [error, error]
-    assert work.handle.exception() is error
 
 
 @pytest.mark.parametrize("kind", ["failed", "unreadable"])
@@ -182,93 +140,6 @@ async def test_an_error_that_nobody_retrieves_is_reported(
 # Waiters: the last one's cancellation cancels the task.
 
 
-async def gathered(handle: Handle[Any]) -> None:
-    await asyncio.gather(handle)
-
-
-async def waited_for(handle: Handle[Any]) -> None:
-    await asyncio.wait_for(handle, 60)
-
-
-async def shielded(handle: Handle[Any]) -> None:
-    await asyncio.shield(handle)
-
-
-async def completed(handle: Handle[Any]) -> None:
-    for first in asyncio.as_completed([handle]):
-        await first
-
-
-async def waited(handle: Handle[Any]) -> None:
-    done, _ = await asyncio.wait([handle], return_when=asyncio.FIRST_EXCEPTION)
-    assert done == {handle}
-    handle.result()
-
-
-async def grouped(handle: Handle[Any]) -> None:
-    try:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(handle.coro())
-    except ExceptionGroup as group_error:
-        raise group_error.exceptions[0] from None
-
-
-CONSTRUCTS = {
-    gathered: False,
-    grouped: False,
-    waited_for: False,
-    shielded: True,
-    completed: True,
-    waited: True,
-}
-"""Ways to wait, and whether the work survives the cancellation of its only waiter."""
-
-
-@pytest.mark.parametrize(("construct", "survives"), CONSTRUCTS.items())
-async def test_ways_to_wait(
-    work: Work, construct: Callable[[Handle[Any]], Awaitable[None]], survives: bool
-) -> None:
-    """[B15] What a cancelled construct does to the work when nobody else waits."""
-    waiter = asyncio.ensure_future(construct(work.handle))
-    await turns(2)  # a TaskGroup's own task is one step behind
-    waiter.cancel()
-    assert isinstance(await outcome(waiter), asyncio.CancelledError)
-    assert work.handle.cancelled() is not survives
-    assert work.cancelled == [1] * (not survives)
-    for is_early in (True, False):
-        handle = Work().handle
-        if is_early:
-            handle.settle(UNREADABLE)
-        waiter = asyncio.ensure_future(construct(handle))
-        await asyncio.sleep(0)
-        handle.settle(UNREADABLE)
-        async with asyncio.timeout(60):
-            assert isinstance(await outcome(waiter), DeserializationError)
-
-
-async def test_the_last_waiter_cancels(work: Work) -> None:
-    first, second = await work.waiter(), await work.waiter()
-    first.cancel()
-    await outcome(first)
-    third = await work.waiter()
-    for task in (second, third):
-        assert not work.handle.done()
-        task.cancel()
-        assert isinstance(await outcome(task), asyncio.CancelledError)
-    assert work.handle.cancelled()
-    assert work.cancelled == [1]
-
-
-async def test_a_timeout_withdraws_its_own_waiter_alone(work: Work) -> None:
-    other = await work.waiter()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await work.handle
-    assert not work.handle.done()
-    work.handle.settle(dump_result(1))
-    assert await other == 1
-
-
 async def test_a_waiter_that_is_closed_withdraws(work: Work) -> None:
     """A coroutine that is dropped half-way gets `GeneratorExit`."""
     coroutine = work.handle.coro()
@@ -319,24 +190,6 @@ async def test_after_the_end_nothing_counts(work: Work) -> None:
 # Callbacks.
 
 
-async def test_work_with_callbacks_goes_on_without_waiters(work: Work) -> None:
-    seen: list[object] = []
-    for _ in range(2):
-        work.handle.add_done_callback(seen.append)
-    work.handle.add_done_callback(print)
-    await work.cancelled_waiter()
-    assert not work.handle.done()
-    assert work.handle.remove_done_callback(seen.append) == 2
-    assert work.handle.remove_done_callback(seen.append) == 0
-    await work.cancelled_waiter()
-    assert not work.handle.done()
-    assert work.handle.remove_done_callback(print) == 1
-    assert not work.handle.done(), "its removal alone cancels nothing"
-    await work.cancelled_waiter()
-    assert work.cancelled == [1]
-    assert seen == []
-
-
 async def test_a_callback_gets_the_handle_in_its_context(work: Work) -> None:
     variable = contextvars.ContextVar("variable", default="none")
     seen: list[tuple[object, str, bool]] = []
@@ -363,16 +216,6 @@ async def test_a_callback_gets_the_handle_in_its_context(work: Work) -> None:
 # The object.
 
 
-async def test_its_repr_names_the_task_and_its_state(work: Work) -> None:
-    assert repr(work.handle) == "<Handle train 1 pending>"
-    work.handle.cancel()
-    assert repr(work.handle) == "<Handle train 1 cancelled>"
-    for end in (dump_result(1), NodeClosedError("closed")):
-        handle = Work().handle
-        handle.settle(end)
-        assert repr(handle) == "<Handle train 1 done>"
-
-
 @pytest.mark.parametrize(
     ("use", "told"),
     [
@@ -397,33 +240,6 @@ async def test_what_a_handle_refuses(
         use(work.handle)
     assert isinstance(MisuseError("x"), TypeError)
     assert not work.handle.done()
-
-
-async def test_it_is_a_future_of_its_loop(work: Work) -> None:
-    handle = work.handle
-    assert isinstance(handle, asyncio.Future)
-    assert asyncio.isfuture(handle)
-    assert asyncio.ensure_future(handle) is handle
-    assert handle.get_loop() is asyncio.get_running_loop()
-    assert aiogpu.Handle is Handle
-    for ask in (handle.result, handle.exception):
-        with pytest.raises(asyncio.InvalidStateError):
-            ask()
-
-    class Delegates:
-        def __await__(self) -> Any:
-            return (yield from handle)
-
-    asyncio.get_running_loop().call_soon(handle.settle, dump_result(3))
-    assert await Delegates() == 3
-
-
-def test_a_loop_may_run_until_it_is_done() -> None:
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        handle: Handle[int] = Handle("train", Owner(), loop)
-        loop.call_soon(handle.settle, dump_result(3))
-        assert loop.run_until_complete(handle) == 3
 
 
 async def test_it_is_small(work: Work) -> None:

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.map import DEFAULT_LIMIT, Results
+from aiogpu.api.map import Results
 from aiogpu.errors import (
     InfeasibleError,
     MisuseError,
-    NodeClosedError,
-    NoLoopError,
     OptionError,
     SerializationError,
     TaskError,
@@ -124,45 +122,6 @@ async def test_no_more_than_the_limit_is_ahead(
     assert engine.cancelled == list(range(len(engine.calls), 6, -1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_in_order_a_result_counts_until_it_is_taken(
-    engine: FakeEngine, kind: Kind
-) -> None:
-    numbers = kind()
-    async with train.map(numbers, limit=3) as results:
-        first = await started(anext(results))
-        engine.answer(2, 3)
-        await turns(10)
-        assert not first.done()
-        assert len(engine.calls) == numbers.read == 3
-        engine.answer(1)
-        assert [await first, await anext(results), await anext(results)] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_unordered_they_come_as_they_end(engine: FakeEngine, kind: Kind) -> None:
-    async with train.map(kind(), limit=3, ordered=False) as results:
-        first = await started(anext(results))
-        engine.answer(3, 1)
-        assert await first == 3
-        assert await anext(results) == 1
-        second = await started(anext(results))
-        engine.answer(5)
-        assert await second == 5
-
-
-async def test_no_limit_named_is_one_all_the_same(engine: FakeEngine) -> None:
-    results = train.map(Numbers())
-    assert repr(results) == "<Results of train: are 0 ahead, 256 at most>"
-    task = await started(anext(results))
-    assert len(engine.calls) == DEFAULT_LIMIT == 256
-    assert "are 256 ahead" in repr(results)
-    engine.answer(1)
-    await task
-    await results.aclose()
-    assert repr(results) == "<Results of train: were closed>"
-
-
 @ordered_or_not
 @pytest.mark.parametrize("limit", [1, 5, 6])
 @pytest.mark.parametrize("kind", [later, lambda *numbers: numbers])
@@ -181,14 +140,6 @@ async def test_a_finite_iterable_ends(
         await anext(results)
     with pytest.raises(MisuseError, match=r"iterated to their end.*train\.map"):
         await listed(results)
-
-
-async def test_the_first_alone_and_then_the_rest(engine: FakeEngine) -> None:
-    results = train.map(range(3))
-    first = await started(anext(results))
-    engine.answer(1, 2, 3)
-    assert await first == 1
-    assert await listed(results) == [2, 3]
 
 
 async def test_a_slow_async_iterable_holds_no_result_back(engine: FakeEngine) -> None:
@@ -226,14 +177,6 @@ async def test_an_error_comes_in_its_place_and_ends_it(
     assert engine.cancelled == [6, 5, 3], "newest first, and not what had ended"
     with pytest.raises(MisuseError, match=r"ended with KeyError.*train\.map"):
         await anext(results)
-
-
-async def test_unordered_an_error_overtakes(engine: FakeEngine) -> None:
-    """As does the end of the node."""
-    first = await started(anext(train.map(range(9), limit=3, ordered=False)))
-    engine.fail(3, NodeClosedError("shut down"))
-    assert isinstance(await outcome(first), NodeClosedError)
-    assert engine.cancelled == [2, 1]
 
 
 async def test_a_stop_raised_by_a_task_is_no_end(engine: FakeEngine) -> None:
@@ -321,48 +264,6 @@ def test_an_interrupt_in_an_async_iterable_is_not_kept_for_later() -> None:
 # Ways to leave: what is ahead is cancelled.
 
 
-Map = Callable[[], Results[Any]]
-"""Nothing but the loop refers to the results, so they go with it."""
-
-
-async def leave_by_break(mapped: Map) -> int:
-    async for result in mapped():
-        return int(result)
-    raise AssertionError
-
-
-async def leave_by_an_error(mapped: Map) -> int:
-    async for result in mapped():
-        raise KeyError(result)
-    raise AssertionError
-
-
-async def leave_by_a_cancel_in_the_body(mapped: Map) -> int:
-    async for _ in mapped():
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        await asyncio.Event().wait()
-    raise AssertionError
-
-
-@ordered_or_not
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "leave", [leave_by_break, leave_by_an_error, leave_by_a_cancel_in_the_body]
-)
-async def test_leaving_the_loop_stops_what_is_ahead(
-    engine: FakeEngine, kind: Kind, ordered: bool, leave: Callable[..., Any]
-) -> None:
-    numbers = kind()
-    task = await started(leave(lambda: train.map(numbers, limit=3, ordered=ordered)))
-    engine.answer(1)
-    assert isinstance(await outcome(task), int | KeyError | asyncio.CancelledError)
-    await turns(10)
-    assert len(engine.calls) >= 3
-    assert is_cancelled(engine, 1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_end_of_a_block_stops_although_the_results_are_kept(
     engine: FakeEngine, kind: Kind
@@ -384,20 +285,6 @@ async def test_the_end_of_a_block_stops_although_the_results_are_kept(
     engine.receivers.clear()
     gc.collect()
     assert {handle() for handle in handles} == {None}, "no handle is kept"
-
-
-async def test_a_cancelled_step_stops_all(engine: FakeEngine) -> None:
-    results = train.map(Numbers(), limit=2)
-    task = await started(listed(results))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.cancelled == [2, 1]
-    with pytest.raises(MisuseError, match="was cancelled"):
-        await anext(results)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(train.map(Numbers(), limit=2)), 0.001)
-    assert engine.cancelled == [2, 1, 4, 3]
 
 
 @ordered_or_not
@@ -559,11 +446,6 @@ async def test_what_is_refused(engine: FakeEngine) -> None:
             await anext(results)
         engine.answer(2)
         assert await task == 2, "the one that was first goes on"
-
-
-def test_without_a_loop() -> None:
-    with pytest.raises(NoLoopError, match=r"aiogpu\.run"):
-        train.map([1])
 
 
 async def test_its_length_is_that_of_the_items(engine: FakeEngine) -> None:

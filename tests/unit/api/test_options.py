@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 import aiogpu
-from aiogpu.accelerators import registry
 from aiogpu.accelerators.registry import variables
-from aiogpu.api.keywords import ActorKeywords, Options
 from aiogpu.api.node import check_declared, check_node_options
 from aiogpu.api.options import (
     LARGEST_COUNT,
@@ -30,7 +28,6 @@ from aiogpu.core.model.request import TaskSpec
 from aiogpu.core.model.units import BY_SHARE
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
-from tests.unit.accelerators.vendors import Fpga
 
 
 def checked(**options: Any) -> TaskOptions:
@@ -131,10 +128,6 @@ def test_what_a_task_may_ask_for(option: str) -> None:
         assert check_options({option: value}) == {option: held}
 
 
-def test_times_are_floats() -> None:
-    assert isinstance(check_options({"timeout": 3})["timeout"], float)
-
-
 class NoException:
     """No exception, though it is a class."""
 
@@ -221,13 +214,6 @@ def test_what_a_task_may_not_ask_for(option: str) -> None:
                 assert repr(key) in message
                 told = key if allowed == "names are strings" else told
             assert repr(told) in message or "instead" in allowed
-
-
-def test_the_error_is_a_value_error_too() -> None:
-    """[B40]"""
-    for kind in (ValueError, aiogpu.AiogpuError):
-        with pytest.raises(kind, match="num_gpus"):
-            check_options({"num_gpus": -1})
 
 
 @pytest.mark.parametrize(
@@ -332,25 +318,6 @@ async def test_so_are_those_of_groups_pools_and_maps() -> None:
 # What a task's options come to.
 
 
-def test_none_means_the_default() -> None:
-    names = Options.__annotations__
-    assert checked(**dict.fromkeys(names)) == checked() == TaskOptions()
-    both = check_options(dict.fromkeys(names)) | check_options(
-        dict.fromkeys(ActorKeywords.__annotations__), "actor"
-    )
-    assert set(both) == set(TaskOptions._fields)
-
-
-def test_options_are_copied() -> None:
-    resources, variables, preload = {"a": 1}, {"A": "1"}, ["json"]
-    options = checked(resources=resources, runtime_env={"env_vars": variables})
-    of_node = node_options(resources=resources, preload=preload)
-    resources["a"], variables["A"] = 2, "2"
-    preload.append("numpy")
-    assert (options.resources, options.runtime_env) == ({"a": 10_000}, {"A": "1"})
-    assert (of_node.resources, of_node.preload) == ({"a": 1}, ("json",))
-
-
 @pytest.mark.parametrize(
     ("options", "max_calls"),
     [
@@ -373,31 +340,6 @@ def test_a_task_with_a_device_has_a_process_of_its_own_unless_said(
 ) -> None:
     """[B26]"""
     assert spec(**options).max_calls == max_calls
-
-
-def test_the_spec() -> None:
-    """[B34] An accelerator's type is worth a thousandth of its own resource."""
-    asked = spec(num_cpus=0, num_gpus=0.5, resources={"a": 2}, accelerator_type="A100")
-    assert str(asked.shape.request) == "{a: 2, accelerator_type:A100: 0.001, GPU: 0.5}"
-    assert asked.shape.request.accelerator_type == "A100"
-    assert spec().shape.request.as_numbers() == {"CPU": 1.0}
-    asked = spec(priority=3, timeout=2, max_retries=-1)
-    assert (asked.name, asked.function) == ("train", 7)
-    assert (asked.priority, asked.timeout, asked.max_retries) == (3, 2.0, -1)
-    assert spec(name="embed").name == "embed"
-    assert (spec().is_detached, spec(lifetime="detached").is_detached) == (False, True)
-
-
-def test_the_shape() -> None:
-    """[B24] Packing is what is done unless said otherwise."""
-    pack, spread = (spec(num_gpus=0.5, strategy=name) for name in ("pack", "spread"))
-    assert spec(num_gpus=0.5).shape == pack.shape
-    assert pack.shape != spread.shape
-    assert (pack.shape.request.spread, spread.shape.request.spread) == (False, True)
-    one = spec(runtime_env={"env_vars": {"A": "1", "B": "2"}})
-    other = spec(runtime_env={"env_vars": {"B": "2", "A": "1"}})
-    assert one.shape == other.shape
-    assert one.shape != spec().shape
 
 
 def test_options_that_need_a_gpu() -> None:
@@ -543,28 +485,6 @@ def test_a_process_has_the_devices_of_one_vendor(
         made.options(resources={"neuron_cores": 1})
     made.options(num_gpus=0, resources={"neuron_cores": 1})
     made.options(resources={"neuron_cores": 0, "license": 1})
-
-
-class WholeFpga(Fpga):
-    """One whose quantities are whole."""
-
-    def quantity(self, value: object) -> int:
-        assert isinstance(value, int)
-        return value * 10_000
-
-
-@pytest.fixture
-def registered() -> Iterator[None]:
-    aiogpu.accelerators.register(WholeFpga())
-    yield
-    registry._registered.clear()
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_kind_is_one_of_devices() -> None:
-    assert spec(resources={"FPGA": 2}).shape.request.devices == (("FPGA", 20_000),)
-    both = spec(num_gpus=1, resources={"FPGA": 1}).shape.request
-    assert both.devices == (("FPGA", 10_000), ("GPU", 10_000))
 
 
 def test_in_a_worker_the_nodes_kinds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

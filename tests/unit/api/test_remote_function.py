@@ -30,9 +30,9 @@ from aiogpu.api.remote_function import (
     signature_of,
     without_self,
 )
-from aiogpu.errors import AiogpuWarning, MisuseError, OptionError, SerializationError
-from aiogpu.serialization.serializer import load_function, load_retried
-from tests.unit.api.fakes import FakeEngine, opened
+from aiogpu.errors import AiogpuWarning, MisuseError, SerializationError
+from aiogpu.serialization.serializer import load_function
+from tests.unit.api.fakes import FakeEngine
 
 T = TypeVar("T")
 
@@ -116,19 +116,6 @@ def test_what_cannot_be_remote(thing: Any, word: str) -> None:
     with pytest.raises(MisuseError, match="not both"):
         aiogpu.remote(len, num_gpus=1)  # type: ignore[call-overload]
     assert isinstance(aiogpu.remote()(len), RemoteFunction)
-
-
-def test_options_make_another_and_share_the_pickled_function() -> None:
-    other = documented.options(num_gpus=0.5, name="other")
-    assert other is not documented
-    assert other._definition is documented._definition
-    assert documented._options.num_gpus == 0
-    spec = other._options.spec("documented", 1)
-    assert (spec.name, spec.max_calls) == ("other", 1)
-    assert other.options(num_gpus=0)._options.spec("x", 1).max_calls == 0
-    assert other.options(max_calls=0)._options.spec("x", 1).max_calls == 0
-    with pytest.raises(OptionError, match="num_gpu "):
-        documented.options(num_gpu=1)  # type: ignore[call-arg]
 
 
 # How the function is sent: by name if it can be imported, by value otherwise.
@@ -278,29 +265,6 @@ def test_what_the_program_itself_defines(monkeypatch: pytest.MonkeyPatch) -> Non
 # Its calls.
 
 
-async def test_calls_share_what_is_sent_once(engine: FakeEngine) -> None:
-    @aiogpu.remote(num_gpus=0.5, runtime_env={"env_vars": {"A": "1"}})
-    async def nested(x: int) -> int:
-        return x
-
-    assert nested._func is None
-    other = nested.options(name="other", retry_exceptions=[OSError])
-    handles = [nested.remote(1), other.remote(2)]
-    one, two = nested._func, other._func
-    handles.append(nested.remote(3))
-    assert nested._func is one is not None
-    assert [handle.task_name for handle in handles] == ["nested", "other", "nested"]
-    assert one.spec.name == "nested"
-    assert one.resources == {"CPU": 1.0, "GPU": 0.5}
-    assert (one.environ, one.is_coroutine) == ({"A": "1"}, True)
-    assert two is not None
-    assert one.id != two.id
-    assert one.function is two.function
-    assert (load_retried(one.retried), load_retried(two.retried)) == (False, (OSError,))
-    for handle in handles:
-        handle.cancel()
-
-
 async def test_one_that_cannot_be_pickled_yet_may_be_called_later(
     engine: FakeEngine,
 ) -> None:
@@ -319,23 +283,6 @@ async def test_one_that_cannot_be_pickled_yet_may_be_called_later(
     with pytest.raises(SerializationError, match=r"arguments of nested\.remote"):
         nested.remote(threading.Lock())
     nested.remote().cancel()
-
-
-def test_without_a_loop_it_stays_usable() -> None:
-    @aiogpu.remote
-    def nested() -> None: ...
-
-    with pytest.raises(aiogpu.NoLoopError):
-        nested.remote()
-
-    async def main() -> None:
-        engine = FakeEngine()
-        session = await opened(engine)
-        nested.remote().cancel()
-        await session.shutdown()
-        assert "submit nested" in engine.story
-
-    asyncio.run(main())
 
 
 # Its parameters: what is refused before it is sent is what Python would refuse.

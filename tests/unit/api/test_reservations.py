@@ -9,8 +9,7 @@ import pytest
 import aiogpu
 from aiogpu.api.options import TaskOptions, check_options, placement_group_of
 from aiogpu.api.reservation import Placement, lease_func
-from aiogpu.core.model.request import MOST_BUNDLES, BundleRef, Request
-from aiogpu.core.model.units import UNIT
+from aiogpu.core.model.request import MOST_BUNDLES, Request
 from aiogpu.errors import MisuseError, OptionError
 
 
@@ -146,23 +145,3 @@ def test_what_fits_no_bundle_is_told_with_both(
         asked(placement=group({"GPU": 1, "CPU": 1}, {"GPU": 0.5}), **options)
     for part in told.split(": ["):
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("bundle", "options", "cpus"),
-    [
-        (0, {}, UNIT),
-        (1, {}, 0),
-        (-1, {}, UNIT),
-        (-1, {"num_gpus": 0.5}, UNIT),
-        (0, {"num_cpus": 0}, 0),
-        (0, {"num_cpus": None}, UNIT),
-    ],
-)
-def test_a_cpu_is_asked_for_where_there_is_one(
-    bundle: int, options: dict[str, Any], cpus: int
-) -> None:
-    within = group({"GPU": 1, "CPU": 1}, {"GPU": 0.5})
-    request = asked(placement=within, bundle=bundle, **options)
-    assert dict(request.scalars).get("CPU", 0) == cpus
-    assert request.placement_group == BundleRef("key", "group", bundle)

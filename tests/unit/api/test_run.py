@@ -19,22 +19,8 @@ from aiogpu.api.run import _open_standard_descriptors
 from tests.support.program import environment
 
 
-async def loop_and_debug() -> tuple[type, bool]:
-    loop = asyncio.get_running_loop()
-    return type(loop), loop.get_debug()
-
-
 async def fail() -> None:
     raise KeyError("a")
-
-
-def test_it_runs_a_coroutine_on_uvloop() -> None:
-    assert aiogpu.run(loop_and_debug()) == (uvloop.Loop, False)
-    assert aiogpu.run(loop_and_debug(), debug=True) == (uvloop.Loop, True)
-    with pytest.raises(KeyError):
-        aiogpu.run(fail())
-    with pytest.raises(ValueError, match="coroutine"):
-        aiogpu.run(fail)  # type: ignore[arg-type]
 
 
 PROGRAM = """

@@ -19,10 +19,7 @@ from aiogpu.api.node import node_of
 from aiogpu.api.results.handle import session_of
 from aiogpu.api.session import (
     Session,
-    SessionState,
     current_session,
-    default_address,
-    start_session,
 )
 from aiogpu.client.current import current
 from aiogpu.engines.base import NodeOptions
@@ -31,11 +28,8 @@ from aiogpu.errors import (
     MisuseError,
     NodeClosedError,
     NodeError,
-    NodeRunningError,
-    NodeStartError,
     NoLoopError,
 )
-from aiogpu.serialization.serializer import dump_result
 from tests.support.turns import turns
 from tests.unit.api.fakes import (
     FakeEngine,
@@ -73,71 +67,6 @@ def call(session: Session, name: str = "train") -> Any:
 
 
 # The session: opening, calls, closing.
-
-
-async def test_its_life(engine: FakeEngine) -> None:
-    session = opening(engine)
-    node, loop = node_of(session), asyncio.get_running_loop()
-    assert session_of(loop) is session is current_session()
-    assert not session.is_open
-    assert repr(session) == "<Session opening <FakeEngine>>"
-    with pytest.raises(NodeClosedError):
-        await node.status()
-    await session.opened()
-    assert session.is_open
-    assert repr(session) == "<Session open <FakeEngine>>"
-    for total, available, status in (
-        (node.cluster_resources, node.available_resources, node.status),
-        (aiogpu.cluster_resources, aiogpu.available_resources, aiogpu.status),
-    ):
-        assert {"CPU": 4.0}.items() <= (await total()).items()
-        assert {"CPU": 3.0}.items() <= (await available()).items()
-        assert await status() == "status"
-    await aiogpu.shutdown()
-    assert not session.is_open
-    assert repr(session) == "<Session closed <FakeEngine>>"
-    assert session_of(loop) is None
-    assert engine.story == ORDERLY
-    for ask in (node.cluster_resources, node.available_resources, node.status):
-        with pytest.raises(NodeClosedError, match=r"aiogpu\.init"):
-            await ask()
-
-
-async def test_a_call(engine: FakeEngine) -> None:
-    session = await opened(engine)
-    handle = call(session)
-    assert (handle.task_name, handle.task_id) == ("train", 1)
-    engine.receivers[1].settle(dump_result(3))
-    assert await handle == 3
-    call(session).cancel()
-    assert engine.story[2:] == ["submit train", "submit train", "cancel 2"]
-    engine.infeasible.add("train")
-    with pytest.raises(InfeasibleError):
-        call(session)
-    await session.shutdown()
-    with pytest.raises(NodeClosedError):
-        call(session)
-
-
-async def test_why(engine: FakeEngine) -> None:
-    """[B23]"""
-    engine.may_open.clear()
-    session = opening(engine)
-    early = call(session)
-    why = await early.why()
-    told = "train waits for its node, which is being opened."
-    assert (why.state, str(why)) == ("opening", told)
-    engine.may_open.set()
-    await session.opened()
-    assert (await early.why()).state == "running"
-    engine.ended.add(1)
-    assert str(await early.why()) == "train (task 1) has ended."
-    assert engine.story[3:] == ["why 1", "why 1"]
-    session.after_fork()
-    with pytest.raises(NodeError, match="fork"):
-        await early.why()
-    session._state = SessionState.OPEN
-    await session.shutdown()
 
 
 async def test_early_calls_are_made_in_order_once_it_is_open(
@@ -445,86 +374,6 @@ async def test_init_is_a_block(
     hastened = ["force_close"] * (error is KeyboardInterrupt)
     story = ["open", "opened", *hastened, "close", "closed"]
     assert engines.made[0].story == story
-
-
-@pytest.mark.parametrize(
-    ("variable", "given", "address"),
-    [
-        (None, None, None),
-        ("", None, None),
-        ("local", None, "local"),
-        ("elsewhere", "local", "local"),
-    ],
-)
-async def test_the_address(
-    variable: str | None,
-    given: str | None,
-    address: str | None,
-    engines: Engines,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if variable is not None:
-        monkeypatch.setenv("AIOGPU_ADDRESS", variable)
-    if given is None:
-        assert default_address() == address
-    async with aiogpu.init(address=given):
-        assert engines.asked[0][0] == address
-
-
-async def test_an_unknown_address_makes_no_session() -> None:
-    loop = asyncio.get_running_loop()
-    with pytest.raises(aiogpu.OptionError, match="nowhere"):
-        start_session("nowhere", NodeOptions(), loop)
-    assert session_of(loop) is None
-
-
-async def test_one_node_for_each_loop(engines: Engines) -> None:
-    async with aiogpu.init():
-        with pytest.raises(NodeRunningError, match=r"aiogpu\.shutdown\(\).*share it"):
-            await aiogpu.init()
-        with pytest.raises(NodeRunningError):
-            async with aiogpu.init():
-                raise AssertionError("there are two")
-        assert len(engines.asked) == 1
-    async with aiogpu.init():
-        assert len(engines.asked) == 2
-
-
-async def test_a_node_is_shared_if_asked_for(engines: Engines) -> None:
-    """The inner block ends nothing: it is not its own."""
-    engines.made[0].may_open.clear()
-    first = await started(aiogpu.init())
-    second = await started(aiogpu.init(ignore_reinit_error=True))
-    assert not second.done()
-    engines.made[0].may_open.set()
-    outer = await first
-    assert await second is outer
-    async with aiogpu.init(ignore_reinit_error=True) as inner:
-        assert inner is outer
-    assert outer.is_open
-    await outer.shutdown()
-    assert len(engines.asked) == 1
-    async with aiogpu.init(ignore_reinit_error=True) as own:
-        assert own is not outer
-    assert engines.made[1].story == ORDERLY
-
-
-async def test_an_error_of_opening_is_raised_by_init(engines: Engines) -> None:
-    engines.made[0].open_error = NodeStartError("no zygote")
-    with pytest.raises(NodeStartError, match="no zygote"):
-        await aiogpu.init()
-    async with aiogpu.init():
-        assert len(engines.asked) == 2
-
-
-async def test_cancelling_init_takes_it_back(engines: Engines) -> None:
-    engines.made[0].may_open.clear()
-    task = await started(aiogpu.init())
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engines.made[0].story == ["open"]
-    assert session_of(asyncio.get_running_loop()) is None
 
 
 @pytest.mark.parametrize("wait", [aiogpu.init, aiogpu.cluster_resources, aiogpu.status])

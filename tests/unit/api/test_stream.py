@@ -10,10 +10,10 @@ import pytest
 
 from aiogpu.api.results.blocking import ItemBuffer
 from aiogpu.api.results.stream import Stream
-from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
+from aiogpu.errors import MisuseError
 from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result
 from tests.support.turns import turns
-from tests.unit.api.fakes import UNREADABLE, Owner
+from tests.unit.api.fakes import Owner
 
 
 class Producer(Owner):
@@ -54,14 +54,6 @@ def in_thread(act: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_taking_lets_the_producer_go_on(buffer: ItemBuffer, producer: Producer) -> None:
-    buffer.receive_items(items(1, None))
-    assert buffer.is_held
-    assert [buffer.take(), buffer.take()] == [1, None]
-    assert producer.asked == [("demand", 7, 3), ("demand", 7, 4)]
-    assert not buffer.is_held
-
-
 def test_a_cancelled_stream_takes_nothing(
     buffer: ItemBuffer, producer: Producer
 ) -> None:
@@ -72,27 +64,6 @@ def test_a_cancelled_stream_takes_nothing(
     buffer.settle(ValueError("late"))
     assert producer.asked == [("cancel", 7, 0)]
     assert (list(buffer.buffer), buffer.error, buffer.is_over) == ([], None, True)
-
-
-def test_the_end_comes_once_and_nothing_is_asked_after_it(
-    buffer: ItemBuffer, producer: Producer
-) -> None:
-    buffer.receive_items(items(1, 2))
-    buffer.settle(NONE_PAYLOAD)
-    buffer.settle(TaskCancelledError("its parent has ended"))
-    assert buffer.done()
-    assert not buffer.is_held
-    assert [buffer.take(), buffer.take()] == [1, 2]
-    buffer.cancel()
-    assert (producer.asked, buffer.error) == ([], None)
-
-
-def test_errors_of_a_stream(buffer: ItemBuffer) -> None:
-    buffer.receive_items((UNREADABLE,))
-    with pytest.raises(DeserializationError):
-        buffer.take()
-    buffer.settle(TaskCancelledError("its parent has ended"))
-    assert type(buffer.error) is TaskCancelledError
 
 
 def new_stream(producer: Producer) -> Stream[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.options import check_options, unknown_option
+from aiogpu.api.options import check_options
 from aiogpu.api.usage_errors import NAMES_OF_RAY
 from aiogpu.errors import MisuseError, OptionError, SerializationError
 
@@ -289,14 +289,6 @@ async def test_a_call_after_the_block_is_warned_of_once(
     assert caplog.text.count("opens a node with the defaults") == 1
 
 
-@pytest.mark.parametrize("kind", [aiogpu.Handle, aiogpu.Stream, aiogpu.ActorHandle])
-def test_words_cost_the_objects_nothing(kind: type) -> None:
-    """No `__getattr__`, which would slow each attribute; no room for a `__dict__`."""
-    for one in inspect.getmro(kind):
-        if one.__module__ == "aiogpu.api.usage_errors":
-            assert vars(one).keys().isdisjoint({"__getattr__", "__dict__", "__init__"})
-
-
 # Misspelt names and options.
 
 
@@ -373,23 +365,9 @@ def test_the_nearest_option(name: str, nearest: str | None) -> None:
     assert f"{hint}num_cpus, num_gpus, " in str(caught.value)
 
 
-def test_the_options_of_a_node_are_all_told() -> None:
-    with pytest.raises(OptionError) as caught:
-        aiogpu.init(gpus=1)  # type: ignore[call-arg]
-    names = inspect.signature(aiogpu.init).parameters
-    assert str(caught.value) == str(unknown_option("gpus", names, "a node"))
-
-
 @pytest.mark.parametrize("function", [aiogpu.init, aiogpu.lease])
 def test_an_option_without_its_name_is_refused(function: Callable[..., object]) -> None:
     with pytest.raises(
         MisuseError, match=rf"^{function.__name__}\(4\): the options .* go by name\. "
     ):
         function(4)
-
-
-async def test_options_that_are_spelt_well_are_taken(node: aiogpu.types.Node) -> None:
-    async with aiogpu.lease(num_cpus=1) as share:
-        assert share.is_held
-    found = [one async for one in same.map(iterable=["a", "bc"], limit=1)]
-    assert found == ["a", "bc"]

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,30 +45,6 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait([task])
 
 
-# On a loop: `wait`.
-
-
-async def test_wait_splits_handles_in_the_order_given(owner: Owner) -> None:
-    """What it returns is not unpickled; an error and a cancellation are ends too."""
-    a, b, c, d = handles = owner.start(4)
-    task = await started(aiogpu.wait(handles, num_returns=2))
-    d.settle(UNREADABLE)
-    await turns()
-    assert not task.done()
-    b.settle(KeyError("boom"))
-    assert await task == ([b, d], [a, c])
-    assert callbacks(a, c) == 0
-    assert await aiogpu.wait(handles) == ([b], [a, c, d]), "no more than asked for"
-    assert await aiogpu.wait({d}) == ([d], [])
-    task = await started(aiogpu.wait([a, b, c], num_returns=3))
-    a.cancel()
-    c.settle(UNREADABLE)
-    assert await task == ([a, b, c], [])
-    with pytest.raises(KeyError):
-        b.result()
-    assert await aiogpu.wait([]) == ([], [])
-
-
 @pytest.mark.parametrize("timeout", [0, 0.001])
 async def test_wait_gives_what_there_is_when_its_time_is_up(
     owner: Owner, timeout: float
@@ -82,11 +58,7 @@ async def test_wait_gives_what_there_is_when_its_time_is_up(
     assert await aiogpu.wait([c], timeout=timeout) == ([c], []), "what came is read"
 
 
-async def test_the_timer_of_a_wait_ends_with_it(owner: Owner) -> None:
-    (a,) = owner.start(1)
-    task = await started(aiogpu.wait([a], timeout=1e9))
-    a.settle(UNREADABLE)
-    assert await task == ([a], [])
+# On a loop: `wait`.
 
 
 # On a loop: `as_completed`.
@@ -153,34 +125,6 @@ async def test_one_task_iterates(owner: Owner) -> None:
 
 # Who only looks cancels nothing, and keeps the work going.
 
-LOOKS: list[Callable[[Any], Any]] = [
-    lambda handles: aiogpu.wait(handles),
-    lambda handles: anext(aiogpu.as_completed(handles)),  # type: ignore[call-overload]
-]
-
-
-@pytest.mark.parametrize("look", LOOKS, ids=["wait", "as_completed"])
-async def test_work_that_is_looked_at_goes_on_without_its_waiters(
-    owner: Owner, look: Callable[[Any], Any]
-) -> None:
-    """[B15] Who looks wants to know how it ends."""
-    (a,) = owner.start(1)
-    looks = await started(look([a]))
-    await cancelled(await started(a))
-    assert owner.cancelled == []
-    await cancelled(looks)
-    assert (owner.cancelled, a.done()) == ([], False)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(look([a]), 0.001)
-    assert owner.cancelled == []
-    del looks
-    gc.collect()
-    await turns()
-    assert callbacks(a) == 0
-    await cancelled(await started(a))
-    assert owner.cancelled == [1], "nobody looks any more"
-
-
 # Cost.
 
 
@@ -218,23 +162,6 @@ async def test_each_step_costs_the_same_however_many_handles_there_are(
                 handle.settle(UNREADABLE)
         assert len([handle async for handle in completed]) == count - count // 100
         assert await aiogpu.wait(handles, num_returns=count) == (handles, [])
-        costs.append((calls["call"] + calls["c_call"]) / count)
-    assert costs[1] < costs[0] * 1.1
-
-
-def test_so_it_does_in_a_plain_task(channel: FakeChannel, calls: Counter[str]) -> None:
-    def read_ready(is_guest: bool = False) -> bool:
-        channel.on_child(channel.coming.popleft())
-        return True
-
-    channel.read_ready = read_ready  # type: ignore[method-assign]
-    costs = []
-    for count in (300, 3000):
-        handles = start_children(count)
-        channel.coming.extend(done(handle.task_id) for handle in handles[::-1])
-        calls.clear()
-        assert list(aiogpu.as_completed(handles)) == handles[::-1]
-        assert aiogpu.wait(handles, num_returns=count) == (handles, [])
         costs.append((calls["call"] + calls["c_call"]) / count)
     assert costs[1] < costs[0] * 1.1
 
@@ -294,28 +221,6 @@ async def test_handles_of_another_loop(owner: Owner, name: str) -> None:
     await asyncio.to_thread(look_without_a_loop)
 
 
-# In plain tasks, between the task and its worker's socket.
-
-
-def test_wait_blocks_in_a_plain_task(channel: FakeChannel) -> None:
-    a, b, c = handles = start_children(3)
-    channel.put(done(3), failed(1, KeyError("boom")), done(2))
-    assert aiogpu.wait(handles, num_returns=2) == ([a, c], [b])
-    assert channel.waits == [(1, 2, 3), ()], "the node is told that it is over"
-    assert b.on_end == ()
-    assert aiogpu.wait([b]) == ([b], [])
-    assert channel.waits == [(1, 2, 3), (), (2,)], "its end the node sees itself"
-    assert aiogpu.wait(handles, num_returns=3) == (handles, [])
-
-
-def test_wait_in_a_plain_task_reads_what_has_come(channel: FakeChannel) -> None:
-    a, b = handles = start_children(2)
-    assert aiogpu.wait(handles, timeout=0) == ([], [a, b])
-    channel.put(done(2))
-    assert aiogpu.wait(handles, timeout=0) == ([b], [a])
-    assert aiogpu.wait(handles, num_returns=2, timeout=0.001) == ([b], [a])
-
-
 def test_as_completed_in_a_plain_task(channel: FakeChannel) -> None:
     a, b, c, d = handles = start_children(4)
     completed = iter(aiogpu.as_completed(handles))
@@ -338,6 +243,9 @@ def test_as_completed_in_a_plain_task(channel: FakeChannel) -> None:
     assert aiogpu.as_completed([]), "which is not its length"
 
 
+# In plain tasks, between the task and its worker's socket.
+
+
 def test_what_a_plain_task_is_refused(channel: FakeChannel) -> None:
     a, b = start_children(2)
     for look, given, told in (
@@ -351,12 +259,6 @@ def test_what_a_plain_task_is_refused(channel: FakeChannel) -> None:
     current.client = task_client_on(channel)
     with pytest.raises(MisuseError, match="child belongs to another task"):
         aiogpu.wait([b])
-
-
-async def test_a_plain_functions_handle_on_a_loop(channel: FakeChannel) -> None:
-    (handle,) = await asyncio.to_thread(start_children, 1)
-    with pytest.raises(MisuseError, match="made in a plain function"):
-        aiogpu.wait([handle])
 
 
 # In coroutines of tasks: what their node is told of waits.
@@ -378,13 +280,3 @@ async def test_as_completed_waits_only_while_it_is_asked(
     assert loop_channel.waits == [(1,), ()], "while the loop's body runs"
     loop_channel.put(done(1), done(3))
     assert {handle async for handle in completed} == {handles[0], handles[2]}
-
-
-async def test_wait_in_a_coroutine_waits_for_all(loop_channel: FakeChannel) -> None:
-    handles = start_children(3)
-    task = await started(aiogpu.wait(handles))
-    assert loop_channel.waits == [(1, 2, 3)]
-    loop_channel.put(done(2))
-    assert await task == ([handles[1]], [handles[0], handles[2]])
-    await turns()
-    assert loop_channel.waits == [(1, 2, 3), ()]

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from aiogpu.linux import procfs
-from aiogpu.linux.cgroup import read_limit, read_numbers
+from aiogpu.linux.cgroup import read_limit
 from aiogpu.linux.procfs import (
-    DEEPEST,
     ExitEvidence,
     Findings,
     MemoryBounds,
@@ -107,14 +106,6 @@ def test_the_place_with_the_least_room_counts(memory_tree: MemoryTree) -> None:
     assert memory_tree.usage.where == "machine"
 
 
-def test_limits_that_change_are_seen(memory_tree: MemoryTree) -> None:
-    memory_tree.limit_v2("c", "max", GIB, 0)
-    bounds = MemoryBounds(memory_tree.proc)
-    assert bounds.tightest().where == "machine"
-    memory_tree.limit_v2("c", str(2 * GIB), GIB, 0)
-    assert bounds.tightest() == (str(memory_tree.v2 / "c"), GIB, 2 * GIB)
-
-
 def test_without_files_nothing_is_limited(tmp_path: Path) -> None:
     bounds = MemoryBounds(tmp_path)
     usage = bounds.tightest()
@@ -146,13 +137,6 @@ def test_limits(text: str, limit: int | None, tmp_path: Path) -> None:
     assert read_limit(str(tmp_path / "limit")) == limit
 
 
-def test_numbers_among_other_lines(tmp_path: Path) -> None:
-    (tmp_path / "stat").write_bytes(b"anon 5\nName:  7 kB\n\nbad x\n\xff 1\nlone\n")
-    numbers = read_numbers(str(tmp_path / "stat"))
-    assert numbers.pop("\ufffd") == 1
-    assert numbers == {"anon": 5, "Name": 7}
-
-
 def test_real_memory_is_seen() -> None:
     """What a child fills is found below us, and the machine's use is plausible."""
     bounds = MemoryBounds()
@@ -176,28 +160,11 @@ def write_stat(proc: Path, pid: int, parent: int, name: str = "x") -> None:
     (proc / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0 -1\n")
 
 
-def test_ancestors_end_at_the_first_process(tmp_path: Path) -> None:
-    write_stat(tmp_path, 30, 20, "a (b) c) d")
-    write_stat(tmp_path, 20, 10)
-    write_stat(tmp_path, 10, 1)
-    write_stat(tmp_path, 40, 0)
-    assert origins_of([30, 40], tmp_path) == {
-        30: Origin("a (b) c) d", (20, 10)),
-        40: Origin("x", ()),
-    }
-
-
 def test_what_has_ended_is_left_out(tmp_path: Path) -> None:
     write_stat(tmp_path, 30, 20)
     (tmp_path / "50").mkdir()
     (tmp_path / "50" / "stat").write_text("")
     assert origins_of([30, 31, 50], tmp_path) == {30: Origin("x", (20,))}
-
-
-def test_a_circle_of_reused_ids_ends(tmp_path: Path) -> None:
-    write_stat(tmp_path, 30, 20)
-    write_stat(tmp_path, 20, 30)
-    assert len(origins_of([30], tmp_path)[30].ancestors) == DEEPEST
 
 
 class DeathTree:

@@ -84,20 +84,6 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_descriptors_arrive_in_order_with_their_numbers(ends: Ends) -> None:
-    assert ends.receiver.read() == []
-    with marked(b"here") as fd:
-        assert ends.sender.send(2**64 - 1, fd)
-    assert ends.sender.waiting == 0
-    [(number, received)] = ends.receiver.read()
-    assert not os.get_inheritable(received)
-    assert texts([(number, received)]) == [(2**64 - 1, b"here")]
-    send(ends.sender, 1, 20)
-    assert texts(ends.receiver.read()) == numbered(1, 20)
-    ends.other.setblocking(True)
-    assert ends.receiver.read(socket.MSG_DONTWAIT) == []
-
-
 def test_who_waits_is_woken_by_another_process(ends: Ends) -> None:
     ends.other.setblocking(True)
     pid = os.fork()
@@ -136,18 +122,6 @@ def test_a_message_carries_as_many_as_the_kernel_allows(ends: Ends) -> None:
         sizes.append(len(pairs))
         texts(pairs)
     assert max(sizes) >= MOST
-
-
-def test_closing_gives_up_what_is_queued(ends: Ends) -> None:
-    sent = ends.fill()
-    send(ends.sender, sent + 1, 10)
-    ends.sender.close()
-    assert ends.sender.waiting == 0
-    received: Pairs = []
-    while pairs := ends.receiver.read():
-        received += pairs
-    assert [number for number, _ in texts(received)] == [*range(1, sent)]
-    assert ends.sender.flush()
 
 
 # Streams that are cut
@@ -192,18 +166,6 @@ def test_a_message_cut_anywhere(ends: Ends, sizes: list[int], reads: list[int]) 
     while len(received) < 30:
         received += ends.receiver.read()
     assert texts(received) == numbered(1, 30)
-
-
-def test_half_a_message_is_nothing_yet_and_closed_with_the_peer(ends: Ends) -> None:
-    ends.sender._sock = Cut(ends.one, [3, 0])
-    ends.sender._sock.calls = 1
-    with marked() as fd:
-        assert not ends.sender.send(1, fd)
-    assert ends.sender.waiting == 0
-    assert ends.receiver.read() == []
-    ends.one.close()
-    with pytest.raises(EOFError):
-        ends.receiver.read()
 
 
 # The end of the peer

@@ -60,18 +60,6 @@ def segment() -> Iterator[Segment]:
     segment.close()
 
 
-def test_views_are_read_only_and_of_their_spans(
-    reader: Reader, segment: Segment
-) -> None:
-    first, second, nothing = reader.views(segment, (0, 5), (64, 6), (4096, 0))
-    assert (bytes(first), bytes(second), bytes(nothing)) == (b"first", b"second", b"")
-    assert first.readonly
-    with pytest.raises(TypeError):
-        first[0] = 1
-    with pytest.raises(ValueError, match="read-only"):
-        np.frombuffer(first, np.uint8)[0] = 1
-
-
 def test_all_views_share_one_mapping_whose_end_is_reported(
     reader: Reader, segment: Segment
 ) -> None:
@@ -94,15 +82,6 @@ def test_all_views_share_one_mapping_whose_end_is_reported(
         assert (reader.told, reader.still_there) == ([7] * count, [False] * count)
         assert not reader.mappings.is_mapped(7)
         assert not segment.is_read
-
-
-def test_a_segment_without_spans_is_unmapped_at_once(
-    reader: Reader, segment: Segment
-) -> None:
-    fd = segment.share()
-    assert reader.mappings.views(7, fd, segment.size, ()) == []
-    os.close(fd)
-    assert (reader.told, reader.still_there) == ([7], [False])
 
 
 @pytest.mark.parametrize(
@@ -159,18 +138,6 @@ class Saver:
     def __del__(self) -> None:
         if self.saved is not None:
             self.saved.append(self.view)
-
-
-def test_in_a_cycle_its_end_is_reported_early_and_the_kernel_knows(
-    reader: Reader, segment: Segment
-) -> None:
-    cycle = Saver(reader.views(segment)[0], None)
-    del cycle
-    assert reader.told == []
-    gc.collect()
-    # CPython clears weak references into garbage before the garbage itself.
-    assert (reader.told, reader.still_there) == ([7], [True])
-    assert not segment.is_read
 
 
 def test_a_view_saved_by_a_finalizer_is_known_to_the_kernel(

@@ -56,20 +56,6 @@ def seen(segment: Segment, spans: tuple[tuple[int, int], ...]) -> list[bytes]:
         return [mapping[start : start + length] for start, length in spans]
 
 
-def test_what_is_written_is_read(directory: str | None) -> None:
-    segment = Segment.create(7, 100, directory)
-    assert (segment.id, segment.size) == (7, PAGE)
-    assert segment.is_on_disk == (directory is not None)
-    spans = segment.write([memoryview(b"one"), memoryview(b""), memoryview(b"three")])
-    assert spans == ((0, 3), (64, 0), (64, 5))
-    assert seen(segment, spans) == [b"one", b"", b"three"]
-    segment.close()
-    empty = Segment.create(1, 0, directory)
-    assert (empty.size, empty.write([])) == (PAGE, ())
-    assert seen(empty, ((0, PAGE),)) == [bytes(PAGE)]
-    empty.close()
-
-
 def test_any_contiguous_buffer_is_taken(directory: str | None) -> None:
     pair = np.dtype([("a", "<i4"), ("b", ">f8")])
     arrays = [
@@ -90,17 +76,6 @@ def test_any_contiguous_buffer_is_taken(directory: str | None) -> None:
     segment.close()
 
 
-def test_a_thousand_buffers(directory: str | None) -> None:
-    buffers = [memoryview(bytes([n % 251]) * (n % 200)) for n in range(3000)]
-    room = Segment.room_for(map(len, buffers))
-    segment = Segment.create(1, room, directory)
-    spans = segment.write(buffers)
-    start, length = spans[-1]
-    assert start + length == room
-    assert seen(segment, spans) == [bytes(buffer) for buffer in buffers]
-    segment.close()
-
-
 def test_a_write_that_the_kernel_cuts_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(fd: int, pieces: list[bytes], offset: int) -> int:
         return os.pwrite(fd, b"".join(pieces)[:7], offset)
@@ -111,13 +86,6 @@ def test_a_write_that_the_kernel_cuts_goes_on(monkeypatch: pytest.MonkeyPatch) -
     spans = segment.write([memoryview(each) for each in buffers])
     assert seen(segment, spans) == buffers
     segment.close()
-
-
-def test_the_size_of_buffers_includes_the_gaps_between() -> None:
-    assert Segment.room_for([]) == 0
-    assert Segment.room_for([5]) == 5
-    assert Segment.room_for([5, 5]) == 69
-    assert Segment.room_for([64, 0, 1]) == 65
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
@@ -164,17 +132,6 @@ def test_a_segment_on_disk_is_written_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"segment 1 is on disk.*once"):
         segment.write([memoryview(b"again")])
     assert seen(segment, ((0, 5),)) == [b"first"]
-    segment.close()
-
-
-def test_a_segment_has_no_name(directory: str | None) -> None:
-    before = os.listdir("/dev/shm")
-    segment = Segment.create(1, PAGE, directory)
-    assert os.listdir("/dev/shm") == before
-    if directory is not None:
-        assert os.listdir(directory) == []
-        assert os.fstat(segment.fd).st_nlink == 0
-        assert os.fstat(segment.fd).st_blocks * 512 >= PAGE
     segment.close()
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from aiogpu.errors import AiogpuError, ObjectMemoryError
 from aiogpu.memory import segment as segments
 from aiogpu.memory.segment import Segment, map_readonly
-from aiogpu.memory.segment_pool import MOST_WARM, SegmentPool
+from aiogpu.memory.segment_pool import SegmentPool
 from tests.support.sampling import examples
 
 PAGE = mmap.PAGESIZE
@@ -81,13 +81,6 @@ def test_the_smallest_that_fits(
     assert sums(pool) == ((16 - fits, fits, 0) if fits else (16, asked, 0))
 
 
-def test_one_that_is_more_than_twice_as_large_is_not_taken(pool: SegmentPool) -> None:
-    large = pool.take(5 * PAGE)
-    pool.give_back(large.id)
-    assert pool.take(2 * PAGE) is not large
-    assert pool.take(2 * PAGE + 1) is large
-
-
 def test_those_unused_the_longest_are_closed_first(pool: SegmentPool) -> None:
     taken = [pool.take(pages * PAGE) for pages in (6, 7, 5, 4)]
     for segment in taken[:3]:
@@ -96,15 +89,6 @@ def test_those_unused_the_longest_are_closed_first(pool: SegmentPool) -> None:
     assert pool.give_back(taken[3].id)
     assert sums(pool) == (16, 0, 0)
     assert [segment.fd >= 0 for segment in taken] == [False, True, True, True]
-
-
-def test_only_so_many_are_kept_however_small() -> None:
-    pool = SegmentPool(1, 1 << 30, nowhere)
-    taken = [pool.take(PAGE) for _ in range(MOST_WARM + 3)]
-    assert all(pool.give_back(segment.id) for segment in taken)
-    assert sums(pool) == (MOST_WARM, 0, 0)
-    assert [segment.fd >= 0 for segment in taken] == [False] * 3 + [True] * MOST_WARM
-    pool.close()
 
 
 def test_what_is_still_read_is_closed_and_stays_as_it_is(pool: SegmentPool) -> None:
@@ -116,17 +100,6 @@ def test_what_is_still_read_is_closed_and_stays_as_it_is(pool: SegmentPool) -> N
         assert not pool.give_back(segment.id)
         assert pool.take(PAGE) is not segment
         assert mapping[:5] == b"value"
-
-
-def test_a_discarded_segment_is_closed(pool: SegmentPool) -> None:
-    used, idle = pool.take(PAGE), pool.take(2 * PAGE)
-    pool.give_back(idle.id)
-    for segment in (used, idle):
-        pool.discard(segment.id)
-        assert segment.fd == -1
-        pool.discard(segment.id)
-    assert sums(pool) == (0, 0, 0)
-    assert pool.take(2 * PAGE).id == 1002
 
 
 def test_where_memory_is_scarce_warm_ones_are_closed(pool: SegmentPool) -> None:

@@ -25,7 +25,7 @@ from aiogpu.errors import NodeStartError, ProtocolError
 from aiogpu.observe.metrics import MetricsServer, Seen, amounts
 from aiogpu.observe.status import EndedTask
 from aiogpu.observe.status_codec import status_codec
-from aiogpu.observe.trace import DEVICES, WORKERS, Span, trace_of
+from aiogpu.observe.trace import DEVICES, Span, trace_of
 from aiogpu.runtime.history import LONGEST, LONGEST_TRACE, Failure, History
 from tests.support.gate import Gate, pass_gate
 
@@ -145,13 +145,6 @@ def test_a_task_is_a_span_and_an_ended_task(history: History) -> None:
     assert history.find(2, 9.0) is None
 
 
-def test_a_task_sent_ahead_begins_after_the_one_before_it(history: History) -> None:
-    end(history, 1, "failed", 3.0, FAILURE)
-    end(history, 2, "failed", 4.0, FAILURE)
-    times = [(span.started, span.ended) for span in history.spans([], 9.0, 0.0)]
-    assert times == [(2.0, 3.0), (3.0, 4.0)]
-
-
 def test_a_running_task_is_a_span_and_has_not_ended(history: History) -> None:
     worker, unknown = WorkerRecord(WorkerId(7)), WorkerRecord(WorkerId(8))
     worker.task = unknown.task = record(1)
@@ -261,12 +254,6 @@ def rows(trace: dict[str, Any], group: int) -> dict[str, list[str]]:
         if event["pid"] == group and event["ph"] == "X":
             found[names[event["tid"]]].append(event["name"])
     return found
-
-
-def test_rows_of_devices_and_workers() -> None:
-    trace = trace_of([span(2, 8, 3.0, 4.0), span(1, 7, 1.0, 2.0, 0, 1)])
-    assert rows(trace, DEVICES) == {"GPU 0": ["work1"], "GPU 1": ["work1"]}
-    assert rows(trace, WORKERS) == {"worker 7": ["work1"], "worker 8": ["work2"]}
 
 
 def test_tasks_that_share_a_device_have_a_row_each() -> None:

@@ -6,7 +6,6 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +19,7 @@ from hypothesis.stateful import (
 from aiogpu.client.function_spec import ActorTerms
 from aiogpu.errors import ActorDiedError, NodeClosedError
 from aiogpu.runtime.actors.actor import Actor, ActorState
-from aiogpu.serialization.exceptions import LEFT, RAISED
+from aiogpu.serialization.exceptions import RAISED
 from aiogpu.wire.messages import (
     ASYNC,
     DEFAULT_GROUP,
@@ -91,35 +90,6 @@ class ActorStory:
         ]
 
 
-def test_calls_wait_for_the_process_and_go_in_order() -> None:
-    stage = ActorStory()
-    ready = FakeReceiver()
-    stage.actor.await_ready(ready)
-    receivers = [stage.call() for _ in range(2)]
-    assert (stage.sent, ready.told) == ([], [])
-    stage.begin()
-    receivers.append(stage.call())
-    assert stage.sent == [1, 2, 3]
-    assert len(ready.told) == 1
-    stage.actor.on_answer(Done(2, b"b"))
-    stage.actor.on_answer(Failed(1, RAISED, "ValueError", "", "", None))
-    stage.actor.on_answer(Done(1, b"late"))
-    assert [receiver.told for receiver in receivers] == [[RAISED], [b"b"], []]
-    assert "alive" in repr(stage.actor)
-
-
-def test_a_call_made_after_the_connection_is_lost_waits() -> None:
-    stage = ActorStory(ASYNC)
-    stage.begin()
-    assert stage.actor.worker is not None
-    stage.actor.worker.peer = None
-    receiver = stage.call()
-    assert stage.actor.lose(begun=0) == []
-    stage.begin()
-    assert stage.sent == [1]
-    assert receiver.told == []
-
-
 def test_a_dead_actor_stays_dead() -> None:
     stage = ActorStory()
     ready, call, ended = FakeReceiver(), stage.call(), FakeReceiver()
@@ -155,22 +125,6 @@ def test_each_caller_gets_an_error_object_of_its_own() -> None:
         assert type(errors[0]) is type(errors[1]) is type(end)
         assert len({*map(id, errors), id(end)}) == 3
         assert str(errors[0]) == str(end)
-
-
-@pytest.mark.parametrize("is_wanted", [True, False])
-def test_exit_actor_ends_an_actor_even_if_the_call_was_cancelled(
-    is_wanted: bool,
-) -> None:
-    stage = ActorStory()
-    stage.begin()
-    leaving, behind = stage.call(), stage.call()
-    if not is_wanted:
-        stage.actor.cancel(1)
-    stage.actor.on_answer(Failed(1, LEFT, "", "", "", None))
-    assert stage.actor.state is ActorState.LEAVING
-    stage.actor.settle(b"")
-    assert leaving.told == [ActorDiedError] * is_wanted
-    assert behind.told == [ActorDiedError]
 
 
 class Owner:

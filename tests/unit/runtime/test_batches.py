@@ -34,12 +34,9 @@ from aiogpu.runtime.workers import message_router as module
 from aiogpu.runtime.workers.message_router import (
     EVERY,
     FEW,
-    HEARING,
     LONGEST,
-    SHARE,
     InlinePoller,
 )
-from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
 from tests.unit.runtime import fakes
@@ -76,25 +73,6 @@ def story() -> BatchStory:
     return BatchStory()
 
 
-def test_a_batch_is_passed_on_once_and_in_order(story: BatchStory) -> None:
-    story.begin()
-    assert [story.add(name) for name in (b"a", b"b", b"c")] == [41, 42, 43]
-    assert repr(story.row) == "<SubmitBatch of 3>"
-    assert not story.told
-    (at_the_end,) = story.due
-    story.row.end()
-    ((func, calls),) = story.told
-    assert func is SITE
-    assert [(call.payload, call.receiver) for call in calls] == [
-        (b"a", b"a"),
-        (b"b", b"b"),
-        (b"c", b"c"),
-    ]
-    at_the_end()
-    story.row.end()
-    assert len(story.told) == 1
-
-
 def test_the_turn_ends_it(story: BatchStory) -> None:
     story.begin()
     story.add(b"a")
@@ -104,18 +82,6 @@ def test_the_turn_ends_it(story: BatchStory) -> None:
     story.begin()
     assert story.add(b"b") == 41
     assert len(story.due) == 1
-
-
-def test_without_others_that_wait_there_is_none(story: BatchStory) -> None:
-    assert not story.add(b"a")
-    story.begin()
-    assert story.add(b"a")
-    story.bucket.size = 0
-    assert not story.add(b"b")
-    story.bucket = None
-    story.row.end()
-    story.begin()
-    assert not story.add(b"c")
 
 
 @pytest.mark.parametrize(
@@ -229,28 +195,9 @@ async def test_answers_that_come_together_keep_their_order(node: OneWorkerNode) 
     }
 
 
-async def test_functions_in_turn_keep_their_order(node: OneWorkerNode) -> None:
-    row = [Submit(0, number, 1 + number // 3 % 2, b"") for number in range(2, 50)]
-    node.nested.submit_all(node.client, row)
-    while node.commands.sent:
-        node.end(min(5, len(node.commands.sent)))
-    assert node.told == [*range(1, 50)]
-
-
 async def test_a_number_that_comes_twice_cuts_off(node: OneWorkerNode) -> None:
     with pytest.raises(ProtocolError, match="number 3 after 3"):
         node.submit(2, 3, 3)
-
-
-async def test_a_result_with_references_goes_alone(node: OneWorkerNode) -> None:
-    node.submit(*range(2, 60))
-    sent = list(node.commands.sent)
-    assert len(sent) == 1
-    node.end(1)
-    third = list(node.commands.sent)[2]
-    payload = Payload.of(Contents(b"x"))
-    node.end(5, **{f"_{third}": payload})
-    assert node.told == [1, 2, 3, 4, 5, 6, 7]
 
 
 class RaisingReceiver:
@@ -433,12 +380,6 @@ class StalledNode:
                 await asyncio.sleep(0)
 
 
-async def test_what_was_not_begun_is_taken_back() -> None:
-    stalled = StalledNode(b"x")
-    await stalled.look()
-    assert stalled.commands.revoked == [1]
-
-
 @pytest.mark.parametrize("is_large", [True, False])
 async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> None:
     """A large task, or a program that holds its loop, gives no healthy worker up."""
@@ -597,27 +538,6 @@ def burst(monkeypatch: pytest.MonkeyPatch) -> Iterator[Burst]:
         speaker.theirs.close()
 
 
-def test_a_few_submissions_are_no_burst(burst: Burst) -> None:
-    burst.all_say()
-    burst.submit(FEW)
-    assert burst.heard == [0, 0, 0]
-    burst.submit(1)
-    assert burst.heard == [1, 1, 1]
-    assert {speaker.sent_at for speaker in burst.speakers} == {burst.now}
-    assert repr(burst.poller) == "<InlinePoller of 0>"
-
-
-def test_not_again_before_it_is_time(burst: Burst) -> None:
-    burst.submit()
-    burst.all_say()
-    burst.now += EVERY * 0.9
-    burst.submit(100)
-    assert burst.heard == [0, 0, 0]
-    burst.now += EVERY * 0.2
-    burst.submit()
-    assert burst.heard == [1, 1, 1]
-
-
 def test_submissions_are_passed_on_before_the_look(burst: Burst) -> None:
     """Else the next row would be longer, and take longer, and so on."""
     told: list[list[int]] = []
@@ -632,21 +552,6 @@ def test_submissions_are_passed_on_before_the_look(burst: Burst) -> None:
     assert told == [[0, 0, 0]]
     burst.all_say()
     burst.now += EVERY * 1.1
-    burst.submit()
-    assert burst.heard == [2, 2, 2]
-
-
-def test_looking_at_many_is_rare(burst: Burst) -> None:
-    for speaker in burst.speakers:
-        speaker.costs = EVERY / 6
-        speaker.takes = LONGEST / 10  # which is work that is to be done
-    burst.all_say()
-    burst.submit()
-    burst.all_say()
-    burst.now += EVERY / 2 * (SHARE - 1)
-    burst.submit()
-    assert burst.heard == [1, 1, 1]
-    burst.now += EVERY
     burst.submit()
     assert burst.heard == [2, 2, 2]
 
@@ -675,25 +580,6 @@ def test_a_message_that_raises_costs_only_its_own_connection(
     assert [speaker.is_cut_off for speaker in burst.speakers] == [False, True, False]
     assert "a bug" in caplog.text
     assert burst.poller.count == 0
-
-
-def test_a_connection_given_up_meanwhile_is_not_read(burst: Burst) -> None:
-    first, second, _ = burst.speakers
-
-    def give_up() -> None:
-        second.is_readable = False
-
-    first.then = give_up
-    burst.all_say()
-    burst.submit()
-    assert burst.heard == [1, 0, 1]
-
-
-def test_no_answer_is_read_while_another_is_handled(burst: Burst) -> None:
-    burst.all_say()
-    burst.poller.count = HEARING
-    burst.submit(1000)
-    assert burst.heard == [0, 0, 0]
 
 
 class ManualClock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from aiogpu.core.model.units import BY_SHARE, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.runtime.devices import binding
-from aiogpu.runtime.devices.binding import Affinity, Assignment, limits_of, variables_of
+from aiogpu.runtime.devices.binding import Affinity, Assignment, variables_of
 from aiogpu.wire.messages import Bind
-from tests.unit.runtime.fakes import SIZED_GPUS, lease_of
 
 FIRST = Device(0, pci="00000000:3B:00.0")
 SECOND = Device(1, pci="0001:af:00.0")
@@ -55,17 +53,6 @@ def cpu_tree(tmp_path: Path, cpus: set[int]) -> CpuTree:
     return CpuTree(tmp_path)
 
 
-def test_the_cpus_local_to_a_device_are_found(cpu_tree: CpuTree) -> None:
-    assert cpu_tree.near(0) == (0, 1, 2, 4)
-    assert cpu_tree.near(1) == (4, 5, 6, 7)
-    assert cpu_tree.near(0, 1) == (0, 1, 2, 4, 5, 6, 7)
-
-
-def test_devices_local_to_all_cpus_pin_nothing(cpu_tree: CpuTree) -> None:
-    cpu_tree.has("sys/bus/pci/devices/0001:af:00.0/local_cpulist", "3,5-7\n")
-    assert cpu_tree.near(0, 1) == ()
-
-
 @pytest.mark.parametrize("text", ["", "\n", "three", "1-x", "é"])
 def test_an_unreadable_list_of_cpus_pins_nothing(cpu_tree: CpuTree, text: str) -> None:
     cpu_tree.has("sys/bus/pci/devices/0000:3b:00.0/local_cpulist", text)
@@ -77,13 +64,6 @@ def test_devices_that_are_not_on_a_bus(cpu_tree: CpuTree) -> None:
     assert cpu_tree.near(0, devices=(Device(0),)) == ()
     assert cpu_tree.near(1, devices=(Device(0), FIRST)) == (0, 1, 2, 4)
     assert Affinity((), cpu_tree.root).near([0]) == ()
-
-
-def test_a_process_that_the_user_has_pinned_stays_so(
-    cpu_tree: CpuTree, cpus: set[int]
-) -> None:
-    cpus -= {0}
-    assert cpu_tree.near(0) == ()
 
 
 @pytest.mark.parametrize(
@@ -130,66 +110,12 @@ class FakeVendor:
         return {self.variable: ",".join(map(str, ids))}
 
 
-def node(
-    **environ: str,
-) -> tuple[Assignment, Ledger, FakeVendor, FakeVendor]:
-    ledger = Ledger(
-        {"CPU": 8 * UNIT},
-        [
-            DeviceSet("GPU", [Device(4), Device("GPU-abc")]),
-            DeviceSet("TPU", [Device(0)]),
-        ],
-    )
-    gpus, tpus = FakeVendor("GPU", "GPUS"), FakeVendor("TPU", "TPUS")
-    return Assignment([gpus, tpus], ledger, environ), ledger, gpus, tpus  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize(
-    ("amounts", "environ", "accelerators"),
-    [
-        ({}, {"GPUS": "", "TPUS": ""}, {"GPU": (), "TPU": ()}),
-        (
-            {"GPU": 2 * UNIT},
-            {"GPUS": "4,GPU-abc", "TPUS": ""},
-            {"GPU": (4, "GPU-abc"), "TPU": ()},
-        ),
-        (
-            {"GPU": UNIT // 2, "TPU": UNIT},
-            {"GPUS": "4", "TPUS": "0"},
-            {"GPU": (4,), "TPU": (0,)},
-        ),
-    ],
-    ids=["no device", "two of a kind", "two kinds"],
-)
-def test_devices_are_assigned_by_their_ids(
-    amounts: dict[str, int],
-    environ: dict[str, str],
-    accelerators: dict[str, tuple[int | str, ...]],
-) -> None:
-    assignment, ledger, _, _ = node()
-    assert bind(assignment, ledger, amounts) == Bind(environ, accelerators)
-
-
 def bind(
     assignment: Assignment, ledger: Ledger, amounts: dict[str, int], **environ: str
 ) -> Bind:
     lease = ledger.take(Request.of({"CPU": UNIT}, amounts))
     assert lease is not None
     return assignment.bind(lease, environ)
-
-
-def test_the_tasks_own_variables_come_along_and_are_seen() -> None:
-    assignment, ledger, gpus, _ = node(A="node's", B="node's")
-    found = bind(assignment, ledger, {}, A="task's", C="task's")
-    assert found.environ == {"A": "task's", "C": "task's", "GPUS": "", "TPUS": ""}
-    assert gpus.seen == {"A": "task's", "B": "node's", "C": "task's"}
-
-
-def test_the_assignment_wins_unless_it_is_switched_off() -> None:
-    assignment, ledger, _, _ = node()
-    assert bind(assignment, ledger, {}, GPUS="0").environ["GPUS"] == ""
-    kept = bind(assignment, ledger, {}, GPUS="0", NOSET="1")
-    assert kept.environ == {"GPUS": "0", "NOSET": "1"}
 
 
 GIB = 1 << 30
@@ -219,11 +145,6 @@ def bound(
     return assignment.bind(Lease(LeaseId(1), request, shares, Ledger({})), environ)
 
 
-def test_without_gpu_memory_nothing_is_limited() -> None:
-    assert bound(0, 1) == Bind({"GPUS": "0,1"}, {"GPU": (0, 1)})
-    assert bound(0, share=2500) == Bind({"GPUS": "0"}, {"GPU": (0,)})
-
-
 def test_memory_limits_are_set_as_variables_of_the_frameworks() -> None:
     assert bound(0, share=2500, gpu_memory=BY_SHARE) == Bind(
         {
@@ -245,22 +166,6 @@ def test_memory_limits_are_set_as_variables_of_the_frameworks() -> None:
     assert unknown.environ["CUPY_GPU_MEMORY_LIMIT"] == str(6 * GIB)
     alone = bound(1, share=0, gpu_memory=10 * GIB)
     assert (alone.gpu_memory, alone.accelerators) == ((10 * GIB,), {"GPU": (1,)})
-
-
-@pytest.mark.parametrize(
-    ("limit", "capacity", "fraction"),
-    [
-        (1, 3, "0.3333"),
-        (2, 3, "0.6666"),
-        (3, 3, "1"),
-        (9, 3, "1"),
-        (1, 10**9, "0.0001"),
-        (1, 8, "0.125"),
-    ],
-)
-def test_the_fraction_of_jax(limit: int, capacity: int, fraction: str) -> None:
-    found = variables_of([limit], [capacity], {})
-    assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] == fraction
 
 
 def test_limits_that_the_user_has_set_stay() -> None:
@@ -347,15 +252,6 @@ def test_mps_whose_process_has_ended_does_not_run(tmp_path: Path, text: str) -> 
     assert runs_in(tmp_path), "seen from a container"
 
 
-def test_mps_runs_if_its_pipe_exists(tmp_path: Path) -> None:
-    (tmp_path / "control").write_text("")
-    assert not runs_in(tmp_path), "a plain file"
-    (tmp_path / "control").unlink()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "control"))
-        assert runs_in(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("parts", "limits", "told"),
     [
@@ -372,33 +268,3 @@ def test_a_share_under_mps(
     parts: int, limits: tuple[int, ...], told: dict[str, str]
 ) -> None:
     assert binding.mps_variables(parts, limits, {}) == told
-
-
-def test_shares_of_mps_that_the_user_has_set_stay() -> None:
-    told = binding.mps_variables(2500, (GIB,), {binding.THREADS: "9"})
-    assert told == {binding.MEMORY: "0=1024M"}
-    assert binding.mps_variables(2500, (GIB,), {binding.MEMORY: ""}) == {
-        binding.THREADS: "25"
-    }
-
-
-@pytest.mark.parametrize(
-    ("lease", "limits"),
-    [
-        (lease_of(0), ()),
-        (lease_of(0, share=2500), ()),
-        (lease_of(0, share=2500, gpu_memory=6 * GIB), (6 * GIB,)),
-        (lease_of(0, share=0, gpu_memory=6 * GIB), (6 * GIB,)),
-        (lease_of(0, 1, gpu_memory=6 * GIB), (6 * GIB, 6 * GIB)),
-        (lease_of(0, share=2500, gpu_memory=BY_SHARE), (20 * GIB,)),
-        (lease_of(1, share=3333, gpu_memory=BY_SHARE), (40 * GIB * 3333 // 10_000,)),
-        (lease_of(2, share=2500, gpu_memory=BY_SHARE), ()),
-        (lease_of(0, 1, gpu_memory=BY_SHARE), ()),
-        (lease_of(1, share=5000, gpu_memory=7, also=True), (7,)),
-        (lease_of(), ()),
-    ],
-)
-def test_the_limit_follows_from_the_lease(
-    lease: Lease, limits: tuple[int, ...]
-) -> None:
-    assert limits_of(lease, SIZED_GPUS) == limits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,7 +13,6 @@ from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
-from aiogpu.core.records import Memory
 from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
@@ -24,7 +22,6 @@ from aiogpu.runtime.devices import monitor as module
 from aiogpu.runtime.devices import probe_thread as device_thread
 from aiogpu.runtime.devices.memory_guard import (
     FOREIGN_IDS,
-    THIS_PROGRAM,
     UNLISTED,
     ProcessAttribution,
     Sorted,
@@ -75,14 +72,6 @@ class HealthStory:
             if self.look(health, sample) is None:
                 return count
         return None
-
-
-def test_a_well_device_stays_well() -> None:
-    story = HealthStory()
-    assert story.look(CONTENT) is None
-    assert story.look(SILENT) is None
-    health = SILENT
-    assert story.look(health, MUTE) is None, "a driver that fails tells nothing bad"
 
 
 @pytest.mark.parametrize(
@@ -213,17 +202,6 @@ class SamplerStory:
         return pause, self.seen.pop()
 
 
-def test_a_timer_that_rings_a_little_early_begins_the_round_all_the_same() -> None:
-    """uvloop's timers count whole milliseconds."""
-    story = SamplerStory()
-    begin = story.loop.call_at
-    story.loop.call_at = lambda when, *call: begin(when - 1e-3, *call)  # type: ignore[method-assign]
-    story.step()
-    for _ in range(2):
-        _, seen = story.step()
-        assert seen.samples.keys() == seen.health.keys() == {ZERO, ONE}
-
-
 def test_where_memory_is_reserved_looks_are_more_frequent() -> None:
     story = SamplerStory()
     story.rounds.watch([ONE])
@@ -249,29 +227,6 @@ def test_costly_looks_are_rare() -> None:
     assert (set(seen.samples), pause < DEAREST * 0.5) == ({ZERO, ONE}, True)
     pause, _ = story.step()
     assert round(pause, 6) == DEAREST * 1.0
-
-
-def test_a_round_is_made_device_by_device() -> None:
-    story = SamplerStory()
-    story.loop.step()
-    story.thread.work()
-    assert story.watch.looks == {0: 2, 1: 1}
-    assert story.seen == []
-    story.thread.work()
-    assert story.watch.looks == {0: 2, 1: 2}
-    assert set(story.seen[0].samples) == {ZERO, ONE}
-
-
-@pytest.mark.parametrize("is_amid", [False, True])
-def test_after_the_end_nothing_is_looked_at(is_amid: bool) -> None:
-    story = SamplerStory()
-    if is_amid:
-        story.loop.step()
-    story.rounds.close()
-    story.rounds.watch([ONE])
-    if is_amid:
-        story.thread.work()
-    assert (story.loop.due, story.thread.orders, story.seen) == (None, [], [])
 
 
 GIB = 1 << 30
@@ -358,38 +313,6 @@ class MonitorStory:
         )
 
 
-async def test_each_device_is_known_as_it_was_seen_last() -> None:
-    story = MonitorStory()
-    story.start("a")
-    assert story.monitor.observed == {}
-    story.see({101: 3 * GIB, XORG: GIB})
-    first, second = story.monitor.observed[ZERO], story.monitor.observed[ONE]
-    assert (first.used, first.utilisation, first.unknown) == (4 * GIB, 87, None)
-    assert first.workers == {1: 3 * GIB}
-    assert first.others == (OtherProcess(XORG, "X", GIB),)
-    assert abs(first.seen - asyncio.get_running_loop().time()) < 5
-    assert (second.used, second.others) == (0, ())
-    assert story.told == []
-    story.monitor.quit()
-
-
-async def test_a_sick_device_is_reported_once_and_again_when_it_is_well(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    story = MonitorStory()
-    for _ in range(3):
-        story.see(health=Health(("XID 79",), ""))
-    assert story.told == [(Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79")]
-    for _ in range(int(CALM)):
-        story.see()
-    assert story.told[1:] == [(Scheduler.device_changed, GPU, 0, Cause.SICK, None)]
-    assert [record.message for record in caplog.records] == [
-        "! GPU 0 gets no new tasks until it is well: XID 79",
-        "! GPU 0 is well again",
-    ]
-    story.monitor.quit()
-
-
 async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -440,15 +363,6 @@ async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
     story.monitor.quit()
 
 
-async def test_each_of_its_processes_may_have_a_context() -> None:
-    story = MonitorStory()
-    story.start("big", memory=6 * GIB)
-    story.see({101: 6 * GIB, 201: 3 * GIB // 2})
-    assert story.monitor.observed[ZERO].workers == {1: 6 * GIB}
-    assert story.monitor.observed[ZERO].outgrown == frozenset()
-    story.monitor.quit()
-
-
 async def test_the_part_that_a_share_is_may_be_outgrown_too() -> None:
     story = MonitorStory()
     story.start("quarter", memory=BY_SHARE)
@@ -456,66 +370,6 @@ async def test_the_part_that_a_share_is_may_be_outgrown_too() -> None:
     story.see({101: 11 * GIB + 1})
     assert story.monitor.observed[ZERO].outgrown == {1}
     assert story.watched == [{ZERO}]
-    story.monitor.quit()
-
-
-async def test_with_enforcement_a_task_that_outgrows_its_limit_is_ended(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    story = MonitorStory(enforces=True)
-    story.start("big", memory=6 * GIB)
-    story.start("small")
-    for _ in range(2):
-        story.see({101: 9 * GIB})
-    assert story.told == [(Scheduler.kill_for_memory, WorkerId(1), Memory.DEVICE)]
-    assert caplog.records[0].message.endswith("beside it there: small. It is ended.")
-    error = story.guard.explain(1, 1)
-    assert error is not None
-    assert (error.asked, error.peak, error.devices) == (6 * GIB, 9 * GIB, (0,))
-    assert error.neighbours == ("small",)
-    assert str(error).startswith(
-        "big was ended, for it used more GPU memory than was reserved for it."
-    )
-    assert story.guard.explain(1, 2) is None, "what it had begun since"
-    story.monitor.quit()
-
-
-async def test_a_worker_that_runs_on_leaves_nothing_behind() -> None:
-    story = MonitorStory(enforces=True)
-    story.start("big", memory=6 * GIB)
-    worker = story.scheduler.workers.get(WorkerId(1))
-    assert worker is not None
-    assert worker.task is not None
-    for number in range(1, 6):
-        worker.task.id = TaskId(number)
-        story.see({101: 9 * GIB})
-    assert len(story.told) == 5, "each is another"
-    assert len(story.guard._told) == 1
-    worker.task = None
-    story.see({101: 9 * GIB})
-    assert story.guard._told == set()
-    assert story.guard.explain(1, 5) is not None, "its end may still be told"
-    story.scheduler.workers._records.clear()
-    story.see()
-    assert (story.guard._errors, story.guard._peaks) == ({}, {})
-    story.monitor.quit()
-
-
-@pytest.mark.parametrize("foreign", ["avoid", "wait"])
-async def test_processes_of_others_are_reported_when_they_change(foreign: str) -> None:
-    story = MonitorStory()
-    story.see({XORG: GIB})
-    story.monitor.foreign = foreign
-    story.see({XORG: GIB})
-    story.see({XORG: 2 * GIB})
-    told = "others' processes are on it: X (pid 7)"
-    assert story.told == [
-        (Scheduler.device_changed, *ZERO, Cause.FOREIGN, told, foreign == "avoid")
-    ]
-    story.see({os.getpid(): GIB})
-    assert story.told[1:] == [
-        (Scheduler.device_changed, *ZERO, Cause.FOREIGN, None, foreign == "avoid")
-    ]
     story.monitor.quit()
 
 
@@ -536,34 +390,6 @@ def listed(*pids: int, reads_pids: bool = True) -> Sample:
 
 def attribute(owners: ProcessAttribution, sample: Sample) -> Sorted:
     return owners.sort("GPU", sample, ORIGINS, ROOTS)
-
-
-def test_what_descends_from_a_worker_or_its_keeper_is_the_workers() -> None:
-    found = attribute(ProcessAttribution(), listed(WORKER_PID, CHILD, ORPHAN))
-    assert found == Sorted({1: Use(3 * GIB, 3)}, (), None)
-
-
-def test_all_other_living_processes_are_foreign() -> None:
-    found = attribute(ProcessAttribution(), listed(WORKER_PID, OTHER, os.getpid()))
-    xorg = OtherProcess(OTHER, "Xorg", GIB)
-    driver = OtherProcess(os.getpid(), THIS_PROGRAM, GIB)
-    assert found == Sorted({1: Use(GIB, 1)}, (xorg, driver))
-
-
-def test_an_ended_process_belongs_to_nobody_where_ids_are_readable() -> None:
-    owners = ProcessAttribution()
-    for _ in range(3):
-        assert attribute(owners, listed(ENDED)) == Sorted()
-        owners.end_round({ENDED})
-
-
-def test_what_has_ended_stays_whose_it_was() -> None:
-    owners = ProcessAttribution()
-    attribute(owners, listed(WORKER_PID))
-    owners.end_round({WORKER_PID})
-    assert owners.sort("GPU", listed(WORKER_PID), {}, {}).workers == {1: Use(GIB, 1)}
-    owners.end_round(())
-    assert owners.sort("GPU", listed(WORKER_PID), {}, {}).workers == {}, "forgotten"
 
 
 def test_an_id_that_is_used_again_is_looked_at_anew() -> None:
@@ -621,22 +447,6 @@ def start(thread: DeviceThread, seen: list[Look]) -> None:
         thread.look(list(thread.devices), seen.append, is_checked=True)
 
 
-async def test_looks_arrive_in_order() -> None:
-    watch = FakeWatch(UNUSED, UNUSED)
-    watch.health[1] = Health(("XID 79",))
-    thread, seen = make_thread(watch, "a", "b")
-    start(thread, seen)
-    thread.look([ONE], seen.append)
-    await until(lambda: len(seen) == 2)
-    first, second = seen
-    assert first.samples == {ZERO: UNUSED, ONE: UNUSED}
-    assert first.health[ONE].errors == ("XID 79",)
-    assert (second.samples, second.health) == ({ONE: UNUSED}, {})
-    assert first.when <= second.when
-    await thread.close()
-    assert watch.calls == ["open", "close"]
-
-
 async def test_a_driver_that_fails_to_close_delays_nobody(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,28 +462,3 @@ async def test_a_driver_that_fails_to_close_delays_nobody(
     await thread.close()
     assert asyncio.get_running_loop().time() - started < 20.0
     assert "driver of GPU could not be let go" in caplog.text
-
-
-class Hanging(FakeWatch):
-    """A driver that hangs in a check, until the test lets it go."""
-
-    is_free = threading.Event()
-
-    def check(self, device: Device) -> Health:
-        assert self.is_free.wait(20)
-        return super().check(device)
-
-
-async def test_it_says_which_driver_it_waits_for() -> None:
-    watch = Hanging(UNUSED)
-    thread, seen = make_thread(watch, "a")
-    start(thread, seen)
-    await until(lambda: (thread.mute_for() or ("", 0.0))[1] > 0.01)
-    waits = thread.mute_for()
-    assert waits is not None
-    assert waits[0] == "GPU"
-    assert seen == []
-    watch.is_free.set()
-    await until(lambda: seen)
-    await until(lambda: thread.mute_for() is None)
-    await thread.close()

@@ -22,7 +22,6 @@ from aiogpu.runtime.devices import probe_thread as device_thread
 from aiogpu.runtime.devices import release as module
 from aiogpu.runtime.devices.probe_thread import DeviceThread, Look
 from aiogpu.runtime.devices.release import (
-    ASIDE,
     FREE,
     PAUSES,
     TOLERANCE,
@@ -31,7 +30,6 @@ from aiogpu.runtime.devices.release import (
     State,
     verdict,
 )
-from tests.support.until import until
 from tests.unit.runtime.fakes import FakeVendor, FakeWatch, HandLoop, PromptThread
 
 MINE, CHILD, OTHER = 100, 101, 200
@@ -113,17 +111,8 @@ def test_a_reason_names_processes_and_bytes() -> None:
     assert reason(IDLE, host(CHILD, MINE)).startswith(f"{still}pid 100 with")
 
 
-def test_a_reason_by_memory_and_by_loss() -> None:
-    assert reason(Sample(used=0), Sample(used=GIB)) == (
-        "1024 MiB (1073741824 bytes) more are in use than before the task"
-    )
-    lost = Sample(problem="GPU is lost", is_lost=True)
-    assert reason(IDLE, lost) == "the driver calls it lost (GPU is lost)"
-
-
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
 LIMIT = 10.0
-GONE = Sample(problem="GPU is lost", is_lost=True)
 RECOVERED = (Scheduler.device_changed, *ZERO, Cause.UNSETTLED, None)
 
 
@@ -201,17 +190,6 @@ class ReleaseStory:
         return told
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_what_is_gone_at_once_costs_one_look(is_whole: bool) -> None:
-    story = ReleaseStory()
-    if is_whole:
-        story.begin()
-    before = story.watch.looks[0]
-    assert story.end(is_whole=is_whole) == [free()]
-    assert story.watch.looks[0] == before + 1
-    assert story.loop.due is None
-
-
 def test_looks_come_soon_first_and_then_more_slowly() -> None:
     story = ReleaseStory()
     story.put(BUSY)
@@ -228,42 +206,6 @@ def test_looks_come_soon_first_and_then_more_slowly() -> None:
     story.put(QUIET)
     assert story.step() == [free()]
     assert story.loop.due is None
-
-
-def test_past_the_limit_a_device_is_stuck_until_it_recovers() -> None:
-    story = ReleaseStory()
-    story.put(BUSY)
-    assert story.end() == []
-    (stuck,) = story.until_told()
-    assert story.now == LIMIT
-    assert stuck == (
-        Scheduler.devices_stuck,
-        1,
-        "GPU 0: of what has ended, the driver still lists pid 100 with 1024 MiB "
-        "(1073741824 bytes)",
-    )
-    for _ in range(3):
-        before = story.now
-        assert story.step() == []
-        assert story.now == before + ASIDE
-    story.put(QUIET)
-    assert story.step() == [RECOVERED]
-    assert story.loop.due is None
-
-
-def test_a_lost_device_is_not_waited_for() -> None:
-    story = ReleaseStory()
-    story.put(GONE)
-    assert story.end(is_whole=False) == [
-        (
-            Scheduler.devices_stuck,
-            1,
-            "GPU 0: the driver calls it lost (GPU is lost)",
-        )
-    ]
-    assert story.step() == []
-    story.put(QUIET)
-    assert story.step() == [RECOVERED]
 
 
 def test_of_several_devices_each_recovers_by_itself() -> None:
@@ -291,15 +233,6 @@ def test_a_device_recovers_when_the_last_worker_has_left_it() -> None:
     assert [story.step() for _ in range(3)] == [[], [], [RECOVERED]]
 
 
-def test_the_look_before_is_the_one_at_the_beginning() -> None:
-    story = ReleaseStory(zero=sample(CHILD))
-    story.put(sample(used=5 * GIB))  # a stranger has come before the task
-    story.begin()
-    unlisted = Sample(used=5 * GIB, reads_pids=True)
-    story.put(unlisted)
-    assert story.end() == [free()]
-
-
 def test_a_late_look_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiogpu.runtime.devices.release.LATE", -1.0)
     story = ReleaseStory()
@@ -313,24 +246,6 @@ def test_a_look_before_that_shows_the_worker_itself_is_corrected() -> None:
     story.put(sample(MINE, used=2 * GIB))
     story.begin()
     assert story.end() == []
-
-
-def test_a_look_before_that_failed_is_replaced_by_the_idle_one() -> None:
-    story = ReleaseStory()
-    story.put(Sample(problem="Unknown Error"))
-    story.begin()
-    story.put(Sample(used=2 * GIB))
-    assert story.end() == []
-    story.put(Sample(used=GIB))
-    assert story.step() == [free()]
-
-
-def test_the_idle_look_follows_what_was_seen_free() -> None:
-    story = ReleaseStory()
-    story.put(sample(CHILD, used=2 * GIB))
-    story.begin()  # CHILD was listed before, and stays so
-    assert story.end() == [free()]
-    assert story.end(2) == [free(2)], "without a look at its beginning"
 
 
 def test_a_driver_that_cannot_be_asked_is_reported_once(
@@ -348,16 +263,6 @@ def test_a_driver_that_cannot_be_asked_is_reported_once(
     )
 
 
-def test_a_driver_that_fails_again_is_reported_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    story = ReleaseStory()
-    for on in (Sample(problem="Timeout"), QUIET, Sample(problem="Timeout")):
-        story.put(on)
-        assert len(story.end()) == 1
-    assert len(caplog.records) == 2
-
-
 def test_ids_are_believed_once_a_workers_own_was_seen() -> None:
     """In a container: the driver may write ids of either namespace."""
     quiet = sample(reads_pids=False)
@@ -368,20 +273,6 @@ def test_ids_are_believed_once_a_workers_own_was_seen() -> None:
     story.put(quiet)
     assert story.step() == [free()]
     assert story.end(2, (ONE,), is_whole=False) == [free(2)]
-
-
-def test_all_is_free_once_no_driver_can_be_asked() -> None:
-    story = ReleaseStory()
-    story.put(BUSY)
-    assert story.end() == []
-    story.until_told()
-    assert story.end(2) == []
-    story.release.give_up()
-    assert story.news() == [RECOVERED, free(2, False)]
-    held = lease_of((ZERO,), UNIT)
-    assert not story.release.end(WorkerId(3), held, (MINE,))
-    story.release.close()
-    assert story.loop.due is None
 
 
 FIRST, SECOND = WorkerId(1), WorkerId(2)
@@ -477,28 +368,6 @@ def no_look_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     That such a look is not taken is a matter of `test_inspection`.
     """
     monkeypatch.setattr(module, "LATE", math.inf)
-
-
-async def test_of_a_worker_that_ends_without_a_lease_nothing_is_kept() -> None:
-    """As those do that were reused, and idle: a node may have millions in its life."""
-    heard = start_release(FakeWatch(UNUSED, UNUSED))
-    heard.device_release.begin(FIRST, WHOLE)
-    heard.device_release.begin(SECOND, PART)
-    kept = heard.device_release._before
-    await until(lambda: kept == {FIRST: {("GPU", 0): UNUSED}})
-    heard.device_release.forget(FIRST)
-    heard.device_release.forget(SECOND)
-    assert kept == {}
-    await heard.close()
-
-
-async def test_of_a_mixed_lease_the_logical_devices_are_not_asked_about() -> None:
-    watch = FakeWatch(UNUSED, UNUSED)
-    heard = start_release(watch, devices=(Device(0, uuid="a"), Device(1)))
-    assert heard.device_release.end(FIRST, lease((0, UNIT), (1, UNIT)), [MINE])
-    assert await heard.next() == ("settled", FIRST, True)
-    assert not heard.device_release.end(SECOND, lease((1, UNIT)), [MINE])
-    await heard.close()
 
 
 class Hanging(FakeWatch):

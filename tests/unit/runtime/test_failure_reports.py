@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import signal
-from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +13,7 @@ from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback, WorkerDiedError
+from aiogpu.errors import GpuOutOfMemoryError, WorkerDiedError
 from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.devices.memory_guard import Shortages, gpu_out_of_memory
 from aiogpu.runtime.workers import death as cause
@@ -23,11 +21,10 @@ from aiogpu.runtime.workers.death import (
     IN_WORDS,
     Death,
     describe_death,
-    describe_out_of_memory,
     find_cause,
     may_be_kernels,
 )
-from aiogpu.serialization.exceptions import RAISED, unpack_failure
+from aiogpu.serialization.exceptions import RAISED
 from aiogpu.wire.messages import Failed
 from tests.unit.runtime.fakes import SIZED_GPUS, lease_of
 
@@ -102,36 +99,6 @@ def test_the_documentation_names_every_cause() -> None:
     }
 
 
-def status_of(end: Callable[[], object]) -> int:
-    """A real wait status."""
-    pid = os.fork()
-    if pid == 0:
-        end()
-        os._exit(99)
-    return os.waitpid(pid, 0)[1]
-
-
-def test_an_exit_code() -> None:
-    error = describe_death("train", Death(12, status_of(lambda: os._exit(3))))
-    assert str(error) == (
-        "the worker that ran train (pid 12) exited with code 3 without answering: "
-        "probably os._exit(), or exit() in native code. Return, or raise an "
-        "exception, where the task is to end."
-    )
-    assert (error.pid, error.exitcode, error.signal) == (12, 3, None)
-    assert (error.last_output, error.cause) == ((), "exit")
-
-
-def test_a_signal() -> None:
-    status = status_of(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    error = describe_death("train", Death(12, status))
-    assert str(error).startswith(
-        "the worker that ran train (pid 12) was ended by signal 9 (SIGKILL): somebody "
-        "else sent that signal"
-    )
-    assert (error.exitcode, error.signal, error.cause) == (None, 9, "killed")
-
-
 @pytest.mark.parametrize("number", [signal.SIGRTMIN + 3])
 def test_a_signal_without_a_name(number: int) -> None:
     error = describe_death("train", Death(12, int(number)))
@@ -147,46 +114,7 @@ def test_only_the_beginning_of_a_long_line_is_quoted() -> None:
     assert error.last_output == lines
 
 
-def test_a_death_with_a_kernel_log_a_reason_and_output() -> None:
-    log = "python[12]: segfault at 0 ip 0 sp 0 error 4 in libx.so"
-    death = Death(12, 11, ("one", "two"), "it was new", findings=Findings(log=log))
-    error = describe_death("train", death)
-    assert str(error) == (
-        "the worker that ran train (pid 12) was ended by signal 11 (SIGSEGV): native "
-        f"code used memory that is not its own (kernel: {log}); it was new. Run the "
-        "function in this process, or call faulthandler.enable() in it, to see where. "
-        "Its last output:\n  one\n  two"
-    )
-    assert (error.last_output, error.cause) == (("one", "two"), "segfault")
-
-
-def test_a_worker_that_could_not_be_started() -> None:
-    error = describe_death("train", Death(reason="too many open files"))
-    assert str(error) == "no worker could be started for train: too many open files"
-    assert (error.pid, error.exitcode, error.signal) == (0, None, None)
-    assert error.cause == "not started"
-
-
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [(0, "it asked for none (memory=)"), (512 << 20, "it asked for 512MiB")],
-)
-def test_a_task_that_used_too_much_memory(asked: int, words: str) -> None:
-    death = Death(12, 9, ("one",))
-    used, limit = int(3.14 * GIB), 4 * GIB
-    error = describe_out_of_memory("train", death, asked, used, limit)
-    assert str(error) == (
-        f"train (pid 12) was ended while it used 3.2GiB of memory; {words}, and all "
-        "together may use 4GiB before the kernel ends processes of its own choice. "
-        'Give the task memory="3.2GiB", so that fewer run at once, or let it use '
-        "less. Its last output:\n  one"
-    )
-    assert isinstance(error, MemoryError)
-    assert (error.pid, error.signal, error.cause) == (12, 9, "out of memory")
-    assert (error.asked, error.used, error.limit) == (asked, used, limit)
 
 
 def worker_of(node: Scheduler, name: str | None, lease: Lease | None) -> WorkerRecord:
@@ -228,41 +156,6 @@ def test_the_error_says_what_was_asked_and_who_was_beside(node: Scheduler) -> No
     assert vars(again) == vars(error)
 
 
-def test_a_task_with_whole_gpus_is_advised_to_use_less(node: Scheduler) -> None:
-    worker = worker_of(node, "train", lease_of(0, 1))
-    error = gpu_out_of_memory("train", worker, node, peak=0, told="ran out")
-    assert str(error) == (
-        "train ran out. It had GPUs 0, GPU-1 (40GiB each) to itself, had no limit of "
-        "its own; no other task had a share there. Let it use less, such as smaller "
-        "batches, or choose larger GPUs by gpu_where={'memory': ...}."
-    )
-    assert (error.asked, error.limit, error.peak) == (0, 0, 0)
-    assert error.devices == (0, "GPU-1")
-
-
-@pytest.mark.parametrize("which", ["is_endless", "retries_oom"])
-def test_an_actor_is_not_advised_to_use_retry_oom(node: Scheduler, which: str) -> None:
-    worker = worker_of(node, None, lease_of(0, share=5000))
-    spec = TaskSpec("Model", Shape(Request()), 1, **{which: True})
-    worker.task = TaskRecord(TaskId(1), spec)
-    error = gpu_out_of_memory("Model.score", worker, node, peak=0, told="ran out")
-    assert str(error).endswith(
-        "Ask for more with gpu_memory=, or let it use less, such as smaller batches."
-    )
-
-
-def test_many_neighbours_are_counted_in_the_text_and_listed_in_full(
-    node: Scheduler,
-) -> None:
-    worker = worker_of(node, "train", lease_of(2, share=100))
-    names = [f"n{i}" for i in range(10)]
-    for name in names:
-        worker_of(node, name, lease_of(2, share=100))
-    error = gpu_out_of_memory("train", worker, node, peak=0, told="ran out")
-    assert error.neighbours == tuple(names)
-    assert "n7 and 2 more had a share there as well" in str(error)
-
-
 def test_a_worker_without_a_lease_is_reported_too(node: Scheduler) -> None:
     worker = WorkerRecord(WorkerId(9))
     error = gpu_out_of_memory("train", worker, node, peak=3, told="ran out")
@@ -273,23 +166,6 @@ def test_a_worker_without_a_lease_is_reported_too(node: Scheduler) -> None:
 FAILED = Failed(
     7, RAISED, "torch.OutOfMemoryError", "CUDA out\nof it", "trace", b"x", peak=5
 )
-
-
-def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
-    worker = worker_of(node, "train", lease_of(0, share=2500))
-    shortages = Shortages(node)
-    told = shortages.told(worker.id, "train", FAILED)
-    assert (told.task, told.kind, told.traceback) == (7, RAISED, "trace")
-    error = unpack_failure(told, "train")
-    assert isinstance(error, GpuOutOfMemoryError)
-    start = "train ran out of GPU memory: torch.OutOfMemoryError: CUDA out. It had"
-    assert str(error).startswith(start)
-    assert error.peak == 5
-    assert isinstance(error.__cause__, RemoteTraceback)
-    shortages = Shortages(node, {worker.id: 9}.__getitem__)
-    seen = unpack_failure(shortages.told(worker.id, "train", FAILED), "train")
-    assert isinstance(seen, GpuOutOfMemoryError)
-    assert seen.peak == 9, "the framework knows only of its own"
 
 
 def test_the_answer_of_a_worker_that_has_ended_stays_as_it_is(node: Scheduler) -> None:

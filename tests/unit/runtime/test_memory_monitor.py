@@ -13,11 +13,9 @@ from aiogpu.core.records import Memory, WorkerState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Usage
 from aiogpu.runtime.memory_monitor import (
-    DEAREST,
     LATEST,
     PATIENCE,
     RATE,
-    SLICE,
     SOONEST,
     MemoryGuard,
     Running,
@@ -155,31 +153,6 @@ def test_it_looks_only_while_something_runs(machine: FakeMachine) -> None:
     machine.watch.close()
 
 
-def test_single_workers_are_weighed_only_beyond_the_limit(machine: FakeMachine) -> None:
-    machine.start(1, 100)
-    machine.bounds.used = 950
-    machine.loop.step()
-    assert (machine.bounds.weighings, machine.ended) == (0, [])
-    machine.bounds.used = 951
-    assert machine.loop.step() == pytest.approx(SOONEST)
-    assert machine.ended == [(1, 100 * MIB, 950 * MIB)]
-
-
-def test_a_victim_is_named_once_until_it_is_gone(machine: FakeMachine) -> None:
-    machine.start(1, 300)
-    machine.start(2, 500)
-    machine.bounds.used = 990
-    for _ in range(5):
-        machine.loop.step()
-    assert [worker for worker, _, _ in machine.ended] == [2]
-    machine.workers.pop()
-    machine.loop.step()
-    assert len(machine.ended) == 1, "its process is there and has its memory"
-    del machine.bounds.of_worker[102]
-    machine.loop.step()
-    assert [worker for worker, _, _ in machine.ended] == [2, 1]
-
-
 def test_a_spared_worker_protects_the_others_only_for_a_while(
     machine: FakeMachine,
 ) -> None:
@@ -226,16 +199,6 @@ def turns_of(machine: FakeMachine) -> list[int]:
     return turns
 
 
-def test_many_are_weighed_in_many_turns(crowded: FakeMachine) -> None:
-    """They once held the loop for 50 ms, all at once."""
-    turns = turns_of(crowded)
-    assert sum(turns) == 1000 + 1, "who is to go is weighed again"
-    assert max(turns) <= SLICE / COST + 1
-    assert [worker for worker, _, _ in crowded.ended] == [999]
-    assert crowded.watch.cost == pytest.approx(1001 * COST)
-    assert crowded.loop.step() == pytest.approx(1001 * COST * DEAREST)
-
-
 @pytest.mark.parametrize("what", ["task", "memory", "weight"])
 def test_what_has_become_needless_meanwhile(crowded: FakeMachine, what: str) -> None:
     crowded.loop.step()
@@ -249,12 +212,3 @@ def test_what_has_become_needless_meanwhile(crowded: FakeMachine, what: str) -> 
         crowded.bounds.of_worker[100] = 900
     turns_of(crowded)
     assert crowded.ended == []
-
-
-def test_it_can_be_closed_amid_a_look(crowded: FakeMachine) -> None:
-    crowded.loop.step()
-    crowded.watch.close()
-    assert crowded.loop.due is None
-    crowded.watch.wake()
-    turns_of(crowded)
-    assert len(crowded.ended) == 1

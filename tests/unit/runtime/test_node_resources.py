@@ -10,7 +10,6 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -28,10 +27,10 @@ from aiogpu.runtime.descriptors import (
     soft_limit,
     used_descriptors,
 )
-from aiogpu.runtime.directories import LONGEST, create_directory, remove_directory
+from aiogpu.runtime.directories import LONGEST, create_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.wire.messages import descriptor_path
-from tests.support.cgroups import PLACE, groups_of, needs_cgroup
+from tests.support.cgroups import groups_of, needs_cgroup
 
 pytestmark = pytest.mark.either_loop
 
@@ -139,30 +138,6 @@ def test_no_room_for_a_single_worker_is_an_error(
     assert "`ulimit -Hn`" in told
 
 
-def test_the_runtime_directory_is_preferred(runtime_directory: Path) -> None:
-    path = Path(create_directory())
-    assert path.parent == runtime_directory
-    assert path.name.startswith("aiogpu-")
-    assert path.stat().st_mode & 0o777 == 0o700
-    (path / "node.sock").touch()
-    remove_directory(str(path))
-    assert not path.exists()
-    remove_directory(str(path))
-
-
-def test_one_that_is_too_long_for_a_socket_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime_directory: Path
-) -> None:
-    # Bytes count, not characters.
-    long = tmp_path / ("ä" * (LONGEST // 2))
-    long.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    monkeypatch.setenv("TMPDIR", str(runtime_directory))
-    path = create_directory()
-    assert os.path.dirname(path) == str(runtime_directory)
-    remove_directory(path)
-
-
 def test_the_sockets_fit_into_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ag") as short:
         for length, serves in ((LONGEST, True), (LONGEST + 1, False)):
@@ -175,20 +150,6 @@ def test_the_sockets_fit_into_the_longest(monkeypatch: pytest.MonkeyPatch) -> No
             for name in (f"{path}/node.sock", descriptor_path(path)):
                 with socket.socket(socket.AF_UNIX) as listening:
                     listening.bind(name)
-
-
-@pytest.mark.parametrize("unset", [None, ""])
-def test_without_a_runtime_directory_the_temporary_one_serves(
-    unset: str | None, monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
-) -> None:
-    if unset is None:
-        monkeypatch.delenv("XDG_RUNTIME_DIR")
-    else:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", unset)
-    monkeypatch.setenv("TMPDIR", str(runtime_directory))
-    path = create_directory()
-    assert os.path.dirname(path) == str(runtime_directory)
-    remove_directory(path)
 
 
 def test_without_a_directory_the_error_lists_all_that_were_tried(
@@ -222,30 +183,6 @@ def fork_in(path: str) -> int:
     os.close(reading)
     os.close(writing)
     return pid
-
-
-@needs_cgroup
-async def test_the_end_of_a_slot_is_reported_when_its_processes_have_ended() -> None:
-    loop = asyncio.get_running_loop()
-    node = NodeCgroup(loop)
-    node.choose("aiogpu-test")
-    assert node.path == f"{PLACE.directory}/aiogpu-test-{os.getpid()}"
-    assert groups_of(os.getpid()) == [], "it is made with a slot's"
-    first, other = (fork_in(f"{node.path}/{slot}") for slot in (3, 4))
-    told = asyncio.Event()
-    node.end_slot(3, told.set)
-    async with asyncio.timeout(60):
-        await told.wait()
-    assert not Cgroup(f"{node.path}/3").is_populated
-    assert Cgroup(f"{node.path}/4").is_populated
-    told.clear()
-    node.end_slot(5, told.set)
-    assert told.is_set(), "nobody is there"
-    await node.remove()
-    assert groups_of(os.getpid()) == []
-    for pid in (first, other):
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    await node.remove()
 
 
 @needs_cgroup

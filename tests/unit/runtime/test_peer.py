@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient, peer_uid
+from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient
 from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
 from aiogpu.wire.messages import (
@@ -20,7 +20,6 @@ from aiogpu.wire.messages import (
     Hello,
     Log,
     Message,
-    Run,
 )
 from tests.unit.runtime.fakes import FakeTransport
 
@@ -51,18 +50,6 @@ class FakePool:
         return peer, transport
 
 
-def test_messages_are_passed_on_in_order() -> None:
-    pool = FakePool()
-    peer, _ = pool.connect()
-    assert "unknown" in repr(peer)
-    stream = greeting(WORKER, 3, 4711) + encode(Log(1, 1, b"a")) + encode(Done(1, b""))
-    for byte in stream:
-        peer.data_received(bytes([byte]))
-    assert [(hello.role, hello.id) for hello in pool.greetings] == [("worker", 3)]
-    assert pool.heard == [Log(1, 1, b"a"), Done(1, b"")]
-    assert "worker 3" in repr(peer)
-
-
 def test_a_peer_that_is_given_up_before_its_connection_is_made() -> None:
     """A node closes in the turn in which the loop lets somebody in."""
     pool = FakePool()
@@ -85,14 +72,6 @@ def test_another_user_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     peer.connection_lost(None)
     assert (pool.greetings, transport.written) == ([], [])
     assert transport.calls == ["abort"]
-
-
-def test_a_user_id_may_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """User namespaces and directory services give ids above 2**31."""
-    monkeypatch.setattr("os.geteuid", lambda: 3_000_000_000)
-    _, transport = FakePool().connect()
-    assert peer_uid(transport) == 3_000_000_000
-    assert transport.calls == []
 
 
 def refusals(data: bytes) -> list[Message]:
@@ -131,73 +110,6 @@ def test_a_peer_that_breaks_the_rules_is_cut_off_alone(
     assert good_transport.calls == []
 
 
-def test_after_the_loss_all_is_silent() -> None:
-    pool = FakePool()
-    peer, transport = pool.connect()
-    peer.data_received(greeting(KEEPER, 0, 1))
-    peer.pause()
-    peer.resume()
-    peer.connection_lost(ConnectionResetError())
-    assert pool.lost == 1
-    peer.send(Fork(1))
-    peer.send_one(Fork(1))
-    peer.pause()
-    peer.resume()
-    peer.abort()
-    peer.data_received(encode(Ended(1, 0)))
-    assert transport.written == []
-    assert transport.calls == ["pause", "resume"]
-    assert pool.heard == []
-
-
-@pytest.mark.parametrize("unread", [b"", encode(Fork(1))], ids=["all read", "unread"])
-async def test_messages_sent_before_the_end_are_received(unread: bytes) -> None:
-    """Also if the end is noticed by a write, which closes the transport at once."""
-    pool = FakePool()
-    ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    _, peer = await loop.create_connection(lambda: Peer(pool.greeted), sock=ours)
-    theirs.sendall(greeting(WORKER, 1, 1))
-    async with asyncio.timeout(60):
-        while not pool.greetings:
-            await asyncio.sleep(0)
-        if unread:
-            peer.send(Fork(1))
-            await asyncio.sleep(0)
-        answers = [Done(task, bytes(50_000)) for task in range(3)]
-        theirs.sendall(b"".join(map(encode, answers)) + encode(answers[0])[:99])
-        theirs.close()
-        for _ in range(3):
-            peer.send_one(Run(9, 1, b"", False))
-        while not pool.lost:
-            await asyncio.sleep(0)
-    assert pool.heard == answers
-    assert pool.lost == 1
-
-
-async def test_a_real_socket_names_its_user() -> None:
-    pool = FakePool()
-    ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    transport, peer = await loop.create_connection(
-        lambda: Peer(pool.greeted), sock=ours
-    )
-    assert peer_uid(transport) == os.geteuid()
-    theirs.sendall(greeting(WORKER, 1, 1))
-    async with asyncio.timeout(60):
-        while not pool.greetings:
-            await asyncio.sleep(0)
-        # Between the abort and its effect nothing may raise, on either loop.
-        peer.abort()
-        peer.send(Exit())
-        peer.pause()
-        peer.resume()
-        peer.abort()
-        while not pool.lost:
-            await asyncio.sleep(0)
-    theirs.close()
-
-
 def logs(count: int) -> list[Message]:
     """Messages that a worker may send."""
     return [Log(1, 1, b"%d" % number) for number in range(count)]
@@ -218,30 +130,6 @@ async def test_a_flood_is_passed_on_in_parts() -> None:
     assert parts == [AT_ONCE, AT_ONCE, 2]
     assert pool.heard == [*flood, Log(1, 1, b"last")]
     assert transport.calls[-1] == "resume"
-
-
-async def test_a_paused_peer_with_a_flood_left_stays_paused() -> None:
-    pool = FakePool()
-    peer, transport = pool.connect()
-    peer.data_received(greeting(WORKER, 1, 1))
-    peer.pause()
-    peer.data_received(b"".join(map(encode, logs(AT_ONCE + 1))))
-    while len(pool.heard) <= AT_ONCE:
-        await asyncio.sleep(0)
-    assert "resume" not in transport.calls
-    peer.resume()
-    assert transport.calls[-1] == "resume"
-
-
-async def test_at_the_end_nothing_of_a_flood_is_lost() -> None:
-    pool = FakePool()
-    peer, _ = pool.connect()
-    peer.data_received(greeting(WORKER, 1, 1))
-    flood = logs(3 * AT_ONCE)
-    peer.data_received(b"".join(map(encode, flood)))
-    peer.connection_lost(None)
-    assert pool.heard == flood
-    assert pool.lost == 1
 
 
 async def test_messages_of_a_peer_that_ends_amid_a_write_are_received() -> None:

@@ -16,7 +16,6 @@ from aiogpu.core.model.request import Environment
 from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.workers import death as cause
-from aiogpu.runtime.workers import pool as pool_module
 from aiogpu.runtime.workers.death import Death, NoCapacityError
 from aiogpu.runtime.workers.message_router import InlinePoller
 from aiogpu.runtime.workers.pool import Pool
@@ -31,13 +30,11 @@ from aiogpu.runtime.workers.slots import (
 from aiogpu.wire.connection import KEEPER, WORKER
 from aiogpu.wire.connection import ZYGOTE as ZYGOTE_ROLE
 from aiogpu.wire.messages import (
-    Cancel,
     Close,
     Define,
     Done,
     End,
     Ended,
-    Exit,
     Failed,
     Forget,
     Fork,
@@ -45,7 +42,6 @@ from aiogpu.wire.messages import (
     Hello,
     Log,
     Message,
-    Signal,
     Skipped,
 )
 from tests.unit.runtime import fakes
@@ -82,21 +78,6 @@ async def test_a_free_slot_is_taken_before_one_is_made(slots: Slots) -> None:
     assert slots.take(ZYGOTE).index == 2
 
 
-async def test_an_index_is_given_again_only_when_its_pipes_are_closed(
-    slots: Slots,
-) -> None:
-    lost = slots.take(ZYGOTE)
-    slots.forget(lost)
-    assert not slots.holds(lost)
-    assert slots.get(lost.index) is None
-    assert slots.take(ZYGOTE).index == 1, "its names may still be there"
-    lost.output.close()
-    slots.reuse_index(lost)
-    successor = slots.take(ZYGOTE)
-    assert successor.index == lost.index
-    assert not slots.holds(lost)
-
-
 async def test_only_so_many_keepers_are_kept_without_a_worker(slots: Slots) -> None:
     taken = [slots.take(ZYGOTE) for _ in range(SPARE_SLOTS + 1)]
     peers = []
@@ -107,16 +88,6 @@ async def test_only_so_many_keepers_are_kept_without_a_worker(slots: Slots) -> N
     assert [peer.sent for peer in peers] == [[]] * SPARE_SLOTS + [[Close()]]
     slots.close_free(ZYGOTE)
     assert all(peer.sent == [Close()] for peer in peers)
-
-
-async def test_a_keeper_whose_zygote_has_died_gets_no_new_work(slots: Slots) -> None:
-    slot = slots.take(ZYGOTE)
-    slot.keeper = peer = FakePeer()  # type: ignore[assignment]
-    slot.zygote = dead = FakeZygote()  # type: ignore[assignment]
-    dead.takes_work = False
-    slots.put_back(slot)
-    assert peer.sent == [Close()]
-    assert slots.take(ZYGOTE) is not slot
 
 
 async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
@@ -141,14 +112,6 @@ async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
     slots.forget(another)
     assert other.released == [another.index]
     another.output.close()
-
-
-@pytest.mark.parametrize(
-    ("most", "workers"), [(1, 1), (2, 1), (3, 2), (10, 7), (100, 84), (4096, 4080)]
-)
-def test_some_slots_are_for_keepers_without_a_worker(most: int, workers: int) -> None:
-    slots = Slots(None, None, "", most)  # type: ignore[arg-type]
-    assert (slots.most, slots.most_workers) == (most, workers)
 
 
 @pytest.mark.parametrize("slots", [2], indirect=True)
@@ -187,27 +150,6 @@ async def test_descriptors_are_left_for_connections_to_come(
         slots.take(ZYGOTE)
     first.keeper = FakePeer()  # type: ignore[assignment]
     assert slots.take(ZYGOTE).index == 2
-
-
-async def test_closing_waits_until_all_slots_are_gone(slots: Slots) -> None:
-    taken = [slots.take(ZYGOTE) for _ in range(3)]
-    waiting = asyncio.ensure_future(slots.gone(20.0))
-    for slot in taken:
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        slots.forget(slot)
-        slot.output.close()
-    async with asyncio.timeout(5):
-        await waiting
-    await slots.gone(20.0)
-
-
-async def test_closing_gives_up_in_time(slots: Slots) -> None:
-    slot = slots.take(ZYGOTE)
-    async with asyncio.timeout(20):
-        await slots.gone(0.0)
-    slots.forget(slot)
-    slot.output.close()
 
 
 def live_worker() -> LiveWorker:
@@ -335,71 +277,6 @@ async def node(tmp_path: Path) -> AsyncIterator[FakeNode]:
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_worker_from_the_wish_to_its_end(node: FakeNode) -> None:
-    pool = node.pool
-    pool.spawn(1)
-    assert node.zygotes.kept == [0]
-    assert repr(pool) == "<Pool 1 workers in 1 slots>"
-    keeper = node.keeper()
-    assert keeper.taken() == [Fork(1)]
-    keeper.on_messages([Forked(1, 4711)])
-    assert pool.pids == {1: 4711}
-    assert node.events == []
-    worker = node.greet(WORKER, 1, 4711)
-    assert node.events == [("started", 1)]
-    pool.retire(1)
-    assert worker.taken() == [Exit()]
-    worker.on_lost()
-    assert keeper.taken() == []
-    keeper.on_messages([Ended(1, 0)])
-    assert node.events[1:] == [("gone", 1, Death(4711, 0))]
-    pool.spawn(2)
-    assert keeper.taken() == [Fork(2)], "its keeper serves again"
-    assert node.zygotes.kept == [0]
-
-
-@pytest.mark.parametrize("first", ["Ended", "end of file"])
-async def test_it_is_gone_when_both_have_come(first: str, node: FakeNode) -> None:
-    keeper, worker = node.start()
-    if first == "Ended":
-        keeper.on_messages([Ended(1, 9)])
-        assert worker.calls == ["resume"], "a paused connection shows no end"
-        worker.on_messages([Done(7, b"late answer")])
-        assert node.events == [(1, Done(7, b"late answer"))]
-        worker.on_lost()
-        assert keeper.sent == []
-    else:
-        worker.on_lost()
-        assert node.events == []
-        node.pool.kill(1)
-        keeper.on_messages([Ended(1, 9)])
-    known = "" if first == "Ended" else cause.ENDED
-    assert node.events[-1] == ("gone", 1, Death(1001, 9, known=known))
-    assert node.pool.workers == {}
-
-
-async def test_one_that_only_closes_its_connection_is_ended(
-    node: FakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "LINGER", 0.0)
-    keeper, worker = node.start()
-    worker.on_lost()
-    assert keeper.sent == [], "it may be about to end by itself"
-    async with asyncio.timeout(60):
-        while not keeper.sent:
-            await asyncio.sleep(0)
-    assert keeper.taken() == [End(1)]
-    keeper.on_messages([Ended(1, 9)])
-    death = Death(1001, 9, known=cause.DISCONNECTED)
-    assert node.events == [("gone", 1, death)]
-    node.pool.spawn(2)
-    keeper.sent.clear()
-    node.worker(2).on_lost()
-    keeper.on_messages([Ended(2, 0)])
-    await asyncio.sleep(0)
-    assert keeper.sent == []
-
-
 async def test_unknown_greetings_are_cut_off(node: FakeNode) -> None:
     assert node.worker(9).calls == ["abort"]
     assert node.keeper(9).calls == ["abort"]
@@ -409,20 +286,6 @@ async def test_unknown_greetings_are_cut_off(node: FakeNode) -> None:
     assert node.events == []
     zygote = node.greet(ZYGOTE_ROLE, 0)
     assert node.zygotes.peers == [zygote]
-
-
-async def test_how_a_task_is_interrupted(node: FakeNode) -> None:
-    keeper, worker = node.start()
-    node.pool.commands.interrupt(1, 7, 0, is_coroutine=True)
-    assert (worker.taken(), keeper.taken()) == ([Cancel(7)], [])
-    assert node.zygotes.page.asked == {0: 7}
-    node.pool.commands.interrupt(1, 7, 1, is_coroutine=True)
-    assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
-    node.pool.commands.interrupt(1, 8, 0, is_coroutine=False)
-    assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
-    node.zygotes.page.heard_of[0] = 8
-    node.pool.commands.interrupt(1, 8, 1, is_coroutine=False)
-    assert (worker.taken(), keeper.taken()) == ([], []), "it knows"
 
 
 @pytest.mark.parametrize("first", ["the zygote's word", "the keeper's end"])
@@ -447,17 +310,6 @@ async def test_a_keeper_that_dies_takes_its_slot_along(
     assert repr(node.pool) == "<Pool 0 workers in 0 slots>"
 
 
-async def test_a_worker_is_not_put_into_a_slot_that_dies(node: FakeNode) -> None:
-    """The driver may ask for another worker at the very word of the first's end."""
-    keeper, _ = node.start()
-    node.on_gone = lambda worker, _death: node.pool.spawn(worker + 1)  # type: ignore[method-assign]
-    node.pool.on_lost_slot(0)
-    assert keeper.sent == []
-    assert node.zygotes.kept == [0, 1]
-    keeper.on_lost()
-    assert node.keeper(1).taken() == [Fork(2)]
-
-
 async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(
     node: FakeNode,
 ) -> None:
@@ -471,20 +323,6 @@ async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(
     assert set(node.pool.workers) == {2}
     second.on_lost()
     assert node.events == [("gone", 2, keeper_death(1002))]
-
-
-async def test_the_next_zygote_is_asked_for_keepers_that_never_came(
-    node: FakeNode,
-) -> None:
-    node.pool.spawn(1)
-    node.zygotes.die()
-    assert node.zygotes.kept == [0, 1]
-    assert node.keeper(0).calls == ["abort"], "of the zygote that has died"
-    assert node.keeper(1).taken() == [Fork(1)]
-    node.worker(1)
-    assert node.events == [("started", 1)]
-    node.pool.spawn(2)
-    assert node.zygotes.kept == [0, 1, 2], "the number 0 may come yet"
 
 
 async def test_a_worker_that_does_not_connect_in_time(

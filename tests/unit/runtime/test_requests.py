@@ -41,6 +41,7 @@ class FakeDriver:
         self.ends_at_once = False
         self.actors = SimpleNamespace()
         self.scheduler = SimpleNamespace(clients=None)
+        self.on_report = self.asked.append
 
     def submit(
         self,
@@ -122,14 +123,6 @@ def error_in(failed: Message) -> Exception:
     return error
 
 
-def test_a_child_that_ends_at_once_is_not_remembered(story: RequestStory) -> None:
-    worker, peer = story.worker()
-    story.driver.ends_at_once = True
-    story.hear(worker, declaration(), Submit(3, 1, 7, b""))
-    assert worker.children == {}
-    assert repr(error_in(peer.sent[0])) == "InfeasibleError('at once')"
-
-
 def test_what_two_workers_declare_alike_is_one_site(story: RequestStory) -> None:
     """So that `max_calls`, what is sent, and how long it takes are known of all."""
     (one, _), (two, _) = story.worker(1), story.worker(2)
@@ -144,16 +137,6 @@ def test_what_two_workers_declare_alike_is_one_site(story: RequestStory) -> None
     assert urgent.spec.priority == 5
     assert other.function.payload == b"other"
     assert len({func.id for func in story.driver.funcs}) == 3
-
-
-def test_a_retry_class_is_not_looked_at(story: RequestStory) -> None:
-    worker, peer = story.worker()
-    unloadable = b"cno_such_module\nNoError\n."
-    story.hear(worker, declaration(retried=unloadable), Submit(3, 1, 7, b""))
-    assert peer.sent == []
-    (func,) = worker.declared.values()
-    assert isinstance(func, FunctionSpec)
-    assert func.retried == unloadable
 
 
 def test_a_function_that_was_never_declared_is_an_error(story: RequestStory) -> None:
@@ -189,17 +172,6 @@ def test_the_marked_are_found(sleeper: subprocess.Popen[bytes]) -> None:
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}.2") == (sleeper.pid,)
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}") == ()
     assert find_marked(f"OTHER={os.getpid()}.2") == ()
-
-
-@pytest.mark.either_loop
-async def test_their_ends_are_awaited(sleeper: subprocess.Popen[bytes]) -> None:
-    loop, ended = asyncio.get_running_loop(), list[Collection[int]]()
-    remains = LeaseProcessWatcher(loop, f"AIOGPU_LEASE={os.getpid()}.2", ended.append)
-    await until(lambda: "1 processes" in repr(remains))
-    assert not ended
-    sleeper.kill()
-    await until(lambda: ended)
-    assert ended == [{sleeper.pid}]
 
 
 @pytest.mark.either_loop

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aiogpu.api.options import TaskOptions, check_options, placement_group_of
-from aiogpu.api.reservation import Placement, placement_func
+from aiogpu.api.reservation import placement_func
 from aiogpu.client.function_spec import (
     ActorTerms,
     Function,
@@ -21,7 +21,6 @@ from aiogpu.client.function_spec import (
     new_function_id,
 )
 from aiogpu.client.spec_codec import dump_spec, load_spec
-from aiogpu.core.model.request import BundleRef
 from aiogpu.errors import ProtocolError
 from aiogpu.serialization.serializer import dump_retried
 from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
@@ -86,13 +85,6 @@ def test_a_placement_there_and_back() -> None:
     assert theirs.spec.is_grouped
 
 
-def test_a_member_there_and_back() -> None:
-    ours = func_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
-    theirs = load_spec(dump_spec(ours), fakes.function())
-    assert theirs.spec.shape == ours.spec.shape
-    assert theirs.spec.shape.request.placement_group == BundleRef("key", "group", 1)
-
-
 ELSEWHERE = """
 import sys
 from tests.unit.runtime.test_spec_codec import OPTIONS, func_of
@@ -120,17 +112,6 @@ def test_shapes_of_another_process_equal_ours() -> None:
         assert {ours: 1}[theirs] == 1
         hashes.add(int(number) == hash(ours))
     assert False in hashes, "else this test shows nothing"
-
-
-def test_the_names_of_classes_do_not_travel() -> None:
-    packed = dump_spec(func_of(retry_exceptions=[OSError]))
-    assert b"aiogpu" not in packed
-
-
-def test_the_same_spec_is_the_same_bytes() -> None:
-    """By these the driver knows it again."""
-    one, two = (dump_spec(func_of(name="a", timeout=1)) for _ in "12")
-    assert one == two
 
 
 def test_what_is_the_users_is_never_loaded() -> None:

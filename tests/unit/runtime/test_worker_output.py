@@ -7,12 +7,10 @@ import io
 import os
 import re
 import resource
-import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TextIO, cast
 
@@ -24,7 +22,6 @@ from aiogpu.runtime import output as output
 from aiogpu.runtime.output import (
     CHUNK,
     FILE,
-    FULL,
     Console,
     Entry,
     LinePipe,
@@ -32,10 +29,8 @@ from aiogpu.runtime.output import (
     Pages,
     Routes,
     TaskLog,
-    batches,
 )
 from aiogpu.wire.messages import ChildDone, Message, Printed
-from tests.support.until import until
 from tests.unit.runtime.fakes import FakeConsole, FakePeer, FakeSource, SlowTerminal
 
 pytestmark = pytest.mark.either_loop
@@ -92,23 +87,6 @@ async def test_a_line_without_end_is_cut() -> None:
     pipe.close()
 
 
-async def test_draining_ends_even_if_lines_keep_coming() -> None:
-    reading, writing = os.pipe()
-    seen: list[bytes] = []
-
-    def show(line: bytes) -> None:
-        # As fast a writer as can be: each line that is read brings another.
-        seen.append(line)
-        os.write(writing, b"more\n")
-
-    pipe = LinePipe(asyncio.get_running_loop(), reading, show)
-    os.write(writing, b"first\n")
-    pipe.drain()
-    assert seen == [b"first"]
-    os.close(writing)
-    pipe.close()
-
-
 async def test_resuming_a_closed_pipe_touches_no_other_descriptor() -> None:
     """The console may let a source go on that has gone meanwhile."""
     lines = Lines()
@@ -140,38 +118,6 @@ def writer(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
 
-async def test_both_pipes_are_shown_under_the_label(tmp_path: Path) -> None:
-    output, console, paths = make_output(tmp_path)
-    out, err = map(writer, paths)
-    output.label = "worker-1 pid=2"
-    os.write(out, b"to stdout\nunfinished")
-    os.write(err, b"caf\xe9\n")
-    output.catch_up()
-    assert sorted(console.lines) == [
-        (1, "(worker-1 pid=2) to stdout"),
-        (1, "(worker-1 pid=2) unfinished"),
-        (2, "(worker-1 pid=2) caf\\xe9"),
-    ]
-    assert output.number == 3
-    output.catch_up()
-    assert len(console.lines) == 3
-    for descriptor in (out, err):
-        os.close(descriptor)
-    output.close()
-    assert os.listdir(tmp_path) == []
-
-
-async def test_a_pipe_without_a_writer_is_not_at_its_end(tmp_path: Path) -> None:
-    output, console, paths = make_output(tmp_path)
-    for word in (b"one", b"two"):
-        out = writer(paths[0])
-        os.write(out, word)
-        os.close(out)
-        output.catch_up()
-    assert console.texts == ["() one", "() two"]
-    output.close()
-
-
 async def test_progress_ends_with_its_process(tmp_path: Path) -> None:
     """Of each stream, whatever came between by the other one or by the pipes."""
     output, console, paths = make_output(tmp_path)
@@ -195,25 +141,6 @@ async def test_the_last_lines_have_progress_once(tmp_path: Path) -> None:
     for line in (b"before", b"1\r", b"2\r", b"\r", b"3\r", b"3", b"behind"):
         output.show(2, "a", line, task=5)
     assert [text for _, text in output.last] == ["before", "3", "behind"]
-    output.close()
-
-
-async def test_the_worker_waits_with_its_pipes(tmp_path: Path) -> None:
-    output, console, paths = make_output(tmp_path)
-    peer = FakePeer()
-    output.listen_to(peer)  # type: ignore[arg-type]
-    out = writer(paths[0])
-    output.pause()
-    os.write(out, b"x\n")
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert (console.texts, peer.calls) == ([], ["pause"])
-    output.resume()
-    async with asyncio.timeout(60):
-        while not console.texts:
-            await asyncio.sleep(0)
-    assert (console.texts, peer.calls) == (["() x"], ["pause", "resume"])
-    os.close(out)
     output.close()
 
 
@@ -325,20 +252,6 @@ def test_raw_output_belongs_to_the_task_that_runs(routed: RoutedNode) -> None:
     assert len(routed.log.lines) == 1
 
 
-def test_a_slow_reader_slows_its_own_tasks(routed: RoutedNode) -> None:
-    routed.readers[ONE].is_slow = True
-    routed.take("b", task=8)
-    assert routed.source.calls == []
-    routed.take("a", task=7)
-    routed.take("a", task=7)
-    assert routed.source.calls == ["pause", "pause"]
-    routed.routes.resume(TWO)
-    assert routed.source.calls == ["pause", "pause"]
-    routed.routes.resume(ONE)
-    routed.routes.resume(ONE)
-    assert routed.source.calls == ["pause", "pause", "resume"]
-
-
 def test_a_line_of_the_log() -> None:
     line = str(Entry(1000.0425, 67108864, 12, 2, "embed pid=4", "a\tb"))
     assert re.fullmatch(
@@ -346,19 +259,6 @@ def test_a_line_of_the_log() -> None:
         r"\(embed pid=4\) a\tb",
         line,
     )
-
-
-def test_lines_are_written_in_order_and_only_for_the_user(tmp_path: Path) -> None:
-    log = TaskLog(str(tmp_path))
-    for number in range(100):
-        log.write(1, number, 1, "embed pid=4", f"line {number} \udcff")
-    log.close()
-    path = tmp_path / FILE
-    lines = path.read_text().splitlines()
-    assert [line.split(") ")[1] for line in lines] == [
-        f"line {number} \\udcff" for number in range(100)
-    ]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_files_are_turned_and_the_oldest_goes(tmp_path: Path) -> None:
@@ -372,15 +272,6 @@ def test_files_are_turned_and_the_oldest_goes(tmp_path: Path) -> None:
     kept = "".join(file.read_text() for file in reversed(files)).split()
     assert kept[-1] == "0039"
     assert kept[1::2] == [f"{number:04}" for number in range(40)][-len(kept) // 2 :]
-
-
-def test_it_goes_on_where_another_has_ended(tmp_path: Path) -> None:
-    for number in range(4):
-        pages = Pages(str(tmp_path / "a"), 30, 1)
-        pages.write([f"line {number:04}"])
-        pages.close()
-    assert (tmp_path / "a.1").read_text() == "line 0000\nline 0001\nline 0002\n"
-    assert (tmp_path / "a").read_text() == "line 0003\n"
 
 
 def test_a_line_longer_than_a_file_is_written_all_the_same(tmp_path: Path) -> None:
@@ -439,17 +330,6 @@ def test_what_the_disk_cannot_take_is_lost_and_counted(
     assert line.endswith("(embed) a")
 
 
-def test_all_that_is_there_comes_at_once_and_none_ends_it():
-    queue: SimpleQueue[int | None] = SimpleQueue()
-    taken = batches(queue)
-    for number in (1, 2, 3):
-        queue.put(number)
-    assert next(taken) == [1, 2, 3]
-    queue.put(4)
-    queue.put(None)
-    assert list(taken) == [[4]]
-
-
 def slow_terminal(monkeypatch: pytest.MonkeyPatch) -> SlowTerminal:
     """Takes stdout's place; not a fixture, since pytest sets it between phases."""
     terminal = SlowTerminal()
@@ -467,15 +347,6 @@ async def end(console: Console) -> None:
     console.close()
     if console._thread is not None:
         console._thread.join(20)
-
-
-async def test_lines_go_to_their_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    console, source = console_of_this_loop(), FakeSource()
-    numbers = [console.write(stream, f"line {stream}", source) for stream in (1, 2, 1)]
-    assert numbers == [1, 2, 3]
-    await end(console)
-    assert console.written == 3
-    assert capsys.readouterr() == ("line 1\nline 1\n", "line 2\n")
 
 
 async def test_actions_wait_for_their_line_and_keep_their_order(
@@ -498,64 +369,6 @@ async def test_actions_wait_for_their_line_and_keep_their_order(
     terminal.is_free.set()
     await end(console)
     assert acted == ["at once", "first", "second", "second again"]
-
-
-async def test_a_source_that_prints_too_fast_is_paused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    terminal = slow_terminal(monkeypatch)
-    console, fast, slow = console_of_this_loop(), FakeSource(), FakeSource()
-    console.write(1, "x", slow)
-    console.write(1, "y" * FULL, fast)
-    console.write(1, "y", fast)
-    assert (fast.calls, slow.calls) == (["pause"], [])
-    console.write(1, "x", slow)
-    assert slow.calls == ["pause"]
-    terminal.is_free.set()
-    await console.drain(20)
-    assert (fast.calls, slow.calls) == (["pause", "resume"], ["pause", "resume"])
-    console.write(1, "y" * (FULL + 1), fast)
-    assert fast.calls == ["pause", "resume", "pause"]
-    await end(console)
-
-
-async def test_draining_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = slow_terminal(monkeypatch)
-    console = console_of_this_loop()
-    console.write(1, "x", FakeSource())
-    await console.drain(0.01)
-    assert console.written == 0
-    terminal.is_free.set()
-    await end(console)
-    assert terminal.getvalue() == "x\n"
-
-
-class RaisingTerminal(io.StringIO):
-    """Fails every write in its own way."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def write(self, text: str) -> int:
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    "error", [BrokenPipeError(), ValueError("closed"), RuntimeError("a notebook's own")]
-)
-async def test_a_terminal_that_fails_delays_no_answer(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", RaisingTerminal(error))
-    console = console_of_this_loop()
-    acted = asyncio.Event()
-    for _ in range(2):
-        acted.clear()
-        console.after(console.write(1, "x", FakeSource()), acted.set)
-        async with asyncio.timeout(60):
-            await acted.wait()
-    await end(console)
 
 
 async def test_what_the_terminal_cannot_show_is_escaped(
@@ -626,37 +439,6 @@ async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors.getvalue() == "an error\n40%\r   \r"
 
 
-async def test_progress_of_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that moved last is shown, below the lines of others and of nobody."""
-    notebook = Notebook()
-    lines = [
-        (1, 7, "a1\r"),
-        (1, 8, "b1\r"),
-        (1, 9, "line"),
-        (1, 0, "of nobody"),
-        (1, 8, "b done"),
-        (1, 7, "\r"),
-        (1, 9, "line"),
-    ]
-    await shown(lines, notebook, notebook, monkeypatch)
-    blank = "  \r"
-    assert notebook.getvalue() == (
-        f"a1\r{blank}b1\r{blank}line\nb1\r{blank}of nobody\nb1\r"
-        f"{blank}b done\na1\r{blank}line\n"
-    )
-
-
-async def test_progress_beside_lines_that_go_through_a_pipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By `tee` they come later, and would be written over the progress."""
-    pipe, notebook = io.StringIO(), Notebook()
-    lines = [(2, 7, "1\r"), (1, 8, "line"), (1, 8, "line"), (2, 7, "2\r")]
-    await shown(lines, pipe, notebook, monkeypatch)
-    assert pipe.getvalue() == "line\nline\n"
-    assert notebook.getvalue() == "1\r \r2\r"
-
-
 class BareStream:
     """As programs put in place of `sys.stdout`: it can be written to, no more."""
 
@@ -682,23 +464,6 @@ async def test_a_stream_that_can_only_be_written_to(
 
 
 DONE = ChildDone(1, b"")
-
-
-async def test_answers_wait_for_the_lines_before_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    screen, taken = SlowTerminal(), list[Message]()
-    terminal = Terminal(asyncio.get_running_loop(), FakeSource(), taken.append)
-    assert not terminal.keeps(DONE), "nothing was printed before it"
-    monkeypatch.setattr(sys, "stdout", screen)
-    assert terminal.keeps(Printed(1, "(embed pid=4) hello"))
-    assert terminal.keeps(DONE)
-    assert taken == []
-    screen.is_free.set()
-    await until(lambda: taken)
-    assert screen.getvalue() == "(embed pid=4) hello\n"
-    assert not terminal.keeps(DONE), "the line is out"
-    await terminal.close()
 
 
 async def test_when_the_node_has_gone_nothing_is_held_back(

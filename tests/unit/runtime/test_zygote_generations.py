@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import marshal
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import aiogpu
@@ -35,7 +32,6 @@ from aiogpu.runtime.zygote.generations import (
     INTENSITY,
     MOST,
     NOT_CHEAP,
-    REMEMBERED,
     Learning,
     ZygoteGenerations,
     sees_devices,
@@ -50,7 +46,6 @@ from aiogpu.wire.messages import (
     Unfit,
 )
 from tests.contract import tasks
-from tests.support.gate import Gate
 from tests.support.program import run
 
 pytestmark = [
@@ -160,18 +155,6 @@ def test_the_interpreters_options_are_carried_over() -> None:
             assert option.removeprefix("-W") in childs
 
 
-def test_an_interpreter_without_options_carries_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Flags:
-        optimize = dont_write_bytecode = no_user_site = 0
-
-    monkeypatch.setattr(sys, "flags", Flags)
-    monkeypatch.setattr(sys, "warnoptions", [])
-    monkeypatch.setattr(sys, "_xoptions", {})
-    assert list(interpreter_flags()) == []
-
-
 def test_what_prints_at_the_end_is_not_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_xoptions", {"importtime": True, "dev": True})
     flags = list(interpreter_flags())
@@ -207,19 +190,6 @@ def test_a_program_that_cannot_be_started(
         start_interpreter({"sys_path": []}, page, output)
     assert (program or "sys.executable") in str(caught.value)
     assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_the_child_reads_its_fields_and_reports_by_its_pipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    boot = "import marshal, os; print(marshal.loads(os.read(0, 1 << 24)), os.getsid(0))"
-    monkeypatch.setattr("aiogpu.runtime.zygote.config._BOOT", boot)
-    fields: dict[str, object] = {"path": "caf\udce9", "page": 3}
-    with make_pipe() as (reading, writing):
-        child = start_interpreter(fields, reading, writing)
-        assert child.wait(60) == 0
-        assert os.read(reading, 1000).decode() == f"{fields} {child.pid}\n"
-    assert marshal.loads(marshal.dumps(fields)) == fields
 
 
 EARLY = """
@@ -281,20 +251,6 @@ def test_the_rest_is_imported_while_the_zygote_starts() -> None:
     assert run(EARLY, *LATE).split() == sorted(LATE)
 
 
-async def test_a_bootstrap_that_is_cleared_leaves_nothing(
-    runtime_directory: Path,
-) -> None:
-    before = os.listdir("/proc/self/fd")
-    bootstrap = Bootstrap(NodeCgroup(asyncio.get_running_loop()), [], False)
-    assert os.listdir(runtime_directory) == [
-        os.path.basename(bootstrap.config.directory)
-    ]
-    bootstrap.clear()
-    assert os.listdir(runtime_directory) == []
-    assert bootstrap.first.child.returncode is not None
-    assert os.listdir("/proc/self/fd") == before
-
-
 async def test_a_bootstrap_that_fails_leaves_nothing(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,26 +266,11 @@ def hear(learning: Learning, **costs: int) -> bool:
     return learning.hear(tuple(costs), tuple(costs.values()))
 
 
-def test_a_costly_module_is_learnt_at_once() -> None:
-    learning = Learning(())
-    assert not hear(learning, cheap=DEAR - 1)
-    assert hear(learning, dear=DEAR)
-    assert learning.modules == ["dear"]
-
-
 def test_what_is_not_cheap_is_learnt_from_the_second_worker() -> None:
     learning = Learning(())
     assert not hear(learning, a=NOT_CHEAP, b=NOT_CHEAP - 1)
     assert hear(learning, a=NOT_CHEAP, b=NOT_CHEAP - 1)
     assert learning.modules == ["a"]
-
-
-def test_nothing_is_learnt_twice() -> None:
-    learning = Learning(["named"], ["given"])
-    assert not hear(learning, named=DEAR, given=DEAR)
-    assert hear(learning, new=DEAR)
-    assert not hear(learning, new=DEAR)
-    assert learning.modules == ["given", "new"]
 
 
 def test_what_is_unfit_never_comes_back() -> None:
@@ -344,10 +285,6 @@ def test_what_is_unfit_never_comes_back() -> None:
     assert (learning.modules, learning.proven) == ([], set())
     assert set(learning.left_out) == {"bad", "good"}
     learning.leave_out("never seen", "")
-
-
-def test_what_is_given_was_proven() -> None:
-    assert Learning((), ["a", "b"]).proven == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -370,15 +307,6 @@ def test_the_number_of_learnt_modules_is_bounded() -> None:
     names = [f"m{number}" for number in range(MOST + 1)]
     assert learning.hear(names, [DEAR] * len(names))
     assert learning.modules == names[:-1]
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    learning = Learning(())
-    names = [f"m{number}" for number in range(REMEMBERED + 1)]
-    costs = [NOT_CHEAP] * len(names)
-    assert not learning.hear(names, costs)
-    assert not learning.hear(names[-1:], costs)
-    assert learning.hear(names[:1], costs)
 
 
 LEARNT = Imported(("slow",), (DEAR,))
@@ -489,25 +417,6 @@ async def generations() -> AsyncIterator[Generations]:
     generations.zygotes.end()
 
 
-async def test_what_is_learnt_makes_a_generation(generations: Generations) -> None:
-    zygotes = generations.zygotes
-    zygotes.hear(Imported(("slow", "quick"), (DEAR, 1)))
-    zygotes.hear(Imported(("other",), (DEAR,)))
-    follower = await generations.follower()
-    assert (follower.preload, follower.learnt) == (("named",), ("slow", "other"))
-    assert follower.proven == ()
-    assert generations.current == 0, "the old one serves"
-    assert generations.events == []
-    follower.become_ready()
-    assert generations.current == 1
-    assert generations.made[0].calls == ["start", "retire"]
-    assert generations.events == [("superseded", 0)]
-    await generations.settle()
-    assert len(generations.made) == 2, "a burst makes one generation"
-    zygotes.hear(LEARNT)
-    assert zygotes._timer is None, "nothing is new"
-
-
 async def test_what_is_learnt_meanwhile_makes_another_one(
     generations: Generations,
 ) -> None:
@@ -519,18 +428,6 @@ async def test_what_is_learnt_meanwhile_makes_another_one(
     second.become_ready()
     third = await generations.follower(3)
     assert (third.learnt, third.proven) == (("slow", "late"), ("slow",))
-
-
-async def test_a_generation_that_adds_nothing_does_not_serve(
-    generations: Generations,
-) -> None:
-    generations.zygotes.hear(LEARNT)
-    follower = await generations.follower()
-    follower.on_message(follower, LeftOut("slow", "it left 1 threads running"))
-    follower.become_ready()
-    assert follower.calls == ["start", "end"]
-    follower.die(0)
-    assert (generations.current, generations.events) == (0, [])
 
 
 async def test_a_generation_spoilt_by_one_module_is_made_without_it(
@@ -582,18 +479,6 @@ async def test_one_that_dies_is_followed_by_what_is_proven(
     assert generations.current == 2, "it is to serve, so who waits can ask it"
     follower.die(-11)
     assert (await generations.follower(4)).learnt == (), "it may be to blame"
-
-
-async def test_a_death_while_the_next_one_imports(generations: Generations) -> None:
-    generations.zygotes.hear(LEARNT)
-    follower = await generations.follower()
-    generations.made[0].die()
-    assert generations.current == 2
-    follower.become_ready()
-    assert generations.current == 1
-    assert generations.made[2].calls == ["start", "retire"]
-    generations.made[2].become_ready()
-    assert generations.current == 1
 
 
 async def test_too_many_deaths(
@@ -662,23 +547,6 @@ async def test_a_first_one_that_cannot_be_started(number: int) -> None:
     assert generations.zygotes.problem is not None
 
 
-@pytest.mark.parametrize("status", [-signal.SIGKILL, os.EX_TEMPFAIL])
-async def test_a_first_one_that_is_ended_from_outside(status: int) -> None:
-    generations = Generations()
-    generations.last.die(status)
-    with pytest.raises(NodeStartError) as caught:
-        await generations.zygotes.ready()
-    assert not isinstance(caught.value, UnavailableError), "a user is told of this one"
-    assert generations.zygotes.problem is None
-    assert generations.zygotes.serving() is generations.last
-    waiting = asyncio.ensure_future(generations.zygotes.ready())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    generations.last.become_ready()
-    await waiting
-    generations.zygotes.end()
-
-
 async def test_a_follower_serves_if_there_is_no_other(generations: Generations) -> None:
     """It may add nothing; there is no other."""
     generations.zygotes.hear(LEARNT)
@@ -744,126 +612,6 @@ async def test_nothing_follows_after_the_end(generations: Generations) -> None:
     await generations.settle()
     assert len(generations.made) == 2
     assert repr(generations.zygotes).startswith("<ZygoteGenerations <")
-
-
-def zygote_of(session: aiogpu.types.Node) -> ZygoteGenerations:
-    parts = session._session._engine._supervisor._parts  # type: ignore[attr-defined]
-    plain = parts.driver.pool.zygotes.plain
-    assert isinstance(plain, ZygoteGenerations)
-    return plain
-
-
-def pid_of(plain: ZygoteGenerations) -> int:
-    process = plain.current._child
-    assert process is not None
-    return process.pid
-
-
-async def _open(*preload: str) -> None:
-    await aiogpu.init(preload=preload, num_cpus=1, num_gpus=0)
-
-
-async def kill_and_wait(plain: ZygoteGenerations) -> None:
-    """Kill the one that serves, and wait until the driver has seen that."""
-    life = plain.current
-    os.kill(pid_of(plain), signal.SIGKILL)
-    async with asyncio.timeout(60):
-        while not life.is_over:
-            await asyncio.sleep(0)
-
-
-@pytest.mark.usefixtures("no_leaks")
-async def test_tasks_wait_while_the_interpreter_is_gone() -> None:
-    python = sys.executable
-    with pytest.MonkeyPatch.context() as patch:
-        async with aiogpu.init(num_cpus=1) as session:
-            zygote = zygote_of(session)
-            patch.setattr(sys, "executable", "/no/such/python")
-            os.kill(pid_of(zygote), signal.SIGSTOP)
-            starting = tasks.add.remote(1)
-            await kill_and_wait(zygote)
-            later = tasks.add.remote(2)
-            async with asyncio.timeout(60):
-                while not (there := (await session.status()).outages):
-                    await asyncio.sleep(0)
-            assert "/no/such/python" in there[0].reason
-            assert "/no/such/python" in str(await later.why())
-            patch.setattr(sys, "executable", python)
-            async with asyncio.timeout(60):
-                assert await asyncio.gather(starting, later) == [2, 3]
-
-
-DAEMON = """
-import sys, threading
-from tests.support.gate import say
-say(sys.argv[1], "daemon")
-threading.Event().wait()
-"""
-
-
-@pytest.mark.usefixtures("no_leaks")
-async def test_a_killed_keeper_fails_its_task_and_leaves_nothing(gate: Gate) -> None:
-    path, source = gate.path, DAEMON
-
-    @aiogpu.remote(max_retries=0)
-    def leave_and_wait() -> None:
-        import subprocess
-        import sys
-
-        from tests.support.gate import pass_gate
-
-        command = [sys.executable, "-c", source, path]
-        subprocess.Popen(command, start_new_session=True)
-        pass_gate(path, "task")
-
-    async with aiogpu.init(num_cpus=2) as session:
-        other = tasks.gated.remote(gate.path, "other")
-        handle = leave_and_wait.remote()
-        await gate.entered("task", "daemon", "other")
-        keeper = psutil.Process(gate.pids["task"]).ppid()
-        os.kill(keeper, signal.SIGKILL)
-        with pytest.raises(aiogpu.WorkerDiedError, match="keeper process") as caught:
-            await handle
-        assert caught.value.signal == signal.SIGKILL
-        assert caught.value.pid == gate.pids["task"]
-        for pid in (keeper, gate.pids["task"], gate.pids["daemon"]):
-            assert not os.path.exists(f"/proc/{pid}")
-        assert zygote_of(session).current.generation == 0
-        gate.release("other")
-        assert await other == "other"
-
-
-@pytest.mark.usefixtures("no_leaks")
-async def test_a_path_that_python_ignores_is_not_carried_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Text(str):
-        __slots__ = ()
-
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, Text("/elsewhere")])
-    async with aiogpu.init(num_cpus=1):
-        _, path = await tasks.surroundings.remote()
-        assert "/elsewhere" in path
-        assert str(tmp_path) not in path
-
-
-@pytest.mark.usefixtures("no_leaks")
-async def test_stopping_does_not_wait_for_an_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "endless.py").write_text(
-        "import threading\nprint('importing', flush=True)\nthreading.Event().wait()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    opening = asyncio.ensure_future(_open("endless"))
-    seen = ""
-    async with asyncio.timeout(60):
-        while "importing" not in seen:
-            await asyncio.sleep(0)
-            seen += capfd.readouterr().err
-        opening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
 
 
 @pytest.mark.usefixtures("no_leaks")

@@ -36,52 +36,6 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-def test_results_and_exceptions(coroutines: Coroutines) -> None:
-    async def fail() -> None:
-        raise KeyError("why")
-
-    assert coroutines.run(answer(4), 7) == 4
-    with pytest.raises(KeyError):
-        coroutines.run(fail(), 8)
-    with pytest.raises(SystemExit):
-        coroutines.run(leave(), 9)
-    assert coroutines.run(answer(5), 10) == 5
-
-
-async def leave() -> None:
-    raise SystemExit
-
-
-def test_a_cancel_arrives_at_the_await(
-    coroutines: Coroutines, driver: DriverEnd, page: ControlPage
-) -> None:
-    seen = []
-
-    async def careful() -> None:
-        driver.send(Cancel(7))
-        try:
-            await forever()
-        except asyncio.CancelledError:
-            seen.append("cancelled")
-            await asyncio.sleep(0)
-            seen.append("cleaned up")
-            raise
-
-    with pytest.raises(asyncio.CancelledError):
-        coroutines.run(careful(), 7)
-    assert seen == ["cancelled", "cleaned up"]
-    assert page.heard(3) == 7, "so that no signal disturbs the cleaning up"
-
-
-def test_a_cancel_that_came_before(
-    coroutines: Coroutines, driver: DriverEnd, channel: Channel
-) -> None:
-    driver.send(Cancel(7))
-    assert channel.read()
-    with pytest.raises(asyncio.CancelledError):
-        coroutines.run(forever(), 7)
-
-
 def test_without_a_driver_it_is_cancelled(
     coroutines: Coroutines, driver: DriverEnd
 ) -> None:

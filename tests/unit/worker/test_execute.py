@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -17,16 +16,13 @@ import pytest
 
 from aiogpu.client.current import Context, current
 from aiogpu.errors import (
-    GpuOutOfMemoryError,
     NodeClosedError,
     SerializationError,
-    TaskError,
 )
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.exceptions import (
     RAISED,
     STOPPED,
-    UNREADABLE,
     UNSENDABLE,
     ChunkOutcome,
     unpack_failure,
@@ -36,23 +32,19 @@ from aiogpu.serialization.serializer import (
     Retried,
     dump_arguments,
     dump_function,
-    dump_reference,
-    dump_result,
     dump_retried,
-    load_function,
     load_result,
 )
 from aiogpu.wire.messages import Define, Demand, Done, Exit, Failed, Items, Message, Run
 from aiogpu.worker import chunk
 from aiogpu.worker.actors import ThreadWindow
-from aiogpu.worker.chunk import CHUNKED, Chunk, Sent, method_of
+from aiogpu.worker.chunk import Chunk
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.execute import Executor, MainThreadWindow
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.invoke import (
     RetryRules,
     StreamSender,
-    UnsendableError,
     let_go,
     send_all,
     send_all_async,
@@ -108,45 +100,6 @@ def value(answer: Done | Failed) -> Any:
     return load_result(answer.payload)
 
 
-@pytest.mark.usefixtures("context")
-def test_a_function_is_loaded_once_and_shared_by_its_sites(runner: Runner) -> None:
-    runner.define(dump_reference("os", "getpid"), 1, 9)
-    runner.define(b"", 2, 9)
-    first = runner.executor._functions
-    assert first == {}, "not before it is needed"
-    value(runner.run())
-    (loaded,) = runner.executor._functions.values()
-    assert value(runner.run(func=2)) == os.getpid()
-    assert runner.executor._functions == {9: loaded}
-
-
-def seen_while_loading() -> Callable[[], list[bool]]:
-    """A function that tells who was loading when it was unpickled."""
-    seen: list[bool] = []
-    for look in (lambda: seen.append(current.is_loading),) * 2:
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-        look()
-    return lambda: [*seen, current.is_loading]
-
-
-class Unloaded:
-    """A function that is not there before it is unpickled."""
-
-    def __call__(self) -> None:
-        raise AssertionError
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
-        return seen_while_loading, ()
-
-
-@pytest.mark.usefixtures("context")
-def test_only_the_thread_that_loads_a_function_is_loading(runner: Runner) -> None:
-    runner.knows(Unloaded())
-    assert value(runner.run()) == [False, True, False, True, False]
-
-
 def is_loading() -> bool:
     return current.is_loading
 
@@ -191,46 +144,6 @@ async def fresh_later() -> str:
 def no_value() -> object:
     """Returns what cannot be pickled."""
     return threading.Lock()
-
-
-@pytest.mark.usefixtures("context")
-def test_arguments_that_cannot_be_read(runner: Runner) -> None:
-    runner.knows(fresh_object)
-    answer = runner.executor.run(Run(7, 1, b"garbage", False))
-    assert isinstance(answer, Failed)
-    assert (answer.kind, answer.payload) == (UNREADABLE, None)
-
-
-@pytest.mark.usefixtures("context")
-@pytest.mark.parametrize(
-    ("payload", "error"),
-    [
-        (b"garbage", "UnpicklingError"),
-        (dump_reference("json", "no_such_function"), "AttributeError"),
-    ],
-)
-def test_a_function_that_cannot_be_read(
-    payload: bytes, error: str, runner: Runner
-) -> None:
-    runner.define(payload)
-    for _ in range(2):
-        failed = runner.fail()
-        assert failed.kind == UNREADABLE
-        assert error in failed.type_name
-
-
-@pytest.mark.usefixtures("context")
-@pytest.mark.parametrize("kind", [SystemExit, StopIteration])
-def test_what_must_not_travel_goes_as_text(
-    kind: type[BaseException], runner: Runner
-) -> None:
-    def broken() -> None:
-        raise kind("why")
-
-    runner.knows(broken)
-    failed = runner.fail()
-    assert (failed.kind, failed.type_name) == (RAISED, kind.__name__)
-    assert failed.payload is None
 
 
 @pytest.mark.usefixtures("context")
@@ -301,21 +214,6 @@ def test_a_cancel_at_any_step_ends_the_task_and_no_more(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_task_that_is_interrupted(runner: Runner, page: ControlPage) -> None:
-    steps = []
-
-    def task() -> None:
-        page.ask(3, 7)
-        signal.raise_signal(signal.SIGINT)
-        steps.append("never")
-
-    runner.define(b"")
-    runner.executor._functions[1] = task
-    assert runner.fail().kind == STOPPED
-    assert (steps, page.heard(3)) == ([], 7)
-
-
-@pytest.mark.usefixtures("context")
 def test_a_coroutine_that_is_interrupted_while_its_loop_is_made(
     runner: Runner, page: ControlPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,23 +258,6 @@ def test_a_task_that_hides_its_interrupt(runner: Runner, page: ControlPage) -> N
 
 
 @pytest.mark.usefixtures("context")
-def test_the_answer_says_that_device_memory_ran_out(
-    runner: Runner, context: Context
-) -> None:
-    def fail(text: str) -> None:
-        raise RuntimeError(text)
-
-    runner.knows(fail)
-    assert (
-        runner.fail("CUDA out of memory").peak == -1
-    )  # without a device that means nothing
-    context.accelerators = {"GPU": (0,)}
-    assert runner.fail("CUDA error: invalid argument").peak == -1
-    failed = runner.fail("CUDA out of memory")
-    assert (failed.type_name, failed.peak) == ("RuntimeError", 0)
-
-
-@pytest.mark.usefixtures("context")
 def test_who_was_to_stop_has_not_run_out(
     runner: Runner,
     page: ControlPage,
@@ -415,21 +296,6 @@ def test_whether_it_is_tried_again_is_said(runner: Runner) -> None:
     unreadable = runner.executor.run(Run(7, 1, b"garbage", False))
     assert isinstance(unreadable, Failed)
     assert not unreadable.is_retried, "it would be no better the next time"
-
-
-@pytest.mark.usefixtures("context")
-@pytest.mark.parametrize("kind", [GpuOutOfMemoryError, MemoryError, RuntimeError])
-def test_the_public_error_of_device_memory_counts_for_retries(
-    runner: Runner, context: Context, kind: type[Exception]
-) -> None:
-    def fail(text: str) -> None:
-        raise RuntimeError(text)
-
-    runner.knows(fail)
-    runner.define(b"", retried=(kind,))
-    context.accelerators = {"GPU": (0,)}
-    assert runner.fail("CUDA out of memory").is_retried
-    assert runner.fail("another").is_retried is (kind is RuntimeError)
 
 
 TOO_LONG = bytes(9)
@@ -478,18 +344,6 @@ def executor_on(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_result_that_is_too_long_is_the_calls_failure(
-    executor_on: Callable[[FakeChannel], Executor],
-) -> None:
-    channel = FakeChannel()
-    executor_on(channel).answer(Done(1, TOO_LONG))
-    (failed,) = channel.sent
-    assert isinstance(failed, Failed)
-    assert (failed.task, failed.kind) == (1, UNSENDABLE)
-    assert "too long" in failed.message
-
-
-@pytest.mark.usefixtures("context")
 def test_it_spoils_none_of_those_that_go_with_it(
     executor_on: Callable[[FakeChannel], Executor],
 ) -> None:
@@ -529,16 +383,6 @@ def wants(
     retried: Retried, error: BaseException, *reported: type[BaseException]
 ) -> bool:
     return RetryRules().wants("train", dump_retried(retried), error, *reported)
-
-
-@pytest.mark.usefixtures("context")
-def test_a_retry_follows_from_the_error_or_its_public_type() -> None:
-    assert wants((OSError,), ConnectionError())
-    assert not wants((OSError,), KeyError())
-    assert wants(True, KeyboardInterrupt())
-    assert wants((TaskError,), StopIteration(), TaskError)
-    assert wants((Exception,), SystemExit(), TaskError)
-    assert not wants((OSError,), SystemExit(), TaskError)
 
 
 class Deceiver(type):
@@ -602,39 +446,6 @@ def caught(thing: Thing) -> BaseException:
 
 @pytest.mark.usefixtures("context")
 @pytest.mark.usefixtures("without_the_collector")
-def test_what_the_frames_held_is_freed() -> None:
-    thing = Thing()
-    error, watched = caught(thing), weakref.ref(thing)
-    del thing
-    assert watched() is not None
-    let_go(error)
-    assert watched() is None
-    assert error.__traceback__ is not None, "who keeps the error still sees where"
-
-
-@pytest.mark.usefixtures("context")
-@pytest.mark.usefixtures("without_the_collector")
-@pytest.mark.parametrize("is_cause", [True, False])
-def test_so_is_what_led_to_it(is_cause: bool) -> None:
-    def fail_again(thing: Thing) -> None:
-        try:
-            failing(thing)
-        except ValueError as error:
-            raise KeyError from (error if is_cause else None)
-
-    thing = Thing()
-    watched = weakref.ref(thing)
-    with pytest.raises(KeyError) as raised:
-        fail_again(thing)
-    del thing
-    error = raised.value
-    error.__context__.__context__ = error  # a circle is no reason to hang
-    let_go(error)
-    assert watched() is None
-
-
-@pytest.mark.usefixtures("context")
-@pytest.mark.usefixtures("without_the_collector")
 def test_who_has_caught_it_and_goes_on_is_left_alone() -> None:
     def patient() -> Iterator[object]:
         try:
@@ -692,25 +503,6 @@ def error_in(outcome: ChunkOutcome) -> Exception:
 
 
 @pytest.mark.parametrize("function", KINDS)
-def test_each_item_gives_its_value(function: Any) -> None:
-    outcome = run(function, 0, 1, 2, 3, 4)
-    assert (outcome.values, outcome.failure) == ([2, 4, 6, 8], None)
-    assert 0 < outcome.seconds < 10
-    assert run(function, 0).values == []
-
-
-@pytest.mark.parametrize("function", KINDS)
-def test_what_an_item_raises_comes_with_the_values_before_it(function: Any) -> None:
-    outcome = run(function, 0, 1, 2, -3, 4)
-    assert outcome.values == [2, 4]
-    error = error_in(outcome)
-    assert (type(error), error.args) == (ValueError, (-3,))
-    told = str(error.__cause__)
-    assert "raise ValueError(number)" in told
-    assert "chunk.py" not in told.replace("test_chunk.py", "")
-
-
-@pytest.mark.parametrize("function", KINDS)
 def test_it_ends_early_after_its_seconds(
     function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -764,51 +556,6 @@ def test_an_error_of_the_device_fails_the_whole_task(
     with pytest.raises(RuntimeError, match="CUDA"):
         Chunk(use)(0, 1)
     assert type(error_in(run(double, 0, -1))) is ValueError, "others are the items'"
-
-
-def test_the_rest_is_not_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of a worker has no children of its own: see `Worker._leave`."""
-
-    def leave(number: int) -> int:
-        monkeypatch.setattr(current, "client", None)
-        if number < 0:
-            raise ValueError(number)
-        return number
-
-    monkeypatch.setattr(current, "client", object())
-    assert run(leave, 0, 1, 2, 3).values == [1]
-    monkeypatch.setattr(current, "client", object())
-    with pytest.raises(ValueError, match="-1"):
-        Chunk(leave)(0, -1)
-
-
-def test_a_function_on_its_way() -> None:
-    sent = dump_function("double", Sent(dump_function("double", lambda x: x + 1)))
-    loaded = load_function(sent)
-    assert isinstance(loaded, Chunk)
-    assert loaded(0, 1, 2).values == [2, 3]
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise TypeError("never")
-
-
-def test_a_value_that_cannot_be_pickled_fails_in_its_place() -> None:
-    values = [1, [2], Unpicklable(), 4, Unpicklable()]
-    outcome = load_result(dump_result(ChunkOutcome(list(values), 1.0, None)))
-    assert (outcome.values, outcome.seconds) == ([1, [2]], 1.0)
-    error = error_in(outcome)
-    assert isinstance(error, SerializationError)
-    assert str(error).startswith("double ran, but the result cannot be pickled: result")
-
-
-def test_methods_by_name() -> None:
-    actor = Doubler()
-    assert method_of(actor, "now")(2) == 4
-    assert method_of(actor, "now" + CHUNKED)(0, 1, 2).values == [2, 4]
-    with pytest.raises(AttributeError):
-        method_of(actor, "never" + CHUNKED)
 
 
 class Numbers:
@@ -878,22 +625,6 @@ def test_a_held_one_reads_until_there_is_demand(
     assert channel.next() == Exit(), "what is not for it stays"
 
 
-def test_one_that_is_cancelled_while_it_is_held_is_closed_at_its_yield(
-    channel: Channel, driver: DriverEnd, interrupts: Interrupts, page: ControlPage
-) -> None:
-    numbers, flow = Numbers(5), StreamSender(channel.send, 7, limit=2, skip=0)
-    interrupts.entered = 7
-    page.ask(3, 7)
-    with pytest.raises(KeyboardInterrupt, match="task 7"):
-        send_all(
-            numbers.plain(), flow, MainThreadWindow(channel, interrupts, flow).hold
-        )
-    assert numbers.how == "GeneratorExit"
-    assert numbers.yielded == 1
-    assert page.heard(3) == 7
-    assert interrupts.entered == 0, "no second interrupt lands in its finally"
-
-
 def test_one_whose_driver_has_gone_is_closed(
     channel: Channel, driver: DriverEnd, interrupts: Interrupts
 ) -> None:
@@ -907,15 +638,6 @@ def test_one_whose_driver_has_gone_is_closed(
     with pytest.raises(NodeClosedError):
         send_all(numbers.plain(), flow, hang_up_and_hold)
     assert numbers.how == "GeneratorExit"
-
-
-def test_an_item_that_cannot_be_sent_names_its_place(
-    channel: Channel, driver: DriverEnd
-) -> None:
-    flow = StreamSender(channel.send, 7, limit=9, skip=0)
-    with pytest.raises(UnsendableError, match=r"item 2 .*generator"):
-        send_all(iter([1, (each for each in ())]), flow, lambda: None)
-    assert taken(driver, 1) == [1]
 
 
 def test_one_in_a_thread_waits_for_the_thread_that_reads(

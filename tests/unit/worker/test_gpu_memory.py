@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
-from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
+from importlib.machinery import BuiltinImporter, ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,20 +77,6 @@ def is_watched() -> bool:
 
 
 @pytest.mark.usefixtures("torch")
-def test_torch_is_limited_when_cuda_begins() -> None:
-    limit_torch((40 * GIB, 20 * GIB))
-    assert is_watched()
-    assert "torch" not in sys.modules
-    cuda = load()
-    assert not is_watched()
-    assert "exec_module" not in vars(cuda.__loader__)
-    assert not cuda.is_initialized()
-    assert cuda.fractions == {}
-    cuda.init()
-    assert cuda.fractions == {0: 0.5, 1: 0.25}
-
-
-@pytest.mark.usefixtures("torch")
 def test_a_loaded_torch_is_limited_at_once() -> None:
     cuda = load()
     limit_torch((40 * GIB, 0))
@@ -117,28 +103,6 @@ def test_what_imports_are_noted_and_what_threads_import() -> None:
     finally:
         bootstrap._find_and_load = before
     assert len(load().calls) == 1
-
-
-@pytest.mark.usefixtures("torch")
-def test_an_import_that_is_half_through_the_finders_goes_on(tmp_path: Path) -> None:
-    """Another thread's, or that of a finder which imports PyTorch itself."""
-    (tmp_path / "beside_torch.py").write_text("value = 7\n")
-    importlib.invalidate_caches()
-
-    class Between:
-        """Stands before the last of the finders."""
-
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "beside_torch":
-                load()
-
-    limit_torch((40 * GIB,))
-    sys.meta_path.insert(sys.meta_path.index(PathFinder), Between())
-    try:
-        assert importlib.import_module("beside_torch").value == 7
-    finally:
-        sys.modules.pop("beside_torch", None)
-    assert not is_watched()
 
 
 @pytest.mark.usefixtures("torch")
@@ -303,13 +267,6 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-def test_a_cause_counts_and_what_was_dealt_with_does_not() -> None:
-    assert has_run_out(raised_from(ValueError("no"), RuntimeError(NO_MEMORY)))
-    during = ValueError("another")
-    during.__context__ = RuntimeError(NO_MEMORY)
-    assert not has_run_out(during)
-
-
 def test_what_was_raised_in_another_process_is_not_this_ones() -> None:
     remote = raised_from(RuntimeError(NO_MEMORY), RemoteTraceback(NO_MEMORY))
     assert not has_run_out(remote)
@@ -429,14 +386,6 @@ def test_causes_are_looked_at() -> None:
     circle.__context__ = raised
     deep.__cause__ = circle
     assert poisoned_by(circle) == "cudaErrorAssert"
-
-
-def test_a_long_chain_is_looked_at_in_part() -> None:
-    error: Exception = RuntimeError("CUDA error: device-side assert triggered")
-    for number in range(MOST_CAUSES):
-        outer = ValueError(number)
-        outer.__cause__, error = error, outer
-    assert poisoned_by(error) is None
 
 
 def test_an_exception_that_takes_no_notes_is_left_as_it_is() -> None:

@@ -24,7 +24,6 @@ from aiogpu.wire.messages import (
     ChildFailed,
     Declare,
     Exit,
-    Failed,
     Hold,
     Returned,
     Submit,
@@ -78,16 +77,6 @@ def test_sites_are_declared_anew_when_there_are_many(
     assert numbers == [1, 2, 3, 1], "all were forgotten with the third"
 
 
-def test_each_receiver_has_one_outcome(children: TaskClient, driver: DriverEnd) -> None:
-    one, two = FakeReceiver(), FakeReceiver()
-    for receiver in (one, two):
-        children.submit(TRAIN, b"", receiver)
-    driver.send(ChildDone(1, b"result"), ChildFailed(2, *FAILED), ChildDone(1, b"x"))
-    assert children.wait_until(lambda: bool(one.outcomes and two.outcomes))
-    assert one.outcomes == [b"result"]
-    assert two.outcomes == [Failed(2, *FAILED)]
-
-
 def test_a_withdrawn_child_has_no_outcome(
     children: TaskClient, driver: DriverEnd
 ) -> None:
@@ -124,32 +113,6 @@ def test_a_wait_of_the_main_thread_may_be_bound(
         Wait(3, (3, 4), 1),
         Wait(3, (), 0),
     ]
-
-
-def test_waits_add_up(children: TaskClient, driver: DriverEnd) -> None:
-    children.note_wait("a", (1, 2))
-    children.note_wait("b", (2, 3))
-    children.note_wait("a", (1,))
-    children.end_wait("a")
-    children.note_wait("b", ())
-    children.note_wait("b", ())
-    assert [driver.next() for _ in range(5)] == [
-        Wait(3, (1, 2)),
-        Wait(3, (1, 2, 3)),
-        Wait(3, (2, 3, 1)),
-        Wait(3, ()),
-        Wait(3, ()),
-    ]
-
-
-def test_what_is_not_for_children_stays(
-    children: TaskClient, channel: Channel, driver: DriverEnd
-) -> None:
-    receiver = FakeReceiver()
-    children.submit(TRAIN, b"", receiver)
-    driver.send(Cancel(3), ChildDone(1, b""), Exit())
-    assert children.wait_until(lambda: bool(receiver.outcomes))
-    assert [channel.next(), channel.next()] == [Cancel(3), Exit()]
 
 
 def test_the_end_of_the_task_ends_all(
@@ -214,20 +177,6 @@ def test_the_tasks_loop_is_woken_by_other_readers(
     with pytest.raises(NodeClosedError):
         children.wait_until(lambda: False)
     assert len(woken) >= 2, "also of the driver's end"
-
-
-def test_an_actor_is_returned_while_the_task_runs(
-    children: TaskClient, driver: DriverEnd, channel: Channel, page: ControlPage
-) -> None:
-    """A handle to an actor is lent as a value is; a task may go on for days."""
-    channel.loans = Loans("", "", page, Interrupts(page), press=bool)
-    hold = children.actor(11)
-    assert driver.next() == Hold(11)
-    assert children.actor(11) is hold, "it is lent once, however many handles there are"
-    del hold
-    children.submit(TRAIN, b"2", FakeReceiver())
-    assert driver.next() == Returned((11,), (1,))
-    assert [type(driver.next()) for _ in range(2)] == [Declare, Submit]
 
 
 def test_what_a_function_holds_is_held_by_each_of_its_calls(

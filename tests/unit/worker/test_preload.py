@@ -180,12 +180,6 @@ def test_what_was_written_during_the_import_is_doubtful(edited_file: Path) -> No
     assert "edited_module" in Files(began).edited()
 
 
-def test_a_file_from_the_future_is_believed(edited_file: Path) -> None:
-    """Another machine's clock may be ahead; that must not go on for ever."""
-    age(edited_file, -1)
-    assert "edited_module" not in Files(time.time_ns() - 2 * HOUR).edited()
-
-
 def test_our_own_modules_do_not_count(edited_file: Path) -> None:
     module = sys.modules["edited_module"]
     sys.modules["aiogpu.edited_module"] = module
@@ -196,14 +190,6 @@ def test_our_own_modules_do_not_count(edited_file: Path) -> None:
         sys.modules["edited_module"] = sys.modules.pop("aiogpu.edited_module")
     age(edited_file, 0.5)
     assert files.edited() == []
-
-
-def test_modules_without_a_file_are_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "odd_a", ModuleType("odd_a"))
-    monkeypatch.setitem(sys.modules, "odd_b", None)  # type: ignore[arg-type]
-    assert Files(time.time_ns()).edited() == []
 
 
 @pytest.fixture
@@ -325,32 +311,6 @@ def test_culprits_are_named_and_the_others_are_fit(place: str) -> None:
     ]
 
 
-TORCH = """
-    import sys, types
-    from aiogpu.worker.zygote.preload import unfit_to_fork
-    torch = sys.modules["torch"] = types.ModuleType("torch")
-    print(unfit_to_fork())
-    torch.cuda = types.SimpleNamespace(
-        is_initialized=lambda: False, _is_in_bad_fork=lambda: False
-    )
-    print(unfit_to_fork())
-    torch.cuda._is_in_bad_fork = lambda: True
-    print(unfit_to_fork())
-    torch.cuda.is_initialized = lambda: True
-    torch.cuda._is_in_bad_fork = lambda: False
-    print(unfit_to_fork())
-    torch.cuda.is_initialized = lambda: False
-    torch.cuda._is_in_bad_fork = None
-    print(unfit_to_fork())
-"""
-
-
-def test_torch_says_whether_it_could_use_cuda_in_a_fork() -> None:
-    bad = "it made torch look for CUDA devices"
-    found = run(TORCH, PYTHONUNBUFFERED="1").splitlines()
-    assert found == ["None", "None", bad, bad, bad]
-
-
 def test_the_probe_of_a_process_that_dies_dies_too(place: str) -> None:
     """The zygote may be killed while it waits for an import that never ends."""
     source = """
@@ -394,25 +354,6 @@ def test_imports_are_guarded_and_the_guards_are_taken_back(tmp_path: Path) -> No
         "Ready(modules=('curious',), "
         "variables=('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')) 7",
     ]
-
-
-def test_a_module_that_is_not_there(tmp_path: Path) -> None:
-    out = run(PRELOAD, str(tmp_path), "json", "no_such_module", OMP_NUM_THREADS="7")
-    unfit, last = out.splitlines()
-    assert unfit.startswith("Unfit(module='no_such_module', reason=\"ModuleNotFound")
-    assert unfit.endswith("is_missing=True)")
-    assert last == "None 7"
-
-
-def test_the_first_culprit_is_named(tmp_path: Path) -> None:
-    (tmp_path / "threaded.py").write_text(
-        "import threading\n"
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    out = run(PRELOAD, str(tmp_path), "json", "threaded", "curious")
-    assert out.splitlines()[0] == (
-        "Unfit(module='threaded', reason='it left 1 threads running', is_missing=False)"
-    )
 
 
 ZYGOTE = """

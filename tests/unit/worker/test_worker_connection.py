@@ -20,25 +20,12 @@ from aiogpu.wire.messages import (
     Fork,
     Log,
     Message,
-    Run,
 )
 from aiogpu.worker.connection import SHORT, Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import BURST, LONGEST, LineSender
 from tests.support.program import run
 from tests.unit.worker.conftest import DriverEnd
-
-
-def test_messages_come_in_order(driver: DriverEnd, channel: Channel) -> None:
-    run = Run(1, 2, b"x" * 300_000, False)
-
-    def speak() -> None:
-        driver.send(Forget(), run, Exit())
-
-    speaker = threading.Thread(target=speak)
-    speaker.start()
-    assert [channel.next() for _ in range(3)] == [Forget(), run, Exit()]
-    speaker.join(20)
 
 
 def test_awake_it_looks_for_a_moment_and_then_sleeps(
@@ -89,24 +76,6 @@ def test_messages_of_one_kind_can_be_taken_out(
     assert channel.take(Cancel) == [Cancel(1), Cancel(2)]
     assert channel.take(Cancel) == []
     assert [channel.next(), channel.next()] == [Forget(), Exit()]
-
-
-def test_frames_of_several_threads_are_not_mixed(
-    driver: DriverEnd, channel: Channel
-) -> None:
-    def chatter(letter: bytes) -> None:
-        for number in range(100):
-            channel.send(Log(number, 1, letter * 5000))
-
-    threads = [threading.Thread(target=chatter, args=(c,)) for c in (b"a", b"b")]
-    for thread in threads:
-        thread.start()
-    heard = [driver.next() for _ in range(200)]
-    for thread in threads:
-        thread.join(20)
-    for letter in (b"a", b"b"):
-        mine = [m for m in heard if isinstance(m, Log) and m.line == letter * 5000]
-        assert [message.task for message in mine] == list(range(100))
 
 
 def test_an_interrupt_waits_until_the_frame_is_out(
@@ -271,22 +240,6 @@ def test_a_line_without_end_is_sent_in_pieces() -> None:
     assert channel.lines[3:] == [b"y" * (LONGEST + 1)], "one that has ended is whole"
 
 
-def test_a_long_line_is_cut_once() -> None:
-    """Not what is left of it anew for each piece, which takes minutes for 64 MB."""
-    left: list[int] = []
-
-    class Watching(FakeChannel):
-        def send(self, message: Message) -> None:
-            left.append(len(sender.partial))
-            super().send(message)
-
-    channel = Watching()
-    sender = LineSender(channel, 1)
-    sender.write(b"one\n" + bytes(8 * LONGEST + 3))
-    assert left == [3] * 9
-    assert channel.lines == [b"one", *[bytes(LONGEST)] * 8]
-
-
 @pytest.mark.parametrize(
     ("written", "sent"),
     [
@@ -308,19 +261,6 @@ def test_states_are_sent_before_their_line_has_ended(
     assert channel.lines == sent
 
 
-def test_many_states_are_few_lines_and_the_last_one_ends_it() -> None:
-    channel = FakeChannel()
-    sender = LineSender(channel, 2)
-    for number in range(10_000):
-        sender.write(b"\r%d" % number)
-    assert BURST <= len(channel.lines) <= 1000
-    assert len(sender.partial) < 10
-    sender.end_line()
-    sender.end_line()
-    assert channel.lines[-1] == b"9999"
-    assert sender.partial == b""
-
-
 def test_progress_that_goes_away_does_so_at_once() -> None:
     """It would be shown until the next line otherwise, however many states came."""
     channel = FakeChannel()
@@ -329,26 +269,6 @@ def test_progress_that_goes_away_does_so_at_once() -> None:
         sender.write(b"\r%d" % number)
     sender.write(b"\r   \r")
     assert channel.lines[-1] == b"\r"
-
-
-def test_threads_do_not_tear_each_others_lines() -> None:
-    channel = FakeChannel()
-    sender = LineSender(channel, 1)
-    barrier = threading.Barrier(4)
-
-    def write(letter: bytes) -> None:
-        barrier.wait(20)
-        for _ in range(500):
-            sender.write(letter * 20 + b"\n" + letter * 20 + b"\n")
-
-    threads = [threading.Thread(target=write, args=(c,)) for c in (b"a", b"b", b"c")]
-    for thread in threads:
-        thread.start()
-    barrier.wait(20)
-    for thread in threads:
-        thread.join(20)
-    assert len(channel.lines) == 3000
-    assert {(len(line), len(set(line))) for line in channel.lines} == {(20, 1)}
 
 
 def test_a_fork_of_a_worker_writes_to_the_descriptors() -> None:
