@@ -168,11 +168,6 @@ def first_of(value: Any) -> int:
     return int(value[0])
 
 
-def count_all(*values: object) -> int:
-    """How many there are."""
-    return len(values)
-
-
 def numbers(count: int) -> Iterator[int]:
     """So many small items."""
     yield from range(count)

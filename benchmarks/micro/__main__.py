@@ -17,7 +17,6 @@ from benchmarks.micro.calls import (
     batching,
     latency,
     mapping,
-    nested,
     streams,
     throughput,
 )
@@ -56,7 +55,6 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "spaced": spaced,
     "cancel": cancel,
     "streams": streams,
-    "nested": nested,
     "actors": creation,
     "many_actors": many_actors,
     "batching": batching,

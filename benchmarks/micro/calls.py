@@ -1,4 +1,4 @@
-"""Calls of functions and actors, awaited and gathered; streams; nested tasks; maps."""
+"""Calls of functions and actors, awaited and gathered; streams; batches; maps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from benchmarks.tasks import (
 from benchmarks.timing import Block, Call, Pair, all_at_once, alternate, one_at_a_time
 
 STREAM: Final = Goal(50_000, "items/s", is_least=True)
-NESTED: Final = Goal(3, "x flat")
 BATCHED: Final = Goal(0.85, "x by hand", is_least=True)
 BATCH: Final = 32
 CLIENTS: Final = 2 * BATCH
@@ -199,65 +198,6 @@ async def streams(scale: Scale) -> list[Row]:
                     absolute=True,
                 )
             )
-    return rows
-
-
-@aiogpu.remote
-def leaf(number: int) -> int:
-    """Do nothing."""
-    return 0
-
-
-@aiogpu.remote
-def branch(width: int) -> int:
-    """Start leaves and wait for them; return how many tasks are below."""
-    return width + sum(aiogpu.get([leaf.remote(number) for number in range(width)]))
-
-
-@aiogpu.remote
-def root(width: int) -> int:
-    """Start branches and wait for them."""
-    return width + sum(aiogpu.get([branch.remote(width - 1) for _ in range(width)]))
-
-
-@aiogpu.remote
-async def async_branch(width: int) -> int:
-    """Do what `branch` does, as a coroutine."""
-    return width + sum(await asyncio.gather(*map(leaf.remote, range(width))))
-
-
-@aiogpu.remote
-async def async_root(width: int) -> int:
-    """Do what `root` does, as a coroutine."""
-    below = await asyncio.gather(
-        *(async_branch.remote(width - 1) for _ in range(width))
-    )
-    return width + sum(below)
-
-
-async def nested(scale: Scale) -> list[Row]:
-    """A tree of tasks on one CPU, beside as many calls gathered on the same node.
-
-    A root starts 100 tasks, each of which starts 99 that do nothing.
-    """
-    width = scale(100, 4)
-    count = 1 + width + width * (width - 1)
-    rows = []
-    for name, top in (("plain", root), ("coroutines", async_root)):
-
-        async def grow(top: Any = top) -> Block:
-            start = perf_counter_ns()
-            below = await top.remote(width)
-            block = [perf_counter_ns() - start]
-            assert below == count - 1, (below, count)
-            return block
-
-        async with aiogpu.init(num_cpus=1):
-            flat = partial(all_at_once, await task(), count)
-            pair = await alternate(flat, grow, scale(5, 1))
-        rows.append(
-            time_row(f"nested: {name}", "us a task", pair, NESTED, scale, calls=count)
-        )
     return rows
 
 

@@ -75,7 +75,6 @@ class Kind(NamedTuple):
 
 KINDS: Final = (
     Kind("bare", in_script(noop), None, Goal(1.5, "x fork")),
-    Kind("of a module", noop),
     Kind("numpy", in_script(use_numpy), ("numpy",), Goal(1.5, "x fork")),
     Kind("torch", in_script(use_torch), ("torch",), Goal(1.2, "x fork")),
 )

@@ -1,4 +1,4 @@
-"""Values on their way: large ones, small ones, and very many.
+"""Values on their way: large ones and small ones.
 
 A large one is an array, beside copying as much within one process, which is the least
 that a way to another process can take.
@@ -29,7 +29,6 @@ from benchmarks.micro.rows import (
 )
 from benchmarks.processes import reset_peak_memory, shared_memory, status_bytes
 from benchmarks.tasks import (
-    count_all,
     first_of,
     give_kept,
     give_same,
@@ -39,10 +38,8 @@ from benchmarks.tasks import (
 from benchmarks.timing import (
     Block,
     Pair,
-    all_at_once,
     alternate,
     one_at_a_time,
-    percentile,
     rotate,
     timed,
 )
@@ -53,7 +50,6 @@ USE: Final = Goal(1, "ms")
 ONE_COPY: Final = Goal(1.01, "x its size")
 HEAP: Final = Goal(5, "MB")
 SMALL: Final = Goal(1.1, "x none")
-MANY: Final = Goal(1_000, "ms")
 KILOBYTE: Final = bytes(1024)
 
 
@@ -74,7 +70,7 @@ class Copying:
 
 
 async def values(scale: Scale) -> list[Row]:
-    """100 MB there and back, by handle and from task to task; 1 KB; 10 000 handles.
+    """100 MB there and back, by handle and from task to task; and 1 KB.
 
     Each on a node of its own, so that no memory is warm from the others.
     """
@@ -88,9 +84,7 @@ async def values(scale: Scale) -> list[Row]:
             async with _one_worker():
                 rows += await large(scale(100 * MB, MB), scale)
     async with _one_worker():
-        rows.append(await _small(scale))
-    async with _one_worker():
-        return rows + await _many(scale)
+        return [*rows, await _small(scale)]
 
 
 @asynccontextmanager
@@ -185,33 +179,3 @@ async def _small(scale: Scale) -> Row:
         scale(40, 2),
     )
     return time_row("values: 1 KB argument", "us", pair, SMALL, scale, "beside none")
-
-
-async def _many(scale: Scale) -> list[Row]:
-    give, count, handles = _call(give_same), _call(count_all), scale(10_000, 50)
-
-    async def counted(is_finished: bool) -> Block:
-        """One task with so many handles as arguments, of ended tasks or others."""
-        start = perf_counter_ns()
-        given = [give(number) for number in range(handles)]
-        if is_finished:
-            for each in given:
-                await each
-            start = perf_counter_ns()
-        assert await count(*given) == handles
-        return [perf_counter_ns() - start]
-
-    alone, finished, running = await rotate(
-        [
-            partial(all_at_once, give, handles),
-            partial(counted, True),
-            partial(counted, False),
-        ],
-        scale(5, 2),
-    )
-    name = f"values: {handles:,} handles of"
-    note = f"with the tasks, which take {percentile(alone, 50) / MS:,.0f} ms alone"
-    return [
-        slowest_row(f"{name} results", [took for (took,) in finished], MANY, scale),
-        slowest_row(f"{name} tasks", [took for (took,) in running], MANY, scale, note),
-    ]
