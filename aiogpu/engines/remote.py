@@ -36,7 +36,7 @@ from aiogpu.errors import (
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_meeting, default_socket
-from aiogpu.runtime.output import Console, Source
+from aiogpu.runtime.output import Console, LoggedText, Source
 from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import error_of, unpack_failure
 from aiogpu.serialization.references import add_actor
@@ -66,6 +66,7 @@ from aiogpu.wire.messages import (
     Failed,
     Inquire,
     Join,
+    Logged,
     Message,
     Printed,
     Refused,
@@ -185,6 +186,10 @@ class Terminal:
             self._number = console.write(
                 stream, message.text, self._source, message.worker
             )
+            return True
+        if type(message) is Logged:
+            text = LoggedText(*message)
+            self._number = self._console.write(2, text, self._source)
             return True
         if self._number <= self._console.written:
             return False
@@ -635,7 +640,7 @@ class RemoteEngine(NodeClient):
                         f"address={self._address!r})` joins it."
                     )
                 self._end(NodeClosedError(told))
-            case Printed() if self._terminal is None:
+            case Printed() | Logged() if self._terminal is None:
                 self._terminal = Terminal(self.loop, self._line, self._take)
                 self._terminal.keeps(message)
             case Warned(text):

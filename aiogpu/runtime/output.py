@@ -36,15 +36,16 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, groupby
 from queue import SimpleQueue
-from typing import Final, NamedTuple, Protocol, TextIO, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TextIO, TypeVar, cast
 
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.scheduler.state import SchedulerState
 from aiogpu.runtime.connection import Peer
-from aiogpu.wire.messages import PROGRESS, Printed, Warned, visible
+from aiogpu.wire.codec import unpack
+from aiogpu.wire.messages import PROGRESS, Logged, Printed, Warned, visible
 
 _log: Final = logging.getLogger(__name__)
 
@@ -290,6 +291,7 @@ class Routes:
         worker: int,
         task: int,
         replaces: int = 0,
+        fields: bytes = b"",
     ) -> bool:
         """Send a line to its owner; return False if that is the node itself.
 
@@ -301,18 +303,22 @@ class Routes:
             worker: the worker that printed it.
             task: the task that printed it; 0 for the one that runs on the worker.
             replaces: the worker whose progress it replaces; 0 for none.
+            fields: of a record of `logging`, of which `text` is the text.
         """
         record = self._record(worker, task)
         if record is None or not record.client:
             return False
         client = record.client
         if self.log is not None and not text.endswith(PROGRESS):
-            self.log.write(client, record.id, stream, label, text)
+            for line in text.split("\n"):
+                self.log.write(client, record.id, stream, label, line)
         reader = self._readers.get(client)
         if reader is None or reader.peer is None or not reader.shows:
             return True
         shown = text if text == PROGRESS else f"({label}) {text}"
-        reader.peer.send_one(Printed(stream, shown, replaces))
+        reader.peer.send_one(
+            Logged(label, text, fields) if fields else Printed(stream, shown, replaces)
+        )
         if reader.is_slow:
             self._paused.setdefault(client, set()).add(source)
             source.pause()
@@ -359,6 +365,41 @@ IDLE: Final = 0.5
 
 MOMENT: Final = 3e-3
 """Seconds that the loop waits for a terminal to accept the rest of a line."""
+
+
+class LoggedText(str):
+    """The text of a record of `logging` that a task has made.
+
+    Attributes:
+        label: names the task where the text is printed.
+        packed: the record's attributes; see `wire.messages.Record`.
+    """
+
+    def __new__(cls, label: str, text: str, packed: bytes) -> Self:
+        """Make one."""
+        made = super().__new__(cls, text)
+        made.label, made.packed = label, packed
+        return made
+
+    label: str
+    packed: bytes
+
+    def fields(self) -> dict[str, Any]:
+        """Return the record's attributes.
+
+        Raises:
+            ProtocolError: they cannot be read.
+        """
+        (fields,) = cast("tuple[dict[str, Any]]", unpack(self.packed))
+        return fields
+
+    def lines(self) -> list[str]:
+        """Return the lines to print."""
+        return [f"({self.label}) {line}" for line in self.split("\n")]
+
+
+def _is_logged(entry: tuple[int, str]) -> bool:
+    return type(entry[1]) is LoggedText
 
 
 class Console:
@@ -451,16 +492,46 @@ class Console:
         """Write each batch and report it; runs on the thread."""
         for lines in batches(self._lines):
             for stream in (1, 2):
-                if texts := [(by, line) for _, of, by, line in lines if of == stream]:
-                    self._write(stream, texts)
+                texts = [(by, line) for _, of, by, line in lines if of == stream]
+                for are_logged, some in groupby(texts, _is_logged):
+                    if are_logged:
+                        for _, line in some:
+                            self._log(cast("LoggedText", line))
+                    else:
+                        self._write(stream, [*some])
             if lines:
                 self._report(lines[-1][0], sum(len(line) for *_, line in lines))
 
-    def _write(self, stream: int, lines: list[tuple[int, str]]) -> None:
-        """Write to the present `sys.stdout` or `sys.stderr`; notebooks replace them."""
+    def _log(self, text: LoggedText) -> None:
+        """Have the program's own logging handle a record, or print its text."""
+        try:
+            record = logging.makeLogRecord(text.fields())
+            logger = logging.getLogger(record.name)
+            if not logger.isEnabledFor(record.levelno):
+                return
+            if not logger.hasHandlers():
+                self._write(2, [(0, line) for line in text.lines()])
+                return
+            # A handler may write to the terminal that shows progress.
+            self._write(2, [], hides=True)
+            logger.handle(record)
+            self._write(2, [])
+        except Exception as error:  # noqa: BLE001 - a filter may raise anything
+            _log.debug("! a record of a task is lost: %s", error)
+
+    def _write(
+        self, stream: int, lines: list[tuple[int, str]], hides: bool = False
+    ) -> None:
+        """Write to the present `sys.stdout` or `sys.stderr`; notebooks replace them.
+
+        `hides`: show no progress for now.
+        """
         file = sys.stdout if stream == 1 else sys.stderr
         try:
-            text = self._progress_line.over(stream, file, lines)
+            if hides:
+                text = self._progress_line.hide(file)
+            else:
+                text = self._progress_line.over(stream, file, lines)
             raw = getattr(file, "buffer", None)
             if not text:
                 pass
@@ -514,6 +585,10 @@ class ProgressLine:
             blank = self._blank(file) if ended and not _is_on_disk(file) else ""
             return "".join((blank, *ended))
         return "".join((self._blank(file), *ended, self._newest(file)))
+
+    def hide(self, file: TextIO) -> str:
+        """Return the text that erases the progress; `over` shows it again."""
+        return self._blank(file)
 
     def _newest(self, file: TextIO) -> str:
         """Return the state that changed last, cut to the width of the line."""
@@ -831,14 +906,28 @@ class Output:
                 self._states[stream] = label, line[:-1], entry
         self._pass_on(stream, label, text, task, self.worker)
 
+    def log(self, label: str, text: str, fields: bytes, task: int = 0) -> None:
+        """Pass on a record of `logging`; see `show` and `wire.messages.Record`."""
+        self.last.extend((task, line) for line in text.split("\n"))
+        self._pass_on(2, label, text, task, 0, fields)
+
     def _pass_on(
-        self, stream: int, label: str, text: str, task: int, replaces: int
+        self,
+        stream: int,
+        label: str,
+        text: str,
+        task: int,
+        replaces: int,
+        fields: bytes = b"",
     ) -> None:
         routes = self._console.routes
         if routes is None or not routes.take(
-            stream, label, text, self, self.worker, task, replaces
+            stream, label, text, self, self.worker, task, replaces, fields
         ):
-            shown = text if text == PROGRESS else f"({label}) {text}"
+            if fields:
+                shown: str = LoggedText(label, text, fields)
+            else:
+                shown = text if text == PROGRESS else f"({label}) {text}"
             self.number = self._console.write(stream, shown, self, replaces)
 
     def forget(self, task: int) -> None:

@@ -688,6 +688,28 @@ class Log(NamedTuple):
     line: bytes
 
 
+class Record(NamedTuple):
+    """Worker to driver: a record of `logging` that the task has made.
+
+    `text`: as it would be printed. `fields`: its attributes, packed as plain values.
+    """
+
+    task: int
+    text: str
+    fields: bytes
+
+
+class Logged(NamedTuple):
+    """Node to client: a record that one of its tasks has made; see `Record`.
+
+    `label` names the task where the text is printed.
+    """
+
+    label: str
+    text: str
+    fields: bytes
+
+
 class Report(NamedTuple):
     """Worker to driver: a task or call reports on itself; see `api.results.reports`.
 
@@ -848,9 +870,9 @@ _ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
 _ToActor = Create | Invoke | Drop | Leave
 ToWorker = _ToTask | _ToActor | _Answers
 _TaskReports = Done | Failed | Skipped | Items | Created
-FromWorker = _TaskReports | Log | Report | Imported | Wait | Sync | _Requests
+FromWorker = _TaskReports | Log | Record | Report | Imported | Wait | Sync | _Requests
 
-ToClient = Refused | Welcome | Close | Departed | Printed | Warned | _Answers
+ToClient = Refused | Welcome | Close | Departed | Printed | Logged | Warned | _Answers
 FromClient = Join | Depart | Inquire | TakeLease | _Requests
 
 _Processes = ToZygote | FromZygote | ToKeeper | FromKeeper

@@ -109,7 +109,7 @@ class LineSender(io.BufferedIOBase):
 
 
 class Stdio:
-    """The two streams of a worker.
+    """The two streams of a worker, and its records.
 
     Attributes:
         senders: of stdout and of stderr.
@@ -126,18 +126,25 @@ class Stdio:
     def begin(self) -> None:
         """Put the streams in their places."""
         sys.stdout, sys.stderr = self._texts
+        self._send_records(self._channel)
+
+    def _send_records(self, channel: Channel | None) -> None:
+        for handler in sys.modules["logging"].getLogger().handlers:
+            if hasattr(handler, "aiogpu_channel"):
+                handler.aiogpu_channel = channel
 
     def restore(self) -> None:
         """Undo what a task did to the streams: replaced or closed them."""
         out, err = self._texts
         if out.closed or err.closed:
             self._make()
-            self.begin()
+            sys.stdout, sys.stderr = self._texts
         elif sys.stdout is not out or sys.stderr is not err:
             sys.stdout, sys.stderr = out, err
 
     def leave(self) -> None:
         """In a fork of the worker: write to descriptors 1 and 2 directly."""
+        self._send_records(None)
         sys.stdout, sys.stderr = (
             open(  # noqa: SIM115 - they live as long as the process
                 stream, "w", buffering=1, closefd=False, errors="backslashreplace"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
 import re
 import socket
@@ -474,7 +475,10 @@ LOGGING = """
 
     @aiogpu.remote(max_calls=1)
     def configures():
-        logging.basicConfig(format="own %(levelname)s %(message)s", level=logging.DEBUG)
+        own = dict(format="own %(levelname)s %(message)s", level=logging.DEBUG)
+        logging.basicConfig(**own)
+        logging.debug("nothing")
+        logging.basicConfig(**own, force=True)
         logging.debug("format")
 
     async def main():
@@ -485,37 +489,129 @@ LOGGING = """
     BEFORE
     aiogpu.run(main())
 """
+CONFIGURE = "logging.basicConfig(format='by %(aiogpu_task_name)s: %(message)s', level="
 
 
 def shown(before: str, options: str = "num_cpus=1", **variables: str) -> list[str]:
-    """What the tasks' lines say."""
-    program = start(
-        LOGGING.replace("OPTIONS", options).replace("BEFORE", before), **variables
-    )
+    """What is shown of tasks: the program's handler has a format of its own."""
+    source = LOGGING.replace("OPTIONS", options).replace("BEFORE", before)
+    program = start(source, **variables)
     out, err = program.communicate(timeout=120)
     assert (program.returncode, out) == (0, ""), err
-    return re.findall(r"^\((?:logs|configures) pid=\d+\) (.*)$", err, re.MULTILINE)
+    return [re.sub(r"pid=\d+", "pid=N", line) for line in err.splitlines()]
 
 
+FORCED = "(configures pid=N) own DEBUG format"
 LEVELS = [
-    ("", ["a warning line"]),
-    ("logging.basicConfig(level=logging.INFO)", ["an info line", "a warning line"]),
+    ("", ["(logs pid=N) a warning line", FORCED]),
     (
-        "logging.basicConfig(level=logging.DEBUG)",
-        ["a debug line", "an info line", "a warning line"],
+        f"{CONFIGURE}logging.INFO)",
+        ["by logs: an info line", "by logs: a warning line", FORCED],
     ),
-    ("logging.basicConfig(level=logging.ERROR)", []),
+    (
+        f"{CONFIGURE}logging.DEBUG); logging.getLogger('lib').setLevel(logging.INFO)",
+        [
+            *("by logs: an info line", "by logs: a warning line"),
+            *("by configures: nothing", FORCED),
+        ],
+    ),
+    (f"{CONFIGURE}logging.ERROR)", [FORCED]),
 ]
 
 
-@pytest.mark.parametrize(("before", "lines"), [LEVELS[0], LEVELS[2]])
+@pytest.mark.parametrize(
+    ("before", "lines"), LEVELS, ids=["none", "info", "lib", "error"]
+)
 def test_a_task_logs_what_the_program_logs(before: str, lines: list[str]) -> None:
-    assert shown(before) == [*lines, "own DEBUG format"]
+    assert shown(before) == lines
 
 
 def test_programs_of_one_node_log_what_each_of_them_logs() -> None:
     with box() as here:
         here.run("start", "--head", "--num-cpus=1")
+        joined = {**here.variables, "AIOGPU_ADDRESS": "auto"}
         for before, lines in LEVELS[1:3]:
-            joined = {**here.variables, "AIOGPU_ADDRESS": "auto"}
-            assert shown(before, "", **joined) == [*lines, "own DEBUG format"]
+            assert shown(before, "", **joined) == lines
+        logged, _ = here.run("logs")
+    assert logged.count("an info line") == 2
+
+
+class Strange:
+    """Cannot be pickled, and is no plain value."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+    def __repr__(self) -> str:
+        return "<Strange>"
+
+
+class Logs:
+    def talk(self) -> int:
+        log = logging.getLogger("lib.part")
+        log.warning("%s of %d", "one", 2, extra={"mine": {"a": [1]}})
+        log.error("%s", Strange(), extra={"mine": Strange()})
+        try:
+            raise KeyError("x")
+        except KeyError:
+            log.exception("failed")
+        log.debug("not shown")
+        return os.getpid()
+
+
+def log_by_child() -> int:
+    return aiogpu.get(aiogpu.remote(Logs().talk).remote())
+
+
+class Kept(logging.Handler):
+    """A handler of a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    handler = Kept()
+    logger = logging.getLogger("lib")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("address", ["local", "node"], indirect=True)
+async def test_a_program_handles_the_records_of_its_tasks(
+    address: str, kept: Kept, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=2, num_gpus=1):
+        actor: Any = aiogpu.remote(num_gpus=1)(Logs).remote()
+        pid = await actor.talk.remote()
+        first, second, third = kept.records
+        assert (first.name, first.levelname, first.process) == (
+            *("lib.part", "WARNING"),
+            pid,
+        )
+        assert (first.msg, first.args) == ("%s of %d", ("one", 2))
+        assert first.__dict__["mine"] == {"a": (1,)}
+        assert first.__dict__["aiogpu_task_name"] == "Logs.talk"
+        assert first.__dict__["aiogpu_devices"] == (0,)
+        assert first.__dict__["aiogpu_task"] > 0
+        assert (second.getMessage(), second.__dict__["mine"]) == ("<Strange>",) * 2
+        assert third.exc_text is not None
+        assert third.exc_text.endswith("KeyError: 'x'")
+        kept.records.clear()
+        await aiogpu.remote(log_by_child).remote()
+        assert [one.levelname for one in kept.records] == ["WARNING", "ERROR", "ERROR"]
+        assert {one.__dict__["aiogpu_devices"] for one in kept.records} == {()}
+        kept.records.clear()
+        logging.getLogger("lib.part").addFilter(lambda record: record.lineno < 0)
+        await actor.talk.remote()
+        logging.getLogger("lib.part").filters.clear()
+    async with aiogpu.init(address=address, num_cpus=1, log_to_driver=False):
+        await aiogpu.remote(Logs().talk).remote()
+    assert kept.records == []
+    assert capsys.readouterr() == ("", "")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from aiogpu.client.function_spec import Function, FunctionSpec, new_function_id
 from aiogpu.client.spec_codec import load_spec
@@ -53,6 +53,7 @@ from aiogpu.wire import messages as wire
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
     from aiogpu.runtime.callers.caller import Client
+    from aiogpu.runtime.workers.slots import LiveWorker
 
 _log: Final = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Requests:
             wire.Fetch: self._fetch,
             wire.Discard: self._discard,
             wire.Sync: self._sync,
-            wire.Report: driver.on_report,
+            wire.Report: self._report,
             wire.Ask: self._ask,
             wire.Hold: self._hold,
             wire.Make: self._make,
@@ -412,6 +413,9 @@ class Requests:
     def _sync(self, caller: Caller, _message: wire.Sync) -> None:
         if caller.peer is not None:
             caller.peer.send_one(wire.Synced())
+
+    def _report(self, caller: Caller, message: wire.Report) -> None:
+        self._driver.on_report(cast("LiveWorker", caller), message)
 
     # Actors
 

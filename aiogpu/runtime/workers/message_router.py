@@ -330,7 +330,7 @@ class MessageRouter:
             # Now: the worker's death may be noted before the answer is passed on.
             output.forget(message.task)  # type: ignore[union-attr]
         try:
-            if kind is wire.Log:
+            if kind is wire.Log or kind is wire.Record:
                 self._show(worker, message)  # type: ignore[arg-type]
                 return True
             message = self._admit(worker, message)
@@ -384,10 +384,13 @@ class MessageRouter:
         else:
             self._events.requests.on_message(worker, message)
 
-    def _show(self, worker: LiveWorker, log: wire.Log) -> None:
+    def _show(self, worker: LiveWorker, log: wire.Log | wire.Record) -> None:
         output = worker.slot.output
         label = output.label
         if log.task:
             # A name of two lines would be a line of its own in the log.
             label = f"{printable(self._events.name_of(log.task))} pid={worker.pid}"
-        output.show(log.stream, label, log.line, log.task)
+        if isinstance(log, wire.Record):
+            output.log(label, log.text, log.fields, log.task)
+        else:
+            output.show(log.stream, label, log.line, log.task)

@@ -20,7 +20,6 @@ from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.messages import (
-    LOG_LEVEL,
     Check,
     Keep,
     Lost,
@@ -66,7 +65,6 @@ class Zygote:
         self._imports = Imports()
         driver = self._watch_driver()
         kernel.set_process_name("aiogpu-zygote")
-        _set_log_level()
         # The driver's blocked signals would come along; SIGCHLD must not be one.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,7 +110,11 @@ class Zygote:
 
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
+        # Late: `logging`, which cloudpickle needs as well, takes milliseconds.
+        from aiogpu.worker.records import handle_records
+
         began = time.time_ns()
+        handle_records()
         watch = self._watch
         ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
         if ready is not None:
@@ -201,20 +203,6 @@ class Zygote:
             if self._keepers:
                 self._watch.wait_for_child(deadline - time.monotonic())
         end_children()
-
-
-def _set_log_level() -> None:
-    """Log what the program logs: without a handler, by `logging.lastResort`.
-
-    There is no handler of ours, so that `logging.basicConfig` in a task has an effect.
-    """
-    level = sys._xoptions.get(LOG_LEVEL)
-    if isinstance(level, str):
-        import logging  # most programs do not ask for it
-
-        logging.getLogger().setLevel(int(level))
-        if logging.lastResort is not None:
-            logging.lastResort.setLevel(int(level))
 
 
 def main(fields: dict[str, object]) -> None:
