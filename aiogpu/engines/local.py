@@ -124,6 +124,11 @@ class DriverEngine:
         raise NotImplementedError
 
     @property
+    def _node_id(self) -> str:
+        """Return the node's id, as tasks find it."""
+        raise NotImplementedError
+
+    @property
     def _observed(self) -> Observations:
         """Return the latest samples of the devices."""
         return {}
@@ -140,6 +145,7 @@ class DriverEngine:
     async def status(self) -> NodeStatus:
         """Return who holds what, what waits and why."""
         from aiogpu.observe.snapshot import snapshot
+        from aiogpu.observe.status import Machine
 
         driver, now = self._asked("aiogpu.status()"), self._loop.time()
         pids, results = self._pids, driver.results
@@ -154,6 +160,7 @@ class DriverEngine:
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             draining=self._draining(now),
+            nodes=(Machine(self._node_id, os.uname().nodename, True, seen.total),),
         )
 
     async def why(self, task: int) -> Why | None:
@@ -219,6 +226,10 @@ class LocalEngine(DriverEngine):
     def home(self) -> str:
         """Tells this node from others; see `Engine.home`."""
         return os.path.basename(self._supervisor.directory)
+
+    @property
+    def _node_id(self) -> str:
+        return self.home
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""

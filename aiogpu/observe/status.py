@@ -179,6 +179,23 @@ class ReservationStatus:
         return in_words(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine of a cluster, or the one on which the node is.
+
+    Attributes:
+        id: the node's id there, as tasks find it in `get_runtime_context().node_id`.
+        host: the machine's name.
+        is_alive: whether it is there; a cluster names those that it has lost too.
+        total: its resources by name, `{"CPU": 4.0, "GPU": 1.0}`.
+    """
+
+    id: str
+    host: str
+    is_alive: bool
+    total: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class NodeStatus:
     """The node at one moment. `print` shows it as a table.
@@ -206,6 +223,7 @@ class NodeStatus:
         placements: all placements, in the order of the requests.
         outages: why no worker can be started now, for which tasks, and when the next
             attempt is; empty while workers start.
+        nodes: the machines: one, or all of a Ray cluster.
     """
 
     total: Mapping[str, float]
@@ -223,6 +241,7 @@ class NodeStatus:
     draining: float | None = None
     placements: tuple[PlacementStatus, ...] = ()
     outages: tuple[OutageStatus, ...] = ()
+    nodes: tuple[Machine, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:

@@ -17,6 +17,7 @@ from aiogpu.observe.status import (
     DeviceStatus,
     EndedTask,
     Holder,
+    Machine,
     NodeStatus,
     OtherProcess,
     OutageStatus,
@@ -32,6 +33,6 @@ from aiogpu.wire.codec import RecordCodec
 status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
     *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
-    *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus),
+    *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
 )
 """Reads and writes the answers to `Inquire`; each class has the number of its place."""

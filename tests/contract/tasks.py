@@ -380,3 +380,8 @@ def say_as_a_worker(data: bytes) -> None:
                     copy.sendall(data)
                     os._exit(0)
     raise LookupError("a worker has no connection to its node")
+
+
+@aiogpu.remote
+def node_id() -> str:
+    return aiogpu.get_runtime_context().node_id

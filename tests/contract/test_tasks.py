@@ -580,3 +580,11 @@ async def test_calls_that_interleave_have_names_of_their_own(address: str) -> No
         )
         assert names == ["NamedSoftly.softly"] * 3
         assert other == "NamedSoftly.second"
+
+
+async def test_the_status_names_the_machine(address: str) -> None:
+    async with aiogpu.init(address=address, num_cpus=2):
+        [machine] = (await aiogpu.status()).nodes
+        assert (machine.is_alive, machine.host) == (True, os.uname().nodename)
+        assert machine.total["CPU"] == 2
+        assert machine.id == await tasks.node_id.remote()

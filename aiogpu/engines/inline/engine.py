@@ -24,7 +24,7 @@ from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.actors import InlineActors
 from aiogpu.engines.inline.execution import InlineExecutor, LoopRunner
 from aiogpu.engines.inline.jobs import actor_job, running_job
-from aiogpu.engines.inline.node import InlineNode, MonotonicLoop
+from aiogpu.engines.inline.node import InlineNode, MonotonicLoop, node_id
 from aiogpu.engines.local import DriverEngine
 from aiogpu.errors import PreloadError
 from aiogpu.runtime.driver import Driver
@@ -101,6 +101,10 @@ class InlineEngine(DriverEngine):
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
         return self._node.submit(func, payload, receiver)
+
+    @property
+    def _node_id(self) -> str:
+        return node_id()
 
     @property
     def _pids(self) -> Mapping[int, int]:

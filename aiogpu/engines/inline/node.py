@@ -177,7 +177,7 @@ class InlinePool:
         self.workers[worker].begun = call.number
         facts = {
             "actor": job.actor_id,
-            "node": f"inline-{os.getpid()}",
+            "node": node_id(),
             "worker": worker,
             "task": job.id,
             "name": job.name,
@@ -227,6 +227,11 @@ class MonotonicLoop:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
+
+
+def node_id() -> str:
+    """Return the id of a node in this process, as tasks find it."""
+    return f"inline-{os.getpid()}"
 
 
 class InlineNode(JobDriver):

@@ -255,24 +255,37 @@ def accelerators() -> dict[str, tuple[int | str, ...]]:
 
 
 class ClusterNode(NamedTuple):
-    """A living node.
+    """A node.
 
     Attributes:
         id: in hexadecimal.
         total: its resources by name.
+        host: the name of its machine.
+        is_alive: whether it is there.
     """
 
     id: str
     total: Mapping[str, float]
+    host: str = ""
+    is_alive: bool = True
+
+
+def all_nodes() -> list[ClusterNode]:
+    """Return the nodes, and those that the cluster has lost."""
+    return [
+        ClusterNode(
+            str(node["NodeID"]),
+            dict(node["Resources"]),
+            str(node["NodeManagerHostname"]),
+            bool(node["Alive"]),
+        )
+        for node in ray.nodes()
+    ]
 
 
 def nodes() -> list[ClusterNode]:
     """Return the living nodes."""
-    return [
-        ClusterNode(str(node["NodeID"]), dict(node["Resources"]))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    return [node for node in all_nodes() if node.is_alive]
 
 
 def has_autoscaler() -> bool:

@@ -27,7 +27,7 @@ from aiogpu.engines.ray.task_worker import device_kinds
 from aiogpu.engines.ray.tasks import Calls, PendingCall
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import LISTED
-from aiogpu.observe.status import NodeStatus, TaskStatus
+from aiogpu.observe.status import Machine, NodeStatus, TaskStatus
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Request
@@ -239,9 +239,9 @@ async def free_resources(total: Iterable[str]) -> dict[str, float]:
 
 
 async def status(calls: Calls) -> NodeStatus:
-    """Return what the cluster has, and the calls of this program.
+    """Return what the cluster has, its nodes, and the calls of this program.
 
-    What waits on the cluster and which node has what, `ray status` tells.
+    What waits on the cluster, `ray status` tells.
     """
     total = await total_resources()
     now = calls.loop.time()
@@ -255,6 +255,10 @@ async def status(calls: Calls) -> NodeStatus:
         shapes=(),
         shape_count=0,
         reservation=None,
+        nodes=tuple(
+            Machine(node.id, node.host, node.is_alive, public_resources(node.total))
+            for node in await cluster.ask(cluster.all_nodes)
+        ),
     )
 
 
