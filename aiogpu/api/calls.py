@@ -29,7 +29,7 @@ from aiogpu.client.current import (
     is_loop_running,
 )
 from aiogpu.errors import InternalError, MisuseError
-from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.payload import Payload, opened
 from aiogpu.serialization.references import HANDLE_MARK, PickledValue
 from aiogpu.serialization.serializer import PUT, WARNED_FROM, dump_result
 
@@ -312,20 +312,18 @@ NOT_ASKED: Final = -1
 """In place of a question's number, for a value that is here already."""
 
 
-def restore_handle(identity: int, name: str) -> Any:
-    """Unpickle a handle, in any process.
+def restore_handle(identity: int, name: str, value: Any = None) -> Any:
+    """Unpickle a handle, in any process; or make another one for the running loop.
 
     Args:
         identity: id of the value that the handle stands for.
         name: name of its task.
+        value: the value, if this process has it; None to take it from the payload.
     """
     caller = _caller()
     if caller.remote_values is not None:
         return _handle_of(caller, name, caller.remote_values.loans.loan(identity))
-    # Late: this module belongs to the node; workers do not load it.
-    from aiogpu.runtime.objects.values import known
-
-    value = known(identity)
+    value = value or opened.find(identity).under_own_id()
     handle = _handle_of(caller, name, value)
     value.watch(lambda settled: settled.tell(handle))
     return handle

@@ -228,7 +228,7 @@ def error_of(outcome: Failed | Exception, task_name: str) -> Exception:
 
 
 def _load(payload: bytes) -> Any:
-    return pickle.loads(payload.open()[0] if type(payload) is Payload else payload)
+    return payload.load() if type(payload) is Payload else pickle.loads(payload)
 
 
 def _constructor_failure(failed: Failed, kind_and_name: str) -> Exception:

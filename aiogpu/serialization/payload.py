@@ -6,6 +6,8 @@ which it holds handles. In a process that may open it, it is an object that keep
 alive.
 """
 
+import pickle
+from _thread import _local
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -68,6 +70,26 @@ class Source(Protocol):
         ...
 
 
+class _Opened(_local):
+    """The payload that this thread unpickles."""
+
+    payload: "Payload | None" = None
+
+    def find(self, identity: int) -> Any:
+        """Return what the payload holds under an id, for a handle in its pickle.
+
+        Raises:
+            ProtocolError: it holds no such thing.
+        """
+        for thing in self.payload.holds if self.payload is not None else ():
+            if getattr(thing, "id", None) == identity:
+                return thing
+        raise ProtocolError(f"the payload does not hold the value {identity}")
+
+
+opened: Final = _Opened()
+
+
 class Payload(bytes):
     """A compound payload in a process that may open it.
 
@@ -114,6 +136,15 @@ class Payload(bytes):
         """Keep the actors no longer alive to which it has handles."""
         holds = self.holds
         self.holds = tuple(it for it in holds if type(it) is not ActorReference)
+
+    def load(self) -> Any:
+        """Unpickle it."""
+        stream, buffers = self.open()
+        before, opened.payload = opened.payload, self
+        try:
+            return pickle.loads(stream, buffers=buffers)
+        finally:
+            opened.payload = before
 
     def open(self) -> tuple[bytes | memoryview, Sequence[bytes | memoryview]]:
         """Return its pickle, and the buffers that were left out of that."""

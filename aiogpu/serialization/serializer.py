@@ -158,10 +158,7 @@ def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def load(payload: bytes) -> Any:
     """Return the object that was pickled; raises whatever unpickling raises."""
-    if type(payload) is not Payload:
-        return pickle.loads(payload)
-    stream, buffers = payload.open()
-    return pickle.loads(stream, buffers=buffers)
+    return payload.load() if type(payload) is Payload else pickle.loads(payload)
 
 
 def dump_result(

@@ -26,6 +26,7 @@ _SIGINT: Final = int(signal.SIGINT)
 _PACKAGE: Final = dirname(dirname(__file__))
 """Where all code of this library is."""
 _FINALIZES: Final = weakref.finalize.__call__.__code__
+_WEAK: Final = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 
 
 class Interrupts:
@@ -193,7 +194,7 @@ def _lets_go(frame: FrameType) -> bool:
     An exception in a finalizer is printed and dropped. Then the cancel is lost, and so
     is the report of the release, for which the driver would wait.
     """
-    if frame.f_code.co_filename == weakref.__file__:
+    if frame.f_code.co_filename in _WEAK:
         return frame.f_code is not _FINALIZES
     is_ours = False
     above: FrameType | None = frame

@@ -46,7 +46,7 @@ WRONG: list[tuple[Callable[..., Any], tuple[int, ...], dict[str, int], str]] = [
     (scaled, (1, 2), {"factor": 1}, "multiple values for argument 'factor'"),
     (scaled, (), {"value": 1}, "value"),
     (named_only, (1,), {}, "too many positional arguments"),
-    (named_only, (), {}, "missing a required argument: 'size'"),
+    (named_only, (), {}, "missing a required (keyword-only )?argument: 'size'"),
     (counted, (), {}, "missing a required argument: 'most'"),
 ]
 

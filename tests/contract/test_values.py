@@ -420,3 +420,16 @@ async def test_what_a_node_leaves_when_it_closes(address: str, gate: Gate) -> No
         assert handle.done()
         with pytest.raises((aiogpu.errors.NodeClosedError, asyncio.CancelledError)):
             await handle
+
+
+async def test_each_node_has_values_of_its_own(address: str) -> None:
+    """Workers of two nodes number what they put alike; handles of both are kept."""
+    kept = []
+    async with aiogpu.init(address=address, num_cpus=1):
+        given = await v.put_and_give.remote("first")
+        kept.append(given["handle"])
+        assert await given["handle"] == "first"
+    async with aiogpu.init(address=address, num_cpus=1):
+        given = await v.put_and_give.remote("second")
+        assert await given["handle"] == "second"
+        assert await v.give.remote(given["handle"]) == "second"

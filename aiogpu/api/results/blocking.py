@@ -105,7 +105,7 @@ class HandleBase(Reporting, NotItsResult):
 
     __aiogpu_handle__ = True
 
-    restore: ClassVar[Callable[[int, str], Any]]
+    restore: ClassVar[Callable[..., Any]]
 
     if TYPE_CHECKING:
         task_name: str
@@ -649,7 +649,7 @@ class RestoredOwner:
 
     def on_loop(self, name: str) -> Any:
         """Return the same handle for the running event loop."""
-        return HandleBase.restore(self.reference.id, name)
+        return HandleBase.restore(self.reference.id, name, self.reference)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value unless it is here or was asked for already."""

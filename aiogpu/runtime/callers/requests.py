@@ -39,7 +39,7 @@ from aiogpu.runtime.callers.caller import (
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.segments import ActorHold
 from aiogpu.runtime.objects.store import Store
-from aiogpu.runtime.objects.values import Value, find, known
+from aiogpu.runtime.objects.values import Value
 from aiogpu.runtime.pending_tasks import Call, internal_error, settle
 from aiogpu.serialization.exceptions import (
     RAISED,
@@ -315,7 +315,7 @@ class Requests:
     def _value(self, caller: Caller, identity: int) -> Value:
         """The value that a worker speaks of, which it may just have put."""
         self._store.announce(caller, identity)
-        return known(identity)
+        return self._store.known(identity)
 
     def _put(self, caller: Caller, message: wire.Put) -> None:
         self._value(caller, message.value).settle(message.payload)
@@ -397,7 +397,7 @@ class Requests:
     def _fetch(self, caller: Caller, message: wire.Fetch) -> None:
         receiver = Question(caller, message.child, self._note_answer)
         try:
-            value = known(message.value)
+            value = self._store.known(message.value)
         except ProtocolError as error:
             receiver.settle(DeserializationError(str(error)))
             return
@@ -406,7 +406,7 @@ class Requests:
         value.watch(lambda settled: settled.tell(receiver))
 
     def _discard(self, _caller: Caller, message: wire.Discard) -> None:
-        value = find(message.value)
+        value = self._store.find(message.value)
         if value is not None and value.stop is not None:
             value.stop()
 

@@ -35,7 +35,7 @@ from aiogpu.runtime.objects.segments import (
     SharedSegment,
     is_short,
 )
-from aiogpu.runtime.objects.values import Value, find, known
+from aiogpu.runtime.objects.values import Value, find
 from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
 from aiogpu.serialization.references import SHARED_FROM, ActorReference, PickledValue
 from aiogpu.wire.messages import FIRST_SEGMENT, OWNER_BITS, Recycle
@@ -101,6 +101,9 @@ class Store:
         self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
             weakref.WeakValueDictionary()
         )
+        self._named: weakref.WeakValueDictionary[int, Value] = (
+            weakref.WeakValueDictionary()
+        )  # by workers and programs, each with numbers of its own
         self._unused: deque[Callable[[], object]] = deque()
 
     def __repr__(self) -> str:
@@ -219,8 +222,24 @@ class Store:
 
         The message that settles it may be delayed until earlier output is written.
         """
-        if find(identity) is None:
-            self.borrowers(caller).lend(Value("put", identity=identity))
+        if self.find(identity) is None:
+            value = self._named[identity] = Value("put", identity=identity)
+            self.borrowers(caller).lend(value)
+
+    def find(self, identity: int) -> Value | None:
+        """Return the value with an id; None if it is not in use."""
+        return self._named.get(identity) if identity < 0 else find(identity)
+
+    def known(self, identity: int) -> Value:
+        """Return the value with an id.
+
+        Raises:
+            ProtocolError: nobody refers to it any more.
+        """
+        value = self.find(identity)
+        if value is None:
+            raise ProtocolError(f"nobody has the value {identity} any more")
+        return value
 
     def admit(self, caller: Borrower, payload: bytes, depth: int = 0) -> bytes:
         """Take in a worker's payload; from here on it keeps what it refers to.
@@ -243,8 +262,8 @@ class Store:
             segment = self._segments.get(contents.segment)
             if segment is None:
                 segment = self._adopt(caller, contents)
-        values = tuple(map(known, contents.values))
-        needs = tuple(map(known, contents.needs))
+        values = tuple(map(self.known, contents.values))
+        needs = tuple(map(self.known, contents.needs))
         actors = (ActorReference(it, self._hold(it)) for it in contents.actors)
         holds = (segment, *values, *actors)
         parcel = Payload.of(contents, holds, self, needs, payload)

@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from aiogpu.errors import ProtocolError, SerializationError
+from aiogpu.errors import SerializationError
 from aiogpu.runtime.pending_tasks import settle
 from aiogpu.serialization.payload import Payload
 from aiogpu.wire.messages import FIRST_VALUE, LARGEST_PAYLOAD
@@ -30,6 +30,7 @@ _ids: Final = count(FIRST_VALUE)
 
 
 _known: Final[WeakValueDictionary[int, Value]] = WeakValueDictionary()
+"""The values to which this process has given their ids, which no two nodes share."""
 
 
 class _Watchers(_local):
@@ -96,7 +97,8 @@ class Value:
         self.outcome: Outcome | None = None
         self.stop: Callable[[], object] | None = None
         self._watchers: list[Callable[[Value], object]] = []
-        _known[self.id] = self
+        if not identity:
+            _known[self.id] = self
 
     def __repr__(self) -> str:
         state = (
@@ -118,6 +120,22 @@ class Value:
     def is_pending(self) -> bool:
         """True if there is no outcome yet."""
         return self.outcome is None
+
+    def under_own_id(self) -> Value:
+        """Return a value with an id of this process that settles as this one does.
+
+        Workers of two nodes in one process may give their values the same id.
+        """
+        if self.id > 0:
+            return self
+        value = Value(self.name, self.task)
+        value.stop = self._stop  # it also keeps this value alive until it settles
+        self.watch(lambda settled: settled.tell(value))
+        return value
+
+    def _stop(self) -> None:
+        if self.stop is not None:
+            self.stop()
 
     def watch(self, call: Callable[[Value], object]) -> None:
         """Call a function with this value once it is settled; now, if it is.
@@ -145,20 +163,8 @@ class Value:
 
 
 def find(identity: int) -> Value | None:
-    """Return the value with an id; None if it has no references."""
+    """Return the value to which this process gave an id; None if it is not in use."""
     return _known.get(identity)
-
-
-def known(identity: int) -> Value:
-    """Return the value with an id.
-
-    Raises:
-        ProtocolError: nobody refers to it any more.
-    """
-    value = _known.get(identity)
-    if value is None:
-        raise ProtocolError(f"nobody has the value {identity} any more")
-    return value
 
 
 def unfinished_in(payload: bytes) -> Iterator[int]:
