@@ -29,7 +29,6 @@ from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
 from aiogpu.runtime.directories import remove_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.zygote.config import Bootstrap
-from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.messages import descriptor_path
 
 if TYPE_CHECKING:
@@ -232,6 +231,9 @@ class Supervisor:
         return peer
 
     def _greeted(self, pool: Pool, peer: Peer, hello: Hello) -> Recipient | None:
+        # Late, like all that reads frames: the zygote's start need not wait for it.
+        from aiogpu.wire.connection import CLIENT
+
         if hello.role != CLIENT:
             return pool.greeted(peer, hello)
         self._viewers = self._viewers or self._make_viewers()
