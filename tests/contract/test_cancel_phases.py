@@ -35,7 +35,7 @@ from tests.contract.phase_tasks import (
     count_softly,
 )
 from tests.support.gate import Gate
-from tests.support.idle import wait_until_asleep
+from tests.support.until import wait_until_asleep
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

@@ -23,8 +23,8 @@ from tests.contract import shared_tasks
 from tests.contract import tasks as plain
 from tests.contract.raw_client import LIMIT, Service, service
 from tests.support.gate import Gate
-from tests.support.idle import wait_until_asleep
 from tests.support.turns import turns
+from tests.support.until import wait_until_asleep
 
 pytestmark = [
     pytest.mark.usefixtures("service_forker", "no_leaks"),

@@ -20,12 +20,19 @@ import aiogpu
 from aiogpu.linux.cgroup import Place
 from aiogpu.runtime import node_cgroup
 from tests.contract import tasks, wild_tasks
-from tests.contract.alive import is_alive
 from tests.support.cgroups import PLACE, all_groups, groups_of, needs_cgroup
 from tests.support.gate import Gate
 from tests.support.program import start
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that init has yet to wait for has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # What a task leaves

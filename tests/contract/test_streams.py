@@ -6,6 +6,7 @@ import asyncio
 import gc
 import pickle
 import re
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,20 @@ import pytest
 
 import aiogpu
 from tests.contract import stream_tasks, tasks
-from tests.contract.draining import drained
 from tests.support.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+
+async def drained(stream: AsyncIterator[Any]) -> tuple[list[Any], Exception]:
+    """Its items, and the error after them."""
+    found: list[Any] = []
+    try:
+        async for item in stream:
+            found.append(item)  # noqa: PERF401 - those before an error
+    except Exception as error:
+        return found, error
+    raise AssertionError("it has come to its end")
 
 
 async def idle(cpus: float) -> None:
