@@ -173,6 +173,7 @@ def address_option(command: Command) -> Command:
     by_pid = click.option(
         "--pid",
         type=click.IntRange(1),
+        metavar="PID",
         is_eager=True,
         expose_value=False,
         callback=_note_pid,
