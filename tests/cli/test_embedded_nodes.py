@@ -26,12 +26,15 @@ SCRIPT = """
 import asyncio, sys, aiogpu
 from aiogpu.api.session import current_session
 
+@aiogpu.remote
+def train():
+    pass
+
 async def main():
     nodes = int(sys.argv[1])
     async with aiogpu.init(address="local", num_cpus=2, num_gpus=2):
         async with aiogpu.lease(num_gpus=1, name="held"):
-            waits = aiogpu.lease(num_gpus=2, name="waits")
-            waiting = asyncio.ensure_future(waits.__aenter__())
+            waiting = train.options(num_gpus=2, name="waits").remote()
             while not (await aiogpu.status()).waiting_count:
                 await asyncio.sleep(0)
             print(current_session().engine._supervisor.directory, flush=True)
@@ -187,6 +190,11 @@ def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
             COMP_CWORD="4",
         )
         assert out == "plain,waits\n"
+        # And one of them is told to end what it has.
+        out, _ = run("cancel", "waits", f"--pid={serve.pid}")
+        assert out.startswith("cancelled waits (task ")
+        assert "waits" not in run("list", "tasks", f"--pid={serve.pid}")[0]
+        assert "waits" in run("list", "tasks", f"--pid={train.pid}")[0]
         # The service is one more, and is what `auto` names.
         here.run("start", "--head", "--num-gpus=1", "--num-cpus=1")
         assert here.node is not None

@@ -2,8 +2,9 @@
 
 That socket is in the node's private directory and serves its zygotes, keepers and
 workers. A command such as `aiogpu status` finds it there, and asks what a program asks
-of a service. It can ask, and do nothing else: a node inside a program ends with that
-program, and so runs tasks of nobody else. This module is imported for the first viewer.
+of a service, or has a task cancelled. It can start nothing: a node inside a program
+ends with that program, and so runs tasks of nobody else. This module is imported for
+the first viewer.
 
 Viewers slow the program by a bounded amount, whatever they send. Their questions are
 answered one at a time, in turns, with a pause after each; all together take one part in
