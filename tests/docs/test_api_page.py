@@ -10,7 +10,7 @@ import re
 import pytest
 
 import aiogpu
-from aiogpu import accelerators, errors, fastapi, sync, testing, types
+from aiogpu import accelerators, errors, fastapi, joblib, sync, testing, types
 from aiogpu.api import keywords
 from tests.repo.rooms import ROOT
 
@@ -65,6 +65,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
         *(f"aiogpu.{name}" for name in aiogpu.__all__ if name not in ERRORS),
         *(f"aiogpu.sync.{name}" for name in sync.__all__),
         *(f"aiogpu.fastapi.{name}" for name in fastapi.__all__),
+        *(f"aiogpu.joblib.{name}" for name in joblib.__all__),
         *(f"aiogpu.errors.{name}" for name in ERRORS),
         *(f"aiogpu.types.{name}" for name in types.__all__),
         *(f"aiogpu.accelerators.{name}" for name in vendors),
