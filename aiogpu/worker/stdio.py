@@ -4,7 +4,8 @@
 worker's own connection, so they reach the driver before the task's answer does.
 Bytes written straight to descriptors 1 and 2 go another way: through the slot's
 pipes. A line that begins anew by a carriage return, as progress bars do, is sent before
-its end, and now and then only.
+its end, and now and then only. Bars below each other, as tqdm draws nested ones, are
+kept back as lines while the cursor may go up to them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
 
 LONGEST: Final = 1 << 16
 """Bytes after which a line is sent although it has not ended."""
-OFTEN: Final = 0.1
+OFTEN: Final = 0.2
 """Seconds between two states of a progress bar that are sent, on average."""
-BURST: Final = 10
-"""States that are sent at once after a pause, so that the last of a few is seen."""
+BURST: Final = 5
+"""States that are sent at once after a pause, so that the last of a few is seen. With
+those of the second that follows these are ten."""
+DEEPEST: Final = 64
+"""Lines above the cursor that are kept back, about."""
+UP: Final = b"\x1b[A"
+"""Moves the cursor up; tqdm writes it by itself, as often as it has gone down."""
 
 
 class LineSender(io.BufferedIOBase):
@@ -35,6 +41,7 @@ class LineSender(io.BufferedIOBase):
 
     Attributes:
         partial: what was written since the last end of line.
+        above: lines to which the cursor may go up again.
     """
 
     def __init__(self, channel: Channel, stream: int) -> None:
@@ -42,6 +49,9 @@ class LineSender(io.BufferedIOBase):
         self._channel = channel
         self._stream = stream
         self.partial = b""
+        self.above: list[bytes] = []
+        self._goes_up = False
+        self._is_redrawn = False
         self._lock = RLock()
         self._shown = b""
         self._asked_at = 0.0
@@ -59,6 +69,8 @@ class LineSender(io.BufferedIOBase):
         """Send what is complete, keep the rest."""
         fresh = bytes(data)
         with self._lock:
+            if (self._goes_up or fresh[:1] == UP[:1]) and self._moves(fresh):
+                return len(fresh)
             *lines, rest = (self.partial + fresh).split(b"\n")
             begins_anew = b"\r" in rest
             if begins_anew:
@@ -75,12 +87,47 @@ class LineSender(io.BufferedIOBase):
                 self._show(state)
         return len(fresh)
 
+    def _moves(self, fresh: bytes) -> bool:
+        """Return whether this only moves the cursor between bars, or redraws one.
+
+        Only where the cursor has gone up before: otherwise a bar ends with its line.
+        """
+        above = self.above
+        ups, downs = len(fresh) // len(UP), len(fresh)
+        if not fresh:
+            return True
+        if fresh == UP * ups:
+            self._goes_up, self._is_redrawn = True, False
+            # A row that was sent as a line is blank here, and is not sent again.
+            self.partial = above[-ups] if ups <= len(above) else b"\r"
+            del above[-ups:]
+            return True
+        if fresh == b"\n" * downs and (above or b"\r" in self.partial):
+            if self._is_redrawn or len(above) > DEEPEST:
+                self._end_above()
+            self.above += self.partial, *[b"\r"] * (downs - 1)
+            self.partial = b""
+            return True
+        if above:
+            if self._is_redrawn or fresh[:1] != b"\r" or b"\n" in fresh:
+                self._end_above()
+            else:
+                self._is_redrawn = True
+        return False
+
+    def _end_above(self) -> None:
+        above, self.above, self._is_redrawn = self.above, [], False
+        for line in above:
+            self._end(line)
+
     def end_line(self) -> None:
         """Send what was written since the last end of line, if anything."""
-        if self.partial:
+        if self.partial or self.above:
             with self._lock:
+                self._end_above()
                 line, self.partial = self.partial, b""
-                self._end(line)
+                if line:
+                    self._end(line)
 
     def _end(self, line: bytes) -> None:
         """Send a line that has ended, in place of its progress."""
@@ -162,7 +209,7 @@ class Stdio:
     def end_lines(self) -> None:
         """Send unfinished lines; the task that wrote them is over."""
         for sender in self.senders:
-            if sender.partial:
+            if sender.partial or sender.above:
                 sender.end_line()
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import re
 import signal
 import threading
+from collections.abc import Callable
 from itertools import count
+from typing import Any, cast
 
 import pytest
+from tqdm import tqdm
 
 from aiogpu.client.current import Context
 from aiogpu.errors import ProtocolError
@@ -269,6 +274,55 @@ def test_progress_that_goes_away_does_so_at_once() -> None:
         sender.write(b"\r%d" % number)
     sender.write(b"\r   \r")
     assert channel.lines[-1] == b"\r"
+
+
+def nested_bars(file: Any) -> None:
+    for epoch in tqdm(range(3), "all", file=file):
+        for _ in tqdm(range(4), f"epoch {epoch}", file=file, leave=epoch == 1):
+            pass
+    print("done", file=file)
+
+
+def bars_in_a_row(file: Any) -> None:
+    for number in range(2):
+        for _ in tqdm(range(4), f"bar {number}", file=file):
+            pass
+    print("done", file=file)
+
+
+def bars_below_each_other(file: Any) -> None:
+    bars = [tqdm(total=3, desc=f"file {n}", position=n, file=file) for n in range(3)]
+    for _ in range(3):
+        for bar in bars:
+            bar.update()
+    for bar in bars:
+        bar.close()
+
+
+@pytest.mark.parametrize(
+    ("draw", "ended"),
+    [
+        # The first bar is taken for one by itself until the cursor goes up.
+        (nested_bars, ["all 0/3", "epoch 1 4/4", "all 3/3", "done"]),
+        (bars_in_a_row, ["bar 0 4/4", "bar 1 4/4", "done"]),
+        (
+            bars_below_each_other,
+            ["file 0 0/3", "file 0 3/3", "file 1 3/3", "file 2 3/3"],
+        ),
+    ],
+)
+def test_bars_below_each_other_are_lines_when_they_have_ended(
+    draw: Callable[[Any], None], ended: list[str]
+) -> None:
+    channel = FakeChannel()
+    sender = LineSender(channel, 2)
+    file = io.TextIOWrapper(cast("Any", sender), write_through=True)
+    draw(file)
+    sender.end_line()
+    lines = [line.decode() for line in channel.lines if not line.endswith(b"\r")]
+    found = [re.sub(r":.*\| (\d/\d) .*", r" \1", line) for line in lines]
+    assert found == ended
+    assert not any(b"\x1b" in line for line in channel.lines)
 
 
 def test_a_fork_of_a_worker_writes_to_the_descriptors() -> None:
