@@ -71,7 +71,10 @@ class Options(_Common, total=False):
         priority: higher goes first; default 0.
         timeout: seconds from `.remote()` after which the task is stopped; its wait in
             the queue counts. Default None, no limit.
-        cancel_grace: seconds from a cancel or `timeout` until the process is killed if
+        run_timeout: seconds from the first line of the task's code after which it is
+            stopped; its waits in the queue and for its arguments, and imports on its
+            behalf, do not count. Each retry has all of it. Default None, no limit.
+        cancel_grace: seconds from a cancel or a timeout until the process is killed if
             the code has not stopped; 0 kills at once; default that of `init`.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables of the worker.
         lifetime: "detached" lets a task outlive the task that has started it;
@@ -89,6 +92,7 @@ class Options(_Common, total=False):
     num_returns: int | None
     max_buffered: int | None
     timeout: float | None
+    run_timeout: float | None
     cancel_grace: float | None
 
 

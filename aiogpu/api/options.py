@@ -495,6 +495,7 @@ class TaskOptions(NamedTuple):
     name: str | None = None
     priority: int = 0
     timeout: float | None = None
+    run_timeout: float | None = None
     cancel_grace: float | None = None
     runtime_env: Mapping[str, str] = NO_ENTRIES
     lifetime: Lifetime = None
@@ -573,6 +574,7 @@ class TaskOptions(NamedTuple):
             max_retries=self.max_retries,
             priority=self.priority,
             timeout=self.timeout,
+            run_timeout=self.run_timeout,
             cancel_grace=self.cancel_grace,
             is_detached=self.lifetime is not None,
             retries_oom=self.retry_oom is not None,
@@ -851,6 +853,7 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
         "retry_exceptions": _check_retried,
         **_OF_RESULTS,
         "timeout": check_seconds,
+        "run_timeout": check_seconds,
         "cancel_grace": duration(
             "a number of seconds, 0 to kill at once, or None for that of init()"
         ),

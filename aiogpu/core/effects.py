@@ -143,6 +143,8 @@ class Failure(Enum):
 
     EXPIRED = "expired"
     """Its timeout has passed."""
+    OVERRUN = "overrun"
+    """Its code has run for its run_timeout."""
     LOST = "lost"
     """Its worker died, and it is not tried again."""
     DEADLOCKED = "deadlocked"

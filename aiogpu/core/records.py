@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Final
 
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
@@ -152,6 +153,9 @@ class TaskRecord:
         client: the program whose it is.
         kin: None for a task without parent and children.
         stop: None unless it is being stopped.
+        began: of a task with a timeout, when its worker took it or, once the worker has
+            said so, when its code began; None before.
+        run_until: when its `run_timeout` ends.
     """
 
     id: TaskId
@@ -166,6 +170,8 @@ class TaskRecord:
     is_alone: bool = False
     kin: Kin | None = None
     stop: Stop | None = None
+    began: float | None = None
+    run_until: float = inf
 
     @property
     def retries_left(self) -> int:

@@ -42,7 +42,7 @@ from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import Payload
 from aiogpu.wire.codec import LARGE
-from aiogpu.wire.messages import Done, Failed, Skipped
+from aiogpu.wire.messages import Began, Done, Failed, Skipped
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.ready import Bucket
@@ -762,3 +762,8 @@ class Driver:
         call = self._calls.get(TaskId(skipped.task))
         if call is not None and call.number == skipped.number:
             self.feed(Scheduler.task_skipped, TaskId(skipped.task), WorkerId(worker))
+
+    def on_began(self, worker: LiveWorker, began: Began) -> None:
+        """The code of a task has begun whose run is timed."""
+        task, when = TaskId(began.task), began.when * 1e-6
+        self.feed(Scheduler.began, task, WorkerId(worker.id), when)

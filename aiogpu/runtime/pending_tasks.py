@@ -86,12 +86,31 @@ def tell_fault(receiver: Receiver, fault: Exception) -> None:
         _log.exception("! nobody was told")
 
 
-def too_late(spec: TaskSpec) -> TaskTimeoutError:
-    """Return the error of a task that has not ended within its timeout."""
+def too_late(spec: TaskSpec, lapse: str) -> TaskTimeoutError:
+    """Return the error of a task that has not ended within its `timeout`.
+
+    Args:
+        spec: of the task.
+        lapse: how long it has waited, and how long it has run.
+    """
     return TaskTimeoutError(
         f"{spec.name} did not end within its timeout of {spec.timeout:g} s after "
-        f".remote(), in which its wait in the queue counts; it is being stopped. Give "
-        f"it more time, or start fewer tasks at once."
+        f".remote(): {lapse}. It is being stopped. Give it more time, start fewer "
+        f"tasks at once, or limit its run alone, by run_timeout=."
+    )
+
+
+def overrun(name: str, limit: float | None, lapse: str) -> TaskTimeoutError:
+    """Return the error of a task or call that ran for longer than its `run_timeout`.
+
+    Args:
+        name: of the task or method.
+        limit: the seconds.
+        lapse: how long it has waited, and how long it has run.
+    """
+    return TaskTimeoutError(
+        f"{name} did not end within its run_timeout of {limit:g} s: {lapse}. It is "
+        f"being stopped. Give it more time."
     )
 
 
@@ -139,10 +158,6 @@ class Call:
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
             settle(receiver, error)
-
-    def tell_timeout(self) -> None:
-        """Fail the receiver with a timeout."""
-        self.tell(too_late(self.func.spec))
 
     def tell_deadlock(self, reason: str) -> None:
         """Tell who waits that the wait could never end."""

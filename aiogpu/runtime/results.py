@@ -29,7 +29,14 @@ from aiogpu.runtime.history import (
     Site,
 )
 from aiogpu.runtime.memory_monitor import MemoryGuard
-from aiogpu.runtime.pending_tasks import Call, pass_on, pass_on_report, tell_fault
+from aiogpu.runtime.pending_tasks import (
+    Call,
+    overrun,
+    pass_on,
+    pass_on_report,
+    tell_fault,
+    too_late,
+)
 from aiogpu.runtime.workers.death import Death, describe_death
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import STOPPED
@@ -125,9 +132,12 @@ class Results:
         call, task, reason = self._calls[effect.task], effect.task, effect.reason
         spec = call.func.spec
         match effect.failure:
-            case effects.Failure.EXPIRED:
-                self._note(task, call, TaskTimeoutError, f"{spec.timeout or 0.0:g} s")
-                call.tell_timeout()
+            case effects.Failure.EXPIRED | effects.Failure.OVERRUN:
+                self._note(task, call, TaskTimeoutError, reason)
+                if effect.failure is effects.Failure.EXPIRED:
+                    call.tell(too_late(spec, reason))
+                else:
+                    call.tell(overrun(spec.name, spec.run_timeout, reason))
             case effects.Failure.LOST:
                 assert effect.worker is not None, effect
                 death = self.deaths[effect.worker]

@@ -133,6 +133,7 @@ class World:
         max_retries: int = 3,
         priority: int = 0,
         timeout: float | None = None,
+        run_timeout: float | None = None,
         cancel_grace: float | None = None,
         parent: str | None = None,
         is_detached: bool = False,
@@ -160,6 +161,7 @@ class World:
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
             *(cancel_grace, is_detached, is_endless, retries_oom, is_lease),
+            run_timeout,
             pace=pace,
         )
         self._enter(spec, parent, needs, client)
@@ -216,6 +218,11 @@ class World:
     def start(self, whom: str | int) -> None:
         """A forked worker connects; named by its id or by the task it is for."""
         self._happen(event(Scheduler.worker_started, self.worker_of(whom)))
+
+    def begin(self, name: str, *, ago: float = 0.0) -> None:
+        """The worker says that the code of a task has begun, so many seconds `ago`."""
+        worker, when = self.worker_of(name), self.now - ago
+        self._happen(event(Scheduler.began, self.tasks[name].id, worker, when))
 
     def finish(self, name: str, *, retry: bool = False, ran_out: bool = False) -> None:
         """The worker answers.

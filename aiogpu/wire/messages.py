@@ -237,7 +237,8 @@ class Define(NamedTuple):
     """Driver to worker: the function and options of this function.
 
     `function` is the id of the function alone, without options. `payload` is empty if
-    the function was sent before. `retried`: `serializer.dump_retried`.
+    the function was sent before. `retried`: `serializer.dump_retried`. `is_timed`: say
+    by `Began` when its code begins.
     """
 
     func: int
@@ -246,6 +247,7 @@ class Define(NamedTuple):
     resources: dict[str, float]
     payload: bytes
     retried: bytes = b""
+    is_timed: bool = False
 
 
 class Forget(NamedTuple):
@@ -310,6 +312,16 @@ class Failed(NamedTuple):
     def why(self) -> tuple[str, str, str, str, bytes | None]:
         """The fields that `ChildFailed` and `PutFailed` repeat: `kind` to `payload`."""
         return self[1:6]
+
+
+class Began(NamedTuple):
+    """Worker to driver: the code of a task or call begins, whose run is timed.
+
+    `when`: microseconds of CLOCK_MONOTONIC, which all processes share.
+    """
+
+    task: int
+    when: int
 
 
 class Skipped(NamedTuple):
@@ -869,7 +881,7 @@ _Requests = _ChildRequests | _ActorRequests | _ValueRequests
 _ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
 _ToActor = Create | Invoke | Drop | Leave
 ToWorker = _ToTask | _ToActor | _Answers
-_TaskReports = Done | Failed | Skipped | Items | Created
+_TaskReports = Done | Failed | Skipped | Began | Items | Created
 FromWorker = _TaskReports | Log | Record | Report | Imported | Wait | Sync | _Requests
 
 ToClient = Refused | Welcome | Close | Departed | Printed | Logged | Warned | _Answers

@@ -10,6 +10,7 @@ import _thread
 import os
 import sys
 from collections.abc import Callable
+from time import monotonic_ns
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,7 @@ from aiogpu.serialization.exceptions import (
 )
 from aiogpu.serialization.payload import has_handles
 from aiogpu.wire.messages import (
+    Began,
     Create,
     Created,
     Define,
@@ -98,7 +100,7 @@ class Executor(Invoker):
         self._imports = imports
         self._func: Define | None = None
         self._funcs: dict[int, Define] = {}
-        self._functions = Functions()
+        self._functions = Functions(self._begin)
         self._coroutines: Coroutines | None = None
         self._retry_rules = RetryRules()
         # An exception in these frames would leave the call, and nothing would answer.
@@ -109,13 +111,18 @@ class Executor(Invoker):
         """Learn a function and its options; it is unpickled when a task needs it."""
         if message.payload:
             self._functions.payloads[message.function] = message.payload
-        self._funcs[message.func] = message._replace(payload=b"")
+        function = -message.function if message.is_timed else message.function
+        self._funcs[message.func] = message._replace(payload=b"", function=function)
 
     def forget(self) -> None:
         """Forget all functions."""
         self._funcs.clear()
-        self._functions = Functions()
+        self._functions = Functions(self._begin)
         self._retry_rules.forget()
+
+    def _begin(self) -> None:
+        """Tell the driver that the code of the task begins."""
+        self.channel.send(Began(current.task, monotonic_ns() // 1000))
 
     def run(self, message: Run) -> Done | Failed:
         """Run a task to its end, and return the answer, whatever the task does."""

@@ -96,8 +96,26 @@ class Callables(dict[Any, Callable[..., Any]]):
     failure: str
 
 
+def timed(
+    function: Callable[..., Any], begin: Callable[[], object]
+) -> Callable[..., Any]:
+    """Return a function that reports that it begins, then calls `function`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return function(*args, **kwargs)
+
+    run.__wrapped__ = function  # type: ignore[attr-defined]
+    return run
+
+
 class Functions(Callables):
     """Functions by id, unpickled when they are first needed.
+
+    The negated id of a function stands for the same one, `timed`.
+
+    Args:
+        begin: called when the code of a timed function begins.
 
     Attributes:
         payloads: the pickled functions, by id.
@@ -105,11 +123,16 @@ class Functions(Callables):
 
     failure = UNREADABLE
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], object] | None = None) -> None:
         super().__init__()
         self.payloads: dict[int, bytes] = {}
+        self._begin = begin
 
     def __missing__(self, function: int) -> Callable[..., Any]:
+        if function < 0:
+            assert self._begin is not None, self
+            found = self[function] = timed(self[-function], self._begin)
+            return found
         current.loader = get_ident()
         try:
             loaded: Callable[..., Any] = load_function(self.payloads[function])

@@ -267,6 +267,13 @@ async def timeout(at: Place) -> None:
             await late.remote(at.gate.path, "a")
 
 
+async def run_timeout(at: Place) -> None:
+    async with node(at):
+        late = tasks.gated_coroutine.options(run_timeout=0.1)
+        with pytest.raises(aiogpu.TaskTimeoutError):
+            await late.remote(at.gate.path, "a")
+
+
 async def cancel_grace(at: Place) -> None:
     """The node's own is so long that nobody would wait for it."""
     gate = at.gate
@@ -319,6 +326,7 @@ OF_TASKS: dict[str, Probe] = {
     "name": name,
     "priority": priority,
     "timeout": timeout,
+    "run_timeout": run_timeout,
     "cancel_grace": cancel_grace,
     "runtime_env": runtime_env,
     "lifetime": lifetime,
@@ -492,6 +500,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "gpu_memory": "4GiB",
             "strategy": "spread",
             "retry_oom": "exclusive",
+            "run_timeout": 0.1,
             "priority": 1,
             "lifetime": "detached",
         },

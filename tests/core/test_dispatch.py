@@ -272,7 +272,7 @@ class Desk:
         return (
             sorted(self.settled),
             self.sent,
-            sorted(scheduler.tasks),
+            sorted((task.id, task.began) for task in scheduler.tasks.values()),
             [(record.id, record.since) for record in scheduler.ready.in_turn()],
             [(one.id, one.unfinished, one.held, one.virtual_time) for one in clients],
         )

@@ -181,11 +181,87 @@ def test_a_timeout_ends_a_task_in_each_state(state):
     assert (w.running | w.starting) == ({"before"} if state == "waits" else {"b"})
 
 
-def test_timeouts_of_tasks_that_ended_do_not_pile_up():
+def test_a_run_timeout_counts_from_where_the_code_begins():
+    """Neither the wait in the queue nor the start of its process is of its time."""
+    w = World(cpus=1, config=PATIENCE, starts=False)
+    w.submit("before")
+    w.submit("a", run_timeout=1.0)
+    w.start("before")
+    w.advance(5.0)
+    w.finish("before")
+    w.advance(3.0)
+    w.begin("a", ago=0.5)
+    w.advance(0.4)
+    assert "a" not in w.told
+    w.advance(0.1)
+    assert w.told["a"] == "overrun"
+    (failed,) = [effect for effect in w.effects if isinstance(effect, Fail)]
+    assert failed.reason == "it waited 7.5 s for {CPU: 1} and ran 1.0 s"
+    assert w.tasks["a"].interrupts == 1
+    w.finish("a")
+    assert w.forgotten == {"a"}
+
+
+def test_each_try_has_all_of_its_run_timeout():
+    w = World(cpus=1, config=PATIENCE)
+    w.submit("a", run_timeout=1.0, max_retries=2)
+    w.begin("a")
+    w.advance(0.6)
+    w.die("a")
+    assert w.running == {"a"}
+    w.advance(0.6)
+    assert not w.told, "that was the time of its first try"
+    w.begin("a")
+    w.advance(0.9)
+    assert not w.told
+    w.advance(0.1)
+    assert w.told == {"a": "overrun"}
+    (failed,) = [effect for effect in w.effects if isinstance(effect, Fail)]
+    assert failed.reason.endswith("(with 1 earlier tries) and ran 1.0 s")
+
+
+def test_who_begins_unasked_or_too_late_is_not_timed():
+    """A worker may report a task without such a limit, or one that it lost."""
+    w = World(cpus=1, config=PATIENCE)
+    w.submit("free")
+    w.begin("free")
+    worker = w.worker_of("free")
+    w.finish("free")
+    w.submit("a", run_timeout=1.0)
+    w.tell(Scheduler.began, w.tasks["a"].id, WorkerId(99), 0.0)
+    w.tell(Scheduler.began, w.tasks["free"].id, worker, 0.0)
+    w.advance(5.0)
+    assert w.told == {"free": "settled"}
+    w.begin("a")
+    w.cancel("a")
+    w.advance(1.0)
+    assert "a" not in w.told, "it is being stopped"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"needs": ["before"]}, "it waited 1.0 s for its arguments and did not begin"),
+        ({}, "it waited 1.0 s for {CPU: 1} and did not begin"),
+        ({"num_cpus": 0}, "it waited 0.0 s and ran 1.0 s"),
+    ],
+)
+def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(options, reason):
+    w = World(cpus=1, config=PATIENCE)
+    w.submit("before")
+    w.submit("a", timeout=1.0, **options)
+    w.advance(1.0)
+    (failed,) = [effect for effect in w.effects if isinstance(effect, Fail)]
+    assert failed.reason == reason
+
+
+@pytest.mark.parametrize("limit", ["timeout", "run_timeout"])
+def test_timeouts_of_tasks_that_ended_do_not_pile_up(limit):
     w = World(cpus=1)
     most = 0
     for number in range(300):
-        w.submit(f"t{number}", timeout=3600)
+        w.submit(f"t{number}", **{limit: 3600})
+        w.begin(f"t{number}")
         w.finish(f"t{number}")
         most = max(most, len(w.scheduler.timers))
     assert most < 100

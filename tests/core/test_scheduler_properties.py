@@ -79,6 +79,7 @@ OPTIONS = st.fixed_dictionaries(
         "max_retries": st.integers(-1, 2),
         "priority": st.integers(-1, 1),
         "timeout": st.sampled_from([0, 0.5, 3.0, 60.0]),
+        "run_timeout": st.sampled_from([0.1, 0.5, 3.0]),
         "is_detached": st.booleans(),
         "is_endless": st.booleans(),
         "client": st.integers(0, 3),
@@ -407,6 +408,11 @@ class NodeMachine(RuleBasedStateMachine):
         with suppress(LimitError):
             for _ in range(count):
                 self.w.submit(f"t{len(self.w.tasks)}", **options)
+
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data(), ago=st.sampled_from([0.0, 0.2]))
+    def begin_code(self, data, ago):
+        self.w.begin(data.draw(st.sampled_from(sorted(self.w.running))), ago=ago)
 
     @precondition(lambda self: self.w.running)
     @rule(

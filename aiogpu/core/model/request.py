@@ -411,8 +411,10 @@ class TaskSpec:
         pace: how long its tasks take; shared and kept up to date by all of them.
         is_lease: whether it is a lease for others' processes and has no worker. It is
             endless as well, and its `max_calls` is 1, so that it follows nobody.
+        run_timeout: seconds after which it is stopped, from where its code begins.
         lane: of tasks that no other task has started.
         is_grouped: whether it is a placement group, or runs in one.
+        is_timed: whether it has a timeout of either kind.
     """
 
     name: str
@@ -430,10 +432,14 @@ class TaskSpec:
         default_factory=DurationEstimate, repr=False, kw_only=True
     )
     is_lease: bool = False
+    run_timeout: float | None = None
     lane: Lane = field(init=False, repr=False, default=(0, 0))
     is_grouped: bool = field(init=False, repr=False, default=False)
+    is_timed: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lane", (-self.priority, 0))
         is_grouped = self.shape.request.placement_group is not None
         object.__setattr__(self, "is_grouped", is_grouped)
+        is_timed = self.timeout is not None or self.run_timeout is not None
+        object.__setattr__(self, "is_timed", is_timed)

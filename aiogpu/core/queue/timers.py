@@ -29,6 +29,8 @@ class AlarmKind(Enum):
 
     EXPIRE = "expire"
     """A task's `timeout` has passed."""
+    OVERRUN = "overrun"
+    """A task's `run_timeout` may have passed."""
     STOP = "stop"
     """A task that is being stopped may need another interrupt, or a kill."""
     END = "end"

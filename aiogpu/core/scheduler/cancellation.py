@@ -6,6 +6,7 @@ from typing import Final
 
 from aiogpu.core.effects import Forget, Interrupt, Kill, Reclaim, Retire
 from aiogpu.core.model.request import Environment
+from aiogpu.core.model.text import span
 from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import Stop, TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.scheduler.revocation import revoke
@@ -52,6 +53,22 @@ def withdraw(node: SchedulerState, record: TaskRecord) -> None:
     elif not record.spec.is_grouped:
         # It is `lease_returned` when nobody holds it any more.
         node.effects.append(Reclaim(record.id, worker.id))
+
+
+def lapse(record: TaskRecord, now: float) -> str:
+    """Say how long a task has waited so far, for what, and how long it has run."""
+    request = record.spec.shape.request
+    has_amounts = request.scalars or request.devices
+    told = f" for {request}" if has_amounts else ""
+    if record.state is TaskState.EXPECTING:
+        told = " for its arguments"
+    ran, before = "did not begin", ""
+    waited = now - record.since
+    if record.began is not None:
+        waited, ran = record.began - record.since, f"ran {span(now - record.began)}"
+    if record.retries:
+        before = f" (with {record.retries} earlier tries)"
+    return f"it waited {span(waited)}{told}{before} and {ran}"
 
 
 def unclaim(node: SchedulerState, record: TaskRecord) -> None:

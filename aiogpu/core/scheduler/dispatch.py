@@ -169,6 +169,8 @@ def assign(
     record.move(_RUNNING)
     worker.move(WorkerState.BUSY)
     record.worker, worker.task, worker.lease = worker, record, lease
+    if spec.is_timed:
+        record.began = node.now
     lease.holder = worker.id
     if worker.look_at is None:
         watch(node, worker, node.config.unheard)
@@ -199,6 +201,8 @@ def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
     record = worker.task = worker.queue.popleft()
     if record.state is _QUEUED:
         record.state = _RUNNING
+        if record.spec.is_timed and record.began is None:
+            record.began = node.now
     elif not worker.is_revoking:
         # It was known to have begun before the answer of the one before it came.
         interrupt(node, record)
@@ -229,6 +233,8 @@ def hand_over(
     _leave_queue(node, record, bucket)
     record.state = _RUNNING
     record.worker, worker.task = worker, record
+    if record.spec.is_timed:
+        record.began = node.now
     ahead = [record.id]
     node.effects.append(effects.Ahead(worker.id, ahead))
     if lanes:

@@ -297,6 +297,8 @@ class Scheduler(SchedulerState):
             following = queue[0]
             if following.state is not _QUEUED or not _simply_ends(record):
                 break
+            if following.spec.is_timed:
+                break  # it is noted when it begins
             if took:
                 record.spec.pace.note(took)
             record.worker, record.state = None, _ENDED
@@ -338,6 +340,27 @@ class Scheduler(SchedulerState):
         """Place waiting tasks if the reservation has ended with a hand-over."""
         if kept is not None and self.reservation is not kept:
             self._place()
+
+    def began(
+        self, now: float, task: TaskId, worker: WorkerId, when: float
+    ) -> Sequence[Effect]:
+        """The code of a task with a `run_timeout` has begun.
+
+        Args:
+            now: the time.
+            task: the task.
+            worker: the worker that says so.
+            when: the time at which it began.
+        """
+        record = self.tasks.get(task)
+        if record is None or record.worker is None or record.worker.id != worker:
+            return NOTHING
+        limit = record.spec.run_timeout
+        if limit is not None:
+            record.began = min(when, now)
+            record.run_until = record.began + limit
+            self.timers.set(record.run_until, AlarmKind.OVERRUN, task)
+        return NOTHING
 
     @event
     def wait_for(
@@ -640,9 +663,17 @@ class Scheduler(SchedulerState):
         elif alarm.kind is AlarmKind.RETRY:
             self.wait_again(record)
             task_tree.end_deadlocks(self)
-        elif record.state is not TaskState.STOPPING:
-            self.effects.append(Fail(record.id, Failure.EXPIRED))
-            task_tree.stop(self, record)
+        elif record.state is TaskState.STOPPING:
+            return
+        elif alarm.kind is AlarmKind.EXPIRE:
+            self._expire(record, Failure.EXPIRED)
+        elif alarm.when == record.run_until:  # else it was set for an earlier try
+            self._expire(record, Failure.OVERRUN)
+
+    def _expire(self, record: TaskRecord, failure: Failure) -> None:
+        told = cancellation.lapse(record, self.now)
+        self.effects.append(Fail(record.id, failure, told))
+        task_tree.stop(self, record)
 
     # The end
 
@@ -724,5 +755,5 @@ def _simply_ends(record: TaskRecord) -> bool:
         record.state is _RUNNING
         and record.kin is None
         and not spec.max_calls
-        and spec.timeout is None
+        and not spec.is_timed
     )

@@ -424,8 +424,11 @@ class SchedulerState:
             self.clients.exit(record)
         if self.exclusive.is_wanted:
             self.exclusive.leave(record)
-        if record.spec.timeout is not None:
-            self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
+        if record.spec.is_timed:
+            if record.spec.timeout is not None:
+                self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
+            if record.run_until != inf:
+                self.timers.note_stale(AlarmKind.OVERRUN, self.tasks)
         if self.restarts:
             self.restarts.pop(record.id, None)
         if record.kin is not None:
@@ -457,14 +460,14 @@ class SchedulerState:
 
     def delay(self, record: TaskRecord, until: float, alarm: AlarmKind) -> None:
         """Delay a task without a lease until an alarm."""
-        record.worker = None
+        record.worker, record.began, record.run_until = None, None, inf
         record.move(TaskState.DELAYED)
         self.delayed[record.id] = record
         self.timers.set(until, alarm, record.id)
 
     def wait_again(self, record: TaskRecord) -> None:
         """Put a task without a lease back in its place in the queue."""
-        record.worker = None
+        record.worker, record.began, record.run_until = None, None, inf
         self.delayed.pop(record.id, None)
         if self.exclusive.is_wanted:
             self.exclusive.leave(record)

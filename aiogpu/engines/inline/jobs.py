@@ -446,7 +446,7 @@ class JobDriver(Driver):
         self.stack = JobStack()
         self.streams = Streams(self.stack)
         self.loops: WeakSet[JobLoop] = WeakSet()
-        self.functions = Functions()
+        self.functions = Functions(self._note_begun)
         self.lost: deque[int] = deque()
         super().__init__(loop, scheduler, assignment, check, make_pool)
 
@@ -454,10 +454,20 @@ class JobDriver(Driver):
         """Let `functions` have a function; gives its number there."""
         sent = func.function
         self.functions.payloads[sent.id] = sent.payload
+        number = sent.id if func.spec.run_timeout is None else -sent.id
         if func.spec.max_calls == 1:
             # Its worker would have run nothing before.
             self.functions.pop(sent.id, None)
-        return sent.id
+            self.functions.pop(number, None)
+        return number
+
+    def _note_begun(self) -> None:
+        """The code of the running job begins, whose run is timed."""
+        job = running_job.get()
+        assert job is not None, self
+        assert job.worker is not None, job
+        worker = WorkerId(job.worker.id)
+        self.feed(Scheduler.began, job.task, worker, time.monotonic())
 
     def feed(
         self,

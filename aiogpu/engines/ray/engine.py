@@ -55,6 +55,8 @@ LOST_AFTER: Final = 30.0
 back by then. Ray ends the program after 60 s, and leaving takes up to 20 s."""
 GIVE_UP_AFTER: Final = 300.0
 """Seconds without a node that fits, after which what waits for one fails."""
+UNTOLD: Final = "its wait counts, and Ray does not tell how long that was"
+"""How long a task has waited that a cluster runs, in the words of its timeout."""
 FUNCTIONS: Final = 1024
 """Remote functions that are kept; Ray is told anew of those not used for longest."""
 
@@ -238,7 +240,7 @@ class RayEngine:
             calls.end(number, error)
             return number
         if spec.timeout is not None:
-            late = partial(calls.revoke, number, too_late(spec))
+            late = partial(calls.revoke, number, too_late(spec, UNTOLD))
             calls.call_later(spec.timeout, late, number)
         calls.when_ready(number, payload, partial(self._send, number, func))
         return number

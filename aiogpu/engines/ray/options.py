@@ -49,6 +49,7 @@ def check_possible(func: FunctionSpec) -> None:
         "gpu_where": request.where is not None,
         "strategy='spread'": request.spread,
         "retry_oom": spec.retries_oom,
+        "run_timeout": spec.run_timeout is not None,
     }
     for option, is_asked in asked.items():
         if is_asked:

@@ -242,6 +242,9 @@ class WorkerEvents(Protocol):
     def on_skipped(self, worker: int, skipped: wire.Skipped) -> None:
         """A task was not run."""
 
+    def on_began(self, worker: LiveWorker, began: wire.Began) -> None:
+        """The code of a task or call has begun whose run is timed."""
+
     def on_acting(
         self, worker: int, message: wire.Done | wire.Failed | wire.Created, /
     ) -> None:
@@ -379,6 +382,8 @@ class MessageRouter:
             self._events.on_answer(worker.id, message)
         elif isinstance(message, wire.Skipped):
             self._events.on_skipped(worker.id, message)
+        elif isinstance(message, wire.Began):
+            self._events.on_began(worker, message)
         elif isinstance(message, wire.Imported):
             self._on_imported(worker, message)
         else:

@@ -104,7 +104,10 @@ class LiveWorker(Caller):
         payload = b"" if function.id in self.functions else function.payload
         resources = dict(func.resources)
         name, retried = func.spec.name, func.retried
-        messages.append(Define(func.id, function.id, name, resources, payload, retried))
+        is_timed = func.spec.run_timeout is not None
+        messages.append(
+            Define(func.id, function.id, name, resources, payload, retried, is_timed)
+        )
         self.funcs.add(func.id)
         self.functions.add(function.id)
         return messages

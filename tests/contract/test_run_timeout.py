@@ -1,0 +1,104 @@
+"""`run_timeout` counts from a task's first line; errors tell the wait and the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import aiogpu
+from tests.contract import tasks, timed_tasks
+from tests.support.gate import Gate
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+SHORT, LONG = 0.2, 1.0
+
+
+async def let_pass(seconds: float, gate: Gate) -> None:
+    """Wait, by a task whose time is up then."""
+    late = tasks.gated_coroutine.options(num_cpus=0, timeout=seconds)
+    with pytest.raises(aiogpu.TaskTimeoutError):
+        await late.remote(gate.path, "clock")
+
+
+async def of_stream(stream: Any) -> list[int]:
+    return [item async for item in stream]
+
+
+KINDS: dict[str, Callable[[Any, str], Awaitable[object]]] = {
+    "coroutine": lambda given, path: tasks.gated_coroutine.options(**given).remote(
+        path, "in"
+    ),
+    "stream": lambda given, path: of_stream(
+        timed_tasks.items.options(**given).remote(path, "in")
+    ),
+    "map": lambda given, path: of_stream(
+        timed_tasks.each.options(**given).map([path, path], chunk=2)
+    ),
+    "child": lambda given, path: timed_tasks.parent.remote(path, "in", given),
+}
+
+
+@pytest.mark.needs("run times")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_its_code_is_stopped_when_it_has_run_for_so_long(
+    address: str, kind: str, gate: Gate
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=2), asyncio.timeout(30):
+        told = (
+            rf"did not end within its run_timeout of {SHORT} s: it waited \d+\.\d s "
+            r"for \{CPU: 1\} and ran \d+\.\d s\."
+        )
+        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
+            await KINDS[kind]({"run_timeout": SHORT}, gate.path)
+        assert "in" in gate.pids
+        assert await tasks.add.remote(1) == 2
+
+
+@pytest.mark.needs("run times", "at once")
+async def test_plain_code_is_interrupted_and_killed(address: str, gate: Gate) -> None:
+    options = {"run_timeout": SHORT, "cancel_grace": 0.1}
+    async with aiogpu.init(address=address, num_cpus=2):
+        for code in (tasks.gated, tasks.swallow):
+            with pytest.raises(aiogpu.TaskTimeoutError, match="run_timeout"):
+                await code.options(**options).remote(gate.path, "in")
+
+
+@pytest.mark.needs("run times", "at once")
+async def test_neither_a_wait_in_the_queue_nor_one_for_arguments_counts(
+    address: str, gate: Gate
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        holder = tasks.gated.remote(gate.path, "holder")
+        await gate.entered("holder")
+        timed = tasks.double.options(run_timeout=LONG)
+        waiting = [timed.remote(number) for number in range(20)]
+        waiting.append(timed.remote(holder))
+        await let_pass(LONG + 0.1, gate)
+        gate.release("holder")
+        assert await asyncio.gather(*waiting) == [*range(0, 40, 2), 2 * "holder"]
+
+
+@pytest.mark.needs("at once")
+@pytest.mark.parametrize("is_begun", [True, False])
+async def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(
+    address: str, is_begun: bool, gate: Gate
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        holder = None
+        if not is_begun:
+            holder = tasks.gated.remote(gate.path, "holder")
+            await gate.entered("holder")
+        late = tasks.gated_coroutine.options(timeout=SHORT)
+        ran = r"ran \d\.\d s" if is_begun else "did not begin"
+        told = rf"it waited \d\.\d s for \{{CPU: 1\}} and {ran}\."
+        if address == "ray":
+            told = "Ray does not tell"
+        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
+            await late.remote(gate.path, "in")
+        if holder is not None:
+            gate.release("holder")
+            await holder
