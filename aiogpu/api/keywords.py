@@ -76,6 +76,9 @@ class Options(_Common, total=False):
             behalf, do not count. Each retry has all of it. Default None, no limit.
         cancel_grace: seconds from a cancel or a timeout until the process is killed if
             the code has not stopped; 0 kills at once; default that of `init`.
+        stop_grace: seconds for which the task may go on when its program or node
+            stops, before it is cancelled. Meanwhile `get_runtime_context().is_stopping`
+            is True. Default 0.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables of the worker.
         lifetime: "detached" lets a task outlive the task that has started it;
             otherwise the two end together. Both end with the node.
@@ -94,6 +97,7 @@ class Options(_Common, total=False):
     timeout: float | None
     run_timeout: float | None
     cancel_grace: float | None
+    stop_grace: float | None
 
 
 class ActorKeywords(_Common, total=False):

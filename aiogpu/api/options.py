@@ -497,6 +497,7 @@ class TaskOptions(NamedTuple):
     timeout: float | None = None
     run_timeout: float | None = None
     cancel_grace: float | None = None
+    stop_grace: float = 0.0
     runtime_env: Mapping[str, str] = NO_ENTRIES
     lifetime: Lifetime = None
     placement: PlacementGroupSpec | None = None
@@ -576,6 +577,7 @@ class TaskOptions(NamedTuple):
             timeout=self.timeout,
             run_timeout=self.run_timeout,
             cancel_grace=self.cancel_grace,
+            stop_grace=self.stop_grace,
             is_detached=self.lifetime is not None,
             retries_oom=self.retry_oom is not None,
         )
@@ -857,6 +859,7 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
         "cancel_grace": duration(
             "a number of seconds, 0 to kill at once, or None for that of init()"
         ),
+        "stop_grace": duration("a number of seconds, 0 or None for none"),
         **_OF_PROCESSES,
     },
     "actor": {

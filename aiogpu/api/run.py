@@ -78,9 +78,10 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
     Ctrl-C once cancels `main`, and what it holds by `async with` is closed in order;
     twice ends it at once. SIGTERM does the same, since Slurm and Kubernetes end
-    programs that way: tasks get their cancel and `cancel_grace`, and the program exits
-    with status 143, which is 128 + SIGTERM. A program that handles SIGTERM itself, or
-    ignores it, is left alone.
+    programs that way: tasks see `get_runtime_context().is_stopping`, get their
+    `stop_grace`, their cancel and `cancel_grace`, and the program exits with status
+    143, which is 128 + SIGTERM. A program that handles SIGTERM itself, or ignores it,
+    is left alone.
 
     Args:
         main: the program's coroutine.
@@ -207,6 +208,11 @@ class _Interrupts:
         """Cancel the program; the second time end it at once, as without a handler."""
         if not self.is_terminated:
             self.is_terminated = True
+            from aiogpu.api.results.handle import session_of
+
+            session = session_of(loop)
+            if session is not None:
+                session.announce_stop()
             program.cancel("SIGTERM")
             return
         loop.remove_signal_handler(signal.SIGTERM)

@@ -31,6 +31,21 @@ class RuntimeContext:
     assigned_resources: Mapping[str, float]
     _accelerators: Mapping[str, tuple[int | str, ...]]
 
+    @property
+    def is_stopping(self) -> bool:
+        """True once the task is to end, because its program or its node stops.
+
+        So it is when the program gets SIGTERM under `aiogpu.run`, closes its node or
+        leaves it, when a node that runs as a service is stopped, and for a task that
+        is being cancelled. Asked anew each time, by reading a word of shared memory.
+        The option `stop_grace` says how long the task may go on then. False outside of
+        tasks.
+
+        Example:
+            `for step in range(steps): ...; if context.is_stopping: save(); return`
+        """
+        return self.task_id != 0 and current.is_stopping(self.task_id)
+
     def get_assigned_resources(self) -> dict[str, float]:
         """Return the resources that the task or actor holds, as in Ray.
 

@@ -364,6 +364,11 @@ class Session:
             if self._state is not SessionState.CLOSED:
                 await self.shutdown()
 
+    def announce_stop(self) -> None:
+        """Let tasks know that the program stops."""
+        if self._state is SessionState.OPEN:
+            self._engine.announce_stop()
+
     async def shutdown(self, at_once: bool = False) -> None:
         """Stop all tasks and wait until nothing of the node is left; idempotent.
 

@@ -29,6 +29,10 @@ class ActorExit(BaseException):
     """
 
 
+def _goes_on(_task: int) -> bool:
+    return False
+
+
 class Context:
     """The worker's and its current task's facts.
 
@@ -44,6 +48,7 @@ class Context:
         resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
         accelerators: device ids by kind, `{"GPU": (0,)}`.
         client: the client of the running task; None in a process that is no worker.
+        is_stopping: tells of a task whether it, its program or its node is to stop.
         exits: the asyncio tasks and threads in which `exit_actor()` was called.
     """
 
@@ -53,6 +58,7 @@ class Context:
         "client",
         "exits",
         "home",
+        "is_stopping",
         "loader",
         "name",
         "node",
@@ -72,6 +78,7 @@ class Context:
         self.resources: Mapping[str, float] = {}
         self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
         self.client: ActorClient | None = None
+        self.is_stopping: Callable[[int], bool] = _goes_on
         self.exits: set[object] = set()
 
     @property

@@ -99,7 +99,7 @@ def _is_possible(spec: TaskSpec) -> bool:
     if isinstance(request.placement_group, PlacementGroupSpec):
         for bundle in request.placement_group.bundles:
             tables += bundle.scalars, bundle.devices
-    times = spec.timeout, spec.run_timeout, spec.cancel_grace
+    times = spec.timeout, spec.run_timeout, spec.cancel_grace, spec.stop_grace
     seconds = [one for one in times if one is not None]
     return (
         all(list(dict(table)) == sorted(name for name, _ in table) for table in tables)

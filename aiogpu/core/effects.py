@@ -120,6 +120,14 @@ class Interrupt:
     attempt: int
 
 
+@dataclass(slots=True)
+class Announce:
+    """Let the task know that its program stops; it goes on for now."""
+
+    task: TaskId
+    worker: WorkerId
+
+
 class Retire(AboutWorker):
     """Tell an idle worker to exit."""
 
@@ -192,6 +200,7 @@ Effect = (
     | Ahead
     | Revoke
     | Interrupt
+    | Announce
     | Retire
     | Kill
     | Settle

@@ -272,6 +272,10 @@ class Engine(Protocol):
         """Return the same by the number that `status` shows, for any program's task."""
         ...
 
+    def announce_stop(self) -> None:
+        """Let tasks know that their program stops, which stops them in a moment."""
+        ...
+
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind. May be called twice."""
         ...

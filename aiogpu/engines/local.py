@@ -405,10 +405,16 @@ class LocalEngine(DriverEngine):
         if clients is None:
             return ""
         clients.drain(patience)
+        self.announce_stop()
         until = self._loop.time() + patience
         while (remains := clients.remains) and self._loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY)
         return remains
+
+    def announce_stop(self) -> None:
+        """Let tasks know that the node stops; see `Engine.announce_stop`."""
+        if self._driver is not None:
+            self._driver.announce_stop()
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""

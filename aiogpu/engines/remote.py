@@ -70,6 +70,7 @@ from aiogpu.wire.messages import (
     Message,
     Printed,
     Refused,
+    Stopping,
     Submit,
     TakeLease,
     Warned,
@@ -696,6 +697,11 @@ class RemoteEngine(NodeClient):
             self._terminal.hold_nothing()
         self._settle_all(lambda _: _again(error))
         self.leases.end(error)
+
+    def announce_stop(self) -> None:
+        """Let its tasks know that the program stops; see `Engine.announce_stop`."""
+        if self._line.is_open and self._ledger is not None:
+            self.send(Stopping())
 
     async def close(self) -> None:
         """Stop what is this program's, wait for that, and leave."""

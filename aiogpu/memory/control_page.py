@@ -13,12 +13,12 @@ from typing import Final
 SLOTS: Final = 4096
 """Workers that one node can have at a time."""
 
-_WORDS: Final = 5
+_WORDS: Final = 6
 BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
 _OF_SLOTS: Final = SLOTS * _WORDS * 8
-PAGE_SIZE: Final = _OF_SLOTS + 8
+PAGE_SIZE: Final = _OF_SLOTS + 2 * 8
 
 PLENTY: Final = 1 << 62
 """Bytes that are left for values where nobody has counted yet."""
@@ -28,18 +28,19 @@ ALL: Final = 1 << 62
 
 
 class ControlPage:
-    """Five words for each slot, and one for the node.
+    """Six words for each slot, and two for the node.
 
-    Who is to stop, who heard it, who began, who may not begin, and how many calls of
-    an actor were dropped. Words are eight bytes, aligned, and written in one store
-    each. The worker writes the second and the third, the driver the others.
+    Who is to stop, who heard it, who began, who may not begin, how many calls of an
+    actor were dropped, and whose program stops. Words are eight bytes, aligned, and
+    written in one store each. The worker writes the second and the third, the driver
+    the others.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         whole = memoryview(memory)
         self._words = whole[:_OF_SLOTS].cast("Q")
-        self._left = whole[_OF_SLOTS:].cast("Q")
+        self._of_node = whole[_OF_SLOTS:].cast("Q")
 
     @classmethod
     def open(cls, descriptor: int) -> ControlPage:
@@ -55,16 +56,30 @@ class ControlPage:
 
     def note_left(self, left: int) -> None:
         """Driver: so many bytes are left for values of all workers."""
-        self._left[0] = left + 1
+        self._of_node[0] = left + 1
 
     def left(self) -> int:
         """Worker: bytes that are left for values."""
-        return (self._left[0] or PLENTY) - 1
+        return (self._of_node[0] or PLENTY) - 1
+
+    def announce_stop(self) -> None:
+        """Driver: the node stops, and all its tasks with it."""
+        self._of_node[1] = 1
+
+    def announce(self, slot: int, task: int) -> None:
+        """Driver: the program of this task stops."""
+        self._words[slot * _WORDS + 5] = task
+
+    def is_stopping(self, slot: int, task: int) -> bool:
+        """Worker: whether this task, its program or the node is to stop."""
+        words, place = self._words, slot * _WORDS
+        is_told = task in (words[place], words[place + 5])
+        return is_told or self._of_node[1] != 0
 
     def close(self) -> None:
         """Unmap the page."""
         self._words.release()
-        self._left.release()
+        self._of_node.release()
         self._memory.close()
 
     def ask(self, slot: int, task: int) -> None:

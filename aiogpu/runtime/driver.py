@@ -221,6 +221,9 @@ class Driver:
             effects.Ahead: self._send_ahead,
             effects.Revoke: self.revoke,
             effects.Interrupt: self._interrupt,
+            effects.Announce: lambda effect: self._commands.announce(
+                effect.worker, effect.task
+            ),
             effects.Retire: lambda effect: self.pool.retire(effect.worker),
             effects.Kill: lambda effect: self.pool.kill(effect.worker),
             effects.Settle: self.results.settle,
@@ -440,19 +443,26 @@ class Driver:
         self._timer = self._timer_at = None
         self.feed(Scheduler.wake)
 
+    def announce_stop(self, client: ClientId | None = None) -> None:
+        """Let the tasks of a program know that it stops; None for the whole node."""
+        if client is None:
+            self._commands.announce_stop()
+        self.feed(Scheduler.announce_stop, client)
+
     async def close(self, timeout: float) -> None:
         """Stop everything; return when the last worker is gone, or time is up.
 
         Time is up when no task has ended for `timeout` seconds: it takes seconds to
-        tell a million owners. The longest `cancel_grace` of a worker's task is added.
+        tell a million owners. The longest grace of a worker's task is added.
         """
         self.guard.close()
+        self.announce_stop()
         self.feed(Scheduler.close)
         if self._leases is not None:
             self._leases.close()
         # Of those alone that have a worker: a million may wait.
         graces = (
-            record.spec.cancel_grace or 0.0
+            (record.spec.cancel_grace or 0.0) + record.spec.stop_grace
             for worker in self.scheduler.workers
             for record in (worker.task, *worker.queue)
             if record is not None

@@ -107,6 +107,7 @@ class World:
         self.effects: list[effects.Effect] = []
         self.retired: list[WorkerId] = []
         self.killed: list[WorkerId] = []
+        self.announced: list[str] = []
         self.warnings: list[tuple[str, str]] = []
         self._by_id: list[SimulatedTask] = []
         self._coming: deque[Event] = deque()
@@ -134,6 +135,7 @@ class World:
         priority: int = 0,
         timeout: float | None = None,
         run_timeout: float | None = None,
+        stop_grace: float = 0.0,
         cancel_grace: float | None = None,
         parent: str | None = None,
         is_detached: bool = False,
@@ -161,7 +163,7 @@ class World:
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
             *(cancel_grace, is_detached, is_endless, retries_oom, is_lease),
-            run_timeout,
+            *(run_timeout, stop_grace),
             pace=pace,
         )
         self._enter(spec, parent, needs, client)
@@ -314,6 +316,11 @@ class World:
     ) -> None:
         """Any other event: `w.tell(Scheduler.worker_spoilt, worker)`."""
         self._happen(event(step, *args, **kwargs))
+
+    def announce_stop(self, client: int | None = None) -> None:
+        """A program says that it stops, or the node does."""
+        whose = None if client is None else ClientId(client)
+        self._happen(event(Scheduler.announce_stop, whose))
 
     def close(self, at_once: bool = False) -> None:
         """The node shuts down, in order or by force."""
@@ -508,6 +515,10 @@ class World:
                 known = self.workers[worker]
                 assert self._by_id[task] in (*known.sent, *known.void), effect
                 self._by_id[task].interrupts += 1
+            case effects.Announce(task, worker):
+                known = self.workers[worker]
+                assert self._by_id[task] in known.sent, effect
+                self.announced.append(self._by_id[task].spec.name)
             case effects.Granted():
                 self._grant(effect)
             case effects.Reclaim(task, holder):

@@ -856,6 +856,10 @@ class TakeLease(NamedTuple):
     func: int
 
 
+class Stopping(NamedTuple):
+    """Client to node: I am about to stop my tasks; let them know."""
+
+
 class Depart(NamedTuple):
     """Client to node: stop all my tasks, and answer when they have stopped."""
 
@@ -885,7 +889,7 @@ _TaskReports = Done | Failed | Skipped | Began | Items | Created
 FromWorker = _TaskReports | Log | Record | Report | Imported | Wait | Sync | _Requests
 
 ToClient = Refused | Welcome | Close | Departed | Printed | Logged | Warned | _Answers
-FromClient = Join | Depart | Inquire | TakeLease | _Requests
+FromClient = Join | Stopping | Depart | Inquire | TakeLease | _Requests
 
 _Processes = ToZygote | FromZygote | ToKeeper | FromKeeper
 Message = Hello | Refused | _Processes | ToWorker | FromWorker | ToClient | FromClient

@@ -84,6 +84,10 @@ class Interrupts:
         """Return whether this task is to stop."""
         return self._page.asked(self._slot) == task
 
+    def is_stopping(self, task: int) -> bool:
+        """Return whether this task, its program or its node is to stop."""
+        return self._page.is_stopping(self._slot, task)
+
     def begin(self, number: int) -> str:
         """Say that what was sent under that number begins; see `ControlPage.begin`."""
         return self._page.begin(self._slot, number)

@@ -58,6 +58,7 @@ class Worker:
     def begin(self) -> None:
         """Take over this process: what user code sees and does is this worker's."""
         current.client = self._client
+        current.is_stopping = self._interrupts.is_stopping
         self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 

@@ -42,6 +42,7 @@ LACKS: Final = {
         "modules": "workers of Ray import what the program's path has",
         "processes": "the processes are Ray's",
         "own vendors": "Ray knows the kinds of devices that it was made for",
+        "stop graces": "Ray stops what it is told to stop at once",
         "run times": "Ray does not tell when a task has begun",
         "told of": "Ray tells nobody that a placement group was removed",
         "listed actors": "Ray tells of its actors by its dashboard only",

@@ -21,7 +21,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.options import CHECKS
-from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks
+from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks, timed_tasks
 from tests.contract.node_here import node_here
 from tests.contract.option_tasks import Actor, Grouped
 from tests.support.gate import Gate
@@ -315,6 +315,18 @@ async def lifetime(at: Place) -> None:
         await gate.entered("child-done")
 
 
+async def stop_grace(at: Place) -> None:
+    async with node(at):
+        patient = timed_tasks.save.options(stop_grace=60)
+        patient.remote(at.gate.path, "in")
+        await at.gate.entered("in-False")
+        leaving = asyncio.ensure_future(aiogpu.shutdown())
+        await at.gate.entered("in-told")
+        at.gate.release("in-told")
+        await at.gate.entered("in-saved")
+        await leaving
+
+
 OF_TASKS: dict[str, Probe] = {
     **{option: partial(probe, tasks.where) for option, probe in COMMON.items()},
     "retry_oom": retry_oom,
@@ -328,6 +340,7 @@ OF_TASKS: dict[str, Probe] = {
     "timeout": timeout,
     "run_timeout": run_timeout,
     "cancel_grace": cancel_grace,
+    "stop_grace": stop_grace,
     "runtime_env": runtime_env,
     "lifetime": lifetime,
 }
@@ -501,6 +514,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "strategy": "spread",
             "retry_oom": "exclusive",
             "run_timeout": 0.1,
+            "stop_grace": 1,
             "priority": 1,
             "lifetime": "detached",
         },

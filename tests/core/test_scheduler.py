@@ -484,6 +484,9 @@ def test_a_short_life_shows_every_effect():
         w.submit(f"abandoned {number}")
     w.finish("abandoned 0")
     assert w.queued
+    w.join(1)
+    w.submit("announced", num_cpus=0, client=1)
+    w.announce_stop(1)
     w.close()
     w.run_dry()
     assert {type(effect) for effect in w.seen} == set(get_args(effects.Effect))
@@ -611,3 +614,61 @@ def test_what_is_broken_is_noticed(w, spoil):
     spoil(w)
     with pytest.raises(AssertionError):
         w.scheduler.check()
+
+
+def test_who_has_a_stop_grace_is_interrupted_when_it_has_passed():
+    """It counts from where the stop was announced, and only if one was."""
+    w = World(cpus=4, config=PATIENCE)
+    w.submit("cancelled", stop_grace=5.0)
+    w.cancel("cancelled")
+    assert w.tasks["cancelled"].interrupts == 1, "nothing stops but this task"
+    w.submit("patient", stop_grace=5.0)
+    w.submit("hasty", stop_grace=0.5)
+    w.submit("other")
+    w.announce_stop()
+    w.advance(1.0)
+    w.announce_stop()
+    assert {"patient", "hasty", "other"} <= w.running
+    w.close()
+    told = {name: w.tasks[name].interrupts for name in ("patient", "hasty", "other")}
+    assert told == {"patient": 0, "hasty": 1, "other": 1}
+    w.advance(3.9)
+    assert w.tasks["patient"].interrupts == 0
+    w.advance(0.1)
+    assert w.tasks["patient"].interrupts == 1
+    assert w.worker_of("patient") not in w.killed
+    w.advance(2.0)
+    assert not w.running
+
+
+@pytest.mark.parametrize("grace", [0.0, 1.0])
+def test_a_node_that_closes_gives_the_stop_grace(grace):
+    w = World(cpus=1, config=PATIENCE)
+    w.submit("a", stop_grace=2.0, cancel_grace=grace)
+    worker = w.worker_of("a")
+    w.close()
+    w.advance(1.9)
+    assert w.tasks["a"].interrupts == 0
+    w.advance(0.1 + grace)
+    assert w.tasks["a"].interrupts == (grace > 0) * 2
+    assert w.killed == [worker]
+
+
+def test_a_program_that_stops_concerns_its_own_tasks():
+    w = World(cpus=4, config=PATIENCE)
+    w.announce_stop(7)  # of a node that knows of no programs
+    w.join(1)
+    w.join(2)
+    for client in (1, 2):
+        w.submit(f"of {client}", client=client, stop_grace=3.0)
+    w.submit("detached", client=1, is_detached=True)
+    w.submit("waits", client=1, num_cpus=3)
+    w.announce_stop(1)
+    assert w.announced == ["of 1"]
+    w.advance(1.0)
+    w.announce_stop(1)
+    for client in (1, 2):
+        w.cancel(f"of {client}")
+    assert [w.tasks[f"of {client}"].interrupts for client in (1, 2)] == [0, 1]
+    w.advance(2.0)
+    assert w.tasks["of 1"].interrupts == 1

@@ -80,6 +80,7 @@ OPTIONS = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "timeout": st.sampled_from([0, 0.5, 3.0, 60.0]),
         "run_timeout": st.sampled_from([0.1, 0.5, 3.0]),
+        "stop_grace": st.sampled_from([0.0, 0.4, 30.0]),
         "is_detached": st.booleans(),
         "is_endless": st.booleans(),
         "client": st.integers(0, 3),
@@ -408,6 +409,10 @@ class NodeMachine(RuleBasedStateMachine):
         with suppress(LimitError):
             for _ in range(count):
                 self.w.submit(f"t{len(self.w.tasks)}", **options)
+
+    @rule(client=st.sampled_from([None, 0, 1, 2, 3]))
+    def announce_stop(self, client):
+        self.w.announce_stop(client)
 
     @precondition(lambda self: self.w.running)
     @rule(data=st.data(), ago=st.sampled_from([0.0, 0.2]))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -35,13 +37,15 @@ def plain_environment() -> dict[str, str]:
     }
 
 
-ALONE = [path for path in PROGRAMS if path.stem != JOINING]
+STOPPED = "16_checkpoint"
+"""It is stopped by a signal."""
+ALONE = [path for path in PROGRAMS if path.stem not in (JOINING, STOPPED)]
 
 
-def printed(program: Path, variables: dict[str, str]) -> str:
+def printed(program: Path, variables: dict[str, str], *arguments: str) -> str:
     """What it prints, process ids as N; it ends well and complains of nothing."""
     ran = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), *arguments],
         env=variables,
         capture_output=True,
         text=True,
@@ -50,7 +54,11 @@ def printed(program: Path, variables: dict[str, str]) -> str:
     )
     assert ran.stderr == ""
     assert ran.returncode == 0
-    return re.sub(r"\bpid([= ])\d+", r"pid\1N", ran.stdout)
+    return without_pids(ran.stdout)
+
+
+def without_pids(text: str) -> str:
+    return re.sub(r"\bpid([= ])\d+", r"pid\1N", text)
 
 
 def expected(program: Path) -> str:
@@ -77,6 +85,30 @@ def test_one_that_joins_finds_what_the_last_one_left() -> None:
         again = printed(program, here.variables)
     assert first == expected(program)
     assert again == first.replace("so far: 3", "so far: 6")
+
+
+@pytest.mark.parametrize("where", ["alone", "on a node"])
+def test_one_that_is_stopped_goes_on_from_what_it_has_saved(
+    where: str, tmp_path: Path
+) -> None:
+    program, state = EXAMPLES / f"{STOPPED}.py", str(tmp_path / "state.txt")
+    with ExitStack() as stack:
+        variables = plain_environment()
+        if where == "on a node":
+            here = stack.enter_context(box())
+            here.run("start", "--head", "--num-gpus=1")
+            variables = {**here.variables, "AIOGPU_ADDRESS": "auto"}
+        command = [sys.executable, str(program), state, str(10**9)]
+        with subprocess.Popen(
+            command, env=variables, stdout=subprocess.PIPE, text=True
+        ) as stopped:
+            assert stopped.stdout is not None
+            first = stopped.stdout.readline()
+            stopped.send_signal(signal.SIGTERM)
+            told, _ = stopped.communicate(timeout=60)
+        assert stopped.returncode == 128 + signal.SIGTERM
+        again = printed(program, variables, state, "1")
+    assert without_pids(first + told) + again == expected(program)
 
 
 def test_one_file_on_a_node() -> None:

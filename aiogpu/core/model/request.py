@@ -412,6 +412,8 @@ class TaskSpec:
         is_lease: whether it is a lease for others' processes and has no worker. It is
             endless as well, and its `max_calls` is 1, so that it follows nobody.
         run_timeout: seconds after which it is stopped, from where its code begins.
+        stop_grace: seconds for which it may go on once it was told that its program or
+            its node stops.
         lane: of tasks that no other task has started.
         is_grouped: whether it is a placement group, or runs in one.
         is_timed: whether it has a timeout of either kind.
@@ -433,6 +435,7 @@ class TaskSpec:
     )
     is_lease: bool = False
     run_timeout: float | None = None
+    stop_grace: float = 0.0
     lane: Lane = field(init=False, repr=False, default=(0, 0))
     is_grouped: bool = field(init=False, repr=False, default=False)
     is_timed: bool = field(init=False, repr=False, default=False)

@@ -249,6 +249,7 @@ class Client:
         unfinished: the number of its tasks that have not ended.
         has_left: whether to forget it once all its tasks have ended.
         is_behind: whether it does not read its results; then no task of it is started.
+        stops_since: when it said that it stops; None before.
     """
 
     id: ClientId
@@ -261,6 +262,7 @@ class Client:
     unfinished: int = 0
     has_left: bool = False
     is_behind: bool = False
+    stops_since: float | None = None
 
 
 class Clock(Protocol):

@@ -85,7 +85,11 @@ def interrupt(node: SchedulerState, record: TaskRecord) -> None:
     """Ask a task's worker to stop it, once more if need be."""
     assert record.worker is not None, record
     if record.stop is None:
-        record.stop = Stop(node.now + node.grace_of(record))
+        left = node.stop_grace_of(record) if record.spec.stop_grace else 0.0
+        record.stop = Stop(node.now + left + node.grace_of(record))
+        if left:
+            node.timers.set(node.now + left, AlarmKind.STOP, record.id)
+            return
     stop = record.stop
     node.effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
     stop.interrupts += 1

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
 from typing import Concatenate, Final, ParamSpec, Protocol
 
-from aiogpu.core.effects import NOTHING, Effect, Fail, Failure, Forget, Kill, Settle
+from aiogpu.core.effects import (
+    NOTHING,
+    Announce,
+    Effect,
+    Fail,
+    Failure,
+    Forget,
+    Kill,
+    Settle,
+)
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.queue.fair_share import Clients, Limits
@@ -613,6 +622,32 @@ class Scheduler(SchedulerState):
         if self.clients is not None:
             self.clients.set_behind(client, is_behind)
 
+    @event
+    def announce_stop(self, client: ClientId | None) -> None:
+        """A program is about to stop its tasks, or the node all of them.
+
+        Tasks with a `stop_grace` have it from now on: who is stopped is interrupted
+        when it has passed. What is detached outlives its program.
+
+        Args:
+            client: the program; None for the node, whose workers see that themselves.
+        """
+        if client is None:
+            if self.stops_since is None:
+                self.stops_since = self.now
+            return
+        if self.clients is None:
+            return
+        program = self.clients.of(client)
+        if program.stops_since is None:
+            program.stops_since = self.now
+        for worker in self.workers:
+            record = worker.task
+            if record is None or worker.state is not WorkerState.BUSY:
+                continue
+            if record.client == client and not record.spec.is_detached:
+                self.effects.append(Announce(record.id, worker.id))
+
     # Time
 
     @event
@@ -684,6 +719,8 @@ class Scheduler(SchedulerState):
         """
         self.now, self.effects = now, []
         self.is_closing = True
+        if self.stops_since is None:
+            self.stops_since = now
         self.most_idle = 0
         self.reservation = None
         recovery.settle_all(self)

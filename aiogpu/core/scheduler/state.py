@@ -265,6 +265,7 @@ class SchedulerState:
         stalls_at: when those that wait are looked at next, None where none need be.
         stall_turn: the group that is looked at first then.
         clients: the programs that share the node, None while it is one's alone.
+        stops_since: when it was said that the node stops; None before.
     """
 
     def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
@@ -285,6 +286,7 @@ class SchedulerState:
         self.stalls_at: float | None = None
         self.stall_turn = 0
         self.is_closing = False
+        self.stops_since: float | None = None
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
         self.exclusive = ExclusiveRetries()
@@ -414,6 +416,16 @@ class SchedulerState:
         if self.is_closing and record.spec.is_endless:
             grace = None
         return self.config.cancel_grace if grace is None else grace
+
+    def stop_grace_of(self, record: TaskRecord) -> float:
+        """Seconds until a task is interrupted that is to stop now.
+
+        Only one whose program or node stops has any, from where that was announced.
+        """
+        since, grace = self.stops_since, record.spec.stop_grace
+        if since is None and self.clients is not None:
+            since = self.clients.of(record.client).stops_since
+        return 0.0 if since is None else max(0.0, since + grace - self.now)
 
     def end(self, record: TaskRecord) -> None:
         """A task's code has stopped, or will never run: forget it."""

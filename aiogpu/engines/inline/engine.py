@@ -111,6 +111,11 @@ class InlineEngine(DriverEngine):
         node = self._node
         return {**dict.fromkeys(node.pool.workers, os.getpid()), **node.holders}
 
+    def announce_stop(self) -> None:
+        """Let tasks know that their program stops; see `Engine.announce_stop`."""
+        if self._driver is not None:
+            self._driver.announce_stop()
+
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
         if self._driver is not None:

@@ -491,6 +491,12 @@ class JobDriver(Driver):
         self._catch_up()
         self.on_answer(worker, answer)
 
+    def is_stopping(self, task: int) -> bool:
+        """Return whether this task, or the node, is to stop."""
+        record = self.scheduler.tasks.get(TaskId(task))
+        is_stopped = record is None or record.state is TaskState.STOPPING
+        return is_stopped or self.scheduler.stops_since is not None
+
     def lose(self, worker: int) -> None:
         """Report the end of a worker to the scheduler as soon as it can take events."""
         if self.is_busy:

@@ -183,6 +183,7 @@ class InlinePool:
             "name": job.name,
             "resources": call.func.resources,
             "accelerators": bind.accelerators,
+            "is_stopping": node.is_stopping,
         }
         job.assigned_to = self.workers[worker]
         job.payload, job.limit, job.skip = message
@@ -203,6 +204,9 @@ class InlinePool:
     def drop(self, worker: InlineWorker, call: int, _count: int) -> None:
         """Cancel an actor's call."""
         worker.peer.drop(call)
+
+    def announce_stop(self) -> None:
+        """The node stops; jobs ask the scheduler."""
 
     def interrupt(self, *_args: object, **_options: object) -> None:
         """A call that was dropped has been stopped, if it can be."""

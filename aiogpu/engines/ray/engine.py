@@ -373,6 +373,9 @@ class RayEngine:
 
     # Closing
 
+    def announce_stop(self) -> None:
+        """Do nothing: tasks on Ray hear of it when they are cancelled."""
+
     async def close(self) -> None:
         """Stop what this program has running, and leave the cluster."""
         if self._watch_task is not None:

@@ -50,6 +50,7 @@ def check_possible(func: FunctionSpec) -> None:
         "strategy='spread'": request.spread,
         "retry_oom": spec.retries_oom,
         "run_timeout": spec.run_timeout is not None,
+        "stop_grace": spec.stop_grace > 0,
     }
     for option, is_asked in asked.items():
         if is_asked:

@@ -21,6 +21,7 @@ from typing import Any, Final
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.observe.status_codec import status_codec
@@ -296,6 +297,8 @@ class Clients:
             self._join(client, message)  # type: ignore[arg-type]
         elif kind is wire.Inquire:
             self._do(self._tell(client, message))  # type: ignore[arg-type]
+        elif kind is wire.Stopping:
+            self._driver.announce_stop(client.client)
         elif kind is wire.Depart:
             self._depart(client)
         elif kind is wire.TakeLease:
@@ -445,9 +448,19 @@ class Clients:
 
     def _depart(self, client: Client) -> None:
         """Handle a client's request to leave."""
+        self._driver.announce_stop(client.client)
         self._give_up(client)
-        config = self._driver.scheduler.config
-        within = config.cancel_grace + config.exit_grace
+        scheduler = self._driver.scheduler
+        for worker in scheduler.workers:
+            task = worker.task
+            if task is None or task.client != client.client:
+                continue
+            if task.state is TaskState.STOPPING:  # it was cancelled before
+                client.departing.add(task.id)
+        departing = map(scheduler.tasks.get, client.departing)
+        graces = [task.spec.stop_grace for task in departing if task is not None]
+        config = scheduler.config
+        within = config.cancel_grace + config.exit_grace + max(graces, default=0.0)
         self._look(client, FIRST_LOOK, self._loop.time() + within)
 
     def _look(self, client: Client, pause: float, until: float) -> None:

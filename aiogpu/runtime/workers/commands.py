@@ -135,6 +135,16 @@ class WorkerCommands:
         worker = self._workers.get(worker_id)
         return 0 if worker is None else self._page.begun(worker.slot.index)
 
+    def announce_stop(self) -> None:
+        """Let all tasks know that the node stops."""
+        self._page.announce_stop()
+
+    def announce(self, worker_id: int, task: int) -> None:
+        """Let a task know that its program stops."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._page.announce(worker.slot.index, task)
+
     def interrupt(
         self, worker_id: int, task: int, attempt: int, is_coroutine: bool
     ) -> None:
