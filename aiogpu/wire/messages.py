@@ -18,7 +18,7 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
-VERSION: Final = 15
+VERSION: Final = 16
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
