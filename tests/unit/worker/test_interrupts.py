@@ -269,7 +269,7 @@ class Racing(dict[int, int]):
 def test_both_may_come_in_the_same_moment(
     page: ControlPage, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = Racing.fromkeys(range(4 * 5), 0)
+    words = Racing.fromkeys(range(4 * 6), 0)
     monkeypatch.setattr(page, "_words", words)
     assert interrupts.begin(5) == TOO_LATE
     assert page.begun(3) == 5, "the driver may have read that it had begun"
