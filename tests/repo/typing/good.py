@@ -403,6 +403,14 @@ async def placements(f: aiogpu.types.RemoteFunction[[int], str]) -> None:
     assert_type(await group.remove(), None)
 
 
+async def hand_on(jobs: aiogpu.Queue[str]) -> None:
+    assert_type(await jobs.put("a"), None)
+    assert_type(await jobs.get(timeout=1), str)
+    assert_type(await jobs.get_batch(3), list[str])
+    async for job in jobs:
+        assert_type(job, str)
+
+
 async def main() -> int:
     return 0
 
@@ -452,6 +460,9 @@ def script() -> None:
     with sync.init(num_cpus=1) as node, remote_predictor.remote() as model:
         assert_type(node.cluster_resources(), dict[str, float])
         model.predict.remote(1)
+    numbers: sync.Queue[int] = sync.Queue(maxsize=2)
+    assert_type(numbers.get(timeout=1), int)
+    assert_type(numbers.get_batch(3), list[int])
     assert_type(sync.put(1).result(), int)
     with sync.Executor(num_cpus=1) as pool:
         assert_type(pool.submit(len, "abc"), sync.Handle[int])
