@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 import tty
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ import click
 from rich.console import Group
 from rich.text import Text
 
+import aiogpu
 from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
 from aiogpu.cli.status import plain_report
+from aiogpu.cli.stop import WANTED, stop_one
 from aiogpu.cli.tables import GAP, Table, is_terminal, live, text
 from aiogpu.core.model.text import printable, span
 from aiogpu.observe.status import (
@@ -33,10 +36,12 @@ from aiogpu.observe.status import (
     Holder,
     NodeStatus,
     TaskStatus,
+    heat_and_power,
     held_tasks,
     shown_clients,
     summary,
 )
+from aiogpu.wire.messages import CANCEL, KILL
 
 KEY: Final = re.compile(
     rb"\x1b(?:O(.)|\[([^@-~]{0,13}[@-~]|[^@-~]{14})|(?=[^O\[]))|([^\x1b])", re.DOTALL
@@ -111,6 +116,49 @@ class Keyboard:
             self._on_key(key)
 
 
+@dataclass(slots=True)
+class Prompt:
+    """A question for the number of what is to be cancelled or killed.
+
+    Attributes:
+        what: `CANCEL` or `KILL`.
+        number: the digits so far.
+        is_asked: whether the number is complete, and a "y" is awaited.
+        is_confirmed: whether that was given.
+    """
+
+    what: str
+    number: str = ""
+    is_asked: bool = False
+    is_confirmed: bool = False
+
+    def press(self, key: str) -> bool:
+        """Handle a key; returns False if the question is over."""
+        if self.is_asked:
+            self.is_confirmed = key == "y"
+            return self.is_confirmed
+        if key.isdecimal() and key.isascii():
+            self.number = (self.number + key)[:LONGEST_NUMBER]
+        elif key in ("\x7f", "\b"):
+            self.number = self.number[:-1]
+        else:
+            self.is_asked = key in ("\r", "\n") and bool(self.number)
+            return self.is_asked
+        return True
+
+    def line(self, status: NodeStatus) -> str:
+        """What is asked, for the last line of the screen."""
+        kind = WANTED[self.what]
+        if not self.is_asked:
+            return f"{self.what} {kind} number: {self.number}_  Enter; q leaves it"
+        names = (one.name for one in status.tasks if str(one.id) == self.number)
+        name = next(names, "")
+        who = f"{name} ({kind} {self.number})" if name else f"{kind} {self.number}"
+        return f"{self.what} {who}?  y does it, any other key leaves it"
+
+
+LONGEST_NUMBER: Final = 18
+"""Digits of a number."""
 ORDERS: Final = ("number", "name", "memory", "time")
 """Orders of the tasks on workers."""
 
@@ -126,6 +174,8 @@ class View:
         order: one of `ORDERS`.
         bottom: the offset that shows the last line; noted when it is drawn.
         page: how many lines are shown at once.
+        prompt: asks what is to be cancelled or killed; None while nothing is asked.
+        told: what was done last, in the last line until the next key.
     """
 
     is_paused: bool = False
@@ -134,6 +184,8 @@ class View:
     order: str = ORDERS[0]
     bottom: int = 0
     page: int = 1
+    prompt: Prompt | None = None
+    told: str = ""
 
     def fit(self, count: int, room: int) -> None:
         """Limit the offset to `count` lines on a screen with room for `room`."""
@@ -143,7 +195,16 @@ class View:
 
     def press(self, key: str) -> None:
         """Handle a key; unknown keys do nothing."""
+        self.told = ""
+        if self.prompt is not None:
+            if not self.prompt.press(key):
+                self.prompt = None
+            return
         match key:
+            case "c":
+                self.prompt = Prompt(CANCEL)
+            case "x":
+                self.prompt = Prompt(KILL)
             case "q":
                 self.has_ended = True
             case "p":
@@ -174,8 +235,18 @@ WIDE: Final = 110
 """Columns from which on bars are long and followed by the name of the device."""
 
 
-def device_lines(devices: Sequence[DeviceStatus], width: int) -> Iterator[Text]:
-    """A line of bars for each device, and one for its holders."""
+def device_lines(
+    devices: Sequence[DeviceStatus],
+    width: int,
+    history: Callable[[DeviceStatus, int], str] | None = None,
+) -> Iterator[Text]:
+    """A line of bars for each device, and one for its holders.
+
+    Args:
+        devices: the devices.
+        width: columns of the screen.
+        history: gives how busy one was in the last minute, in so many characters.
+    """
     names = [tables.device_name(device) for device in devices]
     margin = min(max(map(len, names), default=0), max(8, width // 4))
     for name, device in zip(names, devices, strict=True):
@@ -187,6 +258,9 @@ def device_lines(devices: Sequence[DeviceStatus], width: int) -> Iterator[Text]:
         if device.aside is None:
             for told, style in _bars(device, width):
                 line.append(told, style)
+            room = min(LONGEST_HISTORY, width - line.cell_len - GAP)
+            if history is not None and room >= LEAST_HISTORY:
+                line.append(f"  {history(device, room)}".rstrip(), "green")
         else:
             line.append(printable(f"set aside: {device.aside}"), "bold red")
         yield line
@@ -209,6 +283,8 @@ def _bars(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
             yield ("  ", "")
             yield from part_bar(device.utilisation / 100, long // 2, "green")
         yield (f" {device.utilisation:>3} % busy", "")
+    if width >= NARROW_BARS and (told := heat_and_power(device)):
+        yield (f"  {told}", "")
     if width >= WIDE and (device.name or device.type):
         yield (f"  {printable(device.name or device.type or '')}", "dim")
 
@@ -231,11 +307,55 @@ def part_bar(part: float, width: int, style: str) -> Iterator[tuple[str, str]]:
     yield (EMPTY * (width - full), "dim")
 
 
-KEYS: Final = "q quit  p pause  s sort  j/k scroll"
+KEYS: Final = "q quit  p pause  s sort  j/k scroll  c cancel  x kill"
+KEYS_IN_BRIEF: Final = "q p s j/k c x"
+LONGEST_HISTORY: Final = 20
+"""Characters of the last minute of a device."""
+LEAST_HISTORY: Final = 5
+"""Characters of it below which there is none."""
+MINUTE: Final = 60.0
+"""Seconds of a device's history."""
+LEVELS: Final = "▁▂▃▄▅▆▇█"
+"""Characters of a history: an eighth of 100 % more each."""
+
+
+class BusyHistory:
+    """How busy each device was in the last minute."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[tuple[float, int]]] = {}
+
+    def note(self, status: NodeStatus, now: float) -> None:
+        """Take in a status that was seen at a time, in seconds."""
+        for device in status.devices:
+            if device.utilisation is not None:
+                seen = self._seen.setdefault(tables.device_name(device), deque())
+                seen.append((now, device.utilisation))
+                while seen[0][0] <= now - MINUTE:
+                    seen.popleft()
+
+    def line(self, device: DeviceStatus, width: int, now: float) -> str:
+        """The minute in `width` characters, the mean of each; blank where unseen."""
+        parts: list[list[int]] = [[] for _ in range(width)]
+        for when, busy in self._seen.get(tables.device_name(device), ()):
+            at = width - 1 - int((now - when) / MINUTE * width)
+            if at >= 0:
+                parts[at].append(busy)
+        return "".join(
+            LEVELS[min(sum(part) * len(LEVELS) // (100 * len(part)), len(LEVELS) - 1)]
+            if part
+            else " "
+            for part in parts
+        )
 
 
 def render_screen(
-    status: NodeStatus, view: View, width: int, height: int, note: str = ""
+    status: NodeStatus,
+    view: View,
+    width: int,
+    height: int,
+    note: str = "",
+    history: Callable[[DeviceStatus, int], str] | None = None,
 ) -> Group:
     """Render the screen: a heading, the lines that fit, and the keys.
 
@@ -245,8 +365,9 @@ def render_screen(
         width: columns of the screen.
         height: lines of the screen.
         note: what else is to be said, on top.
+        history: see `device_lines`.
     """
-    body = list(render_body(status, view.order, width))
+    body = list(render_body(status, view.order, width, history))
     heights = [len(one.rows) + 1 if isinstance(one, Table) else 1 for one in body]
     room = max(1, height - 2)
     view.fit(sum(heights), room)
@@ -267,15 +388,26 @@ def render_screen(
     total = sum(heights)
     seen = min(view.offset + view.page, total)
     place = f"  {view.offset + 1}-{seen} of {total}" if view.bottom else ""
-    keys = text(f"{KEYS}  by {view.order}{place}", "reverse")
+    place = f"  by {view.order}{place}"
+    known = KEYS if len(KEYS + place) <= width else KEYS_IN_BRIEF
+    keys = text(known + place, "reverse")
+    if view.prompt is not None:
+        keys = text(view.prompt.line(status), "bold reverse yellow")
+    elif view.told:
+        keys = text(view.told, "bold reverse")
     for line in (top, keys):
         line.truncate(width, overflow="ellipsis", pad=True)
     return Group(top, *shown, keys)
 
 
-def render_body(status: NodeStatus, order: str, width: int) -> Iterator[Text | Table]:
+def render_body(
+    status: NodeStatus,
+    order: str,
+    width: int,
+    history: Callable[[DeviceStatus, int], str] | None = None,
+) -> Iterator[Text | Table]:
     """Yield the devices and all tables, from top to bottom."""
-    yield from device_lines(status.devices, width)
+    yield from device_lines(status.devices, width, history)
     holders = {
         (holder.pid, holder.task): holder
         for device in status.devices
@@ -349,6 +481,8 @@ def top(address: str, interval: float) -> int:
       q                 quit
       p                 pause, and go on
       s                 sort tasks by number, name, memory or time
+      c                 cancel a task: its number, Enter, then y
+      x                 kill an actor, likewise
       j k, arrows       scroll by a line; space and b by a page, g and G to the ends
 
     \b
@@ -382,6 +516,8 @@ class Top:
         self._screen = live(is_whole_screen=True)
         self._loop = asyncio.get_running_loop()
         self._keyboard: Keyboard | None = None
+        self._history = BusyHistory()
+        self._stopping: asyncio.Task[None] | None = None
         if sys.stdin.isatty():
             self._keyboard = Keyboard(sys.stdin.fileno(), self._loop, self._press)
 
@@ -391,7 +527,7 @@ class Top:
         Raises:
             AiogpuError: the node cannot be asked any more.
         """
-        self._seen = await self._node.status()
+        self._see(await self._node.status())
         asking = self._loop.create_task(self._ask())
         asking.add_done_callback(lambda _: self._changed.set())
         try:
@@ -411,7 +547,9 @@ class Top:
         finally:
             self._leave()
             asking.cancel()
-            await asyncio.wait([asking])
+            if self._stopping is not None:
+                self._stopping.cancel()
+            await asyncio.wait([asking, *filter(None, [self._stopping])])
         return self._code
 
     def _draw(self) -> None:
@@ -419,7 +557,10 @@ class Top:
         is_late = age > LATE + self._interval and not self._view.is_paused
         note = f"no answer for {span(age)}" if is_late else ""
         size = self._screen.console.size
-        drawn = render_screen(self._seen, self._view, size.width, size.height, note)
+        drawn = render_screen(
+            *(self._seen, self._view, size.width, size.height, note),
+            lambda device, room: self._history.line(device, room, self._seen_at),
+        )
         self._screen.update(drawn, refresh=True)
 
     async def _ask(self) -> None:
@@ -427,12 +568,32 @@ class Top:
         while True:
             await asyncio.sleep(self._interval)
             if not self._view.is_paused:
-                self._seen = await self._node.status()
-                self._seen_at = time.monotonic()
+                self._see(await self._node.status())
                 self._changed.set()
+
+    def _see(self, status: NodeStatus) -> None:
+        self._seen, self._seen_at = status, time.monotonic()
+        self._history.note(status, self._seen_at)
 
     def _press(self, key: str) -> None:
         self._view.press(key)
+        prompt = self._view.prompt
+        if prompt is not None and prompt.is_confirmed:
+            self._view.prompt = None
+            if self._stopping is not None and not self._stopping.done():
+                self._view.told = "the node has not answered the last one yet"
+                return
+            stop = self._stop_one(prompt.what, int(prompt.number))
+            self._stopping = self._loop.create_task(stop)
+        self._changed.set()
+
+    async def _stop_one(self, what: str, number: int) -> None:
+        """Cancel a task or kill an actor, and say what was done."""
+        try:
+            self._view.told = await stop_one(self._node, what, number)
+        except (click.ClickException, aiogpu.AiogpuError, TimeoutError) as error:
+            told = error.message if isinstance(error, click.ClickException) else error
+            self._view.told = str(told) or "the node has not answered"
         self._changed.set()
 
     def _enter(self) -> None:

@@ -340,6 +340,8 @@ class Holdings:
                 *(reading.used, reading.utilisation, reading.others),
                 None if reading is UNSEEN else max(0.0, self.now - reading.seen),
                 reading.unknown,
+                reading.temperature,
+                reading.power,
             )
             for index, (device, reading) in enumerate(
                 zip(devices.devices, readings, strict=True)

@@ -49,6 +49,8 @@ class Observed:
         workers: bytes that each worker uses with its descendants, by worker id.
         outgrown: the workers that use more than was reserved for them.
         unknown: which of these values could not be read and why, None if all could.
+        temperature: degrees Celsius, None if unknown.
+        power: watts that it draws, None if unknown.
     """
 
     seen: float
@@ -58,6 +60,8 @@ class Observed:
     workers: Mapping[int, int] = field(default_factory=dict)
     outgrown: frozenset[int] = frozenset()
     unknown: str | None = None
+    temperature: int | None = None
+    power: float | None = None
 
 
 Observations = Mapping[tuple[str, int], Observed]
@@ -126,6 +130,8 @@ class DeviceStatus:
         seen: seconds since the last reading, None without one: the device is logical,
             or its driver cannot be asked.
         unknown: which of these values could not be read and why, None if all could.
+        temperature: degrees Celsius, None where its driver does not say.
+        power: watts that it draws, None where its driver does not say.
     """
 
     kind: str
@@ -144,6 +150,8 @@ class DeviceStatus:
     others: tuple[OtherProcess, ...] | None = None
     seen: float | None = None
     unknown: str | None = None
+    temperature: int | None = None
+    power: float | None = None
 
 
 _HOLD_NOTHING: Final = frozenset({TaskState.WAITING.value, TaskState.EXPECTING.value})
@@ -833,8 +841,16 @@ def _readings(device: DeviceStatus) -> Sequence[str]:
         memory_use(device.used, device.memory),
         f"{amount(device.memory_reserved)} reserved" if device.memory_reserved else "",
         "" if device.utilisation is None else f"{device.utilisation} % busy",
+        heat_and_power(device),
         f"seen {span(device.seen or 0.0)} ago" if is_stale else "",
     )
+
+
+def heat_and_power(device: DeviceStatus) -> str:
+    """The temperature and the power, as far as known: "63 °C 287 W"."""
+    heat = "" if device.temperature is None else f"{device.temperature} °C"
+    power = "" if device.power is None else f"{device.power:.0f} W"
+    return " ".join(filter(None, (heat, power)))
 
 
 def _holder_cells(holder: Holder) -> Sequence[str]:

@@ -348,8 +348,8 @@ def _span(
 ) -> Span:
     from aiogpu.observe.trace import Span
 
-    ended = entry.ended + epoch
-    times = entry.since + epoch, ended - entry.seconds, ended
+    queued, ended = entry.since + epoch, entry.ended + epoch
+    times = queued, max(queued, ended - entry.seconds), ended
     whose = entry.task, entry.name, entry.client
     return Span(*whose, worker, pid, devices, *times, entry.outcome)
 

@@ -24,7 +24,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
-from aiogpu.core.model.text import printable
 from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
 from aiogpu.runtime.directories import remove_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
@@ -254,6 +253,8 @@ class Supervisor:
         """Write a failure of another program's task to the log, if there is one."""
         log = None if self.clients is None else self.clients.routes.log
         if log is not None:
+            from aiogpu.core.model.text import printable
+
             for line in text.splitlines():
                 log.write(client, task, 2, printable(label), line)
 

@@ -67,6 +67,8 @@ BUSY = NodeStatus(
             ),
             used=10 * GIB,
             utilisation=87,
+            temperature=63,
+            power=286.5,
             others=(OtherProcess(13, "Xorg", 2 * GIB),),
             seen=0.4,
         ),

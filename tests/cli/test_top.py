@@ -10,7 +10,15 @@ import pytest
 from rich.cells import cell_len
 
 from aiogpu.cli.tables import plain
-from aiogpu.cli.top import ORDERS, KeyDecoder, View, render_screen, sorted_tasks
+from aiogpu.cli.top import (
+    LEVELS,
+    ORDERS,
+    BusyHistory,
+    KeyDecoder,
+    View,
+    render_screen,
+    sorted_tasks,
+)
 from aiogpu.observe.status import Holder
 from tests.cli.pictures import BUSY, IDLE, LONG
 from tests.cli.screens import PROMPT, Screen
@@ -19,7 +27,7 @@ from tests.cli.screens import PROMPT, Screen
 def test_a_screen() -> None:
     assert drawn(View(), 90, 34) == [
         "aiogpu  CPU 4/8, GPU 0.25/3; 3 workers; 3 running, 3 waiting",
-        "GPU 0  █████████░░░ 0.75 held  ██░░░░ 10 GiB/40 GiB  87 % busy",
+        "GPU 0  █████████░░░ 0.75 held  ██░░░░ 10 GiB/40 GiB  87 % busy  63 °C 286 W",
         "       0.5 Model 'serve'  0.25 train  not ours: Xorg 13",
         "GPU 1  ████████████    1 held  ░░░░░░ 0/40 GiB   0 % busy",
         "       1 whole",
@@ -56,14 +64,14 @@ def test_a_screen() -> None:
         "  AGO  TASK  NAME   PROGRAM        ERROR             SAYS",
         "2.0 s     6  load                  OutOfMemoryError  no room left",
         " 75 s     5  train  train.py 4711  ValueError        no such key",
-        "q quit  p pause  s sort  j/k scroll  by number",
+        "q quit  p pause  s sort  j/k scroll  c cancel  x kill  by number",
     ]
 
 
 def test_a_wide_screen_has_long_bars_and_names() -> None:
     assert drawn(View(), 140, 24)[1] == (
         "GPU 0  ██████████████████░░░░░░ 0.75 held  ███░░░░░░░░░ 10 GiB/40 GiB  "
-        "██████████░░  87 % busy  NVIDIA A100-SXM4-40GB"
+        "██████████░░  87 % busy  63 °C 286 W  NVIDIA A100-SXM4-40GB"
     )
 
 
@@ -74,7 +82,7 @@ def test_scrolling_stays_within_the_picture() -> None:
     for key, offset in (
         *(("k", 0), ("j", 1), ("down", 2), ("up", 1), (" ", 11), ("page down", 21)),
         *(("b", 11), ("page up", 1), ("G", 119), ("j", 119), ("home", 0), ("end", 119)),
-        *(("x", 119), ("g", 0)),
+        *(("z", 119), ("g", 0)),
     ):
         view.press(key)
         assert view.offset == offset, key
@@ -154,6 +162,42 @@ def test_keys_pause_quit_and_sort() -> None:
     assert view.has_ended
 
 
+def test_c_and_x_ask_for_a_number_and_for_a_y() -> None:
+    for keys, line, is_confirmed in (
+        ("c", "cancel task number: _", False),
+        ("c12\x7f", "cancel task number: 1_", False),
+        ("c\n", "q quit", False),
+        ("c1q", "q quit", False),
+        ("x1\r", "kill Model 'serve' (actor 1)?", False),
+        ("c7\n", "cancel train (task 7)?", False),
+        ("c7\ny", "cancel train (task 7)?", True),
+        ("c7\nn", "q quit", False),
+        ("c99\n", "cancel task 99?", False),
+        ("c" + "1" * 99, f"cancel task number: {'1' * 18}_", False),
+    ):
+        view = View()
+        for key in keys:
+            view.press(key)
+        assert drawn(view, 100)[-1].startswith(line), keys
+        confirmed = view.prompt is not None and view.prompt.is_confirmed
+        assert (confirmed, view.has_ended) == (is_confirmed, False), keys
+
+
+def test_the_last_minute_of_a_device_is_drawn() -> None:
+    history, gpu = BusyHistory(), BUSY.devices[0]
+
+    def note(now: float, busy: int) -> None:
+        device = replace(gpu, utilisation=busy)
+        history.note(replace(BUSY, devices=(device,)), now)
+
+    assert history.line(gpu, 6, 100.0) == " " * 6
+    for now, busy in ((39.0, 100), (41.0, 0), (75.0, 100), (79.0, 0), (99.5, 99)):
+        note(now, busy)
+    assert history.line(gpu, 6, 100.0) == "▁  ▅ █"
+    shown = render_screen(BUSY, View(), 140, 24, "", lambda *_: "▁  ▅ █")
+    assert list(plain(shown, 140))[1].endswith("40GB  ▁  ▅ █")
+
+
 # In a terminal.
 
 TOP = "$python -m tests.cli.pictures"
@@ -180,8 +224,20 @@ def check_restored(terminal: Screen) -> None:
 
 def test_what_is_on_the_screen_its_keys_and_the_way_out(terminal: Screen) -> None:
     begin(terminal, "busy")
-    wanted = drawn(View())
-    terminal.until(lambda lines: [line.rstrip() for line in lines] == wanted)
+    history = f" {LEVELS}"  # at the end of a line
+
+    def plainly(lines: list[str]) -> list[str]:
+        return [line.rstrip(history) for line in lines]
+
+    wanted = plainly(drawn(View()))
+    terminal.until(lambda lines: plainly(lines) == wanted)
+    terminal.has(LEVELS[0])
+    terminal.send("c", "7", "Enter")
+    terminal.has("cancel train (task 7)?")
+    terminal.send("y")
+    terminal.has("cancelled train (task 7)")
+    terminal.send("x", "8", "Enter", "y")
+    terminal.has("whole is held by the program")
     terminal.send("G", "s")
     terminal.has("by name  11-32 of 32")
     terminal.send("p")

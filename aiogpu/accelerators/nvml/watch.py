@@ -1,4 +1,4 @@
-"""Samples a GPU by NVML: processes, memory in use, utilisation.
+"""Samples a GPU by NVML: processes, memory in use, utilisation, temperature and power.
 
 NVML blocks, so one thread alone uses this module. NVML stays open until `close`,
 because starting it may take seconds. Drivers back to 440 are supported: a call that is
@@ -31,6 +31,14 @@ LISTS: Final = (
     "nvmlDeviceGetMPSComputeRunningProcesses",
     "nvmlDeviceGetGraphicsRunningProcesses",
 )
+METERS: Final[dict[str, Callable[[Any, object], float]]] = {
+    "utilisation": lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+    "temperature": lambda nvml, handle: nvml.nvmlDeviceGetTemperature(
+        handle, nvml.NVML_TEMPERATURE_GPU
+    ),
+    "power": lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+}
+"""How percent, degrees Celsius and watts are read, in the order of `Sample`."""
 VERSIONS: Final = ("_v3", "_v2")
 """Versions of each list, newest first; drivers before 510 and 450 lack them."""
 ATTEMPTS: Final = 3
@@ -51,7 +59,7 @@ class NvmlWatch:
         self._handles: dict[str, Any] = {}
         # The version of a list that a device supports; None if it supports none.
         self._versions: dict[tuple[str, str], str | None] = {}
-        self._not_metered: set[str] = set()
+        self._not_metered: set[tuple[str, str]] = set()
         self._looked_at: set[str] = set()
         self._losses: dict[str, int] = {}  # how often in a row each was lost
         self._is_foreign = False
@@ -200,7 +208,7 @@ class NvmlWatch:
             living,
             self._reads_pids,
             self._used(nvml, handle),
-            self._utilisation(nvml, uuid, handle),
+            *(self._metered(nvml, uuid, name, handle) for name in METERS),
         )
 
     def _note_foreign(
@@ -254,11 +262,12 @@ class NvmlWatch:
             return None
         return used
 
-    def _utilisation(self, nvml: ModuleType, uuid: str, handle: object) -> int | None:
-        if uuid in self._not_metered:
+    def _metered(self, nvml: ModuleType, uuid: str, name: str, handle: object) -> Any:
+        """Return a reading on which nothing depends; None where there is none."""
+        if (uuid, name) in self._not_metered:
             return None
         try:
-            percent: int = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            return METERS[name](nvml, handle)
         except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_Uninitialized):
             raise
         except (
@@ -266,11 +275,10 @@ class NvmlWatch:
             nvml.NVMLError_NotSupported,
             nvml.NVMLError_NoPermission,
         ):
-            self._not_metered.add(uuid)  # MIG instances, and GPUs in MIG mode
+            self._not_metered.add((uuid, name))  # MIG instances, and GPUs in MIG mode
             return None
         except nvml.NVMLError:
-            return None  # Nothing depends on it, so the sample stays valid.
-        return percent
+            return None
 
 
 def _read(

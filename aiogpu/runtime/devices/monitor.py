@@ -329,6 +329,8 @@ class DeviceMonitor:
                 seen=when,
                 used=sample.used,
                 utilisation=sample.utilisation,
+                temperature=sample.temperature,
+                power=sample.power,
                 others=found.others,
                 workers={worker: use.memory for worker, use in found.workers.items()},
                 outgrown=self.guard.check(key, found.workers, self._feed),

@@ -269,6 +269,30 @@ int nvmlDeviceGetUtilizationRates(Handle handle, Utilization *to)
     return SUCCESS;
 }
 
+int nvmlDeviceGetTemperature(Handle handle, unsigned sensor, unsigned *to)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    if (code) return code;
+    if (d->temperature < 0 || sensor != 0) return NOT_SUPPORTED;
+    *to = (unsigned)d->temperature;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetPowerUsage(Handle handle, unsigned *milliwatts)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    if (code) return code;
+    if (d->power < 0) return NOT_SUPPORTED;
+    *milliwatts = (unsigned)d->power;
+    return SUCCESS;
+}
+
 int nvmlDeviceGetCudaComputeCapability(Handle handle, int *major, int *minor)
 {
     State s;

@@ -47,6 +47,8 @@ class StubGpu:
             while the process lives, and so long after its end.
         capability: the compute capability.
         utilisation: percent; None where it is not supported.
+        temperature: degrees Celsius, likewise.
+        power: milliwatts, likewise.
         action: what has to be done to recover, as a number of NVML's; None where it
             cannot tell.
         mig: its instances, in MIG mode; None without MIG mode.
@@ -63,6 +65,8 @@ class StubGpu:
     lingering: tuple[tuple[int, int, float], ...] = ()
     capability: tuple[int, int] = (8, 0)
     utilisation: int | None = 0
+    temperature: int | None = None
+    power: int | None = None
     action: int | None = 0
     mig: tuple[StubMig, ...] | None = None
 
@@ -71,8 +75,11 @@ class StubGpu:
         major, minor = self.capability
         action = -1 if self.action is None else self.action
         lines = [f"capability {index} {major} {minor}", f"action {index} {action}"]
-        if self.utilisation is not None:
-            lines.append(f"utilisation {index} {self.utilisation}")
+        lines += [
+            f"{word} {index} {value}"
+            for word in ("utilisation", "temperature", "power")
+            if (value := getattr(self, word)) is not None
+        ]
         if self.mig is not None:
             lines.append(f"mig_mode {index}")
         lines += [f"process {index} {pid} {size}" for pid, size in self.processes]

@@ -6,6 +6,8 @@
  *   device UUID PCI TOTAL USED NAME    the name is the rest of the line
  *   capability INDEX MAJOR MINOR       of a device named before, as all INDEX are
  *   utilisation INDEX PERCENT          not supported where it is not told
+ *   temperature INDEX DEGREES          the same
+ *   power INDEX MILLIWATTS             the same
  *   action INDEX CODE                  what has to be done to recover; -1: no word
  *   link INDEX INDEX                   NVLink joins the two
  *   mig_mode INDEX                     the GPU is in MIG mode, perhaps without instance
@@ -60,7 +62,7 @@ typedef unsigned long long Bytes;
 typedef struct {
     char uuid[TEXT], pci[TEXT], name[TEXT];
     Bytes total, used;
-    int lost, gone, forbidden, mig, major, minor, utilisation, action;
+    int lost, gone, forbidden, mig, major, minor, utilisation, temperature, power, action;
     uint32_t links; /* a bit for each device */
 } Device;
 
@@ -177,6 +179,10 @@ static int read_detail(State *s, const char *line)
     if (found == 2) return 0;
     if (!strcmp(word, "utilisation"))
         d->utilisation = a;
+    else if (!strcmp(word, "temperature"))
+        d->temperature = a;
+    else if (!strcmp(word, "power"))
+        d->power = a;
     else if (!strcmp(word, "action"))
         d->action = a;
     else if (!strcmp(word, "link") && 0 <= a && a < s->devices) {
@@ -192,7 +198,7 @@ static int read_detail(State *s, const char *line)
 
 static int read_line(State *s, const char *line)
 {
-    Device d = {.utilisation = -1};
+    Device d = {.utilisation = -1, .temperature = -1, .power = -1};
     Instance m = {0};
     Failure f = {0};
     Xid x = {0};

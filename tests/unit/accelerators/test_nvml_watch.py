@@ -201,6 +201,24 @@ result += [busy(5, fail={{"nvmlDeviceGetUtilizationRates": 999}}), told()[3]]
     ]
 
 
+def test_temperature_and_power_are_read_where_there_are_sensors(
+    nvml: StubNvml,
+) -> None:
+    snippet = f"""{WATCH}
+def read(first, **how):
+    nvml.write([first, StubGpu(ONE)], **how)
+    seen = [watch.look(device(uuid)) for uuid in (ZERO, ONE)]
+    return [(one.temperature, one.power, one.utilisation) for one in seen]
+result = [read(StubGpu(ZERO, temperature=63, power=286_500))]
+result += [read(StubGpu(ZERO, power=1), fail={{"nvmlDeviceGetPowerUsage": 999}})]
+"""
+    nvml.write(gpus(2))
+    assert nvml.run(snippet) == [
+        [[63, 286.5, 0], [None, None, 0]],
+        [[None, None, 0], [None, None, 0]],
+    ]
+
+
 def test_an_instance_is_looked_at_by_itself(nvml: StubNvml) -> None:
     first, second = migs(2)
     first = replace(first, used=7, processes=((DEAD, 3),))
