@@ -16,7 +16,6 @@ from benchmarks.field.process import FLOOR, FailedError, LateError, SystemProces
 from benchmarks.field.results import (
     FAMILIES,
     Ratio,
-    amount,
     conclusion,
     lines,
     overview,
@@ -127,15 +126,6 @@ def test_whatever_happens_a_system_leaves_nothing(how, error, words):
     assert not set(descendants()) - before
 
 
-def test_a_system_that_was_late_twice_is_asked_nothing_more():
-    run = Run([WORKLOADS["call"]], ["aiogpu"], QUICK)
-    run.late["aiogpu"] = 2
-    run.run(lambda _: None)
-    assert [entry.why for entry in run.entries] == [
-        "left out: it was late 2 times before"
-    ]
-
-
 def entry(system: str, *turns: float, why: str = "", workload: str = "call") -> Any:
     name = WORKLOADS[workload].metrics[0].name
     return Entry(workload, system, [{name: [turn]} for turn in turns], ["a note"], why)
@@ -182,22 +172,6 @@ def test_every_peer_counts_once_and_losses_are_listed():
     assert "| 30 ms (**1,000**) | - |" in calls
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (None, "s", ""),
-        (0.0, "s", "0 s"),
-        (123.4e-6, "s", "123 µs"),
-        (1.234e-3, "s", "1.23 ms"),
-        (2e-9, "s", "0.002 µs"),
-        (692.1, "B", "692 B"),
-        (12_345, "B", "12.3 KB"),
-    ],
-)
-def test_a_figure_has_the_unit_in_which_it_is_read(value, unit, text):
-    assert amount(value, unit) == text
-
-
 def test_an_earlier_run_is_put_on_a_page(tmp_path):
     file, page = tmp_path / "run.json", tmp_path / "page.md"
     machine = {"cpu": "Abacus", "cores": 2, "usable_cores": 2, "kernel": "6"}
@@ -221,13 +195,6 @@ def test_an_earlier_run_is_put_on_a_page(tmp_path):
         *("Of 4 comparisons", "not supported: a / in its reason", "### Floors"),
     ):
         assert words in text
-
-
-def test_a_system_that_is_asked_for_must_be_installed(monkeypatch):
-    monkeypatch.setattr("benchmarks.field.systems.find_spec", lambda _: None)
-    done = CliRunner().invoke(main, ["call", "--system", "loky"])
-    assert done.exit_code == 1
-    assert "loky is not installed; pip install 'aiogpu[bench]'" in done.output
 
 
 def test_metrics_are_unique_and_the_page_names_all_workloads():

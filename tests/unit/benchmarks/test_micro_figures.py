@@ -19,11 +19,10 @@ from benchmarks.floors import (
     first_core,
     open_floor,
     open_floor_apart,
-    open_floors,
     pinned_to,
     second_core,
 )
-from benchmarks.forks import open_forks, zygote_image
+from benchmarks.forks import zygote_image
 from benchmarks.micro import backlog
 from benchmarks.micro.__main__ import BENCHMARKS
 from benchmarks.micro.backlog import LoopMonitor, rows_of
@@ -31,22 +30,15 @@ from benchmarks.micro.isolation import in_script
 from benchmarks.micro.rows import (
     Goal,
     Scale,
-    judge,
     rate_row,
-    slow_floor,
-    slowest_row,
     table,
     time_row,
 )
 from benchmarks.processes import (
-    cpu_time,
     descendants,
-    private_memory,
-    reset_peak_memory,
-    status_bytes,
 )
 from benchmarks.report import fill_page
-from benchmarks.timing import Pair, alternate, one_at_a_time, percentile, rotate
+from benchmarks.timing import Pair, alternate, rotate
 from tests.support.program import environment
 
 ROOT = Path(__file__).parents[3]
@@ -115,40 +107,6 @@ def test_a_ratio_is_held_against_its_goal(workload, verdict):
     assert verdict in table([row])
 
 
-@pytest.mark.parametrize(
-    ("floor", "workload", "verdict"),
-    [
-        (200, 500, "met"),
-        (200, 501, "not met"),
-        (250, 500, "met"),
-        (251, 500, "INVALID: the floor is below 80 k/s; the machine is busy"),
-    ],
-)
-def test_a_rate_is_held_against_a_valid_floor(floor, workload, verdict):
-    goal = Goal(0.4, "x floor", is_least=True)
-    row = rate_row("x", "calls/s", pair(floor, workload), 20, goal, FULL)
-    assert row.verdict == verdict
-    assert row.goal == ">= 0.4 x floor"
-    assert row.p50 == pytest.approx(20e6 / workload)
-    assert row.ratio == pytest.approx(floor / workload)
-
-
-def test_a_slow_floor_makes_a_run_invalid():
-    assert slow_floor([[30_000]]) == ""
-    fault = slow_floor([[31_000]])
-    assert judge(1, Goal(2, "x"), FULL, fault).startswith("INVALID: the floor's p50")
-    assert judge(1, None, FULL) == "no goal"
-    assert "too few calls" in judge(1, Goal(2, "x"), QUICK)
-
-
-@pytest.mark.parametrize(("slowest", "verdict"), [(50, "met"), (51, "not met")])
-def test_a_goal_for_all_is_held_against_the_slowest(slowest, verdict):
-    goal = Goal(50, "ms")
-    row = slowest_row("x", [MS] * 19 + [slowest * MS], goal, FULL, "y")
-    assert (row.p50, row.p99, row.verdict) == (1, slowest, verdict)
-    assert row.note == f"slowest of 20: {slowest}.0 ms; y"
-
-
 def test_the_figure_is_the_median_of_the_ratios_of_blocks():
     uneven = Pair([[10], [20], [1000]], [[20], [40], [1000]])
     assert (uneven.ratio, uneven.added) == (2, 10)
@@ -156,11 +114,6 @@ def test_the_figure_is_the_median_of_the_ratios_of_blocks():
         "x", "", Pair([[10], [20], [10]], [[20], [80], [100]]), 1, None, FULL
     )
     assert (row.ratio, row.note) == (0.25, "blocks 0.10 to 0.50")
-
-
-def test_percentiles_are_over_all_blocks():
-    blocks = [list(range(50)), list(range(50, 100))]
-    assert [percentile(blocks, n) for n in (0, 50, 99, 100)] == [0, 50, 99, 99]
 
 
 async def test_all_take_turns_after_a_warm_up():
@@ -210,22 +163,6 @@ async def test_a_floor_is_another_process_that_answers_every_call(kind):
         assert answers == [None] * 100
         assert running(kind)
     assert not running(kind)
-
-
-@pytest.mark.either_loop
-async def test_a_stream_floor_sends_as_many_items_as_are_asked_for():
-    async with open_floor("stream") as floor:
-        for count in (1, 100):
-            await floor.items(count)
-
-
-@pytest.mark.either_loop
-async def test_each_of_many_floors_is_a_process_of_its_own():
-    async with open_floors(3) as floors:
-        for number in range(4):
-            answers = await asyncio.gather(*(floor.call(number) for floor in floors))
-            assert answers == [None] * 3
-        assert len(running("blocking")) == 1 + 3
 
 
 @pytest.mark.either_loop
@@ -280,39 +217,12 @@ async def test_the_image_that_is_forked_is_the_zygotes(preload):
     assert 0.8 < of_image / of_worker < 1.25
 
 
-async def test_forks_are_counted_one_by_one_or_together():
-    with open_forks() as forks:
-        samples = await forks.fork(5)
-        (each,) = await forks.fork_mean(5)
-    assert len(samples) == 5
-    assert all(sample > 0 for sample in [*samples, each])
-    assert len(await one_at_a_time(lambda _: asyncio.sleep(0), 3)) == 3
-
-
 def test_a_function_in_a_script_travels_by_value():
     assert b"benchmarks" in cloudpickle.dumps(tasks.noop)
     for function in (tasks.noop, tasks.use_numpy, tasks.spin, tasks.hang):
         sent = cloudpickle.dumps(in_script(function))
         assert sent.count(b"benchmarks.tasks") == 0
         assert cloudpickle.loads(sent).__name__ == function.__name__
-
-
-def test_memory_and_time_of_processes_are_read():
-    reset_peak_memory()
-    before = status_bytes("VmRSS")
-    bytearray(64 << 20)[:] = b"x" * (64 << 20)
-    assert status_bytes("VmHWM") - before >= 64 << 20
-    with subprocess.Popen(
-        [sys.executable, "-c", "x = b'x' * (9 << 20); print(1, flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdout.readline()
-        assert child.pid in descendants()
-        assert 9 << 20 < private_memory([child.pid]) < 1 << 30
-        assert cpu_time([child.pid]) >= 0
-        child.communicate(b"\n")
-    assert child.pid not in descendants()
 
 
 class Clock:
@@ -357,23 +267,6 @@ async def test_the_longest_turn_of_the_loop_counts(clock):
     with monitor.watch() as hold:
         clock.now += 9 * MS  # held until the end
     assert hold.longest == 9 * MS
-
-
-async def test_of_the_users_calls_only_the_longest_counts_and_what_they_leave(clock):
-    loop, monitor = asyncio.get_running_loop(), LoopMonitor()
-    with monitor.watch() as hold:
-        monitor.call(clock.holding(2), range(50))
-        await asyncio.sleep(0)
-    assert (hold.longest, hold.calls, hold.whole) == (2 * MS, 100 * MS, 100 * MS)
-
-    def put_off(_number):
-        loop.call_soon(clock.holding(1))
-
-    with monitor.watch() as hold:
-        monitor.call(put_off, range(30))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    assert hold.longest == 30 * MS
 
 
 @pytest.mark.parametrize(

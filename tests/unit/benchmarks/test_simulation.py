@@ -12,7 +12,6 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.units import UNIT
 from benchmarks.simulation.__main__ import compare, main
 from benchmarks.simulation.policies import (
-    GPUS_PER_NODE,
     FirstFit,
     NodesFirstFit,
     RayPolicy,
@@ -67,16 +66,6 @@ def test_every_task_runs_once_and_no_gpu_is_held_twice(policy):
     assert min(outcome.waits) >= 0
     assert set(checked.free) == {UNIT}
     assert outcome == simulate(TRACE, policy(TRACE))
-
-
-@pytest.mark.parametrize("policy", [NodesFirstFit, RayPolicy])
-def test_the_gpus_of_a_task_are_on_one_node(policy):
-    nodes = policy(TRACE)
-    size = next(i for i, each in enumerate(TRACE.classes) if each.amount == 4 * UNIT)
-    for task in range(GPUS_PER_NODE + 8):
-        nodes.submit(task, size, 0.0)
-    for _, gpus in nodes._held.values():
-        assert len({gpu // GPUS_PER_NODE for gpu in gpus}) == 1
 
 
 def test_under_aiogpus_policy_large_tasks_wait_for_a_bounded_time():

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 import aiogpu
-from benchmarks.soak import stacks, tasks
+from benchmarks.soak import tasks
 from benchmarks.soak.claims import Record
 from benchmarks.soak.monitor import Series
 from benchmarks.soak.operation import Account, Operation
 from benchmarks.soak.operations import OPERATIONS
 from benchmarks.soak.sandbox import LIMIT_VARIABLE, Sandbox
-from benchmarks.soak.scenarios import NO_WARNING, check_stderr
 from tests.support.program import ROOT, environment, start
 
 
@@ -74,15 +73,6 @@ async def test_what_hangs_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handle.cancelled(), "the others are not to wait for it"
 
 
-async def test_an_error_of_an_operation_is_noted() -> None:
-    async def wrong(one: Operation) -> None:
-        raise AssertionError("it does not hold")
-
-    account = Account()
-    await operation(account).run(wrong)
-    assert "it does not hold" in account.wrong[0]
-
-
 def test_a_share_that_is_held_twice_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,18 +109,6 @@ def test_a_claim_that_fails_once_has_failed(capsys: pytest.CaptureFixture[str]) 
     assert "figures: kills 3" in table
     assert "all is well       2  FAILED 1 x" in table
     assert record.as_json()["claims"]["all is well"]["checks"] == 2
-
-
-def test_a_warning_on_stderr_is_a_failure(tmp_path: Path) -> None:
-    sandbox, record = Sandbox(str(tmp_path)), Record()
-    with sandbox.open_stderr("quiet") as file:
-        file.write(b"what a task prints\n")
-    check_stderr(record, sandbox)
-    assert record.holds
-    with sandbox.open_stderr("loud") as file:
-        file.write(b"RuntimeWarning: coroutine 'f' was never awaited\n")
-    check_stderr(record, sandbox)
-    assert "never awaited" in record.claims[NO_WARNING].failures[0]
 
 
 async def test_a_file_that_is_left_is_found(tmp_path: Path) -> None:
@@ -234,10 +212,3 @@ def test_stacks_of_all_are_dumped_when_something_hangs(
     assert "(aiogpu-work" in stderr
     assert " in stands_still" in stderr, "the worker's"
     assert "benchmarks/soak/stacks.py" in stderr, "the program's own"
-
-
-async def test_outside_a_soak_no_process_is_signalled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(stacks.RUNTIME, raising=False)
-    assert await stacks.dump_all() == []
