@@ -140,7 +140,7 @@ def test_the_changelog_has_this_version():
 
 def test_each_guarantee_names_its_test():
     row = re.compile(r"^\| (?!fault \|)([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
-    page = PAGES["guarantees.md"]
+    page = PAGES["proofs.md"]
     rows = row.findall(page)
     assert len(rows) == page.count("\n| ") - page.count("\n| fault |") > 30
     assert [
