@@ -266,6 +266,13 @@ def hear(learning: Learning, **costs: int) -> bool:
     return learning.hear(tuple(costs), tuple(costs.values()))
 
 
+def test_a_costly_module_is_learnt_at_once() -> None:
+    learning = Learning(())
+    assert not hear(learning, cheap=DEAR - 1)
+    assert hear(learning, dear=DEAR)
+    assert learning.modules == ["dear"]
+
+
 def test_what_is_not_cheap_is_learnt_from_the_second_worker() -> None:
     learning = Learning(())
     assert not hear(learning, a=NOT_CHEAP, b=NOT_CHEAP - 1)
