@@ -111,6 +111,24 @@ def test_one_that_is_stopped_goes_on_from_what_it_has_saved(
     assert without_pids(first + told) + again == expected(program)
 
 
+def test_the_tour_of_the_commands() -> None:
+    """Its programs and commands are those of this environment."""
+    program = EXAMPLES / "20_commands.sh"
+    with box() as here:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        ran = subprocess.run(
+            ["sh", str(program)],
+            env={**here.variables, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        assert here.node is None
+    assert ran.returncode == 0, ran.stderr
+    assert (ran.stdout, ran.stderr) == (expected(program), "")
+
+
 def test_one_file_on_a_node() -> None:
     program = EXAMPLES / f"{ANYWHERE}.py"
     with box() as here:
@@ -138,8 +156,9 @@ def test_one_file_on_a_ray_cluster() -> None:
 
 def test_every_example_is_here() -> None:
     texts = {path.stem for path in (EXAMPLES / "expected").iterdir()}
-    assert {path.stem[:2] for path in PROGRAMS} == texts
-    assert len(PROGRAMS) == len(texts)
+    shown = [*PROGRAMS, *EXAMPLES.glob("*.sh")]
+    assert {path.stem[:2] for path in shown} == texts
+    assert len(shown) == len(texts)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
