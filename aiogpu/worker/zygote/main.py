@@ -111,7 +111,7 @@ class Zygote:
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
         # Late: `logging`, which cloudpickle needs as well, takes milliseconds.
-        from aiogpu.worker.records import handle_records
+        from aiogpu.worker.zygote.log_records import handle_records
 
         began = time.time_ns()
         handle_records()
