@@ -17,6 +17,7 @@ from aiogpu.wire.messages import Setup
 from aiogpu.worker.environment import Threads
 from aiogpu.worker.zygote import main as zygote
 from aiogpu.worker.zygote.bootstrap import Birth
+from aiogpu.worker.zygote.log_records import handle_records
 from aiogpu.worker.zygote.preload import Files, Imports, Preload
 
 held: Final[list[Any]] = [zygote]
@@ -42,6 +43,7 @@ def become(preload: list[str], learns: bool) -> None:
     )
     threads, imports = Threads(), Imports()
     pages = ControlPage.open(page)
+    handle_records()
     began = time.time_ns()
     driver = os.pidfd_open(os.getppid())
     if Preload(setup, _give_up, _leave, driver).run() is None:
