@@ -1,7 +1,8 @@
 """A sweep without an event loop, as it would be written for Ray.
 
 `aiogpu.sync` has the names of `aiogpu`, which are most of those that Ray's programs
-use. Results are taken as they come; an actor keeps what trials report.
+use: with `import ray` in place of its import, this file runs on Ray. Results are taken
+as they come; an actor keeps what trials report.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ def main() -> None:
         results = []
         while pending:
             (ended,), pending = ray.wait(pending)
-            results.append(ended.result())
+            results.append(ray.get(ended))
         for rate, loss in sorted(results):
             print(f"rate {rate}: loss {loss}")
         print("best:", ray.get(reports.best.remote()))

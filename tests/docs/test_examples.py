@@ -138,6 +138,26 @@ def test_one_file_on_a_node() -> None:
 
 
 @pytest.mark.ray
+def test_the_port_of_a_ray_program_is_one_line(tmp_path: Path) -> None:
+    """The example without an event loop, and the same on Ray itself."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
+    program = EXAMPLES / "15_without_a_loop.py"
+    source = program.read_text()
+    assert source.count("import aiogpu.sync as ray") == 1
+    before = tmp_path / "before.py"
+    before.write_text(source.replace("import aiogpu.sync as ray", "import ray"))
+    ran = subprocess.run(
+        [sys.executable, str(before)],
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (ran.stdout, ran.returncode) == (expected(program), 0), ran.stderr
+
+
+@pytest.mark.ray
 def test_one_file_on_a_ray_cluster() -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
     program = EXAMPLES / f"{ANYWHERE}.py"
