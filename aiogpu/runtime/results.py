@@ -132,12 +132,14 @@ class Results:
         call, task, reason = self._calls[effect.task], effect.task, effect.reason
         spec = call.func.spec
         match effect.failure:
-            case effects.Failure.EXPIRED | effects.Failure.OVERRUN:
-                self._note(task, call, TaskTimeoutError, reason)
-                if effect.failure is effects.Failure.EXPIRED:
-                    call.tell(too_late(spec, reason))
-                else:
-                    call.tell(overrun(spec.name, spec.run_timeout, reason))
+            case effects.Failure.EXPIRED:
+                told = f"its timeout of {spec.timeout:g} s: {reason}"
+                self._note(task, call, TaskTimeoutError, told)
+                call.tell(too_late(spec, reason))
+            case effects.Failure.OVERRUN:
+                told = f"its run_timeout of {spec.run_timeout:g} s: {reason}"
+                self._note(task, call, TaskTimeoutError, told)
+                call.tell(overrun(spec.name, spec.run_timeout, reason))
             case effects.Failure.LOST:
                 assert effect.worker is not None, effect
                 death = self.deaths[effect.worker]

@@ -658,7 +658,9 @@ def test_a_program_that_stops_concerns_its_own_tasks():
     w = World(cpus=4, config=PATIENCE)
     w.announce_stop(7)  # of a node that knows of no programs
     w.join(1)
+    w.announce_stop(7)  # one that has left, or never asked for a task
     w.join(2)
+    assert [one.id for one in w.scheduler.clients or ()] == [0, 1, 2]
     for client in (1, 2):
         w.submit(f"of {client}", client=client, stop_grace=3.0)
     w.submit("detached", client=1, is_detached=True)

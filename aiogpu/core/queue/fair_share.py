@@ -329,6 +329,10 @@ class Clients:
             client = self._by_id[id_] = Client(id_)
         return client
 
+    def find(self, id_: ClientId) -> Client | None:
+        """Return the record of a program; None if there is none."""
+        return self._by_id.get(id_)
+
     def portion_of(self, request: Request) -> DominantShare:
         """Return what a request is of the node."""
         portion = self._portions.get(request)

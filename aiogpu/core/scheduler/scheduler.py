@@ -636,9 +636,9 @@ class Scheduler(SchedulerState):
             if self.stops_since is None:
                 self.stops_since = self.now
             return
-        if self.clients is None:
-            return
-        program = self.clients.of(client)
+        program = None if self.clients is None else self.clients.find(client)
+        if program is None:
+            return  # it has had no tasks, or none any more
         if program.stops_since is None:
             program.stops_since = self.now
         for worker in self.workers:
