@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from aiogpu.api.actors.actor import kill as kill
     from aiogpu.api.actors.pool import ActorPool as ActorPool
     from aiogpu.api.actors.pool import typed as typed
+    from aiogpu.api.actors.queue import Queue as Queue
+    from aiogpu.api.actors.queue import QueueClosedError as QueueClosedError
+    from aiogpu.api.actors.queue import QueueEmptyError as QueueEmptyError
+    from aiogpu.api.actors.queue import QueueFullError as QueueFullError
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import method as method
@@ -34,10 +38,6 @@ if TYPE_CHECKING:
     from aiogpu.api.node import status as status
     from aiogpu.api.node import why as why
     from aiogpu.api.portal import from_thread as from_thread
-    from aiogpu.api.queue import Queue as Queue
-    from aiogpu.api.queue import QueueClosedError as QueueClosedError
-    from aiogpu.api.queue import QueueEmptyError as QueueEmptyError
-    from aiogpu.api.queue import QueueFullError as QueueFullError
     from aiogpu.api.reservation import lease as lease
     from aiogpu.api.reservation import placement as placement
     from aiogpu.api.results.handle import Handle as Handle
@@ -89,7 +89,12 @@ _MODULES = {
     "api.reservation": ("lease", "placement"),
     "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),
-    "api.queue": ("Queue", "QueueClosedError", "QueueEmptyError", "QueueFullError"),
+    "api.actors.queue": (
+        "Queue",
+        "QueueClosedError",
+        "QueueEmptyError",
+        "QueueFullError",
+    ),
     "api.run": ("run",),
     "api.decorator": ("method", "remote"),
     "errors": (

@@ -49,8 +49,8 @@ from typing import (
 from weakref import WeakSet
 
 from aiogpu.api import node as nodes
-from aiogpu.api import queue as queues
 from aiogpu.api.actors import pool as pools
+from aiogpu.api.actors import queue as queues
 from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
 from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
