@@ -41,7 +41,7 @@ def run(
                 shown.append(content["data"]["text/plain"])
             elif kind == "error":
                 shown.append(content["ename"])
-            if interrupt_at and interrupt_at in "".join(shown):
+            if kind == "stream" and interrupt_at and interrupt_at in content["text"]:
                 manager.interrupt_kernel()
 
         client.execute_interactive(code, timeout=LIMIT, output_hook=note)
