@@ -415,7 +415,7 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
 
     Args:
         handle: what `.remote()` gave, or a list of such.
-        timeout: seconds for all of them; None waits as long as it takes.
+        timeout: seconds for all of them, 0 to look only; None waits for ever.
 
     Returns:
         The result, or a list of results in the order of the handles.
@@ -524,7 +524,7 @@ def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
         return
     from aiogpu.api.portal import unwrap
 
-    portal.call(end, unwrap(actor), no_restart=no_restart)
+    portal.call(lambda: end(unwrap(actor), no_restart=no_restart))
 
 
 # Reservations.
@@ -585,6 +585,10 @@ if not TYPE_CHECKING:
 
         if name in _LATE:
             return getattr(import_module("aiogpu.api.portal"), name)
+        if name.endswith("Error"):  # as `ray.exceptions` has them
+            found = getattr(import_module("aiogpu"), name, None)
+            if isinstance(found, type):
+                return found
         usage_errors = import_module("aiogpu.api.usage_errors")
         raise usage_errors.no_such_name(name, __all__, module=__name__)
 

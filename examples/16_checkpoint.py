@@ -44,8 +44,8 @@ async def main() -> None:
     """Train; a SIGTERM ends this with exit code 143."""
     path, steps = Path(sys.argv[1]), int(sys.argv[2])
     async with aiogpu.init(num_gpus=1):
-        await train.remote(path, steps)
-        print("all steps are done")
+        done = await train.remote(path, steps)
+        print("all steps are done" if done == steps else f"{done} steps are done")
 
 
 if __name__ == "__main__":

@@ -694,6 +694,11 @@ def check_seconds(option: str, value: object) -> float:
     return check_duration(option, value, allowed, is_zero_allowed=False)
 
 
+def check_wait(option: str, value: object) -> float:
+    """Check for how long to wait, which may be 0; raises `OptionError`."""
+    return check_duration(option, value, "a number of seconds, 0 or more, such as 2.5")
+
+
 def duration(allowed: str) -> Check:
     """Return a check for a number of seconds, 0 or more."""
     return lambda option, value: check_duration(option, value, allowed)

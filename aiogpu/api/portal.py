@@ -55,7 +55,7 @@ from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
 from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
 from aiogpu.api.map import Results
-from aiogpu.api.options import check_seconds
+from aiogpu.api.options import check_wait
 from aiogpu.api.remote_function import RemoteFunction, kind_of
 from aiogpu.api.results import handle as handles
 from aiogpu.api.results.stream import IteratedOnce, Stream
@@ -481,6 +481,8 @@ def _post(
         return None
     try:
         payload = dump_arguments(name, args, kwargs)
+    except _OnlyOnLoopError:
+        return None
     except SerializationError as error:
         if isinstance(error.__cause__, _OnlyOnLoopError):
             return None
@@ -508,12 +510,20 @@ class _Proxy:
     _target: Any
 
     def __reduce__(self) -> Any:
+        return self._on_loop().__reduce__()
+
+    def _on_loop(self) -> Any:
+        """Return the object that this one stands for.
+
+        Raises:
+            MisuseError: this is another thread than the loop's.
+        """
         if not self._portal.is_here:
             raise _OnlyOnLoopError(
                 f"{self!r} can only be pickled as a part of what a task or an actor is "
                 f"given; pass on its value."
             )
-        return unwrap(self).__reduce__()
+        return self._target
 
 
 class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
@@ -530,6 +540,11 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         super().__init__()
         self._portal = portal
         self.task_name = task_name
+
+    @property
+    def __aiogpu_handle__(self) -> handles.Handle[T]:
+        """The handle of the loop; see `serialization.references.HANDLE_MARK`."""
+        return self._on_loop()  # type: ignore[no-any-return]
 
     def follow(self, made: handles.Handle[T]) -> Self:
         """Note the handle of the loop, on the loop."""
@@ -587,7 +602,7 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         """Wait for the task's result.
 
         Args:
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds, 0 to look only; None waits as long as it takes.
 
         Raises:
             Exception: what the task has raised, or what kept it from starting.
@@ -675,7 +690,7 @@ def completed(
         NodeError: the loop was closed, and will settle none of them.
     """
     if timeout is not None:
-        check_seconds("timeout", timeout)
+        check_wait("timeout", timeout)
     deadline = inf if timeout is None else time.monotonic() + timeout
     ended: SimpleQueue[Handle[Any]] = SimpleQueue()
     for one in found:

@@ -28,6 +28,7 @@ from typing import (
 )
 
 from aiogpu.api.options import (
+    CHECKS,
     MAX_BUFFERED,
     TaskOptions,
     merged,
@@ -100,9 +101,14 @@ class Parameters:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
+            told = ""
+            if given := [name for name in kwargs if name in CHECKS["task"]]:
+                told = (
+                    f" Options go before the call: .options({given[0]}=...).remote()."
+                )
             raise MisuseError(
                 f"{self._name}{self._signature} was called with wrong arguments: "
-                f"{error}."
+                f"{error}.{told}"
             ) from None
         self._accepted = shape
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aiogpu.client.current import current, method_called
 from aiogpu.worker.chunk import plain_name
@@ -30,6 +31,17 @@ class RuntimeContext:
     actor_id: int | None
     assigned_resources: Mapping[str, float]
     _accelerators: Mapping[str, tuple[int | str, ...]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            """Tell what to write in place of a getter of Ray's."""
+            hint = name.removeprefix("get_")
+            if name == "current_actor":
+                hint = "actor_id"
+            is_here = hint != name and hint in type(self).__slots__
+            told = f"; it is the attribute {hint!r}" if is_here else ""
+            raise AttributeError(f"the runtime context has no {name!r}{told}.")
 
     @property
     def is_stopping(self) -> bool:

@@ -21,7 +21,8 @@ PROTOCOL: Final = 5
 """The version of pickle's format; it is the first with buffers beside the stream."""
 
 HANDLE_MARK: Final = "__aiogpu_handle__"
-"""Attribute of the classes of handles, so that nothing here needs to import them."""
+"""Attribute of the classes of handles, so that nothing here needs to import them: True,
+or what gives the handle for which the object stands."""
 
 SHARED_FROM: Final = 1 << 18
 """Bytes of buffers, or of a pickle, from which on they go into shared memory: below
@@ -208,7 +209,11 @@ def extract_handles(
 ) -> tuple[tuple[object, ...], dict[str, object], dict[int | str, Any]]:
     """Return the arguments with None in place of handles, and the handles by place."""
     items: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
-    handles = {place: arg for place, arg in items if hasattr(type(arg), HANDLE_MARK)}
+    handles = {
+        place: arg if getattr(arg, HANDLE_MARK) is True else getattr(arg, HANDLE_MARK)
+        for place, arg in items
+        if hasattr(type(arg), HANDLE_MARK)
+    }
     if not handles:
         return args, kwargs, handles
     others = [None if index in handles else arg for index, arg in enumerate(args)]

@@ -207,6 +207,29 @@ def test_a_pool(node: Any) -> None:
         assert made.add.remote().result() == 6
         assert list(made.add.map([1, 1])) == [7, 8]
     assert pool.add.remote(0).result() in (0, 10, 20, 30)
+    # In the function as elsewhere, a handle arrives as its value.
+    one, two = sync.put(1), double.remote(1)
+    with sync.ActorPool(lambda: Counter.remote(0), 1) as made:
+        sums = made.map(lambda actor, k: actor.add.remote(one if k else two), [0, 1])
+        assert list(sums) == [2, 3]
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_names_and_mistakes_of_rays_programs(node: Any) -> None:
+    handle = wait_long.remote()
+    with pytest.raises(sync.TaskTimeoutError, match="did not end within 0 s"):
+        sync.get(handle, timeout=0)
+    with pytest.raises(aiogpu.errors.MisuseError, match=r"kill\(\)"):
+        sync.kill(handle)
+    handle.cancel()
+    assert sync.get(double.remote(1), timeout=60) == 2
+    assert sync.ActorDiedError is aiogpu.ActorDiedError
+    with pytest.raises(AttributeError, match="has no attribute 'NoSuchError'"):
+        _ = sync.NoSuchError
+    with pytest.raises(AttributeError, match="it is the attribute 'task_id'"):
+        sync.get_runtime_context().get_task_id()
+    with pytest.raises(TypeError, match=r"\.options\(num_gpus=\.\.\.\)\.remote"):
+        double.remote(1, num_gpus=1)
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)

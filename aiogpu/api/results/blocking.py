@@ -21,7 +21,7 @@ from typing import (
     TypeVar,
 )
 
-from aiogpu.api.options import check_seconds
+from aiogpu.api.options import check_wait
 from aiogpu.api.usage_errors import NotItsResult
 from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
 from aiogpu.core.mailbox import Window
@@ -680,7 +680,7 @@ def await_end(handles: list[BlockingHandle[Any]], timeout: float | None) -> None
     """Wait until all have ended; raise the error of one as soon as it has failed."""
     deadline = None
     if timeout is not None:
-        deadline = time.monotonic() + check_seconds("timeout", timeout)
+        deadline = time.monotonic() + check_wait("timeout", timeout)
     try:
         in_time = _all_have_ended(handles, deadline)
         for one in handles:

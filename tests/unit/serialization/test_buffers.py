@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import sys
+from array import array
 from types import ModuleType
 from unittest.mock import patch
 
@@ -16,6 +18,7 @@ from aiogpu.serialization import pickler
 from aiogpu.serialization.pickler import dump, dump_whole, measure
 from aiogpu.serialization.references import (
     SHARED_FROM,
+    STREAM_SHARED_FROM,
     PickledValue,
 )
 from aiogpu.serialization.serializer import (
@@ -137,6 +140,11 @@ def test_what_may_contain_more_than_numbers_is_pickled_by_cloudpickle(value):
     assert not are_numbers([1, value])
 
 
+def test_scalars_may_be_among_arrays_of_numbers():
+    assert are_numbers([1, "a", None, np.arange(3)])
+    assert are_numbers([])
+
+
 def test_numpy_is_not_loaded_by_a_look_at_something_else():
     """`importlib.util.LazyLoader` loads a module when it is asked for anything."""
 
@@ -146,6 +154,12 @@ def test_numpy_is_not_loaded_by_a_look_at_something_else():
 
     with patch.dict(sys.modules, numpy=Lazy("numpy")):
         assert not are_numbers([[1]])
+
+
+def test_a_program_may_pickle_arrays_its_own_way():
+    with patch.dict(copyreg.dispatch_table, {np.ndarray: lambda _: (str, ("mine",))}):
+        assert load(dump_result(NUMBERS["small"])) == "mine"
+        assert not are_numbers([NUMBERS["small"]])
 
 
 def test_without_numpy_there_are_no_arrays():
@@ -172,6 +186,11 @@ def test_arrays_of_any_shape_arrive(shape, dtype, is_fortran, step):
     assert again.dtype.newbyteorder("=") == values.dtype.newbyteorder("=")
     assert again.shape == values.shape
     assert (again == values).all()
+
+
+def test_objects_in_arrays_are_pickled_by_cloudpickle():
+    again = twice(np.array([lambda: 5], object))
+    assert again[0]() == 5
 
 
 # Buffers beside the stream
@@ -206,6 +225,16 @@ def test_an_array_arrives_as_a_read_only_view_of_its_buffer():
         again.flags.writeable = True
     memory[:8] = bytes(8)
     assert again[0] == 0
+
+
+def test_many_buffers_keep_their_order_and_none_may_be_missing():
+    arrays = [np.full(EDGE, index) for index in range(100)]
+    stream, buffers = dump({"all": arrays, "small": np.arange(3)})
+    assert len(buffers) == 100
+    again = load(memoryview(stream), iter(buffers))
+    assert [int(each[-1]) for each in again["all"]] == list(range(100))
+    with pytest.raises(pickle.UnpicklingError, match="buffers"):
+        load(stream, buffers[1:])
 
 
 def test_one_object_stays_one_and_two_views_of_one_array_become_two():
@@ -257,6 +286,19 @@ def test_a_long_pickle_is_large_without_any_buffer(value):
     assert (type(with_numbers), with_numbers.buffers) == (PickledValue, [])
 
 
+def test_a_long_pickle_is_shared_with_its_buffers():
+    large = numbers(EDGE)
+    short = dump_result([b"x", large])
+    long = dump_result([b"x" * STREAM_SHARED_FROM, large])
+    assert short.is_large
+    assert short.split() == ([memoryview(large).cast("B")], short.stream)
+    assert long.split() == ([memoryview(long.stream), *long.buffers], b"")
+    assert len(long.stream) < SHARED_FROM
+    alone = PickledValue(long.stream)
+    assert alone.is_plain
+    assert alone.split() == ([], long.stream)
+
+
 # Bytes and views
 
 
@@ -278,6 +320,16 @@ def test_a_view_arrives_as_a_read_only_view_of_any_size(size):
     assert type(again) is memoryview
     assert again.readonly
     assert bytes(again) == bytes(range(8)) * (size // 8)
+
+
+def test_a_large_view_is_not_copied():
+    stream, (buffer,) = dump(memoryview(array("d", bytes(SHARED_FROM))))
+    memory = bytearray(SHARED_FROM)
+    again = load(stream, [memoryview(memory)])
+    assert (again.format, again.shape) == ("d", (EDGE,))
+    assert buffer.nbytes == SHARED_FROM
+    memory[:8] = b"\xff" * 8
+    assert again[0] != 0
 
 
 @pytest.mark.parametrize(
@@ -310,3 +362,23 @@ def test_a_buffer_with_gaps_is_an_error():
     for pickled in (dump, measure, dump_whole):
         with pytest.raises(pickle.PicklingError, match="non-contiguous"):
             pickled(pickle.PickleBuffer(memoryview(bytes(SHARED_FROM))[::2]))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"x" * 1_000_000,
+        bytearray(1_000_000),
+        list(range(100_000)),
+        np.arange(10),
+        [np.arange(EDGE * 10), "a"],
+        memoryview(bytes(100_000)),
+        lambda: 1,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_size_is_that_of_stream_and_buffers(value):
+    stream, buffers = dump(value)
+    size = len(stream) + sum(buffer.nbytes for buffer in buffers)
+    assert abs(measure(value) - size) < 100

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import linecache
+import sys
 import threading
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import UserDict, defaultdict, deque, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
@@ -198,8 +202,25 @@ def test_the_path_leads_to_what_cannot_be_pickled(value, path):
     assert find(value) == path
 
 
+class Refusing:
+    def __reduce_ex__(self, protocol):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), StopIteration(), OSError()])
+def test_an_object_whose_reducer_raises_is_the_culprit(error):
+    refusing = Refusing()
+    refusing.error = error
+    assert find({"k": refusing}) == "it['k'] (a Refusing)"
+
+
 class Registered:
     """Pickled by a reducer in `copyreg`."""
+
+
+def test_the_path_leads_through_a_registered_reducer(monkeypatch):
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda it: (max, (1, LOCK)))
+    assert find(Registered()) == "it.__reduce__()[2] (a lock)"
 
 
 @pytest.mark.parametrize(
@@ -309,6 +330,20 @@ def test_the_path_leads_through_defaults_attributes_and_annotations():
     assert find(by_name) == "it.__kwdefaults__.b (a lock)"
     assert find(attribute) == "it.lock (a lock)"
     assert find(annotation) == "it.__annotations__.lock (a lock)"
+
+
+def test_the_path_leads_through_partials_and_bound_methods():
+    class Server:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def serve(self):
+            pass
+
+    assert find(Server().serve) == "it.__self__.lock (a lock)"
+    assert find(functools.partial(print, 1, LOCK)) == "it.args[1] (a lock)"
+    assert find(functools.partial(print, end=LOCK)) == "it.keywords['end'] (a lock)"
+    assert find(functools.partial(Server().serve)) == "it.func.__self__.lock (a lock)"
 
 
 def test_the_path_leads_through_a_class_of_the_program():
@@ -434,3 +469,30 @@ def test_a_warning_points_at_the_first_line_that_is_not_ours():
         __file__,
         'advise("slow")',
     )
+
+
+def test_where_all_is_ours_the_outermost_line_is_named(monkeypatch):
+    def frame():
+        return SimpleNamespace(f_globals={"__name__": "aiogpu.worker"}, f_back=None)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(sys, "_getframe", frame)
+        advise("slow")
+        monkeypatch.undo()
+    assert [str(each.message) for each in caught] == ["slow"]
+
+
+def test_frames_of_aiogpu_and_cloudpickle_are_passed_over_and_no_others():
+    space = {"__name__": "cloudpickle.cloudpickle", "advise": advise}
+    exec("def pickled(): advise('slow')", space)
+    inner = {"__name__": "aiogpu.api.remote_function", "pickled": space["pickled"]}
+    exec("def remote(): pickled()", inner)
+    with pytest.warns(AiogpuWarning) as caught:
+        inner["remote"]()
+    assert caught[0].filename == __file__
+    space = {"__name__": "aiogpuish.tasks", "advise": advise}
+    exec(compile("def f(): advise('slow')", "theirs.py", "exec"), space)
+    with pytest.warns(AiogpuWarning) as caught:
+        space["f"]()
+    assert caught[0].filename == "theirs.py"

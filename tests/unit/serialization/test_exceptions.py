@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copyreg
 import errno
 import threading
 import traceback
@@ -18,6 +19,7 @@ from aiogpu.errors import (
     RemoteTraceback,
     SerializationError,
     TaskError,
+    WorkerDiedError,
 )
 from aiogpu.serialization.exceptions import (
     DIED,
@@ -26,6 +28,7 @@ from aiogpu.serialization.exceptions import (
     UNREADABLE,
     UNSENDABLE,
     ChunkOutcome,
+    error_of,
     pack_failure,
     pack_own_error,
     unpack_failure,
@@ -35,9 +38,12 @@ from aiogpu.serialization.serializer import (
     RETRY_NONE,
     dump_result,
     dump_retried,
+    is_retried,
     load_result,
+    load_retried,
 )
 from aiogpu.wire.codec import FrameReader, encode
+from aiogpu.wire.messages import Failed
 
 NO_FRAME = "/no/such/folder/"
 
@@ -87,6 +93,13 @@ class Named(Exception):
         self.name = name
 
 
+class KeywordOnly(Exception):
+    def __init__(self, message, *, request):
+        super().__init__(message)
+        self.request = request
+        self.itself = self
+
+
 class Slotted(Exception):
     __slots__ = ("code", "never_set")
 
@@ -120,6 +133,35 @@ class Several(ExceptionGroup):
 
     def __init__(self, *codes):
         self.codes = codes
+
+
+class Restoring(Exception):
+    """Says itself what it is made of."""
+
+    def __init__(self, code):
+        super().__init__(code)
+        self.code = code
+
+    def __setstate__(self, state):
+        self.code = -state["code"]
+
+
+class Registered(Exception):
+    def __init__(self, code):
+        super().__init__(code)
+
+
+class Frozen(Exception):
+    """Takes no attribute from anybody, as a frozen dataclass does not."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class Covered(Exception):
+    """Hides the slot that its cause goes into."""
+
+    __cause__ = None
 
 
 # What arrives as itself
@@ -180,6 +222,13 @@ def test_an_exception_with_a_constructor_of_its_own_arrives(error, attributes):
         assert getattr(arrived, name) == getattr(error, name)
 
 
+def test_an_exception_with_keywords_that_refers_to_itself_arrives():
+    arrived = travel(KeywordOnly("no", request="GET"))
+    assert type(arrived) is KeywordOnly
+    assert arrived.request == "GET"
+    assert arrived.itself is arrived
+
+
 def test_a_group_arrives_with_its_exceptions():
     arrived = travel(Several(1, 2))
     assert type(arrived) is Several
@@ -189,6 +238,18 @@ def test_a_group_arrives_with_its_exceptions():
     assert type(arrived) is ExceptionGroup
     assert [type(error) for error in arrived.exceptions] == [ValueError, Quota]
     assert "Quota: 2" in str(arrived.__cause__)
+
+
+def test_a_class_that_says_how_it_is_pickled_is_obeyed(monkeypatch):
+    assert travel(Restoring(3)).code == -3
+    made = Registered, ("from the table",)
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda _: made)
+    assert travel(Registered("as it is")).args == ("from the table",)
+
+
+def test_a_class_that_cannot_be_imported_arrives():
+    arrived = travel(Local(1))
+    assert (type(arrived).__name__, str(arrived)) == ("Local", "local text")
 
 
 def test_the_cause_is_the_traceback_with_notes_and_with_the_cause_that_it_had():
@@ -203,6 +264,14 @@ def test_the_cause_is_the_traceback_with_notes_and_with_the_cause_that_it_had():
     printed = "".join(traceback.format_exception(arrived))
     assert "the user's own line" in printed
     assert printed.rstrip().endswith("ValueError: second\nat step 3")
+
+
+@pytest.mark.parametrize("error", [Frozen("no"), Covered("no")])
+def test_a_cause_is_set_whatever_the_class_says(error):
+    arrived = travel(error)
+    assert type(arrived) is type(error)
+    cause = vars(BaseException)["__cause__"].__get__(arrived)
+    assert type(cause) is RemoteTraceback
 
 
 # What arrives as text
@@ -301,6 +370,24 @@ class Liar:
 def test_an_exception_that_does_not_unpickle_as_one_arrives_as_text(error):
     arrived = arrives_as_text(error, str(error))
     assert arrived.type_name == f"{__name__}.{type(error).__name__}"
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", b"\x80\x05N."])
+def test_a_payload_that_is_no_pickled_exception_counts_for_nothing(payload):
+    failed = Failed(7, RAISED, "Kind", "why", "trace", payload)
+    arrived = unpack_failure(failed, "work")
+    assert type(arrived) is TaskError
+    assert arrived.type_name == "Kind"
+    assert ": Kind: why" in str(arrived)
+
+
+def test_an_exception_that_does_not_unpickle_says_why():
+    arrived = travel(Changing(int, "x"))
+    assert type(arrived) is TaskError
+    assert str(arrived).endswith(
+        "(unpickling it raises ValueError: invalid literal for int() with base 10: 'x')"
+    )
+    assert str(travel(Changing(leave, KeyError))).endswith(" raises KeyError)")
 
 
 def test_an_exception_that_cannot_be_pickled_says_why():
@@ -407,6 +494,29 @@ def test_a_constructor_that_failed_is_the_cause_of_an_actor_s_death():
     assert type(died.__cause__) is DeserializationError
 
 
+@pytest.mark.parametrize("kind", [DIED, f"{DIED}:", f"{DIED}:{DIED}:{DIED}:x"])
+def test_a_kind_that_was_made_up_is_a_death(kind):
+    failed = pack_failure(7, kind, KeyError("x"), "nothing")
+    assert type(unpack_failure(failed, "add")) is ActorDiedError
+
+
+def test_a_failure_without_its_task_makes_another_failure():
+    failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
+    assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
+    assert Failed(7, *failed.why) == failed._replace(is_retried=False)
+
+
+def test_an_error_of_the_node_keeps_its_cause() -> None:
+    error = ActorDiedError("it is dead", "Counter")
+    error.__cause__ = WorkerDiedError("killed", pid=3)
+    failed = Failed(*pack_own_error(error))
+    told = unpack_failure(failed, "add")
+    assert type(told) is ActorDiedError
+    assert str(told) == "it is dead"
+    assert type(told.__cause__) is WorkerDiedError
+    assert str(told.__cause__) == str(error.__cause__)
+
+
 @pytest.mark.parametrize("cause", [None, KeyboardInterrupt()])
 def test_without_a_cause_that_can_be_sent(cause: BaseException | None) -> None:
     error = ActorDiedError("it is dead", "Counter")
@@ -414,6 +524,15 @@ def test_without_a_cause_that_can_be_sent(cause: BaseException | None) -> None:
     told = unpack_failure(pack_own_error(error), "add")
     assert str(told) == "it is dead"
     assert isinstance(told.__cause__, RemoteTraceback)
+
+
+def test_an_outcome_without_a_result_is_an_exception() -> None:
+    """A failure that was sent, or the very exception that was met in this process."""
+    own = LookupError("here")
+    assert error_of(own, "task") is own
+    raised = error_of(pack_failure(1, RAISED, ValueError("there"), ""), "task")
+    assert isinstance(raised, ValueError)
+    assert str(raised) == "there"
 
 
 # Tracebacks
@@ -458,6 +577,25 @@ def test_the_first_frames_are_left_out_up_to_the_user_s_own():
     assert "tool.py" in trace(callback, "/site/")
 
 
+def test_a_frame_behind_the_user_s_own_is_kept():
+    def user():
+        worker_frame("/site/aiogpu/worker/execute.py", user_code)
+
+    try:
+        user()
+    except ValueError as error:
+        text = pack_failure(7, RAISED, error, "/aiogpu/worker/").traceback
+    assert "execute.py" in text
+    assert "in the user's file" in text
+
+
+def test_without_any_frame_the_exception_is_still_described():
+    text = pack_failure(7, RAISED, raised(Quota(3)), __file__).traceback
+    assert text == f"{__name__}.Quota: 3\n"
+    failed = pack_failure(7, RAISED, ValueError("never raised"), NO_FRAME)
+    assert failed.traceback == "ValueError: never raised\n"
+
+
 # Chunks of a map, and retries
 
 
@@ -473,6 +611,23 @@ def test_the_results_before_an_unpicklable_one_arrive():
     picklable = ChunkOutcome([1], 0.5, (LOCK,))
     with pytest.raises(SerializationError, match="lock"):
         dump_result(picklable)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "expected"),
+    [
+        (False, ValueError(), False),
+        (True, ValueError(), True),
+        ((OSError,), ConnectionError(), True),
+        ((OSError, KeyError), KeyError(), True),
+        ((OSError,), ValueError(), False),
+        ((), ValueError(), False),
+    ],
+)
+def test_which_exceptions_are_retried(wanted, error, expected):
+    there = load_retried(dump_retried(wanted))
+    assert there == wanted
+    assert is_retried(there, error) is expected
 
 
 def test_the_usual_answers_are_short_and_an_unpicklable_class_is_named():

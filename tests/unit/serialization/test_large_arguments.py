@@ -226,6 +226,14 @@ def test_each_function_and_each_argument_counts_by_itself(told):
     assert [text[:12] for text in told] == begins
 
 
+def test_objects_that_take_turns_are_noticed_and_a_small_one_beside_them_is_not(told):
+    models, repeats = [np.zeros(MIB), np.ones(MIB)], RepeatedArguments()
+    small = Weightless()
+    for index in range(2 * REPEATS):
+        repeats.note("f", (small, "word", models[index % 2]), {})
+    assert [text[:12] for text in told] == ["args[2] of f"]
+
+
 @pytest.mark.parametrize(
     "kind", sorted(set(KINDS) - {"bytes", "bytearray", "text", "numbers", "deep"})
 )
@@ -234,6 +242,33 @@ def test_a_new_object_each_time_is_not_noticed(kind, told):
     repeats = RepeatedArguments()
     for _ in range(99):
         repeats.note("f", (KINDS[kind](),), {})
+    assert told == []
+
+
+def test_new_bytes_of_other_content_are_not_noticed(told):
+    repeats = RepeatedArguments()
+    for index in range(20):
+        for kind in (bytes, bytearray):
+            repeats.note("f", (kind([index]) * 2 * MIB,), {})
+        repeats.note("f", (chr(65 + index) * 2 * MIB,), {})
+        repeats.note("f", (list(range(index, MIB // 4)),), {})
+    assert told == []
+
+
+@pytest.mark.parametrize("place", [slice(None), 0, MIB // 2, -1])
+def test_a_buffer_that_is_filled_anew_is_not_noticed(place, told):
+    frame, repeats = np.zeros(MIB), RepeatedArguments()
+    for index in range(99):
+        frame[place] = index
+        repeats.note("f", (frame,), {})
+    assert told == []
+
+
+def test_a_list_that_grows_is_not_noticed(told):
+    rows, repeats = [0] * 2 * MIB, RepeatedArguments()
+    for _ in range(99):
+        rows.append(0)
+        repeats.note("f", (rows,), {})
     assert told == []
 
 
@@ -273,6 +308,12 @@ def test_what_is_used_is_remembered_longest(told):
         if index % (REMEMBERED // 2) == 0:
             repeats.note("f", (value,), {})
     assert len(told) == 1
+
+
+def test_a_call_of_a_thousand_arguments_is_looked_at_in_part(told):
+    repeats, values = RepeatedArguments(), tuple(Weightless() for _ in range(1000))
+    repeats.note("f", values, {})
+    assert len(repeats._seen) == module.MAX_ITEMS
 
 
 @dataclass

@@ -14,11 +14,15 @@ from aiogpu.serialization.payload import (
     MARK,
     Contents,
     Payload,
+    has_handles,
     is_compound,
+    opened,
     pack,
+    result_part,
     unpack,
 )
 from aiogpu.serialization.references import (
+    ActorReference,
     add_actor,
     add_handle,
     add_reference,
@@ -27,9 +31,13 @@ from aiogpu.serialization.references import (
     extract_handles,
 )
 from aiogpu.serialization.serializer import (
+    NO_ARGUMENTS,
     dump_arguments,
+    dump_result,
     dump_whole,
     load_arguments,
+    load_result,
+    split_results,
 )
 from aiogpu.wire import codec as frames
 from tests.unit.serialization.payloads import carried
@@ -134,6 +142,11 @@ def test_it_opens_with_its_buffers(contents, views):
     assert memory.asked == ([7] if views else [])
 
 
+def test_it_may_be_placed_in_a_segment_later():
+    placed = FULL.in_segment(9, 8192, [(0, 5), (64, 7)])
+    assert placed == FULL._replace(segment=9, size=8192, spans=(0, 5, 64, 7))
+
+
 # Handles
 
 
@@ -181,6 +194,15 @@ def test_handles_among_the_arguments_leave_places_for_their_values():
     assert load_arguments(payload) == (("a", 5, "b"), {"x": "c", "y": 6})
 
 
+def test_handles_within_what_is_sent_are_listed():
+    handle, actor = Handle(7), ActorHandle(5)
+    outgoing = dump_arguments("f", ({"h": [handle]}, [actor]), {})
+    assert not outgoing.handles
+    assert (outgoing.values, outgoing.actors) == ((7,), (5,))
+    assert load_arguments(carried(outgoing)) == (({"h": ["7"]}, [5]), {})
+    assert dump_result([handle]).references == (handle.reference,)
+
+
 def test_elsewhere_a_value_s_handle_is_not_pickled_and_an_actor_s_is():
     with pytest.raises(MisuseError, match="the handle of f can only be pickled"):
         dump_whole(Handle(1))
@@ -188,6 +210,14 @@ def test_elsewhere_a_value_s_handle_is_not_pickled_and_an_actor_s_is():
     assert not add_reference(Reference(1)), "nothing is sent"
     told = str(closed_node_error("train"))
     assert "the handle of train belongs to a node that was closed" in told
+
+
+def test_a_function_may_hold_actors_and_no_values():
+    with collect_references(are_actors=True) as found:
+        pickle.dumps(ActorHandle(5))
+        with pytest.raises(MisuseError):
+            pickle.dumps(Handle(1))
+    assert [reference.id for reference in found] == [5]
 
 
 def test_each_pickle_and_each_thread_lists_its_own_references():
@@ -207,6 +237,13 @@ def test_each_pickle_and_each_thread_lists_its_own_references():
     assert (inner, outer) == ([one], [two])
 
 
+def test_arguments_that_are_not_needed_again_release_their_actors():
+    other = object()
+    payload = Payload.of(Contents(actors=(5,)), (ActorReference(5, None), other))
+    payload.let_go_of_actors()
+    assert payload.holds == (other,)
+
+
 def test_an_error_keeps_the_actors_alive_whose_handles_it_has():
     def packed(outgoing):
         contents = Contents(outgoing.stream, actors=outgoing.actors)
@@ -221,4 +258,63 @@ def test_an_error_keeps_the_actors_alive_whose_handles_it_has():
     assert unpack_failure(plain, "f").args == (5,)
 
 
+def test_a_payload_has_handles_if_it_or_a_part_of_it_has():
+    plain, holding = Payload.of(Contents()), Payload.of(Contents(values=(3,)))
+    outer = Payload.of(Contents(parts=(b"plain", b"other")))
+    assert not any(map(has_handles, (b"plain", plain, outer)))
+    outer.parts = (b"plain", holding)
+    assert has_handles(holding)
+    assert has_handles(outer)
+
+
 # Several results
+
+
+def test_several_results_are_payloads_of_their_own():
+    arguments = dump_arguments("f", (1,), {}, returns=3)
+    assert load_arguments(carried(arguments)) == ((1,), {})
+    results = split_results((1, [2], "z"), carried(arguments))
+    payload = carried(dump_result(results))
+    parts = [result_part(payload, part) for part in range(3)]
+    assert [load_result(part) for part in parts] == [1, [2], "z"]
+    assert result_part(payload, -1) is payload
+    assert result_part(b"plain", 0) == b"plain"
+    one = carried(dump_arguments("f", (Handle(1),), {}))
+    assert split_results((1, 2), NO_ARGUMENTS) == (1, 2)
+    assert split_results([1], one) == [1]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "told"),
+    [
+        ((1,), ValueError, "returned 1 objects, but num_returns=2"),
+        (iter(range(5)), ValueError, "returned 5 objects, but num_returns=2"),
+        (None, TypeError, "returned a NoneType, but num_returns=2"),
+        ("ab", TypeError, "returned a str, but num_returns=2"),
+        (b"ab", TypeError, "returned a bytes, but num_returns=2"),
+    ],
+)
+def test_another_number_of_results_is_refused(value, error, told):
+    payload = carried(dump_arguments("f", (), {}, returns=2))
+    with pytest.raises(error, match=told):
+        split_results(value, payload)
+
+
+def found(identity):
+    """Unpickles a handle, as the api does."""
+    return opened.find(identity)
+
+
+class Restored:
+    def __reduce__(self):
+        return found, (-7,)
+
+
+def test_a_handle_finds_its_value_in_the_payload_that_is_opened():
+    value = Reference(-7)
+    contents = Contents(stream=pickle.dumps(Restored()), values=(-7,))
+    assert Payload.of(contents, (None, value)).load() is value
+    with pytest.raises(ProtocolError, match="does not hold the value -7"):
+        Payload.of(contents).load()
+    with pytest.raises(ProtocolError):
+        found(-7)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import pickle
 import subprocess
 import sys
 import types
+from collections import namedtuple
 from operator import attrgetter
 
 import cloudpickle
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aiogpu.errors import DeserializationError, MisuseError, SerializationError
 from aiogpu.serialization.pickler import dump_whole, is_sent_by_value
 from aiogpu.serialization.references import SHARED_FROM
 from aiogpu.serialization.serializer import (
+    NO_ARGUMENTS,
+    NONE_PAYLOAD,
     dump_arguments,
     dump_function,
     dump_reference,
@@ -26,12 +32,48 @@ from aiogpu.serialization.serializer import (
     load_function,
     load_result,
 )
+from tests.support.sampling import examples
 from tests.unit.serialization.payloads import carried
+
+steady = settings(
+    derandomize=True, database=None, deadline=None, max_examples=examples(60)
+)
+
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text(st.characters(exclude_categories=()))
+    | st.binary()
+)
+
+
+ANY = st.recursive(
+    PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
 
 
 def twice(f):
     payload = dump_function("f", f)
     return load_function(payload)
+
+
+@steady
+@given(st.lists(ANY, max_size=4), st.dictionaries(st.text(), ANY, max_size=3))
+def test_arguments_arrive(args, kwargs):
+    payload = dump_arguments("f", tuple(args), kwargs)
+    assert load_arguments(payload) == (tuple(args), kwargs)
+
+
+@steady
+@given(ANY)
+def test_results_arrive(value):
+    again = load_result(dump_result(value))
+    assert again == value
+    assert type(again) is type(value)
 
 
 def python(script: str) -> bytes:
@@ -46,6 +88,41 @@ def test_plain_arguments_need_no_cloudpickle():
         "print('cloudpickle' in sys.modules)"
     )
     assert python(script).strip() == b"False"
+
+
+def test_small_values_are_plain_pickles():
+    assert dump_result(None) is NONE_PAYLOAD
+    assert load_result(NONE_PAYLOAD) is None
+    assert dump_arguments("f", (), {}) == NO_ARGUMENTS
+    for value in (1, "x", b"x", [1], np.arange(3)):
+        assert type(dump_result(value)) is bytes
+        assert type(dump_arguments("f", (value,), {})) is bytes
+
+
+def test_loaded_arguments_are_not_shared_between_calls():
+    payload = dump_arguments("f", (1,), {})
+    load_arguments(payload)[1]["extra"] = 1
+    assert load_arguments(payload) == ((1,), {})
+
+
+class Shout(str):
+    __slots__ = ()
+
+    def __call__(self):
+        return self.upper()
+
+
+def test_lambdas_local_classes_and_subclasses_of_plain_types_arrive():
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    (f, point, shout), names = load_arguments(
+        dump_arguments("f", (lambda x: x + 1, Point(3), Shout("a")), {"kind": Point})
+    )
+    assert (f(1), point.x, shout(), names["kind"](4).x) == (2, 3, "A", 4)
+    assert load_result(dump_result(lambda: 5))() == 5
+    assert load_result(dump_result(Shout("b")))() == "B"
 
 
 # Functions
@@ -170,6 +247,19 @@ def test_what_a_spawned_program_defines_is_sent_by_value(spawned, monkeypatch):
     assert type(result) is spawned.Pair, "the program knows its own class again"
 
 
+class Remote:
+    """As a decorator leaves it in its module: not a function, and wraps one."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.__aiogpu_function__ = function
+
+
+@Remote
+def decorated():
+    return "the function itself"
+
+
 def test_what_can_be_imported_is_sent_by_name():
     payload = dump_function("twice", twice)
     assert len(payload) < 100
@@ -180,6 +270,22 @@ def test_what_can_be_imported_is_sent_by_name():
         load_function(dump_reference("aiogpu_no_such_module", "f"))
     with pytest.raises(AttributeError):
         load_function(dump_reference("collections", "no_such_function"))
+
+
+def test_a_reference_means_the_function_inside_its_decoration():
+    function = load_function(dump_reference(__name__, "decorated"))
+    assert type(function) is not Remote
+    assert function() == "the function itself"
+
+
+def test_a_callable_tuple_is_no_reference():
+    class Adder(namedtuple("Adder", "a b")):
+        __slots__ = ()
+
+        def __call__(self):
+            return self.a + self.b
+
+    assert twice(Adder(1, 2))() == 3
 
 
 @pytest.fixture
@@ -267,6 +373,18 @@ def test_a_cached_function_is_sent_by_name_only_if_that_name_finds_it(monkeypatc
 
 
 # Reducers
+
+
+def test_a_reducer_registered_later_is_used(monkeypatch):
+    class Local:
+        pass
+
+    dump_whole(Local())
+    monkeypatch.setitem(copyreg.dispatch_table, Local, lambda _: (str, ("copyreg",)))
+    assert load_result(dump_result(Local())) == "copyreg"
+    table = cloudpickle.Pickler.dispatch_table
+    monkeypatch.setitem(table, Local, lambda _: (str, ("cloudpickle",)))
+    assert load_result(dump_result([Local()])) == ["cloudpickle"]
 
 
 class Refusing:
@@ -357,3 +475,17 @@ def test_an_error_on_reading_a_result_is_the_cause(error, told):
         cause = type(error) if isinstance(error, Exception) else type(None)
         assert type(why.value.__cause__) is cause
         assert why.value.__suppress_context__
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", NONE_PAYLOAD[:-1], b"\x80\xff."])
+def test_bytes_that_are_no_pickle_are_an_error(payload):
+    with pytest.raises(DeserializationError, match="the result cannot be unpickled"):
+        load_result(payload)
+
+
+def test_arguments_and_functions_raise_what_unpickling_raises():
+    payload = dump_arguments("f", (Raising(SystemExit(3)),), {})
+    with pytest.raises(SystemExit):
+        load_arguments(payload)
+    with pytest.raises(KeyError):
+        load_function(dump_function("f", Raising(KeyError("k"))))

@@ -265,6 +265,33 @@ def test_only_torchs_warning_is_silenced_and_only_the_first_time(torch, monkeypa
     twice(Tensor(np.arange(EDGE)))
 
 
+def test_a_small_tensor_is_not_the_first_time(torch):
+    twice(Tensor(np.arange(3)))
+    assert not torch.has_warned
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twice(Tensor(np.arange(EDGE)))
+    assert torch.has_warned
+
+
+def test_it_stays_silenced_where_torch_repeats_itself(torch):
+    torch.always = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            twice(Tensor(np.arange(EDGE)))
+
+
+def test_another_warning_is_not_silenced(torch, monkeypatch):
+    def complain(buffer, *, dtype):
+        warnings.warn("something else", UserWarning, stacklevel=2)
+        return Tensor(np.frombuffer(buffer, dtype))
+
+    monkeypatch.setattr(torch, "frombuffer", complain)
+    with pytest.warns(UserWarning, match="something else"):
+        twice(Tensor(np.arange(EDGE)))
+
+
 # CUDA
 
 
@@ -335,3 +362,8 @@ def test_torch_is_looked_at_once(monkeypatch):
     dump(None)
     monkeypatch.delattr(tensors, "reducers")
     assert twice(Tensor(np.arange(3))).array.tolist() == [0, 1, 2]
+
+
+def test_a_module_that_is_no_torch_has_no_reducers():
+    assert tensors.reducers(None) == {}
+    assert tensors.reducers(ModuleType("torch")) == {}

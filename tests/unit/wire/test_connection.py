@@ -146,6 +146,13 @@ def test_too_long_a_frame_is_refused_before_any_of_it_arrives(length):
     assert refuses(greeted(WORKER), struct.pack("<I", length))
 
 
+def test_a_peer_may_be_held_to_shorter_frames():
+    connection = greeted(CLIENT)
+    connection.limit_frames(64)
+    assert connection.state is ConnectionState.OPEN
+    assert refuses(connection, struct.pack(">I", 65))
+
+
 def test_the_longest_frame_is_waited_for():
     connection = greeted(WORKER)
     assert connection.receive(struct.pack("<I", LIMIT)) == []
