@@ -321,7 +321,7 @@ def misuses() -> list[tuple[str, str]]:
         caught(lambda: asyncio.run(get_on_a_loop())),
         caught(lambda: asyncio.run(await_it())),
         caught(lambda: aiogpu.get(1)),  # type: ignore[call-overload]
-        caught(lambda: aiogpu.get(handle, timeout=0)),
+        caught(lambda: aiogpu.get(handle, timeout=-1)),
         caught(lambda: pickle.dumps(handle)),
     ]
 

@@ -168,7 +168,7 @@ async def test_misuse_is_told(node: aiogpu.types.Node) -> None:
         ("MisuseError", "write `await handle`"),
         ("MisuseError", "wait by aiogpu.get(handle)"),
         ("MisuseError", "was given 1"),
-        ("OptionError", "timeout=0"),
+        ("OptionError", "timeout=-1"),
         ("MisuseError", "Await it, and pickle the value"),
     ]
     assert len(told) == len(expected)
