@@ -101,11 +101,9 @@ class Results:
                 took = round((now - site.began) * 1e6)
             # As `History.add` does, without a call: this is the usual end.
             site.began = now
+            name, asked, since = spec.name, spec.shape.request, effect.since
             history.ring.append(
-                (
-                    *(task, spec.name, spec.shape.request, call.client, site.place),
-                    *(effect.since, now, took, FINISHED),
-                )
+                (task, name, asked, call.client, site.place, since, now, took, FINISHED)
             )
             history.outcomes[FINISHED] += 1
             history.count += 1
