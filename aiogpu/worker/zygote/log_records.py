@@ -40,10 +40,6 @@ class RecordSender(logging.Handler):
         super().__init__(level)
         self.aiogpu_channel: Channel | None = None
 
-    def createLock(self) -> None:  # noqa: N802 - theirs
-        """Have none: the channel has its own."""
-        self.lock = None
-
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record; see `logging.Handler`."""
         if self.aiogpu_channel is None:
