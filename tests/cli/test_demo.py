@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.cli.demo import Span, lanes, thumbnail, timeline
+from aiogpu.cli.demo import Span, device_label, lanes, thumbnail, timeline
 from aiogpu.cli.demo import demo as demo_command
 
 COMMAND = [sys.executable, "-m", "aiogpu", "demo"]
@@ -88,6 +88,28 @@ def test_terminal_gets_a_live_picture() -> None:
     assert demo.exitstatus == 0
 
 
+def test_plain_terminals_and_ascii_get_no_pixels() -> None:
+    demo = in_terminal(*SMALL, NO_COLOR="1", TERM="dumb")
+    demo.expect(pexpect.EOF)
+    demo.close()
+    assert "▀" not in demo.before
+    assert "task   5  GPU" in demo.before
+    assert demo.exitstatus == 0
+    # Hidden GPUs leave logical ones.
+    ran = in_pipe(*SMALL, PYTHONIOENCODING="ascii", CUDA_VISIBLE_DEVICES="")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.isascii()
+    assert "=" in ran.stdout
+    assert "GPU 1" in ran.stdout
+
+
+def test_whole_gpus() -> None:
+    ran = in_pipe("--size", "32", "--tasks", "3", "--gpus", "4", "--share", "2")
+    assert ran.returncode == 0
+    assert ran.stdout.count("GPU 0, GPU 1  pid") >= 1
+    assert "at once  1 on GPU 0, 1 on GPU 1, " in ran.stdout
+
+
 def test_visible_devices_are_those_shown() -> None:
     ran = in_pipe(*SMALL, CUDA_VISIBLE_DEVICES="5")
     if ran.returncode == 0:  # no NVML here: the entry is taken as it stands
@@ -151,11 +173,30 @@ def test_interrupt_leaves_nothing(runtime_directory: Path) -> None:
     assert not directory.exists()
 
 
+def test_reader_that_leaves_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(
+        [*COMMAND, *SMALL], env=environment(), stdout=writer, stderr=subprocess.PIPE
+    ) as demo:
+        os.close(writer)
+        _, error = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert error == b""
+
+
 # Lanes, and the chart as text.
 
 
 def span(task: int, begin: float, end: float, *gpus: int) -> Span:
     return Span(task, gpus or (0,), 100 + task, begin, end)
+
+
+def test_other_devices_do_not_count() -> None:
+    both, other = span(1, 0, 2, 0, 1), span(2, 0, 2, 1)
+    assert lanes([both, other], 0) == [[both]]
+    assert lanes([both, other], 1) == [[both], [other]]
+    assert lanes([both, other], 7) == []
 
 
 TIMES = st.tuples(st.integers(0, 20), st.integers(1, 5))
@@ -172,6 +213,11 @@ def test_spans_lie_in_as_few_lanes_as_do_not_overlap(
     assert sorted(s for lane in found for s in lane) == sorted(spans)
     for lane in found:
         assert all(one.end <= other.begin for one, other in pairwise(lane))
+
+
+def test_labels_are_short() -> None:
+    assert device_label(3) == "GPU 3"
+    assert device_label("GPU-1234abcd-ffff-aaaa-bbbb-ccccccccdddd") == "GPU-1234abcd"
 
 
 SPANS = [

@@ -12,13 +12,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from aiogpu import __version__
 from aiogpu.accelerators.base import Health, Sample
@@ -27,13 +31,16 @@ from aiogpu.cli import checks
 from aiogpu.cli.checks import (
     ADJUST,
     CHECKS,
+    LIBRARIES,
     PIDFD,
     SUBREAPER,
     Check,
     CheckError,
     Finding,
     Level,
+    _process_limits,
     check_cgroup,
+    check_cpus,
     check_descriptors,
     check_directory,
     check_gpus,
@@ -46,10 +53,12 @@ from aiogpu.cli.checks import (
     check_service,
     check_visible,
     examine,
+    import_checks,
     try_mechanism,
     try_out,
 )
-from aiogpu.cli.doctor import run
+from aiogpu.cli.doctor import doctor as doctor_command
+from aiogpu.cli.doctor import line, run
 from aiogpu.core.model.request import Device
 from aiogpu.daemon.place import Record, start_time
 from aiogpu.errors import NodeStartError
@@ -165,6 +174,22 @@ def test_the_page_shows_what_is_printed(printed: str) -> None:
     assert {n for row in rows for n in re.findall("`(.+?)`", row)} == set(names(real))
 
 
+def test_terminal_gets_colours(variables: dict[str, str]) -> None:
+    doctor = pexpect.spawn(
+        COMMAND[0],
+        COMMAND[1:],
+        env=variables,  # type: ignore[arg-type]
+        dimensions=(50, 60),
+        encoding="utf-8",
+        timeout=100,
+    )
+    doctor.expect("\x1b\\[32mok")
+    doctor.expect("Nodes can start here")
+    doctor.expect(pexpect.EOF)
+    doctor.close()
+    assert doctor.exitstatus == 0
+
+
 def test_programs_get_json_and_imports_where_asked_for(
     variables: dict[str, str],
 ) -> None:
@@ -209,6 +234,17 @@ def test_the_exit_code_is_that_of_what_is_essential(
         "advice": "Try.",
         "is_essential": True,
     }
+
+
+def test_what_is_found_may_look_like_markup() -> None:
+    text = line(Finding("node", Level.WARN, "[Errno 2] [red]no[/red]", "So."))
+    assert text.plain == "warn    node            [Errno 2] [red]no[/red]. So."
+
+
+def test_a_mistake_is_bad_input() -> None:
+    ran = CliRunner().invoke(doctor_command, ["--jsn"])
+    assert ran.exit_code == 2
+    assert "--json" in ran.stderr
 
 
 # Checks are bounded, and their failures are findings.
@@ -367,6 +403,48 @@ def test_processes(
         bad(finding, WARN)
 
 
+def test_processes_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (10**9, 10**9))
+    assert "room for about" in check_processes(euid=os.geteuid() or 1)
+    (limit, there, source), *_ = _process_limits(Path("/proc"), os.geteuid() or 1)
+    assert source == "ulimit -u"
+    assert limit == 10**9
+    assert there >= (0 if os.geteuid() == 0 else 1)
+
+
+def test_cpus() -> None:
+    assert check_cpus(8, 8, 8) == "8 to share out"
+    assert check_cpus(8, 4, 1.5) == (
+        "1.5 to share out of 8: affinity allows 4, a cgroup's quota allows less"
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "file"),
+    [
+        ("0::/a/b", "cgroup2 x rw", "a/memory.max"),
+        ("0::/a/b", "cgroup2 x rw", "a/b/memory.max"),
+        ("4:memory:/a", "cgroup x rw,memory", "a/memory.limit_in_bytes"),
+        ("4:memory:/a", "cgroup x rw,memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_memory_is_what_the_tightest_limit_allows(
+    tmp_path: Path, group: str, kind: str, file: str
+) -> None:
+    proc, limit = tmp_path / "proc", tmp_path / "cgroup" / file
+    (proc / "self").mkdir(parents=True)
+    limit.parent.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\n")
+    (proc / "self/cgroup").write_text(f"{group}\n")
+    (proc / "self/mountinfo").write_text(f"1 2 0:1 / {tmp_path}/cgroup rw - {kind}\n")
+    assert check_memory(proc) == "8.0 GiB by machine"
+    for text in ("max\n", f"{2**63 - 4096}\n"):
+        limit.write_text(text)
+        assert check_memory(proc).startswith("8.0 GiB")
+    limit.write_text(f"{3 << 30}\n")
+    assert check_memory(proc) == f"3.0 GiB by {limit.parent}"
+
+
 def test_memory_and_the_kernel_log_may_not_be_readable(tmp_path: Path) -> None:
     bad(tried("memory", check_memory, tmp_path), WARN)
     (tmp_path / "kmsg").write_text("")
@@ -393,6 +471,16 @@ def test_a_group_that_is_killed() -> None:
     assert "was killed in" in check_cgroup()
     left = Path(place.directory).glob("aiogpu-doctor-*")
     assert list(left) == []
+
+
+def test_a_group_that_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sleeper ends all the same: `nothing_left` sees to that."""
+    monkeypatch.setattr(checks, "LIMIT", 0.05)
+    monkeypatch.setattr(checks.Cgroup, "kill", lambda _: None)
+    with pytest.raises(CheckError, match=r"ended nobody within 0\.05 s"):
+        check_cgroup(lambda: Place(str(tmp_path)))
 
 
 def test_no_group_may_be_made(tmp_path: Path) -> None:
@@ -521,6 +609,11 @@ def test_libraries_are_imported_as_a_zygote_would(
         check_import("torch")
 
 
+def test_libraries_that_are_there_are_asked_for() -> None:
+    there = [name for name in LIBRARIES if find_spec(name) is not None]
+    assert len(import_checks()) == len(there)
+
+
 # The node that a user's programs share.
 
 
@@ -626,6 +719,25 @@ def test_a_node_that_does_not_answer(place: SharedNode, child: int) -> None:
     place.bind().close()
     said = "Connection refused; a node that has ended has left it"
     assert said in place.one(WARN)
+
+
+def test_a_node_whose_queue_is_full(
+    place: SharedNode, child: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "PATIENCE", 0.01)
+    place.note(child, is_alive=True)
+    with place.bind() as bound, ExitStack() as waiting:
+        bound.listen(0)
+        is_full = False
+        while not is_full:
+            visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            visitor.setblocking(False)
+            try:
+                visitor.connect(place.path)
+            except BlockingIOError:
+                is_full = True
+        told = place.one(WARN)
+    assert f"no answer within 0.01 s, though process {child} lives" in told
 
 
 def test_a_directory_that_is_not_the_users_own(

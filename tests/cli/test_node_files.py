@@ -28,6 +28,22 @@ from aiogpu.errors import NodeRunningError, NodeStartError
 # Names of files, and places that are not fit.
 
 
+def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert Place.at() == (
+        "/run/user/7/aiogpu/node.sock",
+        "/run/user/7/aiogpu/node.pid",
+        "/run/user/7/aiogpu/node.drain",
+        "/run/user/7/aiogpu/logs",
+    )
+    one, other = Place.at("/there/node.sock"), Place.at("/there/b.sock")
+    assert not set(one) & set(other), "two places in one directory share nothing"
+    assert (other.pidfile, other.logs) == ("/there/b.pid", "/there/b-logs")
+    monkeypatch.chdir(tmp_path)
+    place = Place.at("a.sock", "l")
+    assert (place.socket, place.logs) == (f"{tmp_path}/a.sock", f"{tmp_path}/l")
+
+
 def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
     place = Place.at(f"{tmp_path}/d/node.sock")
     place.prepare()
@@ -65,6 +81,23 @@ def test_nobody_is_told_to_take_from_others_what_is_everybodys(tmp_path: Path) -
     assert "is everybody's (mode 1777)" in told
     assert "`mkdir -m 700`, or name another place by --socket" in told
     assert "chmod" not in told
+
+
+def test_what_is_no_directory_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir(0o700)
+    (tmp_path / "link").symlink_to("d")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "d" / "node.sock").write_text("mine")
+    for path, said in (
+        ("d", f"is to listen at {tmp_path}/d, but that is a directory"),
+        ("link/node.sock", "is a symbolic link"),
+        ("file/node.sock", "is a regular file"),
+        ("no/such/node.sock", "cannot be made: No such file or directory"),
+        ("d/node.sock", "is a regular file, which is left as it is"),
+    ):
+        assert said in refused(Place.at(f"{tmp_path}/{path}"))
+    for file in (tmp_path / "file", tmp_path / "d" / "node.sock"):
+        assert file.read_text() == "mine"
 
 
 def test_logs_may_be_read_by_others_and_not_written(tmp_path: Path) -> None:

@@ -124,6 +124,39 @@ def test_nobody_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> 
     disk.go.set()
 
 
+def test_lines_that_found_no_room_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "WAITING", 1)
+    disk = Stuck()
+    pages = RotatingLog(f"{tmp_path}/node.log")
+    both = Journal(disk, pages)
+    both.handle(record("first"))
+    assert disk.has.wait(20)
+    for number in range(5):
+        both.handle(record(f"{number}"))
+    disk.go.set()
+    both.close()
+    lines = (tmp_path / "node.log").read_text().splitlines()
+    assert [line.partition(": ")[2][:8] for line in lines] == [
+        "first",
+        "! 4 line",
+        "0",
+    ]
+
+
+def test_a_line_that_cannot_be_formatted_is_lost() -> None:
+    disk = Stuck()
+    disk.go.set()
+    begun = Journal(disk)
+    bad = record("%d")
+    bad.args = ("text",)
+    begun.handle(bad)
+    begun.handle(record("next"))
+    begun.close()
+    assert disk.seen == ["next"]
+
+
 def test_what_is_printed_is_logged_by_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stream = StreamToLog("stdout")

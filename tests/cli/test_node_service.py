@@ -175,6 +175,39 @@ async def test_what_runs_ends_and_what_is_new_is_refused(here: Box, gate: Gate) 
 
 
 @pytest.mark.either_loop
+@pytest.mark.slow
+async def test_what_does_not_end_in_time_is_ended(here: Box, gate: Gate) -> None:
+    start = ("start", "--head", "--num-cpus=2", "--num-gpus=1", "--drain=0.05")
+    await asyncio.to_thread(here.run, *start)
+    async with aiogpu.init(address=here.place.socket):
+        running = tasks.gated.remote(gate.path, "one")
+        await gate.entered("one")
+        await stopped(here)
+        with pytest.raises(aiogpu.errors.NodeError):
+            await running
+    assert here.files == []
+
+
+@pytest.mark.either_loop
+async def test_a_second_signal_ends_it_at_once(here: Box, gate: Gate) -> None:
+    start = ("start", "--head", "--num-cpus=2", "--num-gpus=1", "--cancel-grace=60")
+    await asyncio.to_thread(here.run, *start)
+    async with aiogpu.init(address=here.place.socket):
+        running = tasks.gated.remote(gate.path, "one")
+        await gate.entered("one")
+        stopping = asyncio.create_task(stopped(here))
+        await until_refused()
+        node = here.node
+        assert node is not None
+        os.kill(node.pid, signal.SIGTERM)
+        async with asyncio.timeout(20):
+            await stopping
+        with pytest.raises(aiogpu.errors.NodeError):
+            await running
+    assert here.files == []
+
+
+@pytest.mark.either_loop
 async def test_a_drain_request_does_not_outlive_its_node(here: Box, gate: Gate) -> None:
     """`aiogpu stop --drain` leaves the seconds in a file; the next node ignores it."""
     await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2")
@@ -258,6 +291,17 @@ def begun(here: Box, tmp_path: Path) -> tuple[subprocess.Popen[str], Record]:
         assert command.poll() is None, command.communicate()
         assert time.monotonic() < ends
     return command, node
+
+
+@pytest.mark.slow
+def test_a_start_is_interrupted(here: Box, tmp_path: Path) -> None:
+    command, _ = begun(here, tmp_path)
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=LIMIT)
+    assert (out, err.strip()) == ("", "Interrupted.")
+    assert command.returncode == 130
+    here.wait_for_the_end(5)
+    assert here.files == []
 
 
 @pytest.mark.slow

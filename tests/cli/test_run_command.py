@@ -263,6 +263,16 @@ def test_job_control_is_the_shells(node: str, bash: Any) -> None:
     bash.expect_exact("code=9\r\n")
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_a_loop_of_the_shell(node: str, bash: Any) -> None:
+    command = shlex.join(line(node, "--", "sh", "-c", "echo up; sleep 600"))
+    bash.sendline(f"for i in 1 2; do {command}; done")
+    bash.expect_exact("up\r\n")
+    bash.sendintr()
+    bash.expect_exact(PROMPT)
+    assert "up" not in bash.before
+
+
 def test_a_terminal_is_told_why_it_waits(node: str, bash: Any) -> None:
     with start(node, "--num-gpus=2", "--", "sh", "-c", "echo up; read x") as holder:
         assert read(holder) == "up"

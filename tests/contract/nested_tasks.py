@@ -108,6 +108,21 @@ def outlive(path: str) -> int:
 
 
 @aiogpu.remote
+def start_anew(place: str, path: str) -> int:
+    """Start a child that waits for ever; then die, the first time."""
+    with open(place, "a+") as file:
+        file.write("x")
+        file.flush()
+        file.seek(0)
+        attempt = len(file.read())
+    child = tasks.gated.remote(path, f"child{attempt}")
+    pass_gate(path, f"parent{attempt}")
+    if attempt == 1:
+        os._exit(3)
+    return attempt + len(aiogpu.get(child))
+
+
+@aiogpu.remote
 def said_below(text: str) -> None:
     print(f"{text} begins")
     aiogpu.get(tasks.output.remote([f"{text} {number}" for number in range(3)]))
@@ -175,6 +190,20 @@ async def soft_catches(what: str, *args: Any, **options: Any) -> tuple[str, str]
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+@aiogpu.remote
+def plain_fails_by_child() -> None:
+    aiogpu.get(tasks.fail.remote(LookupError, "of the child"))
+
+
+@aiogpu.remote
+def same_failure_twice() -> list[tuple[str, str]]:
+    handle = tasks.fail.remote(LookupError, "again")
+    good = tasks.add.remote(1)
+    failures = [caught(lambda: aiogpu.get([good, handle])) for _ in range(2)]
+    assert aiogpu.get(good) == 2
+    return failures
 
 
 @aiogpu.remote
@@ -329,6 +358,17 @@ def misuses() -> list[tuple[str, str]]:
 @aiogpu.remote
 def keeps() -> None:
     kept[:] = [tasks.add.remote(1)]
+
+
+@aiogpu.remote
+def gets_kept() -> tuple[str, str]:
+    return caught(lambda: aiogpu.get(kept.pop()))
+
+
+@aiogpu.remote
+def unreadable_twice() -> list[tuple[str, str]]:
+    handle = tasks.unreadable.remote("1 / 0")
+    return [caught(lambda: aiogpu.get(handle)) for _ in range(2)]
 
 
 @aiogpu.remote

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import mmap
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiogpu
+from aiogpu.memory.addresses import address_of
 from aiogpu.serialization.references import PickledValue
 from aiogpu.worker.nested import task_client
 from tests.support.gate import pass_gate
@@ -56,6 +58,13 @@ def hold(path: str, view: memoryview) -> int:
 @aiogpu.remote
 def give_back(view: memoryview) -> memoryview:
     """The same."""
+    return view
+
+
+@aiogpu.remote
+def change_by_force(view: memoryview) -> memoryview:
+    """Give it back with another first byte, as torch does in place."""
+    ctypes.memset(address_of(view), B, 1)
     return view
 
 

@@ -81,6 +81,9 @@ async def gated_softly(path: str) -> AsyncIterator[int]:
     yield 2
 
 
+GATED = [gated, gated_softly]
+
+
 @aiogpu.remote
 def fails_after(good: int, kind: type[Exception] = ZeroDivisionError) -> Iterator[int]:
     yield from range(good)

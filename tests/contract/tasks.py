@@ -274,6 +274,22 @@ def fail_with_status(*, holds_lock: bool = False) -> None:
     )
 
 
+@aiogpu.remote
+def leave_process(path: str, name: str) -> int:
+    """Start a daemon that outlives the task and detaches itself as it can."""
+    import subprocess
+
+    command = (
+        "import sys, threading; "
+        "from tests.support.gate import say; say(sys.argv[1], sys.argv[2]); "
+        "threading.Event().wait()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", command, path, name], start_new_session=True
+    )
+    return child.pid
+
+
 def daemonise(path: str, name: str) -> bool:
     """Leave a daemon as Unix daemons are made: two forks, a session, no descriptors.
 

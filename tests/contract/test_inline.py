@@ -13,8 +13,10 @@ import pdb
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +28,7 @@ from aiogpu.engines.inline.execution import InlineExecutor, TaskHost
 from aiogpu.engines.inline.jobs import Job
 from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import Async, Broken, Counter, Groups, Threads
+from tests.support.gate import Gate
 from tests.support.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -156,6 +159,47 @@ async def test_a_plain_function_has_no_loop(node: aiogpu.types.Node) -> None:
     assert asyncio.get_running_loop() is loop
 
 
+variable: ContextVar[str] = ContextVar("variable", default="unset")
+
+
+@aiogpu.remote
+def read_variable() -> str:
+    return variable.get()
+
+
+@aiogpu.remote
+async def read_variable_softly() -> str:
+    before = variable.get()
+    variable.set("the task's")
+    return before
+
+
+async def test_context_variables_are_not_inherited(node: aiogpu.types.Node) -> None:
+    variable.set("the program's")
+
+    assert await read_variable_softly.remote() == "unset"
+    assert await read_variable.remote() == "unset"
+    assert variable.get() == "the program's"
+
+
+async def test_a_plain_function_that_ends_too_late(node: aiogpu.types.Node) -> None:
+    """It cannot be interrupted. What waited behind it beyond its time never runs."""
+
+    @aiogpu.remote(timeout=0.02)
+    def slow() -> None:
+        time.sleep(0.05)
+
+    late = slow.remote()
+    behind = note.options(timeout=0.03).remote("behind")
+    after = note.options(timeout=60).remote("after")
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"slow .* 0\.02 s"):
+        await late
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"note .* 0\.03 s"):
+        await behind
+    await after
+    assert seen == ["after"]
+
+
 @aiogpu.remote(retry_exceptions=True, max_retries=-1)
 async def never_well() -> None:
     seen.append(os.environ[VISIBLE])
@@ -262,6 +306,19 @@ async def test_a_task_factory_of_the_programs_own(node: aiogpu.types.Node) -> No
     finally:
         loop.set_task_factory(None)
     assert "sleep" in made
+
+
+async def test_the_programs_own_asyncio_tasks_are_left_alone(gate: Gate) -> None:
+    async with aiogpu.init(address="inline", num_cpus=1):
+        handle = tasks.gated_coroutine.remote(gate.path, "a")
+        await gate.entered("a")
+        mine = asyncio.create_task(asyncio.Event().wait())
+        gate.release("a")
+        await handle
+        await asyncio.sleep(0)
+        assert not mine.done()
+        mine.cancel()
+        await asyncio.wait([mine])
 
 
 async def test_preloaded_modules_are_imported_here(
@@ -613,6 +670,11 @@ def add_one(what: str) -> str:
 
 
 @aiogpu.remote
+async def ask_through(actor: Any) -> Any:
+    return await actor.ask.remote("task")
+
+
+@aiogpu.remote
 class Stubborn:
     async def wait(self) -> None:
         for _ in range(2):
@@ -620,6 +682,16 @@ class Stubborn:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 seen.append("swallowed")
+
+
+async def test_methods_wait_for_tasks_and_tasks_for_methods(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    """What a method starts does not wait for the task that waits for the method."""
+    visited = await Visited.remote()
+    assert await ask_through.remote(visited) == "task 1"
+    first = [add_one.remote("x"), ask_through.remote(visited), add_one.remote("y")]
+    assert await asyncio.gather(*first) == ["x 1", "task 1", "y 1"]
 
 
 async def test_plain_code_that_waits_for_what_only_the_program_could_end(
@@ -648,6 +720,47 @@ async def test_plain_code_cannot_wait_for_the_programs_loop(
     assert await handed_on.add_soon.remote(actor, 2) == 2
 
 
+@aiogpu.remote
+async def await_twice(visited: Any) -> None:
+    async def wait(call: Any) -> None:
+        await call
+
+    call = visited.wait.remote("call")
+    await asyncio.gather(wait(call), wait(call))
+    seen.append("waited")
+    await asyncio.Event().wait()
+
+
+async def test_a_call_may_be_awaited_twice(actors_node: aiogpu.types.Node) -> None:
+    """[B12] A task gives its CPU back only while it waits."""
+    visited = await Visited.remote()
+    task = await_twice.remote(visited)
+    await until(lambda: seen == ["call"])
+    assert (await actors_node.available_resources())["CPU"] == 1.0
+    await visited.let_pass.remote()
+    await until(lambda: seen == ["call", "waited"])
+    assert (await actors_node.available_resources())["CPU"] == 0.0
+    task.cancel()
+
+
+async def test_the_end_of_the_node() -> None:
+    """[B6]"""
+    async with aiogpu.init(address="inline", num_cpus=1, num_gpus=1):
+        visited = await Visited.options(num_gpus=1).remote()
+        waiting, unplaced = visited.wait.remote("a"), Plain.options(num_gpus=1).remote()
+        behind = unplaced.facts.remote()
+        await visited.begin.remote()
+        plain = await Plain.remote()
+    for told in (waiting, unplaced, behind, visited, plain):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
+            await told
+    await until(lambda: seen.count("gone") == 2)
+    assert [x for x in seen if isinstance(x, str)] == [
+        "a",
+        *("gone", "a cancelled", "closing", "gone"),
+    ]
+
+
 async def test_who_does_not_end_is_left_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -674,6 +787,18 @@ async def test_threads_are_refused(cls: Any, actors_node: aiogpu.types.Node) -> 
         aiogpu.errors.NodeError, match=r"max_concurrency.*address='local'"
     ):
         cls.remote()
+
+
+async def test_a_detached_one_outlives_its_handles() -> None:
+    async with aiogpu.init(address="inline", num_cpus=1):
+        kept = await Plain.options(name="kept", lifetime="detached").remote()
+        del kept
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not seen
+        found = aiogpu.get_actor("kept")
+        assert (await found.facts.remote())[0] == "Plain 'kept'.facts"
+    assert seen == ["gone"]
 
 
 @aiogpu.remote
@@ -742,6 +867,49 @@ async def gpus(session: aiogpu.types.Node) -> float:
     return (await session.available_resources())["GPU"]
 
 
+async def test_where_an_actors_code_runs(actors_node: aiogpu.types.Node) -> None:
+    before = facts()
+    plain = await Plain.options(num_gpus=1, name="plain").remote()
+    assert await plain.facts.remote() == ("Plain 'plain'.facts", [0], "0")
+    child, mine = await plain.child.remote()
+    assert child["ids"] == [1]
+    assert mine == ("Plain 'plain'.child", [0], "0")
+    other = await Visited.options(num_gpus=1, name="other").remote()
+    place = "Visited 'other'", [1], "1"
+    told = other.facts_of_three.remote()
+    while not told.done():
+        assert facts() == before
+        await asyncio.sleep(0)
+    assert told.result() == [("Visited 'other'.facts_of_three", *place[1:])] * 4
+    await other.begin.remote()
+    del other
+    await until(lambda: "gone" in seen)
+    rest = "rest ended", "Visited 'other'.begin", *place[1:]
+    assert seen == ["closing", ("closed", *place), rest, "gone"]
+
+
+async def test_what_waits_for_an_actors_resources(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    """[B30] Calls go on meanwhile."""
+    holder = await Counter.options(num_cpus=1, num_gpus=2, name="holder").remote()
+    waits = tasks.where.options(num_gpus=1).remote()
+    later = Counter.options(num_gpus=1, name="later").remote()
+    call = later.add.remote()
+    assert await holder.add.remote() == 1
+    assert not waits.done()
+    assert not call.done()
+    assert (await actors_node.available_resources())["CPU"] == 0.0
+    status = await aiogpu.status()
+    states = {task.name: task.state for task in status.tasks}
+    assert states["Counter 'holder'"] == "running"
+    assert states["Counter 'later'"] == "waiting"
+    assert [holder.task for holder in status.devices[0].holders] == ["Counter 'holder'"]
+    aiogpu.kill(holder)
+    assert await call == 1
+    assert (await waits)["ids"] in ([0], [1])
+
+
 @aiogpu.remote
 def cancel_one_of_two(plain: Any) -> Any:
     first, second = plain.note.remote("first"), plain.note.remote("second")
@@ -765,6 +933,58 @@ async def test_cancelled_calls_of_plain_methods(actors_node: aiogpu.types.Node) 
     waiting.cancel()
     await behind
     assert seen == [0, 2, 3, "a", "a ended", "behind"]
+
+
+async def test_kill(actors_node: aiogpu.types.Node) -> None:
+    holder = await Visited.options(num_gpus=2, name="a").remote()
+    waits = Plain.options(num_gpus=1).remote()
+    running = holder.wait.remote("a")
+    await until(lambda: seen == ["a"])
+    for actor in (waits, holder, holder):
+        aiogpu.kill(actor)
+    for told in (waits, waits.facts.remote(), running, holder, holder.facts.remote()):
+        with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
+            await told
+    await holder._link.ended()
+    assert await gpus(actors_node) == 2.0
+    assert seen[:2] == ["a", "a cancelled"]
+    assert "closing" not in seen
+    with pytest.raises(aiogpu.errors.ActorNameError):
+        aiogpu.get_actor("a")
+    plain, killer = await Plain.remote(), await Plain.options(num_gpus=1).remote()
+    hidden = plain.hidden_wait.remote("hidden")
+    await until(lambda: "hidden" in seen)
+    assert await killer.kill.remote(plain) == "killed"
+    with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
+        await hidden
+    await until(lambda: "hidden ended" in seen)
+    with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
+        await killer.kill.remote(killer)
+    await killer._link.ended()
+    assert await gpus(actors_node) == 2.0
+
+
+async def test_killed_and_made_anew(actors_node: aiogpu.types.Node) -> None:
+    """[B33]"""
+    actor = Visited.options(max_restarts=1, num_gpus=1, name="it").remote()
+    lost = actor.wait.remote("a")
+    await until(lambda: "a" in seen)
+    aiogpu.kill(actor, no_restart=False)
+    behind = actor.facts.remote()
+    with pytest.raises(aiogpu.ActorDiedError, match="ran this call") as caught:
+        await lost
+    assert caught.value.is_restarting
+    assert (await behind)[1] == [0]
+    await until(lambda: "gone" in seen)
+    assert (await aiogpu.get_actor("it").facts.remote())[1] == [0]
+    aiogpu.kill(actor, no_restart=False)
+    for call in (actor, actor.facts.remote()):
+        with pytest.raises(aiogpu.ActorDiedError, match="without restarts left"):
+            await call
+    nobodys = await Visited.options(num_gpus=2, max_restarts=-1).remote()
+    aiogpu.kill(nobodys, no_restart=False)
+    del nobodys
+    assert (await tasks.where.options(num_gpus=2).remote())["ids"] == [0, 1]
 
 
 @pytest.mark.parametrize("runner", [aiogpu.run, asyncio.run], ids=["aiogpu", "asyncio"])
@@ -792,6 +1012,23 @@ def test_a_program_that_ends_without_closing_its_node(runner: Any) -> None:
     assert seen[4:] == ["closing", "gone"]
     told = repr(calls[0].exception())
     assert told == "NodeClosedError('the event loop of Visited has ended.')"
+
+
+@aiogpu.remote
+class Parent:
+    async def start(self) -> None:
+        self.child = wait_for_ever.remote()
+        await asyncio.sleep(0)
+
+
+async def test_what_an_actor_has_started_ends_with_it(
+    actors_node: aiogpu.types.Node,
+) -> None:
+    async with Parent.remote() as parent:
+        await parent.start.remote()
+        await until(lambda: seen == ["begin"])
+    await until(lambda: seen == ["begin", "end"])
+    assert await add_one.remote("x") == "x 1"
 
 
 # A Ctrl-C ends the program, whatever code it finds. Each program sends the signal to
@@ -1021,6 +1258,22 @@ def test_a_debugger_may_take_the_handler_over(ended: Any) -> None:
 
 
 # Actors, from tasks with loops and threads of their own.
+
+
+@aiogpu.remote
+def on_a_loop_of_its_own(counter: Any) -> tuple[int, int, bool]:
+    async def inner() -> tuple[int, int, bool]:
+        ready = await counter is counter
+        first = await counter.add.remote()
+        made = await Counter.remote(10)
+        return first, await made.add.remote(), ready
+
+    return asyncio.run(inner())
+
+
+async def test_plain_tasks_with_loops(node: aiogpu.types.Node) -> None:
+    counter = await Counter.remote()
+    assert await on_a_loop_of_its_own.remote(counter) == (1, 11, True)
 
 
 @aiogpu.remote

@@ -279,6 +279,20 @@ async def test_timeouts_of_children(node: aiogpu.types.Node) -> None:
         assert await timed_children.remote(seconds) == ["never", "note"]
 
 
+async def test_a_node_closes_at_once_after_its_tasks_were_cancelled() -> None:
+    """Also those that were about to begin: nobody waits for their workers' end."""
+    async with (
+        asyncio.timeout(30),
+        aiogpu.init(address="inline", num_cpus=2) as session,
+    ):
+        scheduler = session._session._engine._node.scheduler  # type: ignore[attr-defined]
+        scheduler.config = scheduler.config._replace(exit_grace=600.0)
+        handles = [tasks.add.remote(number) for number in range(8)]
+        await handles[0]
+        for handle in reversed(handles):
+            handle.cancel()
+
+
 @aiogpu.remote
 async def note_softly(what: object) -> None:
     seen.append(("begin", what))
@@ -295,6 +309,111 @@ async def parent() -> object:
     await second
     seen.append("parent ends")
     return "parent"
+
+
+async def test_children_run_before_others_that_wait(node: aiogpu.types.Node) -> None:
+    handles = [parent.remote(), note.remote("other")]
+    assert await asyncio.gather(*handles) == ["parent", "other"]
+    assert seen == [
+        "parent begins",
+        "child",
+        ("begin", "child"),
+        ("end", "child"),
+        "parent ends",
+        "other",
+    ]
+
+
+@aiogpu.remote
+async def careless_parent() -> str:
+    seen.extend([note.remote("orphan"), note_softly.remote("orphan")])
+    return "has ended"
+
+
+async def test_children_end_with_their_parent(node: aiogpu.types.Node) -> None:
+    """What has not begun never runs."""
+    handles = [careless_parent.remote(), note.remote("other")]
+    assert await asyncio.gather(*handles) == ["has ended", "other"]
+    orphans, seen[:2] = seen[:2], []
+    for orphan in orphans:
+        assert isinstance(orphan, aiogpu.Handle)
+        with pytest.raises(aiogpu.TaskCancelledError, match="had started it has ended"):
+            await orphan
+    assert seen == ["other"]
+
+
+@aiogpu.remote(cancel_grace=20)
+async def wait_for_ever() -> None:
+    seen.append("child begins")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)
+        seen.append("child ends")
+
+
+@aiogpu.remote(num_gpus=1, cancel_grace=20)
+async def waiting_parent() -> None:
+    try:
+        await wait_for_ever.options(num_gpus=1).remote()
+    finally:
+        seen.append("parent ends")
+
+
+async def test_cancelling_a_parent_cancels_the_child_it_awaits(
+    node: aiogpu.types.Node,
+) -> None:
+    before = dict(os.environ)
+    handle = waiting_parent.remote()
+    while not seen:
+        await asyncio.sleep(0)
+    status = await aiogpu.status()
+    assert [worker.task for worker in status.workers] == [
+        "waiting_parent",
+        "wait_for_ever",
+    ]
+    handle.cancel()
+    assert await note.options(num_gpus=2).remote("after") == "after"
+    assert seen == ["child begins", "parent ends", "child ends", "after"]
+    assert dict(os.environ) == before
+
+
+async def test_a_shutdown_ends_parents_and_children() -> None:
+    before = dict(os.environ)
+    async with aiogpu.init(address="inline", num_cpus=1, num_gpus=2):
+        handle = waiting_parent.remote()
+        while not seen:
+            await asyncio.sleep(0)
+        waiting = note.remote("never")
+    for ended in (handle, waiting):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
+            await ended  # type: ignore[misc]
+    assert "never" not in seen
+    assert dict(os.environ) == before
+    assert aiogpu.get_runtime_context().worker_id == 0
+
+
+@aiogpu.remote
+async def note_twice() -> None:
+    seen.append("begin")
+    await asyncio.sleep(0.5)  # longer than `start_detached` waits
+    seen.append("end")
+
+
+@aiogpu.remote
+def start_detached() -> None:
+    handle = note_twice.options(lifetime="detached").remote()
+    with pytest.raises(aiogpu.TaskTimeoutError):
+        aiogpu.get(handle, timeout=0.25)
+    note.options(lifetime="detached").remote("detached")
+
+
+async def test_what_is_detached_outlives_its_parent(node: aiogpu.types.Node) -> None:
+    """If it has begun, its loop goes on until it has ended."""
+    await asyncio.gather(start_detached.remote(), note.remote("other"))
+    assert seen[:2] == ["begin", "end"]
+    await note.remote("after")
+    assert seen[2:] == ["detached", "other", "after"], "children go first"
 
 
 @aiogpu.remote

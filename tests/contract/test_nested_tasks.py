@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -60,6 +61,23 @@ async def test_a_deep_recursion(address: str) -> None:
             await asyncio.sleep(0)
 
 
+async def test_the_same_function_in_the_program_and_in_a_task(
+    node: aiogpu.types.Node,
+) -> None:
+    """Whoever calls it first."""
+    first = tasks.add.options(name="first in a task")
+    second = tasks.add.options(name="first in the program")
+
+    @aiogpu.remote
+    def call_both() -> list[int]:
+        return aiogpu.get([first.remote(1), second.remote(2)])
+
+    assert await second.remote(3) == 4
+    assert await call_both.remote() == [2, 3]
+    assert await asyncio.gather(first.remote(5), second.remote(6)) == [6, 7]
+    assert await call_both.remote() == [2, 3]
+
+
 @pytest.mark.parametrize("kind", ["plain", "soft"])
 async def test_errors_of_children(kind: str, node: aiogpu.types.Node) -> None:
     catches = getattr(nested_tasks, f"{kind}_catches")
@@ -74,6 +92,19 @@ async def test_errors_of_children(kind: str, node: aiogpu.types.Node) -> None:
     assert (name, "GPU 2 of 1" in text) == ("InfeasibleError", True)
     name, text = await catches.remote("fail_until", "/dev/null", 1, LookupError)
     assert name == "LookupError"
+
+
+async def test_an_error_is_raised_by_the_parent_and_may_be_seen_twice(
+    node: aiogpu.types.Node,
+) -> None:
+    with pytest.raises(LookupError, match="of the child") as caught:
+        await nested_tasks.plain_fails_by_child.remote()
+    assert "raise kind(*args)" in str(caught.value.__cause__)
+    again = ("LookupError", "again")
+    assert await nested_tasks.same_failure_twice.remote() == [again, again]
+    first, second = await nested_tasks.unreadable_twice.remote()
+    assert first == second
+    assert first[0] == "DeserializationError"
 
 
 async def test_a_wait_out_of_time_leaves_what_it_was_for(
@@ -176,6 +207,18 @@ async def test_misuse_is_told(node: aiogpu.types.Node) -> None:
         assert (name, words in text) == (error, True), text
 
 
+async def test_a_handle_of_a_task_that_has_ended(address: str) -> None:
+    async with asyncio.timeout(60), aiogpu.init(address=address, num_cpus=1):
+        await nested_tasks.keeps.remote()
+        name, _ = await nested_tasks.gets_kept.remote()
+    assert name in ("MisuseError", "TaskCancelledError")
+
+
+async def test_a_parent_finds_its_surroundings_again(node: aiogpu.types.Node) -> None:
+    own = ("facts", [])
+    assert await nested_tasks.facts.remote() == (own, ("child", [0], "0"), own)
+
+
 async def test_what_is_defined_inside_a_task(local: aiogpu.types.Node) -> None:
     def work() -> list[Any]:
         base = 40
@@ -229,6 +272,12 @@ async def test_the_first_failure_ends_the_wait(
     await gate.entered("caught", "slow")
     gate.release("caught", "slow")
     assert await handle == ["KeyError: 1", "KeyError: 2", "slow"]
+
+
+async def test_a_handle_is_the_result_of_a_task(local: aiogpu.types.Node) -> None:
+    """And what it is the handle of goes on, although it was that task's child."""
+    handle = await run_here.remote(lambda: tasks.add.remote(1))
+    assert await handle == 2
 
 
 async def test_get_is_for_tasks(local: aiogpu.types.Node) -> None:
@@ -292,6 +341,19 @@ async def test_the_ways_to_wait(local: aiogpu.types.Node) -> None:
 
     told = [2001000, [1, 2, 3], [1, 2, 3, 4, 5], 11, 31, [1, 1]]
     assert await await_here.remote(work) == told
+
+
+async def test_threads_of_a_plain_task(local: aiogpu.types.Node) -> None:
+    def work() -> list[int]:
+        def one(number: int) -> int:
+            doubled = aiogpu.get(tasks.add.remote(number, number))
+            return aiogpu.get(tasks.add.remote(doubled))
+
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(one, range(40)))
+        return [*found, aiogpu.get(tasks.add.remote(1))]
+
+    assert await run_here.remote(work) == [*(2 * n + 1 for n in range(40)), 2]
 
 
 async def test_loops_in_threads_beside_the_tasks_own(local: aiogpu.types.Node) -> None:
@@ -360,6 +422,60 @@ async def test_a_thread_that_outlives_its_task(
     assert await nested_tasks.several.remote([1]) == [2]
 
 
+async def free() -> tuple[float, float]:
+    resources = await aiogpu.available_resources()
+    return resources["CPU"], resources["GPU"]
+
+
+async def test_who_waits_gives_back_cpus_and_keeps_gpus(gate: Gate) -> None:
+    path = gate.path
+
+    def work() -> str:
+        child = tasks.gated.options(num_cpus=2).remote(path, "child")
+        pass_gate(path, "parent")
+        return aiogpu.get(child)
+
+    async def soft() -> str:
+        child = tasks.gated.options(num_cpus=2).remote(path, "child")
+        await asyncio.to_thread(pass_gate, path, "parent")
+        return await child
+
+    async with aiogpu.init(num_cpus=3, num_gpus=2):
+        for way, function in ((run_here, work), (await_here, soft)):
+            parent = way.options(num_cpus=2, num_gpus=0.5)
+            handle = parent.remote(function)  # type: ignore[arg-type]
+            await gate.entered("parent")
+            assert await free() == (1, 1.5)
+            assert "child" not in gate.inside
+            gate.release("parent")
+            await gate.entered("child")
+            assert await free() == (1, 1.5), "the child has what its parent had"
+            gate.release("child")
+            assert await handle == "child"
+            async with asyncio.timeout(60):
+                while await free() != (3, 2):  # until its process has ended
+                    await asyncio.sleep(0)
+            gate.forget("parent", "child")
+
+
+async def test_a_wait_that_is_given_up_takes_the_cpus_again(gate: Gate) -> None:
+    path = gate.path
+
+    def work() -> str:
+        child = tasks.gated.remote(path, "child")
+        told = refusal(lambda: aiogpu.get(child, timeout=1e-3))
+        pass_gate(path, "parent")
+        assert aiogpu.get(child) == "child"
+        return told
+
+    async with aiogpu.init(num_cpus=2, num_gpus=0):
+        handle = run_here.remote(work)
+        await gate.entered("child", "parent")
+        assert (await aiogpu.available_resources())["CPU"] == 0
+        gate.release("child", "parent")
+        assert (await handle).startswith("TaskTimeoutError")
+
+
 async def test_two_trees_that_hold_each_others_gpu(gate: Gate) -> None:
     """One of them is told; the other one's child runs once the first has ended."""
     async with aiogpu.init(num_cpus=4, num_gpus=2):
@@ -376,6 +492,7 @@ async def test_a_thread_waits_for_what_its_task_holds(gate: Gate) -> None:
     path = gate.path
 
     def work() -> list[str]:
+        from concurrent.futures import ThreadPoolExecutor
 
         gpu = tasks.add.options(num_gpus=1)
         with ThreadPoolExecutor(2) as threads:
@@ -459,6 +576,38 @@ async def all_free() -> None:
             await asyncio.sleep(0)
 
 
+async def test_children_end_with_a_killed_parent(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    path = gate.path
+
+    def sibling(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    tree = nested_tasks.tree.options(max_retries=0)
+    handle = tree.remote(path, "t", 2)
+    await gate.entered("t")
+    await aiogpu.remote(sibling).remote(gate.pids["t2"])
+    with pytest.raises(aiogpu.WorkerDiedError, match=r"tree .* signal 9"):
+        await handle
+    await all_free()
+    assert "t" in gate.inside
+
+
+async def test_a_retried_parent_starts_its_children_anew(
+    local: aiogpu.types.Node, gate: Gate, tmp_path: Path
+) -> None:
+    task = nested_tasks.start_anew.options(max_retries=1)
+    handle = task.remote(str(tmp_path / "count"), gate.path)
+    await gate.entered("parent1", "child1")
+    gate.release("parent1")
+    await gate.entered("parent2", "child2")
+    gate.release("parent2", "child2")
+    assert await handle == 2 + len("child2")
+    await all_free()
+    assert "child1" in gate.inside, "the first one was stopped"
+
+
 @pytest.mark.parametrize("how", ["returns", "dies", "cancelled"])
 async def test_a_detached_child_outlives_its_parent(
     how: str, local: aiogpu.types.Node, gate: Gate
@@ -489,6 +638,41 @@ async def test_a_detached_child_outlives_its_parent(
     assert running.name == "gated"
     gate.release("detached")
     await all_free()
+
+
+async def test_a_detached_child_can_be_waited_for_and_cancelled(
+    local: aiogpu.types.Node, gate: Gate
+) -> None:
+    path = gate.path
+
+    def work() -> int:
+        add = tasks.add.options(lifetime="detached")
+        child = tasks.gated_coroutine.options(lifetime="detached").remote(path, "a")
+        pass_gate(path, "parent")
+        child.cancel()
+        return aiogpu.get(add.remote(1))
+
+    handle = run_here.remote(work)
+    await gate.entered("a", "parent")
+    gate.release("parent")
+    assert await handle == 2
+    await gate.entered("a-cancelled")
+    await all_free()
+
+
+@pytest.mark.parametrize("lifetime", [None, "detached"])
+async def test_the_end_of_the_node_ends_a_deep_tree(
+    lifetime: str | None, gate: Gate
+) -> None:
+    async with aiogpu.init(num_cpus=2):
+        tree = nested_tasks.tree.options(lifetime=lifetime)  # type: ignore[typeddict-item]
+        handle = tree.remote(gate.path, "t", 8)
+        await gate.entered("t")
+        pids = set(gate.pids.values())
+        assert len(pids) == 9
+    with pytest.raises(aiogpu.errors.NodeClosedError):
+        await handle
+    assert not any(map(psutil.pid_exists, pids))
 
 
 async def test_what_is_printed_below_comes_before_the_result(

@@ -60,6 +60,16 @@ async def test_nothing_outlives_the_share(way: str, gate: Gate) -> None:
         assert await tasks.add.remote(1) == 2
 
 
+async def test_one_that_ignores_signals_is_ended_after_its_grace(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.05):
+        handle = wild_tasks.never_return_deaf.remote(gate.path)
+        await gate.entered("daemon", "deaf")
+        family = [psutil.Process(pid) for pid in gate.pids.values()]
+        handle.cancel()
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+        assert [process for process in family if is_alive(process)] == []
+
+
 async def test_a_group_is_ended_with_an_orphaned_keepers_worker(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2):
         handle = tasks.start_sleeper.options(max_retries=0).remote(gate.path, "a")
@@ -156,6 +166,42 @@ async def test_a_daemon_ends_before_its_share_is_free(gate: Gate) -> None:
         await it.handle
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
         assert not is_alive(it.daemon)
+
+
+@pytest.mark.usefixtures("has_cgroup")
+async def test_a_killed_keeper_takes_all_along(gate: Gate) -> None:
+    async with house(gate) as it:
+        it.keeper.kill()
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
+            await it.handle
+        assert not is_alive(it.daemon)
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+
+
+@pytest.mark.parametrize("first", ["zygote", "keeper"])
+async def test_zygote_and_keeper_are_killed(
+    first: str, has_cgroup: bool, gate: Gate
+) -> None:
+    """Then nobody adopts the daemon; its group is what it cannot leave."""
+    async with house(gate) as it:
+        if first == "zygote":
+            it.zygote.kill()
+            await it.see_end(it.zygote)
+            it.keeper.kill()
+        else:
+            it.zygote.suspend()
+            it.keeper.kill()
+            await it.see_end(it.keeper)
+            it.zygote.kill()
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
+            await it.handle
+        if has_cgroup:
+            assert not is_alive(it.daemon)
+        else:
+            # What docs/decisions/0009 says of a machine without cgroups.
+            assert is_alive(it.daemon)
+            it.daemon.kill()
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
 async def test_an_end_while_a_slot_is_being_ended(has_cgroup: bool, gate: Gate) -> None:

@@ -9,6 +9,7 @@ import pickle
 import resource
 import signal
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,21 @@ async def test_what_cannot_be_pickled_leaves_nothing(node: aiogpu.types.Node) ->
     assert held(node) == 0
 
 
+async def test_two_programs_with_a_node_each(node: aiogpu.types.Node) -> None:
+    async def other() -> int:
+        async with aiogpu.init(address="local", num_cpus=1):
+            handle = await aiogpu.put(np.ones(LARGE))
+            return int((await v.give.remote(handle)).sum())
+
+    found: list[int] = []
+    # Not at the same time: an inline node's task makes this process its worker.
+    mine = await v.give.remote(np.full(LARGE, 2.0))
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(other())))
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert [mine.sum(), *found] == [2 * LARGE, LARGE]
+
+
 async def test_a_node_closes_with_values_about(address: str) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         kept = [await aiogpu.put(np.ones(LARGE)), v.give.remote(np.ones(LARGE))]
@@ -245,6 +261,15 @@ async def test_workers_that_are_killed(node: aiogpu.types.Node) -> None:
     for lost in (v.give_sum.remote(doomed), doomed):
         with pytest.raises(aiogpu.WorkerDiedError):
             await lost
+
+
+@pytest.mark.parametrize(
+    "count", [2_000, pytest.param(100_000, marks=pytest.mark.slow)]
+)
+async def test_many_live_values(count: int, node: aiogpu.types.Node) -> None:
+    handles = [await aiogpu.put(i) for i in range(count)]
+    assert await v.give.remote(handles[-1]) == count - 1
+    assert await v.total.remote(*handles[:10_000]) == sum(range(min(count, 10_000)))
 
 
 async def test_many_buffers_and_readers(node: aiogpu.types.Node) -> None:
@@ -392,6 +417,15 @@ async def test_what_lies_there_already_is_not_copied() -> None:
             assert await shared_tasks.count.remote(full_of(B), B) == LARGE
         assert set(again) == set(await put) == {A}
         assert await shared_tasks.count.remote(again, A) == LARGE
+
+
+async def test_what_was_changed_by_force_is_copied_and_seen_by_nobody_else() -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = await aiogpu.put(full_of(A))
+        changed = await shared_tasks.change_by_force.remote(handle)
+        assert (changed[0], changed[1]) == (B, A)
+        assert set(await handle) == {A}
+        assert await shared_tasks.count.remote(handle, A) == LARGE
 
 
 async def test_a_worker_that_is_killed_while_it_writes_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 import aiogpu
 from aiogpu.linux.cgroup import usable_cpus
 from aiogpu.testing.leaks import Resources
+from aiogpu.wire.connection import CLIENT, Connection
+from aiogpu.wire.messages import Refused
 from tests.contract import stream_tasks, tasks, value_tasks
 from tests.contract.actor_classes import Async
 from tests.contract.node_here import Here, node_here
@@ -197,6 +200,17 @@ async def test_a_module_whose_import_never_ends(
     assert Resources.take().since(before) == []
 
 
+async def test_what_a_preloaded_module_prints_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talkative.py").write_text("print('hello', flush=True)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with aiogpu.init(num_cpus=1, preload=["talkative"]):
+        assert await tasks.add.remote(1) == 2
+    assert "(zygote pid=" in (err := capsys.readouterr().err)
+    assert err.endswith(") hello\n")
+
+
 async def test_a_program_that_is_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(aiogpu.errors.NodeStartError, match="status 1"):
@@ -312,6 +326,41 @@ async def test_a_fork_of_the_driver_is_inert(
     assert "Traceback" not in errors, errors
 
 
+KILLED = """
+    import asyncio, sys, aiogpu
+    from tests.contract import tasks
+    async def main():
+        async with aiogpu.init(num_cpus=4, num_gpus=1, preload=["json"]):
+            path = sys.argv[1]
+            await tasks.leave_process.remote(path, "daemon")
+            rest = [
+                tasks.gated.remote(path, "plain"),
+                tasks.gated_coroutine.remote(path, "coroutine"),
+                tasks.swallow.options(num_gpus=0.5).remote(path, "deaf"),
+            ]
+            await asyncio.wait(rest)
+    aiogpu.run(main())
+"""
+
+
+async def test_a_killed_driver_leaves_nothing(gate: Gate) -> None:
+    """[B7] Workers, what they started, and the node's directory are gone."""
+    driver = start(KILLED, gate.path)
+    try:
+        await gate.entered("daemon", "plain", "coroutine", "deaf")
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert {process.pid for process in family} >= set(gate.pids.values())
+        driver.send_signal(signal.SIGKILL)
+    except BaseException:
+        driver.kill()
+        raise
+    finally:
+        driver.communicate()
+    loop = asyncio.get_running_loop()
+    _, alive = await loop.run_in_executor(None, lambda: psutil.wait_procs(family, 10))
+    assert alive == []
+
+
 async def test_remote_after_shutdown_opens_another_node() -> None:
     async with aiogpu.init(num_cpus=1) as session:
         pass
@@ -345,6 +394,28 @@ async def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
         ], "pipes lose their names"
 
 
+async def test_garbage_on_the_socket_closes_that_connection_alone(
+    runtime_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """[B41]"""
+    async with aiogpu.init(num_cpus=1):
+        (directory,) = runtime_directory.iterdir()
+        for garbage in (
+            b"\xff" * 100,
+            b"\x02\x00\x00\x00ab",
+            b"GET / HTTP/1.1\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_unix_connection(
+                str(directory / "node.sock")
+            )
+            writer.write(garbage)
+            (told,) = Connection(CLIENT).receive(await reader.read())
+            assert isinstance(told, Refused)
+            writer.close()
+        assert await tasks.add.remote(1) == 2
+    assert len(caplog.records) == 3
+
+
 async def test_cancelling_an_init_that_hangs_in_an_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +426,33 @@ async def test_cancelling_an_init_that_hangs_in_an_import(
         async with asyncio.timeout(0.5):
             await aiogpu.init(preload=["endless"])
     assert Resources.take().since(before) == []
+
+
+async def test_sigint_to_the_helpers_is_nothing_to_them(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        running = tasks.gated.remote(gate.path, "a")
+        await gate.entered("a")
+        for process in psutil.Process(gate.pids["a"]).parents()[:2]:
+            assert process.name().startswith("aiogpu-")
+            os.kill(process.pid, signal.SIGINT)
+        gate.release("a")
+        assert await running == "a"
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_who_connects_and_says_nothing_is_let_go_with_the_node(
+    runtime_directory: Path,
+) -> None:
+    """So might a keeper whose zygote died while it was forked."""
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+        (directory,) = runtime_directory.iterdir()
+        path = str(directory / "node.sock")
+        reader, writer = await asyncio.open_unix_connection(path)
+        assert await tasks.add.remote(1) == 2
+    async with asyncio.timeout(60):
+        assert await reader.read() == b""
+    writer.close()
 
 
 # The end

@@ -132,6 +132,22 @@ async def test_a_producer_that_hears_nothing_is_killed(
         await idle(1.0)
 
 
+@pytest.mark.parametrize("generator", stream_tasks.GATED)
+@pytest.mark.needs("at once")
+async def test_an_item_comes_at_once_though_its_producer_goes_on(
+    address: str, gate: Gate, generator: Any
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        stream = generator.remote(gate.path)
+        assert await anext(stream) == 1
+        await gate.entered("inside")
+        rest = asyncio.ensure_future(anext(stream))
+        gate.release("inside")
+        assert await rest == 2
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
 @pytest.mark.parametrize("generator", stream_tasks.ENDLESS)
 async def test_a_cancelled_consumer_stops_the_producer(
     address: str, gate: Gate, generator: Any
@@ -350,6 +366,15 @@ async def test_a_task_consumes_its_childs_stream(address: str, way: str) -> None
         await idle(1.0)
 
 
+async def test_many_streams_at_once(address: str) -> None:
+    async def consume(number: int) -> list[int]:
+        return [item async for item in stream_tasks.numbers_softly.remote(number)]
+
+    async with aiogpu.init(address=address, num_cpus=2):
+        found = await asyncio.gather(*[consume(each % 70) for each in range(140)])
+        assert found == [[*range(each % 70)] for each in range(140)]
+
+
 def test_options_of_streams() -> None:
     for value in (0, -1, 1.5, True, "many"):
         told = re.escape(f"max_buffered={value!r}")
@@ -488,6 +513,22 @@ async def test_an_actor_that_dies_amid_a_stream(address: str, kind: Any) -> None
         found, error = await drained(stream)
         assert found == list(range(100, 100 + len(found)))
         assert type(error) is aiogpu.ActorDiedError
+
+
+@pytest.mark.needs("processes")
+@pytest.mark.parametrize("kind", [stream_tasks.Threaded, stream_tasks.Async])
+async def test_a_stream_of_an_actor_that_another_call_ends(
+    address: str, kind: Any
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=2):
+        actor = await kind.remote()
+        method = actor.count if kind is stream_tasks.Threaded else actor.count_softly
+        stream = method.remote(10_000)
+        assert await anext(stream) == 0
+        with pytest.raises(aiogpu.ActorDiedError, match="exit_actor"):
+            await actor.leave.remote()
+        _, error = await drained(stream)
+        assert "exit_actor" in str(error)
 
 
 @pytest.mark.usefixtures("each_engine")

@@ -26,6 +26,12 @@ async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
         yield session
 
 
+async def test_twice_in_one_call_is_two_copies(node: aiogpu.types.Node) -> None:
+    """As if both had been given as lists: there is no sharing between arguments."""
+    handle = v.give.remote([1])
+    assert not await v.are_same.remote(handle, handle)
+
+
 async def test_none_and_other_odd_values(node: aiogpu.types.Node) -> None:
     for value in (None, (), {}, "", 0, False, [None], ((), {})):
         assert await v.give.remote(v.give.remote(value)) == value
@@ -204,6 +210,12 @@ async def test_actors_take_and_keep_handles(kind: Any, node: aiogpu.types.Node) 
             assert await actor.add.remote(train.remote(actor, 1)) == 3
 
 
+async def test_a_coroutine_gets_true_futures(node: aiogpu.types.Node) -> None:
+    for task in (v.gather_nested, v.wait_for_nested):
+        pending = v.add.remote(2)
+        assert await task.remote([v.add.remote(1), pending, pending]) == [2, 3, 3]
+
+
 async def test_calls_behind_one_that_never_runs(node: aiogpu.types.Node) -> None:
     """Its argument fails, or it is cancelled."""
     async with v.Serial.remote() as actor:
@@ -215,6 +227,14 @@ async def test_calls_behind_one_that_never_runs(node: aiogpu.types.Node) -> None
             await lost
         assert await last == 2
         assert await actor.all.remote() == [None, "last"]
+
+
+@BOTH
+async def test_failures_among_children(way: str, node: aiogpu.types.Node) -> None:
+    """An error is passed on by way of the node, or by the task that has seen it."""
+    task = v.pass_failing if way == "plain" else v.pass_failing_softly
+    for how in ("pending", "ended"):
+        assert await task.remote(how) == "of a child"
 
 
 @BOTH
@@ -284,6 +304,14 @@ async def test_maps_over_handles_and_large_items(node: aiogpu.types.Node) -> Non
                 assert found == [200_000 * number for number in range(6)]
             with pytest.raises(aiogpu.errors.MisuseError, match="has num_returns=2"):
                 v.split.options(num_returns=2).map([(1, 2)], chunk=chunk)
+
+
+async def test_wait_and_as_completed_of_handles(node: aiogpu.types.Node) -> None:
+    handles = [v.add.remote(number) for number in range(3)]
+    assert await v.wait_for_two.remote(handles) == [1, 2, 3]
+    value: Any = await aiogpu.put(5)
+    assert await aiogpu.wait([value]) == ([value], [])
+    assert [each async for each in aiogpu.as_completed([value])] == [value]
 
 
 @pytest.mark.needs("processes")

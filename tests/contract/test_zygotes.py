@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import psutil
@@ -23,10 +24,10 @@ from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire.messages import Stale
 from tests.contract import tasks
 from tests.contract.node_here import node_here
-from tests.contract.zygote_tasks import flags, load, threads, value_of
+from tests.contract.zygote_tasks import flags, load, numbers, threads, value_of
 from tests.faults.remains import gone_within
 from tests.support.gate import Gate
-from tests.support.program import ROOT, environment
+from tests.support.program import ROOT, environment, start
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
@@ -91,6 +92,20 @@ async def test_variables_that_a_preloaded_module_has_read(
             task = having(value_of, READ_AT_IMPORT=value)
             assert await task.remote("reader_module") == value
         assert await having(load, OTHER="x").remote("reader_module") is True
+
+
+async def test_an_environment_in_which_nothing_can_start(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with aiogpu.init(num_cpus=2, preload=()) as session:
+        broken = having(tasks.add, PYTHONHOME="/no/such/place")
+        for _ in range(2):
+            with pytest.raises(
+                aiogpu.WorkerDiedError, match="no worker could be started for add"
+            ):
+                await broken.remote(1)
+        assert await tasks.add.remote(1) == 2
+        assert zygotes_of(session).plain.problem is None
 
 
 async def test_a_module_that_cannot_be_imported_there(
@@ -191,6 +206,13 @@ async def test_threads_are_the_tasks_whole_cpus_unless_a_variable_says_else(
             assert (text, set(counts.values())) == ("4", {4})
 
 
+async def test_isolated_tasks_draw_different_numbers() -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1, preload=["numpy"]):
+        drawn = [await numbers.remote() for _ in range(3)]
+        for column in zip(*drawn, strict=True):
+            assert len(set(column)) == 3
+
+
 async def test_a_workers_own_seed_is_not_touched() -> None:
     """The generators are seeded once in a worker's life, not for each task."""
 
@@ -266,6 +288,39 @@ async def test_learning_can_be_switched_off(
         plain = zygotes_of(session).plain
         assert plain.learning.modules == []
         assert plain.current.generation == 0
+
+
+async def test_both_named_and_learnt(func: Path) -> None:
+    write(func / "slow_lib.py")
+    preload = ("json", "auto")
+    async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
+        assert await load.remote("json") is True
+        assert await load.remote("slow_lib") is False
+        await learnt(zygotes_of(session).plain, "slow_lib")
+        assert await load.remote("json") is True
+        assert await load.remote("slow_lib") is True
+
+
+async def test_a_generation_finds_what_the_first_one_found(
+    func: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the program has done to its own environment meanwhile."""
+    write(
+        func / "slow_lib.py",
+        "import os, sys\n"
+        + SLOW.replace("{value!r}", "[os.getcwd(), os.environ['AIOGPU_TEST_A']]"),
+    )
+    monkeypatch.setenv("AIOGPU_TEST_A", "before")
+    monkeypatch.chdir(tmp_path)
+    async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
+        monkeypatch.setenv("AIOGPU_TEST_A", "after")
+        monkeypatch.chdir("/")
+        monkeypatch.setattr(sys, "path", list(sys.path[2:]))
+        first = await value_of.remote("slow_lib")
+        await learnt(zygotes_of(session).plain, "slow_lib")
+        assert await load.remote("slow_lib") is True
+        second = await value_of.remote("slow_lib")
+        assert first == second == [str(tmp_path), "before"]
 
 
 UNFIT = {
@@ -416,6 +471,71 @@ async def test_an_old_generation_that_dies_harms_no_worker(gate: Gate) -> None:
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
+async def test_closing_while_everything_is_under_way(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old generation with a worker, one that imports, and another environment."""
+    (tmp_path / "once_only.py").write_text(
+        "import os, threading\n"
+        "if os.path.exists(__file__ + '.seen'):\n"
+        "    threading.Event().wait()\n"
+        "open(__file__ + '.seen', 'w').close()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with aiogpu.init(num_cpus=2, preload=["once_only"]) as session:
+        running = tasks.gated.remote(gate.path, "running")
+        await gate.entered("running")
+        plain = zygotes_of(session).plain
+        plain.on_message(plain.current, Stale("once_only"))
+        waiting = tasks.add.options(
+            runtime_env={"env_vars": {"PYTHONHASHSEED": "3"}}
+        ).remote(1)
+        async with asyncio.timeout(60):
+            while plain._next is None or len(zygotes_of(session)._environments) < 2:
+                await asyncio.sleep(0)
+    for handle in (running, waiting):
+        with pytest.raises(aiogpu.errors.NodeClosedError):
+            await handle
+
+
+MODULE = """
+import atexit
+import ctypes
+import sys
+
+# Stands for nanobind, which prints what Python has not freed when it is finalised:
+# in a zygote, whose objects are frozen, all of it. `malloc_stats` prints as well.
+ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).malloc_stats)
+atexit.register(print, "leaving in good order", file=sys.stderr)
+"""
+PROGRAM = """
+    import aiogpu
+
+    @aiogpu.remote
+    def loaded():
+        import sys
+        return "talkative" in sys.modules
+
+    async def main():
+        async with aiogpu.init(num_cpus=1, preload=("talkative",)):
+            print(await loaded.remote())
+
+    aiogpu.run(main())
+"""
+
+
+@pytest.mark.fresh
+def test_a_zygote_does_not_finalise_its_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "talkative.py").write_text(MODULE)
+    program = start(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + dedent(PROGRAM)
+    )
+    out, err = program.communicate(timeout=120)
+    assert (program.returncode, out) == (0, "True\n"), err
+    assert "system bytes" not in err
+    assert "leaving in good order" in err
+
+
 # Spares
 
 
@@ -564,6 +684,13 @@ def test_it_is_told_of_main_and_begins_no_further_worker(
     assert "a worker imports unguarded for " in said
     assert "the module begins the program once more" in said
     assert "write `if __name__ == '__main__':` above" in said
+
+
+def test_a_guarded_one_may_call_others_as_it_likes(
+    tmp_path: Path, runtime_directory: Path
+) -> None:
+    guarded = BEGINNING + "if __name__ == '__main__':\n    asyncio.run(work.remote())\n"
+    assert imported(guarded, tmp_path, runtime_directory) == ""
 
 
 @aiogpu.remote

@@ -107,6 +107,11 @@ def total(*numbers: int, **named: int) -> int:
 
 
 @aiogpu.remote
+def are_same(a: Any, b: Any) -> bool:
+    return a is b
+
+
+@aiogpu.remote
 async def gated(path: str, name: str, value: Any = None) -> Any:
     """Give the value when the gate lets it pass."""
     await pass_gate_softly(path, name)
@@ -151,6 +156,22 @@ def get_nested(box: dict[str, Any]) -> Any:
 async def await_nested(box: dict[str, Any]) -> Any:
     """And so does a coroutine."""
     return await box["handle"]
+
+
+@aiogpu.remote
+async def gather_nested(handles: list[Any]) -> list[Any]:
+    import asyncio
+
+    return await asyncio.gather(*handles)
+
+
+@aiogpu.remote
+async def wait_for_nested(handles: list[Any]) -> list[Any]:
+    import asyncio
+
+    done, _ = await asyncio.wait(handles)
+    assert done == set(handles)
+    return [handle.result() for handle in handles]
 
 
 @aiogpu.remote
@@ -237,6 +258,33 @@ def put_and_give(value: Any) -> Any:
 @aiogpu.remote
 async def put_and_give_softly(value: Any) -> Any:
     return {"handle": await aiogpu.put(value)}
+
+
+@aiogpu.remote
+def pass_failing(how: str) -> str:
+    """A child's failure as an argument of another child, seen in plain code."""
+    first = fail.remote("of a child")
+    if how == "ended":
+        with suppress(LoudError):
+            aiogpu.get(first)
+    try:
+        aiogpu.get(give.remote(first))
+    except LoudError as error:
+        return str(error)
+    return "no error"
+
+
+@aiogpu.remote
+async def pass_failing_softly(how: str) -> str:
+    first = fail.remote("of a child")
+    if how == "ended":
+        with suppress(LoudError):
+            await first
+    try:
+        await give.remote(first)
+    except LoudError as error:
+        return str(error)
+    return "no error"
 
 
 @aiogpu.remote
@@ -440,6 +488,13 @@ def full(number: int) -> Any:
     import numpy as np
 
     return np.full(200_000, number)
+
+
+@aiogpu.remote
+def wait_for_two(handles: list[Any]) -> list[int]:
+    ready, pending = aiogpu.wait(handles, num_returns=2)
+    assert (len(ready), len(pending)) == (2, 1)
+    return sorted(aiogpu.get(handle) for handle in aiogpu.as_completed(handles))
 
 
 @aiogpu.remote

@@ -283,6 +283,14 @@ def leave(way: str, path: str) -> list[int]:
     return pids
 
 
+@aiogpu.remote(num_gpus=1, max_retries=0)
+def never_return_deaf(path: str) -> None:
+    deafen()
+    daemonise(path, "daemon") and threading.Event().wait()
+    pass_gate(path, "deaf")
+    threading.Event().wait()
+
+
 @aiogpu.remote(num_gpus=0.5, max_calls=0)
 def break_context(text: str) -> None:
     """Fail as PyTorch does."""
