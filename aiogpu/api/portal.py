@@ -863,7 +863,10 @@ class ActorPool(Generic[A]):
         what = "aiogpu.sync.ActorPool()"
         portal = portal_for(what)
         if portal is None:
-            raise MisuseError(f"{what} is for programs; a task uses aiogpu.ActorPool.")
+            raise MisuseError(
+                f"{what} is for programs; in a task write `async def` and use "
+                f"aiogpu.ActorPool, or call the actors one by one."
+            )
         given = getattr(actor, "_made", actor)
         if isinstance(given, list | tuple):
             given = [unwrap(one) for one in given]
@@ -971,7 +974,10 @@ class Queue(_Proxy, Generic[T]):
         what = "aiogpu.sync.Queue()"
         portal = portal_for(what)
         if portal is None:
-            raise MisuseError(f"{what} is for programs; give a task the queue.")
+            raise MisuseError(
+                f"{what} is for programs; in a task write aiogpu.Queue(), or give the "
+                f"task the queue."
+            )
         self._portal = portal
         self._target: queues.Queue[T] = portal.call(queues.Queue, maxsize, **options)
         portal.run(what, lambda: self._target)

@@ -160,9 +160,17 @@ def logs(
     reader = LogReader(os.path.join(directory, NODE if node else FILE))
     known: set[int] = set()
     try:
-        _show(deque(filter(_wanted(task, client, known), reader.read()), lines))
+        last = deque(filter(_wanted(task, client, known), reader.read()), lines)
+        _show(last)
         if client is not None and client not in known and not follow:
             raise _no_lines(client, known, directory)
+        if task is not None and lines and not last and not follow:
+            click.echo(
+                f"No line of task {task} is kept in {directory}: it has printed "
+                f"nothing, or its lines were dropped. `aiogpu why {task}` says what "
+                f"the node knows of it.",
+                err=True,
+            )
         while follow and _wait():
             _show(filter(_wanted(task, client, known), reader.read()))
     finally:

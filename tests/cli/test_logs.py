@@ -73,7 +73,9 @@ def test_which_lines_are_shown(place: Path) -> None:
     pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)
     pages.write([sly])
     pages.close()
-    assert shown(place, "--task", "7") == []
+    ran = CliRunner().invoke(logs, ["--address", f"{place}/node.sock", "--task", "7"])
+    assert (ran.exit_code, ran.stdout) == (0, "")
+    assert "No line of task 7 is kept in" in ran.stderr
     # Another directory, and a node that has printed nothing.
     (place / "logs").rename(place / "elsewhere")
     assert shown(place, "--log-dir", f"{place}/elsewhere", "-n", "1") == [sly]

@@ -41,6 +41,7 @@ LONGEST_FRAME: Final = 1 << 22
 
 
 SHARE: Final = 20
+"""Of the loop's time, all viewers together get one part in so many."""
 
 
 LEAST_PAUSE: Final = 1e-3
