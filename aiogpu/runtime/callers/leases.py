@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,26 +43,40 @@ AGAIN: Final = 1.0
 """Seconds until it is looked again where it cannot be, or no pidfd can be had."""
 
 
+AMID_EXEC: Final = 0.05
+"""Seconds for which a process without variables is looked at again: when it begins a
+program, the kernel shows none for a millisecond or more."""
+
+
 def find_marked(mark: str, proc: StrPath = PROC) -> tuple[int, ...]:
     """The live processes of this user with that `NAME=value` among their variables.
 
     A variable of which the mark is one of several values, parted by commas, counts.
-    Processes that have thrown their variables away are not found.
+    Processes that have thrown their variables away are not found. Blocks for up to
+    `AMID_EXEC` where there are any.
     """
     name, _, value = mark.partition("=")
-    found = []
-    user = os.getuid()
-    for entry in os.scandir(proc):
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):
-            if entry.stat().st_uid != user:
-                continue
-            variables = read_bytes(f"{entry.path}/environ").split(b"\0")
-            begin = name.encode() + b"="
-            marks = [each[len(begin) :] for each in variables if each.startswith(begin)]
-            if any(value.encode() in each.split(b",") for each in marks):
-                found.append(int(entry.name))
+    begin = name.encode() + b"="
+    found, user = [], os.getuid()
+    unread = [entry.path for entry in os.scandir(proc) if entry.name.isdigit()]
+    ends = time.monotonic() + AMID_EXEC
+    while unread:
+        empty = []
+        for path in unread:
+            with suppress(OSError):
+                if os.stat(path).st_uid != user:
+                    continue
+                variables = read_bytes(f"{path}/environ").split(b"\0")
+                if variables == [b""] and os.readlink(f"{path}/exe"):
+                    empty.append(path)
+                marks = [it[len(begin) :] for it in variables if it.startswith(begin)]
+                if any(value.encode() in each.split(b",") for each in marks):
+                    found.append(int(os.path.basename(path)))
+        if time.monotonic() > ends:
+            break
+        unread = empty
+        if unread:
+            time.sleep(1e-3)
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.client.spec_codec import dump_spec
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
+from aiogpu.linux.cgroup import read_bytes
+from aiogpu.runtime.callers import leases
 from aiogpu.runtime.callers.leases import LeaseProcessWatcher, find_marked
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.workers.slots import LiveWorker
@@ -172,6 +175,21 @@ def test_the_marked_are_found(sleeper: subprocess.Popen[bytes]) -> None:
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}.2") == (sleeper.pid,)
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}") == ()
     assert find_marked(f"OTHER={os.getpid()}.2") == ()
+
+
+def test_one_that_only_begins_its_program_is_found(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel shows none of its variables for a moment."""
+    (tmp_path / str(sleeper.pid)).symlink_to(f"/proc/{sleeper.pid}")
+    shown = [b"", b"", *[read_bytes(f"/proc/{sleeper.pid}/environ")] * 9]
+    monkeypatch.setattr(leases, "read_bytes", lambda _path: shown.pop(0))
+    mark = f"AIOGPU_LEASE={os.getpid()}.2"
+    assert find_marked(mark, tmp_path) == (sleeper.pid,)
+    assert len(shown) == 8, "it was found at the third look, and not looked at again"
+    # One without any variables is no reason to wait for ever.
+    monkeypatch.setattr(leases, "read_bytes", lambda _path: b"")
+    assert find_marked(mark, tmp_path) == ()
 
 
 @pytest.mark.either_loop
