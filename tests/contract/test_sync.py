@@ -141,17 +141,22 @@ def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
     assert list(double.map(range(20))) == [2 * i for i in range(20)]
     assert list(double.map([double.remote(1), double.remote(2)])) == [4, 8]
     assert list(double.map(double.remote(i) for i in range(3))) == [0, 4, 8]
-    read = []
+    read, is_idle = [], threading.Event()
 
     def endless() -> Iterator[int]:
         i = 0
         while True:
+            is_idle.clear()
             read.append(i)
-            yield double.remote(i).result() // 2  # blocks, in a thread of its own
+            item = double.remote(i).result() // 2  # blocks, in a thread of its own
+            is_idle.set()
+            yield item
             i += 1
 
     with double.map(endless(), limit=3) as doubled:
         assert [next(doubled) for _ in range(4)] == [0, 2, 4, 6]
+    # Else its call might come after the node's end, and open another one.
+    assert is_idle.wait(60)
     assert len(read) <= 9
 
     def broken() -> Iterator[int]:
