@@ -82,8 +82,12 @@ def batch(
     An exception that the function raises reaches all callers of the batch; one that
     it returns in place of a result is raised for that caller alone. Cancelling a
     caller removes its item from a batch that has not started; cancelling the last
-    caller of a running batch cancels the batch. `method.__wrapped__` is the undecorated
-    function.
+    caller of a running batch cancels the batch. A result that is not a list of the same
+    length is a `MisuseError` for all. The function must not await the batched method on
+    the same instance: the batch that would answer cannot start. `method.__wrapped__` is
+    the undecorated function.
+
+    It is meant for `async def` methods of actors. It needs no node.
 
     Args:
         *misplaced: not allowed; all options are keywords.

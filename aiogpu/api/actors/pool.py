@@ -859,13 +859,16 @@ class ActorPool(EnteredOnLoop, Generic[A]):
 
     With `min_size` below `max_size` the pool grows and shrinks. A dead actor is
     replaced: at once if it had answered a call, else after a delay that doubles up to
-    one minute. Its unanswered calls raise `ActorDiedError`.
+    one minute. Its unanswered calls raise `ActorDiedError`, and a warning is logged. A
+    pool of which no actor fits even on an idle node is an `InfeasibleError` where the
+    pool is awaited.
 
-    Given a list of actors, the pool calls these. It ends none of them, and replaces
-    none that dies; `push` and `pop_idle` change which they are.
+    Given a list of actors, the pool calls these. It does not end them and does not
+    replace those that die. `push` and `pop_idle` change which they are. When all have
+    died, calls raise `ActorDiedError`.
 
-    `submit`, `get_next` and `map` call a function with an actor that has no calls. An
-    actor's method of such a name goes first: `pool.map` is then that method.
+    `submit`, `get_next` and `map` call a function with an actor that has no calls. If
+    the actor has a method of such a name, `pool.map` is that method.
     """
 
     @options_of("a pool of actors")

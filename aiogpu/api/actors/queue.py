@@ -181,13 +181,19 @@ class Queue(Generic[T]):
     """A queue in an actor, for programs, tasks and actors that have it.
 
     Its methods are awaited. In a plain task, which has no event loop, they block and
-    give their result without `await`. Who waits holds no CPU.
+    return their result without `await`. A task that waits holds no CPU.
 
-    Items are given in the order in which they were put, each to one consumer; it is
-    gone if that consumer's process dies with it. A cancelled or late `get` loses no
-    item; after a cancelled `put` the item may be in the queue. The items are in the
-    actor's memory: they are lost if the actor dies, and calls raise `ActorDiedError`.
-    It ends with the last handle to the queue.
+    Each item goes to one consumer, in the order in which items were put, to consumers
+    in the order in which they ask. A cancelled or late `get` loses no item; after a
+    cancelled `put` the item may be in the queue. An item is lost if the process of the
+    consumer that received it dies. A consumer that dies while it waits takes no item,
+    except on a Ray cluster.
+
+    The items are in the actor's memory: if the actor dies they are lost, and calls
+    raise `ActorDiedError`. The actor ends with the last handle to the queue.
+
+    On an inline node a task does not begin while another one awaits. Of a producer and
+    a consumer, one must be the program.
 
     Example:
         `queue = aiogpu.Queue(maxsize=100)`, `await queue.put(1)`, `await queue.get()`
