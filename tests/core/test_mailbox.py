@@ -124,12 +124,36 @@ def test_a_mailbox_sends_as_much_as_its_window_holds_in_order() -> None:
 
 def test_a_mailbox_is_closed_for_good() -> None:
     mailbox = filled(window=2, calls=4)
-    mailbox.cancel(1)
-    assert mailbox.close() == [2, 3, 4]
+    assert mailbox.cancel(1), "its process must be told"
+    assert not mailbox.cancel(1), "it was told"
+    assert not mailbox.cancel(4), "it does not know of it"
+    assert mailbox.close() == [2, 3]
     assert len(mailbox) == 0
     assert not mailbox.finish(2)
     assert not mailbox.post(5)
     assert mailbox.take() == []
+
+
+@pytest.mark.parametrize(
+    ("is_serial", "begun", "again", "lost", "waiting"),
+    [
+        pytest.param(True, 0, (), [], [2, 3, 4], id="serial, none has begun"),
+        pytest.param(True, 2, (), [2], [3, 4], id="serial, one has begun"),
+        pytest.param(True, 2, (2,), [], [2, 3, 4], id="serial, and is retried"),
+        pytest.param(False, 0, (), [2, 3], [4], id="all at once"),
+        pytest.param(False, 0, (3,), [2], [3, 4], id="all at once, one is retried"),
+    ],
+)
+def test_what_is_lost_with_the_process(is_serial, begun, again, lost, waiting):
+    """Of 1, which was cancelled, 2 and 3, which were sent, and 4."""
+    mailbox = filled(window=3, calls=4, is_serial=is_serial)
+    mailbox.cancel(1)
+    assert mailbox.lose(begun, again) == lost
+    assert list(mailbox.waiting) == waiting
+    assert not mailbox.post(5), "there is no process"
+    assert mailbox.open() == [*waiting, 5][:3]
+    assert list(mailbox.sent) == [*waiting, 5][:3]
+    assert mailbox.post(6) == (len(waiting) == 1), "where there is room"
 
 
 def test_with_one_each_item_waits_for_the_one_before():
@@ -145,6 +169,8 @@ def test_few_messages_pass(size):
     assert len(told) <= 20
     assert told == sorted(set(told))
     assert told[-1] == window.limit
+    ahead = window.limit - window.taken
+    assert [window.holds(buffered) for buffered in (ahead - 1, ahead)] == [False, True]
 
 
 class Streaming(RuleBasedStateMachine):
