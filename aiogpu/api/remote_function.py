@@ -305,9 +305,15 @@ class Mapper:
         `async with f.map(...) as results:` to have that at the end of the block.
 
         With `chunk`, several items go as one task, which calls the function with one
-        after the other; results come one by one all the same. What an item raises
-        comes after the results before it. The options hold for a task, and so for a
-        chunk: it runs in one process, and `timeout` is for all of it.
+        after the other, coroutines too; results come one by one all the same. What an
+        item raises comes after the results before it. The options hold for a task, and
+        so for a chunk: it runs in one process, and `timeout` is for all of it. With
+        `retry_exceptions` an item is retried alone. If the worker dies, the chunk
+        starts again; past `max_retries` the error takes the place of its first item.
+
+        `chunk="auto"` takes items back from a task that runs longer than 50 ms. Of an
+        async iterable it waits at most 5 ms for items to fill a chunk. A given `limit`
+        has room for at least 16 such tasks: `limit=160` bounds chunks to 10 items.
 
         Args:
             iterable: the arguments, one a call; an iterable or an async iterable.
