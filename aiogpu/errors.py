@@ -218,11 +218,11 @@ class GpuOutOfMemoryError(AiogpuError, MemoryError):
     The framework's own error is told by `__cause__`, with its traceback.
 
     Attributes:
-        asked: bytes on each GPU that the task had asked for by `gpu_memory=`, 0 for
-            none.
+        asked: bytes on each GPU by `gpu_memory=`; 0 for none, for "share", and in the
+            second try by `retry_oom`.
         limit: bytes that it could use on each, 0 where it was not limited.
-        peak: the most bytes of device memory that it is known to have used, 0 where
-            nobody could tell.
+        peak: the most bytes that it is known to have used of one GPU: PyTorch's peak,
+            CuPy's pool, or what NVML has shown; else 0.
         devices: ids of its GPUs.
         neighbours: names of the tasks that had a share of these GPUs as well.
     """

@@ -49,7 +49,6 @@ FACTS = {
         ),
     ],
     "gpu-memory.md": [
-        *(f"| `{name}` |" for name in vars(aiogpu.GpuOutOfMemoryError(""))),
         *(binding.JAX_FRACTION, binding.JAX_FRACTION_TOO, binding.JAX_PREALLOCATES),
         *(binding.CUPY_LIMIT, binding.TENSORFLOW_GROWS, binding.THREADS),
         *(binding.MEMORY, binding.PIPES, binding.DEFAULT),
@@ -131,6 +130,12 @@ def test_map_is_described_as_it_is() -> None:
         f"at least {maps.SHARE} such tasks: `limit={10 * maps.SHARE}` bounds chunks",
     ]
     assert [fact for fact in facts if fact not in words] == []
+
+
+def test_running_out_of_gpu_memory_is_described_as_it_is() -> None:
+    doc = inspect.getdoc(aiogpu.GpuOutOfMemoryError) or ""
+    described = re.findall(r"^    (\w+): ", doc, re.MULTILINE)
+    assert described == [*vars(aiogpu.GpuOutOfMemoryError(""))]
 
 
 @pytest.mark.parametrize(
