@@ -49,18 +49,22 @@ class Report(dict[str, Any]):
 
 
 def report(**values: Any) -> None:
-    """Tell who reads `handle.reports()` of the running task how far the task has come.
+    """Report how far the running task has come; `handle.reports()` gives the report.
 
     It holds the task up for 10 ms at most. Of one task the newest 1000 reports that
-    were not read are kept, and a report says how many before it are missing. A task
-    that is retried reports anew.
+    were not read are kept, and a report says how many before it are missing. The last
+    one always comes. A task that is retried reports anew. Reports of a task that was
+    started by another task go to that other task.
 
     Args:
         **values: scalars, text, and lists, tuples and dicts of these. Arrays of one
-            element, of numpy or PyTorch, count as scalars. 16 KiB in all.
+            element, of numpy or PyTorch, count as scalars; tuples become lists. 16 KiB
+            in all.
 
     Raises:
-        MisuseError: this is no code of a task or method, or nothing was given.
+        MisuseError: this is no code of a task or method, or nothing was given. An actor
+            with `max_concurrency` or `async def` methods cannot report from threads
+            that it makes by `threading`; no task can on a Ray cluster.
         SerializationError: a value is something else, or too much was given.
 
     Example:
