@@ -225,11 +225,13 @@ class Outcome(NamedTuple):
 @click.option(
     "--gpus",
     type=click.IntRange(1, 64),
+    metavar="NUMBER",
     help=f"GPUs to share out; if not given, those detected, or {LOGICAL} logical ones.",
 )
 @click.option(
     "--tasks",
     type=click.IntRange(1, 1000),
+    metavar="NUMBER",
     default=32,
     show_default=True,
     help="How many bands the picture is cut into.",
@@ -244,6 +246,7 @@ class Outcome(NamedTuple):
 @click.option(
     "--size",
     type=click.IntRange(16, 2048),
+    metavar="NUMBER",
     default=1024,
     show_default=True,
     help="Width and height of the picture in pixels.",

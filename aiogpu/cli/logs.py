@@ -111,7 +111,7 @@ Wanted = Callable[[str], bool]
 @click.option(
     "--lines",
     "-n",
-    type=click.IntRange(0),
+    type=connect.Whole(0),
     default=USUAL,
     show_default=True,
     help="How many of the last lines to show.",

@@ -209,20 +209,27 @@ class RunCommand(click.Command):
 
 
 @click.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--num-gpus", type=Number(0), help="Share of a GPU, or whole ones. [1]")
+@click.option(
+    "--num-gpus",
+    type=Number(0),
+    help="Share of a GPU, or whole ones; 1 if nothing else is asked for.",
+)
 @click.option("--num-cpus", type=Number(0), help="CPUs to keep from others. [0]")
 @click.option(
     "--gpu-memory",
     type=size_or_share,
     metavar="SIZE",
-    help='On each GPU, such as "6GiB".',
+    help="Memory of each GPU, beside or instead of --num-gpus: 6GiB, or `share` for "
+    "the same share of it. JAX, CuPy and TensorFlow are limited to it.",
 )
 @click.option("--gpu-type", metavar="TYPE", help="Only such GPUs, as in `aiogpu gpus`.")
-@click.option("--resources", metavar="JSON", help="""Others, '{"license": 1}'.""")
+@click.option("--resources", metavar="JSON", help="""Others: '{"license": 1}'.""")
 @click.option("--priority", type=int, default=0, help="Higher goes first. [0]")
 @click.option("--name", help="For `aiogpu status`; the command unless given.")
 @click.option(
-    "--timeout", type=Seconds(0, min_open=True), help="How long to wait at most."
+    "--timeout",
+    type=Seconds(0, min_open=True),
+    help="How long to wait at most; then exit code 124.",
 )
 @service_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -231,11 +238,21 @@ def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND with its own GPUs, as soon as they are free.
 
     Variables such as CUDA_VISIBLE_DEVICES tell it which GPUs. It holds them until it
-    and every process that it started have ended. Signals are passed on to it; the exit
-    code is that of COMMAND, or 125 if it could not be run.
+    and every process that it started have ended. While it waits, a line in the terminal
+    says why. Input, output and process group are its own, and signals are passed on to
+    it: SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH and SIGCONT.
 
-    Example: aiogpu run --num-gpus=0.5 -- python train.py
-    """
+    \b
+    Example:
+      aiogpu run --num-gpus=0.5 -- python train.py
+
+    \b
+    Exit codes are those of COMMAND (if a signal ends COMMAND, the same signal), or:
+      124  --timeout has passed
+      125  no node, more than the node has, or a bad option
+      126  COMMAND cannot be executed
+      127  COMMAND is not there
+    """  # noqa: D301 - click's mark for lines to be left as they are
     address = options.pop("address")
     leased = _LeasedCommand(command, SignalListener())
     try:

@@ -45,17 +45,21 @@ def option(
 
 OPTIONS: Final = (
     option("--num-cpus", "CPUs to share out.", type=Number(min=0)),
-    option("--num-gpus", "GPUs; by default those detected.", type=Whole(min=0)),
-    option("--resources", 'Such as {"license": 2}.', metavar="JSON"),
-    option("--memory", "For tasks that ask, such as 64GiB.", type=size),
+    option(
+        "--num-gpus",
+        "GPUs to share out; by default those detected.",
+        type=Whole(min=0),
+    ),
+    option("--resources", """Others: '{"license": 2}'.""", metavar="JSON"),
+    option("--memory", "Main memory for tasks that ask: 64GiB.", type=size),
     option(
         "--object-memory --object-store-memory object_memory",
         "Shared memory for large values, such as 8GiB.",
         type=size,
     ),
     option("--spill-directory", "Where values go beyond that.", type=PATH),
-    option("--accelerator-type", "Declared, such as A100."),
-    option("--gpu-memory", "Of each GPU, declared: 80GiB.", type=size),
+    option("--accelerator-type", "Type of GPUs that were not detected: A100."),
+    option("--gpu-memory", "Memory of each such GPU: 80GiB.", type=size),
     option(
         "--gpu-memory-enforce",
         "End tasks that use more GPU memory than they asked for.",
@@ -63,7 +67,8 @@ OPTIONS: Final = (
     ),
     option(
         "--foreign",
-        "What to do with GPUs that other processes use.",
+        "GPUs that processes outside of aiogpu use: ignore that, avoid the GPUs, or "
+        "wait until the processes have ended.",
         "ignore",
         type=FOREIGN,
     ),
@@ -106,10 +111,10 @@ def options(command: Command) -> Command:
 
 
 @click.command()
-@option("--head", "Start the node of this box.", is_flag=True)
+@option("--head", "Start the node of this box; there is no other kind.", is_flag=True)
 @options
-@option("--socket", "Where it listens.", type=PATH)
-@option("--log-dir", "Where its logs go.", type=PATH)
+@option("--socket", "Where it listens, such as a place for a second node.", type=PATH)
+@option("--log-dir", "Where its logs go, if not beside the socket.", type=PATH)
 @option(
     "--drain",
     "Seconds for running tasks when it is asked to stop.",
@@ -118,22 +123,25 @@ def options(command: Command) -> Command:
 )
 @option(
     "--metrics",
-    "Serve Prometheus metrics on this port of 127.0.0.1.",
+    "Serve Prometheus metrics on this port of 127.0.0.1 (pip install "
+    "'aiogpu[metrics]').",
     type=Whole(1, 65535),
     metavar="PORT",
 )
 @option(
     "--max-waiting",
-    "Unfinished tasks that one program may have.",
+    "Unfinished tasks that one program may have; more are refused by LimitError.",
     type=Whole(1),
     metavar="N",
 )
 @option(
     "--max-share",
-    "What one program may hold of a resource: '{\"GPU\": 0.5}' for half.",
+    "What one program may hold of a resource: '{\"GPU\": 0.5}' for half. More waits.",
     metavar="JSON",
 )
-@option("--block", "Stay in the foreground; Ctrl-C ends it.", is_flag=True)
+@option(
+    "--block", "Stay in the foreground; Ctrl-C stops it, twice at once.", is_flag=True
+)
 @option("--systemd", "Print a user unit, and start nothing.", is_flag=True)
 def start(
     head: bool,
@@ -152,7 +160,13 @@ def start(
     They join it by aiogpu.init(address="auto"). It is ready when this command ends,
     and runs in the background until `aiogpu stop`. The exit code is 1 if it could not
     start.
-    """
+
+    \b
+    Examples:
+      aiogpu start --head --num-gpus=2
+      aiogpu start --head --max-waiting 10000 --max-share '{"GPU": 0.5}'
+      aiogpu start --head --systemd > ~/.config/systemd/user/aiogpu.service
+    """  # noqa: D301 - click's mark for lines to be left as they are
     if not head:
         raise click.UsageError(NO_HEAD)
     for option, path in (("--socket", socket), ("--log-dir", log_dir)):

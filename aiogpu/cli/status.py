@@ -1,9 +1,8 @@
 """`aiogpu status`, `list` and `why`: who holds what, what waits and why.
 
-As JSON a `NodeStatus` has the schema that `docs/service-json.md` describes. Names and
-meanings stay while `VERSION` does; new names are added, and readers ignore names that
-they do not know. All numbers are in base units: bytes, seconds, whole devices. None
-stands for what is unknown or absent.
+The docstrings of the JSON objects become `docs/service-json.md`. Names and meanings
+stay while `VERSION` does; new names are added, and readers ignore names that they do
+not know. All numbers are in base units: bytes, seconds, whole devices.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypedDict, cast
 
 import click
 from rich.console import Group, RenderableType
@@ -24,7 +23,7 @@ from rich.text import Text
 
 import aiogpu
 from aiogpu.cli import connect, tables
-from aiogpu.cli.connect import Seconds
+from aiogpu.cli.connect import Seconds, Whole
 from aiogpu.cli.nodes import SeenNode, find_nodes
 from aiogpu.cli.tables import (
     Table,
@@ -56,7 +55,76 @@ VERSION: Final = 1
 Data = dict[str, Any]
 
 
-def status_data(status: NodeStatus) -> Data:
+class StatusData(TypedDict):
+    """What `aiogpu status --json` prints of one node.
+
+    Attributes:
+        version: 1, the version of this format.
+        aiogpu: the version of the command that prints it.
+        healthy: false if a device is set aside, or no worker can be started.
+        problems: what is not well, each a sentence.
+        resources: `total` and `free` of each resource.
+        waiting: `tasks`: how many wait; `shapes`: how many different requests they
+            make; `first`: the first 100 of these requests.
+    """
+
+    version: int
+    aiogpu: str
+    healthy: bool
+    problems: list[str]
+    resources: dict[str, Data]
+    devices: list[Data]
+    workers: list[Data]
+    tasks: list[Data]
+    waiting: Data
+    reservation: Data | None
+    clients: list[Data]
+    actors: list[Data]
+    failures: list[Data]
+    draining: float | None
+    placements: list[Data]
+    outages: list[Data]
+
+
+class NodeData(TypedDict):
+    """One of several nodes, and an entry of `aiogpu list nodes --json`.
+
+    Attributes:
+        address: its socket.
+        pid: its process.
+        program: the name of its program.
+        seconds: how long it has been there.
+        problem: why it has not answered.
+        status: what `aiogpu status --json` prints of it; null if it has not answered.
+    """
+
+    address: str
+    pid: int | None
+    program: str | None
+    seconds: float
+    problem: str | None
+    status: StatusData | None
+
+
+class NodesData(TypedDict):
+    """What `aiogpu status --json` prints if there are several nodes and none was named.
+
+    Attributes:
+        version: 1, the version of this format.
+        aiogpu: the version of the command that prints it.
+        healthy: whether all of them are.
+        problems: what is not well, each a sentence.
+        nodes: the nodes.
+    """
+
+    version: int
+    aiogpu: str
+    healthy: bool
+    problems: list[str]
+    nodes: list[NodeData]
+
+
+def status_data(status: NodeStatus) -> StatusData:
     """Return a status as the JSON object of `aiogpu status --json`."""
     return {
         "version": VERSION,
@@ -91,7 +159,7 @@ class Nodes(tuple[SeenNode, ...]):
     __slots__ = ()
 
 
-def nodes_data(nodes: Nodes) -> Data:
+def nodes_data(nodes: Nodes) -> NodesData:
     """Return several nodes as the JSON object of `aiogpu status --json`."""
     return {
         "version": VERSION,
@@ -102,7 +170,7 @@ def nodes_data(nodes: Nodes) -> Data:
     }
 
 
-def node_data(node: SeenNode) -> Data:
+def node_data(node: SeenNode) -> NodeData:
     """Return one of several nodes as JSON has it."""
     found, status = node.found, node.status
     return {
@@ -155,14 +223,23 @@ def data_of(thing: Any) -> Any:
         return thing
     data: Data = {}
     for field in fields(thing):
-        name, value = field.name, getattr(thing, field.name)
-        if not value and (name in ABSENT or (type(thing), name) in ABSENT):
+        value = getattr(thing, field.name)
+        if not value and is_nullable(type(thing), field.name):
             value = None
-        if name == "memory" and isinstance(thing, Holder):
-            name = "memory_reserved"
-        name = NAMES.get(name, name.removeprefix("is_").removeprefix("has_"))
-        data[name] = data_of(value)
+        data[json_name(type(thing), field.name)] = data_of(value)
     return data
+
+
+def is_nullable(kind: type, name: str) -> bool:
+    """Return whether 0 or "" in a field is null in JSON."""
+    return name in ABSENT or (kind, name) in ABSENT
+
+
+def json_name(kind: type, name: str) -> str:
+    """Return the name of a field in JSON."""
+    if name == "memory" and kind is Holder:
+        return "memory_reserved"
+    return NAMES.get(name, name.removeprefix("is_").removeprefix("has_"))
 
 
 def sections(status: NodeStatus | Nodes) -> Iterator[RenderableType]:
@@ -381,7 +458,7 @@ KINDS: Final[dict[str, Kind]] = {
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     default=100,
     show_default=True,
     help="How many at most.",
@@ -400,8 +477,20 @@ def list_command(
 
     Of the waiting tasks the first 100 are listed; `aiogpu status` counts all of them.
     Tasks that have ended are listed if that state is asked for: the node keeps the
-    last 10 000. "gpus" are devices of any kind, "clients" the programs that share the
-    node. "nodes" are all nodes of this user, with what each has to do.
+    last 10 000, fewer if their errors are long. "gpus" are devices of any kind,
+    "clients" the programs that share the node. "nodes" are all nodes of this user, with
+    what each has to do.
+
+    \b
+    States:
+      tasks       waiting, starting, queued, running, blocked, delayed, stopping,
+                  expecting, leased; finished, failed, cancelled
+      actors      pending, alive, leaving
+      placements  waiting, ready, removing
+      workers     starting, idle, busy, ending, settling
+      gpus        free, shared, full, set aside
+      clients     there, left
+      nodes       there, silent
 
     \b
     Examples:

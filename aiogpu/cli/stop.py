@@ -29,9 +29,11 @@ def cancel(
 ) -> None:
     """Cancel tasks, whosever they are: those that wait, and those that run.
 
-    TASK is a number, as `aiogpu list tasks` shows it, or a name. Who waits for the task
-    gets a TaskCancelledError. Code that runs is interrupted, and its process is killed
-    if that does not help within the task's cancel_grace.
+    TASK is a number, as `aiogpu list tasks` shows it, or a name; if several tasks have
+    that name, none is cancelled without --all. Who waits for the task gets a
+    TaskCancelledError. Code that runs is interrupted, and its process is killed if that
+    does not help within the task's cancel_grace. Leases and placements end with their
+    program only.
 
     \b
     Examples:

@@ -271,8 +271,8 @@ class TaskStatus:
         id: the task's number.
         name: its name.
         state: "waiting", "starting", "queued", "running", "blocked", "delayed",
-            "expecting" or "stopping"; `aiogpu.core.records.TaskState` says what each
-            means. "sent" on a cluster that does not tell whether the task runs.
+            "expecting" or "stopping"; docs/waiting.md says what each means. "sent" on a
+            cluster that does not tell whether the task runs.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
         reason: why its code does not run, None if it runs.
@@ -505,7 +505,7 @@ class BundleStatus:
     Attributes:
         request: what it reserves, `{"CPU": 2.0, "GPU": 1.0}`.
         free: the part of it that no member uses; all of it until it is granted.
-        devices: ids of its devices by kind, `{"GPU": (0,)}`; empty until then.
+        devices: ids of its devices by kind, `{"GPU": (0, 1)}`; empty until then.
     """
 
     request: Mapping[str, float]

@@ -1,7 +1,7 @@
 """Reference pages are complete: public names, exceptions, and the tables of options.
 
 Tables of options come from the docstrings of `aiogpu.api.keywords` and of `init`;
-`python -m tests.docs.test_api_page` writes them anew.
+`python -m tests.docs.test_api_page` writes them anew, and `test_generated_pages.py`'s.
 """
 
 import inspect
@@ -105,4 +105,7 @@ def test_every_option_is_described(group: str) -> None:
 
 
 if __name__ == "__main__":
+    from tests.docs import test_generated_pages
+
     OPTIONS_PAGE.write_text(written(OPTIONS_PAGE.read_text()))
+    test_generated_pages.write()

@@ -1,0 +1,248 @@
+"""Reference pages of commands and of JSON are made from the code.
+
+`python -m tests.docs.test_api_page` writes them anew, with the tables of options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import click
+import pytest
+
+from aiogpu.cli import status as printed
+from aiogpu.cli.main import COMMANDS, cli
+from aiogpu.cli.status import ENDED, KINDS
+from aiogpu.cli.top import ORDERS
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.observe import status, why
+from tests.docs.test_api_page import described
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HINT = "python -m tests.docs.test_api_page writes it anew"
+COMMANDS_TOP = """\
+# Commands, option by option
+
+The text of `aiogpu COMMAND --help`. Begin with [the aiogpu command](cli.md).
+"""
+NODE_OPTIONS = {"pid", "address"}
+"""Most commands have them; the page tells of them once."""
+JSON_TOP = f"""\
+# JSON of the commands
+
+`aiogpu status`, `list` and `why` print one object with `--json`. `version` is \
+{printed.VERSION}. Within a version names keep their meaning; new ones may be added, \
+so ignore names that you do not know. Amounts are in bytes, seconds and whole units: \
+half a GPU is `0.5`. `null` means unknown or absent.
+
+A script that means the shared node asks `aiogpu status --json --address auto`: \
+otherwise it gets [several nodes](#several-nodes) where there are several.
+
+`aiogpu list WHAT --json` has `version`; `left_out`, how many more there are that were \
+asked for; and under WHAT a list of objects as below: {{kinds}}. With `--state \
+finished`, `failed` or `cancelled`, tasks are [ended tasks](#ended-task). \
+`aiogpu why TASK --json` has `version` and, under `tasks`, a [reason](#reason) for \
+each task of that name.
+"""
+JSON_PARTS: dict[type, str] = {
+    printed.StatusData: "A node",
+    printed.NodesData: "Several nodes",
+    printed.NodeData: "One of several nodes",
+    status.DeviceStatus: "Device",
+    status.Holder: "Holder",
+    status.OtherProcess: "Other process",
+    status.WorkerStatus: "Worker",
+    status.TaskStatus: "Task",
+    status.ShapeStatus: "Waiting request",
+    status.ReservationStatus: "Reservation",
+    status.ClientStatus: "Program",
+    Limits: "Limits",
+    status.ActorStatus: "Actor",
+    status.EndedTask: "Ended task",
+    status.PlacementStatus: "Placement",
+    status.BundleStatus: "Bundle",
+    status.OutageStatus: "Outage",
+    why.Why: "Reason",
+    why.Shortage: "Shortage",
+}
+LISTED = {
+    "tasks": status.TaskStatus,
+    "actors": status.ActorStatus,
+    "placements": status.PlacementStatus,
+    "workers": status.WorkerStatus,
+    "gpus": status.DeviceStatus,
+    "clients": status.ClientStatus,
+    "nodes": printed.NodeData,
+}
+PLAIN = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    NoneType: "null",
+    dict: "object",
+}
+
+
+def command_named(name: str) -> click.Command:
+    """The subcommand of a name."""
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None, name
+    return found
+
+
+def paragraphs(help_text: str) -> Iterator[str]:
+    """A help text as Markdown: what click leaves as it is becomes a block."""
+    for part in inspect.cleandoc(help_text).split("\n\n"):
+        if not part.startswith("\b\n"):
+            yield " ".join(part.split())
+            continue
+        title, _, lines = part.removeprefix("\b\n").partition("\n")
+        yield f"{title}\n\n```text\n{inspect.cleandoc(lines)}\n```"
+
+
+def cell(text: str) -> str:
+    """A cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def option_rows(command: click.Command) -> Iterator[str]:
+    """The options of a command, each a row."""
+    context = click.Context(command, info_name=command.name)
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    asks = {one.name for one in options} >= NODE_OPTIONS
+    for option in options:
+        record = option.get_help_record(context)
+        if record is not None and not (asks and option.name in NODE_OPTIONS):
+            names, meaning = map(cell, record)
+            meaning = meaning.translate(str.maketrans("[]", "()"))  # no link
+            yield f"| `{names}` | {meaning} |"
+    if asks:
+        yield "| `--pid`, `--address` | [Which node](cli.md#which-node). |"
+
+
+def table(head: str, rows: Iterator[str]) -> str:
+    """Markdown, nothing for no rows."""
+    lines = [*rows]
+    rule = "|---" * (head.count("|") - 1) + "|"
+    return "\n".join(("", head, rule, *lines, "")) if lines else ""
+
+
+def command_page() -> str:
+    """The page of all commands."""
+    parts = [COMMANDS_TOP]
+    for name in COMMANDS:
+        command = command_named(name)
+        context = click.Context(command, info_name=f"aiogpu {name}")
+        usage = " ".join(command.collect_usage_pieces(context))
+        text = "\n\n".join(paragraphs(command.help or ""))
+        parts += [f"\n## aiogpu {name}\n\n`aiogpu {name} {usage}`\n\n{text}\n"]
+        parts += [table("| option | meaning |", option_rows(command))]
+    return "".join(parts)
+
+
+def link(kind: type) -> str:
+    """The name of a part, as a link to its section."""
+    title = JSON_PARTS[kind]
+    return f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
+
+
+def json_type(hint: Any) -> str:
+    """The type of a key in words."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(map(json_type, inner))
+    if kind in (tuple, list):
+        is_pair = inner[-1] not in (..., inner[0])
+        return "list" if is_pair else f"list of {json_type(inner[0])}"
+    if kind in (dict, Mapping):
+        return f"{json_type(inner[1])} by name" if inner[1] is not Any else "object"
+    return PLAIN.get(hint) or link(hint)
+
+
+def in_json(text: str) -> str:
+    """A docstring's words for values in Python as words for values in JSON."""
+    text = text.replace("None", "null")
+    lists = str.maketrans("()", "[]")
+    return re.sub(r"`\{?[\w\": ]*\([^`]+`", lambda it: it[0].translate(lists), text)
+
+
+def json_rows(kind: type) -> Iterator[str]:
+    """The keys of one object, each a row."""
+    hints, texts = get_type_hints(kind), described(kind)
+    if kind is printed.StatusData:
+        known = get_type_hints(status.NodeStatus)
+        hints = {name: known.get(name, hint) for name, hint in hints.items()}
+        texts = described(status.NodeStatus) | texts
+    assert sorted(hints.keys() - texts) == []
+    for name, hint in hints.items():
+        told, text = json_type(hint), in_json(texts[name])
+        if is_dataclass(kind) and printed.is_nullable(kind, name):
+            told = told if told.endswith("null") else f"{told} or null"
+            text = re.sub(r'(?<=[;,] )(0|"")(?= (if|while|without) )', "null", text)
+        yield f"| `{printed.json_name(kind, name)}` | {told} | {cell(text)} |"
+
+
+def json_page() -> str:
+    """The page of all JSON objects."""
+    kinds = ", ".join(f"`{name}` {link(kind)}" for name, kind in LISTED.items())
+    parts = [JSON_TOP.format(kinds=kinds)]
+    for kind, title in JSON_PARTS.items():
+        parts += [f"\n## {title}\n", table("| key | type | meaning |", json_rows(kind))]
+    return "".join(parts)
+
+
+PAGES = {"cli-reference.md": command_page, "service-json.md": json_page}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_generated_page_is_that_of_the_code(page: str) -> None:
+    assert (DOCS / page).read_text() == PAGES[page](), HINT
+
+
+def test_helps_name_all_states_and_orders() -> None:
+    _, _, states = (command_named("list").help or "").partition("States:\n")
+    row = re.compile(r"^(\w+) +(.+(?:\n {4,}.+)*)", re.MULTILINE)
+    rows = dict(row.findall(inspect.cleandoc(states.split("\n\n")[0])))
+    named = {kind: re.split(r"[,;]\s+", rows[kind]) for kind in KINDS}
+    assert {kind: sorted(states) for kind, states in named.items()} == {
+        kind: sorted([*one.states, *(ENDED if kind == "tasks" else ())])
+        for kind, one in KINDS.items()
+    }
+    orders = f"{', '.join(ORDERS[:-1])} or {ORDERS[-1]}"
+    assert orders in (command_named("top").help or "")
+
+
+def shown_commands() -> list[str]:
+    """Each `aiogpu` command that stands in a block of a page or in a help text."""
+    block = re.compile(r"^```[^\n`]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    found = set()
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        blocks = block.findall(path.read_text())
+        for line in "".join(blocks).splitlines():
+            if said := re.match(r"(?:\$ )?(?:\S+/)?(aiogpu [a-z][^#|<>&;)]*)", line):
+                found.add(said[1].rstrip())
+    return sorted(found)
+
+
+def test_commands_on_pages_have_the_options_that_they_are_given() -> None:
+    assert len(shown_commands()) > 20
+    for line in shown_commands():
+        _, name, *arguments = shlex.split(line)
+        assert name in COMMANDS, line
+        with command_named(name).make_context(f"aiogpu {name}", arguments):
+            pass  # otherwise it is a usage error
+
+
+def write() -> None:
+    """Write the pages."""
+    for page, made in PAGES.items():
+        (DOCS / page).write_text(made())
