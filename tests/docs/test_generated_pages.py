@@ -27,6 +27,7 @@ from tests.docs.test_api_page import described
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+BLOCK = re.MULTILINE | re.DOTALL
 HINT = "python -m tests.docs.test_api_page writes it anew"
 COMMANDS_TOP = """\
 # Commands, option by option
@@ -223,7 +224,7 @@ def test_helps_name_all_states_and_orders() -> None:
 
 def shown_commands() -> list[str]:
     """Each `aiogpu` command that stands in a block of a page or in a help text."""
-    block = re.compile(r"^```[^\n`]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    block = re.compile(r"^```[^\n`]*\n(.*?)^```$", BLOCK)
     found = set()
     for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
         blocks = block.findall(path.read_text())
@@ -240,6 +241,20 @@ def test_commands_on_pages_have_the_options_that_they_are_given() -> None:
         assert name in COMMANDS, line
         with command_named(name).make_context(f"aiogpu {name}", arguments):
             pass  # otherwise it is a usage error
+
+
+@pytest.mark.parametrize("page", ["cli.md", "leases.md", "service.md"])
+def test_options_in_the_text_of_a_page_are_those_of_commands(page: str) -> None:
+    known = {
+        option
+        for name in COMMANDS
+        for one in command_named(name).params
+        for option in (*one.opts, *one.secondary_opts)
+    }
+    text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=BLOCK)
+    named = set(re.findall(r"(?<=[ `])--[a-z-]+", text))
+    assert named
+    assert named - known == set()
 
 
 def write() -> None:
