@@ -1,8 +1,11 @@
 """Output of tasks: from pipes and connections of workers to a terminal or a log.
 
 What a worker writes straight to descriptors 1 and 2 arrives in two named pipes
-(`LinePipe`); what its tasks print arrives as messages. `Output` gathers both for one
-slot, adds a prefix, and keeps the last lines for the error if the worker dies.
+(`LinePipe`); what its tasks print arrives as messages, on the connection of their
+answers, so that lines come before the answer. Keepers open the pipes by name: the
+zygote that forks them was started before, and asyncio passes no descriptors. `Output`
+gathers both for one slot, adds a prefix, and keeps the last lines for the error if the
+worker dies.
 
 `Console` writes to the driver's terminal from a thread of its own: a terminal may block
 for as long as it likes, and the loop never waits for it. Every line has a number, so

@@ -198,7 +198,7 @@ async def test_zygote_and_keeper_are_killed(
         if has_cgroup:
             assert not is_alive(it.daemon)
         else:
-            # What docs/decisions/0009 says of a machine without cgroups.
+            # Nobody adopts it then: see docs/decisions/0015-cgroups-back-up-keepers.md.
             assert is_alive(it.daemon)
             it.daemon.kill()
         assert await tasks.add.options(num_gpus=1).remote(1) == 2

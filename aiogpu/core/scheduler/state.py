@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 class ExclusiveRetries:
     """The tasks that must run alone.
 
+    A reservation of all CPUs would not do: it is never made while an actor holds one
+    without end, and tasks that ask for no CPU start beside the reserved one.
+
     Attributes:
         is_wanted: whether anybody is; then others are held up.
     """
