@@ -24,7 +24,6 @@ from typing import (
 
 from aiogpu.api.options import (
     CHECKS,
-    METHOD_MARK,
     MethodOptions,
     TaskOptions,
     check_options,
@@ -252,6 +251,8 @@ def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
         OptionError: an option is unknown or invalid.
         MisuseError: the argument is not a function.
     """
+    from aiogpu.worker.chunk import METHOD_MARK  # of actors, which few programs have
+
     checked = MethodOptions(**check_options(dict(options), "method"))
 
     def mark(function: Any) -> Any:

@@ -169,7 +169,11 @@ class MethodKeywords(MethodCallKeywords, total=False):
     Attributes:
         num_returns: how many results a call has; default 1.
         max_buffered: items that a generator may be ahead of its consumer; default 64.
+        run_timeout: seconds from the first line of the method's code after which the
+            call is cancelled and its handle raises `TaskTimeoutError`. For a chunk of
+            `map`, the limit of all its items together. Default None, no limit.
         concurrency_group: one of the class's `concurrency_groups`.
     """
 
     max_buffered: int | None
+    run_timeout: float | None

@@ -768,15 +768,12 @@ INTERLEAVED: Final = 1000
 """Default of `max_concurrency` for a class with coroutine methods."""
 
 
-METHOD_MARK: Final = "__aiogpu_method__"
-"""Attribute of a function under `@aiogpu.method` with its options."""
-
-
 class MethodOptions(NamedTuple):
     """The options of one method, as `@aiogpu.method` takes them."""
 
     num_returns: int = 1
     max_buffered: int | None = None
+    run_timeout: float | None = None
     concurrency_group: str | None = None
 
 
@@ -879,7 +876,11 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
         ),
         "concurrency_groups": _check_groups,
     },
-    "method": {**_OF_RESULTS, "concurrency_group": check_text},
+    "method": {
+        **_OF_RESULTS,
+        "run_timeout": check_seconds,
+        "concurrency_group": check_text,
+    },
     "lease": {**_COMMON, "timeout": check_seconds},
 }
 """The options of each taker with their checks, which return values of `TaskOptions`.

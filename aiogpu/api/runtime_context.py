@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiogpu.client.current import current, method_called
-from aiogpu.worker.chunk import plain_name
+from aiogpu.wire.messages import plain_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _NO_WINDOWS: Final[Mapping[str, int]] = {}
 
 
+_NO_LIMITS: Final[Mapping[str, float]] = {}
+
+
 _func_ids: Final = count(1)
 
 
@@ -53,6 +56,7 @@ class ActorTerms(NamedTuple):
         limits: by group, how many calls run at once.
         groups: by method, its group, where it is not the default one.
         windows: by method that is a generator, how many items it may be ahead.
+        run_limits: by method, the seconds of its `run_timeout`, where it has one.
         max_task_retries: how often a call is tried again whose process has died.
         keeps_cpus: whether it holds its CPUs for as long as it lives.
         interface: what handles to it are made of: the program's own, or pickled by
@@ -66,6 +70,7 @@ class ActorTerms(NamedTuple):
     keeps_cpus: bool = False
     interface: object = None
     windows: Mapping[str, int] = _NO_WINDOWS
+    run_limits: Mapping[str, float] = _NO_LIMITS
 
     def packed_interface(self) -> bytes:
         """The interface as other processes get it."""

@@ -774,6 +774,9 @@ class Driver:
             self.feed(Scheduler.task_skipped, TaskId(skipped.task), WorkerId(worker))
 
     def on_began(self, worker: LiveWorker, began: Began) -> None:
-        """The code of a task has begun whose run is timed."""
+        """The code of a task or call has begun whose run is timed."""
         task, when = TaskId(began.task), began.when * 1e-6
+        if worker.actor is not None:
+            self.actors.on_began(worker.actor, began.task, when)
+            return
         self.feed(Scheduler.began, task, WorkerId(worker.id), when)

@@ -100,17 +100,20 @@ def too_late(spec: TaskSpec, lapse: str) -> TaskTimeoutError:
     )
 
 
-def overrun(name: str, limit: float | None, lapse: str) -> TaskTimeoutError:
+def overrun(
+    name: str, limit: float | None, lapse: str, what_next: str = "It is being stopped"
+) -> TaskTimeoutError:
     """Return the error of a task or call that ran for longer than its `run_timeout`.
 
     Args:
         name: of the task or method.
         limit: the seconds.
         lapse: how long it has waited, and how long it has run.
+        what_next: what becomes of its code.
     """
     return TaskTimeoutError(
-        f"{name} did not end within its run_timeout of {limit:g} s: {lapse}. It is "
-        f"being stopped. Give it more time."
+        f"{name} did not end within its run_timeout of {limit:g} s: {lapse}. "
+        f"{what_next}. Give it more time."
     )
 
 

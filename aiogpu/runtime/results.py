@@ -255,10 +255,9 @@ class Results:
             self.history.add(task, *whose, site, record.since, now, outcome)
         return NOTHING
 
-    def note_call(self, actor: int, name: str, failed: Failed) -> None:
+    def note_call(self, actor: int, name: str, failure: Failure) -> None:
         """Remember the failure of a call of an actor."""
         call, now = self._calls.get(TaskId(actor)), self._scheduler.now
-        failure = Failure.of(failed.type_name, failed.message, failed.traceback)
         client, site = OWN if call is None else call.client, Site(None)
         if call is not None:
             site = self.history.sites[call.worker]

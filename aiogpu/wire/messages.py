@@ -425,6 +425,17 @@ ASYNC: Final = "async"
 DEFAULT_GROUP: Final = ""
 """The concurrency group of methods that name none."""
 
+CHUNKED: Final = "[]"
+"""At the end of a method's name: it is called with a chunk."""
+
+IN_GROUP: Final = "@"
+"""Between a method's name and the concurrency group that one call of it names."""
+
+
+def plain_name(called: str) -> str:
+    """The method's name, of what a call names as its method."""
+    return called.removesuffix(CHUNKED).partition(IN_GROUP)[0]
+
 
 class Create(NamedTuple):
     """Driver to worker: be this actor from now on.

@@ -28,7 +28,7 @@ from aiogpu.wire.messages import (
     Leave,
     Message,
 )
-from aiogpu.worker.chunk import method_of
+from aiogpu.worker.chunk import is_timed, method_of
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.invoke import (
     Callables,
@@ -38,6 +38,7 @@ from aiogpu.worker.invoke import (
     invoke,
     run_now,
     send_all,
+    timed,
 )
 
 if TYPE_CHECKING:
@@ -57,16 +58,26 @@ def is_end(message: Message | None) -> bool:
 
 
 class Methods(Callables):
-    """The methods of an actor, bound to it when they are first called."""
+    """The methods of an actor, bound to it when they are first called.
+
+    Args:
+        actor: the object.
+        begin: called when the code of a method with a `run_timeout` begins.
+    """
 
     failure = RAISED
 
-    def __init__(self, actor: object) -> None:
+    def __init__(
+        self, actor: object, begin: Callable[[], object] | None = None
+    ) -> None:
         super().__init__()
         self._actor = actor
+        self._begin = begin
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         method = method_of(self._actor, name)
+        if self._begin is not None and is_timed(self._actor, name):
+            method = timed(method, self._begin)
         self[name] = method
         return method
 
@@ -78,7 +89,7 @@ class SerialActor:
         self._executor = executor
         self._channel = executor.channel
         self._interrupts = executor.interrupts
-        self._methods = Methods(actor)
+        self._methods = Methods(actor, executor.begin_call)
         self._dropped: set[int] = set()
         self._drops = 0
 
@@ -190,7 +201,7 @@ class ThreadedActor(Invoker):
 
         self._executor = executor
         self._channel = executor.channel
-        self._methods = Methods(actor)
+        self._methods = Methods(actor, executor.begin_call)
         self._groups = creation.groups
         self._pools = {
             group: ThreadPoolExecutor(limit, thread_name_prefix=f"aiogpu-{group}")

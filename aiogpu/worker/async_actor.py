@@ -32,7 +32,7 @@ class AsyncActor(Invoker):
         self._executor = executor
         self._channel = executor.channel
         self._actor = actor
-        self._methods = Methods(actor)
+        self._methods = Methods(actor, executor.begin_call)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._dropped: set[int] = set()
         self._streams: dict[int, StreamSender] = {}

@@ -15,14 +15,12 @@ from typing import Any, Final
 from aiogpu.client.current import current
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, pack_failure
 from aiogpu.serialization.serializer import load_function
+from aiogpu.wire.messages import CHUNKED, plain_name
 from aiogpu.worker.gpu import poisoned_by
 from aiogpu.worker.invoke import CO_COROUTINE, OWN_FRAMES, explain_quit, let_go
 
-CHUNKED: Final = "[]"
-"""At the end of a method's name: it is called with a chunk."""
-
-IN_GROUP: Final = "@"
-"""Between a method's name and the concurrency group that one call of it names."""
+METHOD_MARK: Final = "__aiogpu_method__"
+"""Attribute of a function under `@aiogpu.method` with its options."""
 
 
 class Chunk:
@@ -123,6 +121,7 @@ def method_of(actor: object, name: str) -> Callable[..., Any]:
     return Chunk(method) if name.endswith(CHUNKED) else method
 
 
-def plain_name(called: str) -> str:
-    """The method's name, of what a call names as its method."""
-    return called.removesuffix(CHUNKED).partition(IN_GROUP)[0]
+def is_timed(actor: object, name: str) -> bool:
+    """Return whether a method that an actor is called by has a `run_timeout`."""
+    options = getattr(getattr(actor, plain_name(name)), METHOD_MARK, None)
+    return getattr(options, "run_timeout", None) is not None

@@ -14,7 +14,7 @@ from time import monotonic_ns
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from aiogpu.client.current import ActorExit, current, has_exited
+from aiogpu.client.current import ActorExit, current, has_exited, method_called
 from aiogpu.errors import NodeClosedError, SerializationError
 from aiogpu.serialization.exceptions import (
     LEFT,
@@ -123,6 +123,10 @@ class Executor(Invoker):
     def _begin(self) -> None:
         """Tell the driver that the code of the task begins."""
         self.channel.send(Began(current.task, monotonic_ns() // 1000))
+
+    def begin_call(self) -> None:
+        """Tell the driver that the code of the actor's call that runs here begins."""
+        self.channel.send(Began(method_called.get()[1], monotonic_ns() // 1000))
 
     def run(self, message: Run) -> Done | Failed:
         """Run a task to its end, and return the answer, whatever the task does."""

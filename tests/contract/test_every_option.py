@@ -24,6 +24,7 @@ from aiogpu.api.options import CHECKS
 from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks, timed_tasks
 from tests.contract.node_here import node_here
 from tests.contract.option_tasks import Actor, Grouped
+from tests.contract.timed_tasks import TimedCoroutines
 from tests.support.gate import Gate
 from tests.support.until import until
 
@@ -483,6 +484,8 @@ OF_ACTORS: dict[str, Probe] = {
 
 # Methods
 
+Timed = aiogpu.remote(TimedCoroutines)
+
 
 async def method_num_returns(at: Place) -> None:
     async with node(at), Actor.remote() as actor:
@@ -500,8 +503,15 @@ async def method_max_buffered(at: Place) -> None:
         await check_buffer(at, stream)
 
 
+async def method_run_timeout(at: Place) -> None:
+    async with node(at), Timed.remote() as actor:
+        with pytest.raises(aiogpu.TaskTimeoutError):
+            await actor.coroutine.remote(at.gate.path, "a")
+
+
 OF_METHODS: dict[str, Probe] = {
     "num_returns": method_num_returns,
+    "run_timeout": method_run_timeout,
     "max_buffered": method_max_buffered,
     "concurrency_group": concurrency_groups,
 }
@@ -524,6 +534,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "strategy": "spread",
             "priority": 1,
         },
+        "method": {"run_timeout": 0.2},
     },
     "inline": {
         "actor": {"max_concurrency": 2, "concurrency_groups": {"io": 2}},
@@ -558,8 +569,9 @@ async def test_an_option_is_honoured_or_refused_in_words(
     if option in refused:
         async with node(at):
             given = {option: refused[option], "num_gpus": 0.5}
-            remotes = {"task": tasks.add, "actor": Actor, "method": Grouped}
+            remotes = {"task": tasks.add, "actor": Actor}
             if kind == "method":
+                remotes[kind] = {"concurrency_group": Grouped}.get(option, Timed)
                 given = {}
             with pytest.raises(aiogpu.AiogpuError, match=option):
                 remotes[kind].options(**given).remote(*[1] * (kind == "task"))

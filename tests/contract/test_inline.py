@@ -200,6 +200,21 @@ async def test_a_plain_function_that_ends_too_late(node: aiogpu.types.Node) -> N
     assert seen == ["after"]
 
 
+async def test_a_plain_method_that_ends_too_late(node: aiogpu.types.Node) -> None:
+    @aiogpu.remote
+    class Slow:
+        @aiogpu.method(run_timeout=0.02)
+        def work(self, seconds: float) -> float:
+            time.sleep(seconds)
+            return seconds
+
+    actor = Slow.remote()
+    late, next_one = actor.work.remote(0.05), actor.work.remote(0)
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Slow\.work .* 0\.02 s: it ran"):
+        await late
+    assert await next_one == 0
+
+
 @aiogpu.remote(retry_exceptions=True, max_retries=-1)
 async def never_well() -> None:
     seen.append(os.environ[VISIBLE])

@@ -102,3 +102,73 @@ async def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(
         if holder is not None:
             gate.release("holder")
             await holder
+
+
+CALLS: dict[str, tuple[type, dict[str, int], str]] = {
+    "one at a time": (timed_tasks.Timed, {}, "It is being stopped"),
+    "coroutines": (timed_tasks.TimedCoroutines, {}, "It is being stopped"),
+    "threads": (timed_tasks.Timed, {"max_concurrency": 2}, "its code goes on"),
+}
+
+
+@pytest.mark.needs("run times")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "coroutines",
+        pytest.param("one at a time", marks=pytest.mark.needs("at once")),
+        pytest.param("threads", marks=pytest.mark.needs("at once")),
+    ],
+)
+async def test_a_call_of_an_actor_is_stopped_when_it_has_run_for_so_long(
+    address: str, kind: str, gate: Gate
+) -> None:
+    cls, options, what_next = CALLS[kind]
+    name = "coroutine" if kind == "coroutines" else "plain"
+    async with aiogpu.init(address=address, num_cpus=2):
+        actor = aiogpu.remote(**options)(cls).remote()  # type: ignore[call-overload]
+        told = (
+            rf"^{cls.__name__}.{name} did not end within its run_timeout of 0\.2 s: it "
+            rf"ran \d+\.\d s\. .*{what_next}\."
+        )
+        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
+            await getattr(actor, name).remote(gate.path, "mine")
+        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
+            await timed_tasks.caller.remote(actor, name, gate.path, "task's")
+        assert {"mine", "task's"} <= set(gate.pids)
+        if kind == "coroutines":
+            await gate.entered("mine-cancelled", "task's-cancelled")
+        elif kind == "threads":
+            gate.release("mine", "task's")
+        assert await actor.quick.remote() == "quick"
+        failures = (await aiogpu.status()).failures
+        timed = [one.name for one in failures if "run_timeout" in one.message]
+        assert timed.count(f"{cls.__name__}.{name}") == 2
+
+
+@pytest.mark.needs("run times", "at once")
+async def test_the_run_of_a_stream_and_of_a_chunk_of_calls_is_limited_as_a_whole(
+    address: str, gate: Gate
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        actor = aiogpu.remote(timed_tasks.Timed).remote()
+        items = actor.items.remote(gate.path, "stream")
+        assert await anext(items) == 0
+        with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.items did not"):
+            await anext(items)
+        with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.each did not"):
+            await of_stream(actor.each.map([gate.path] * 2, chunk=2))
+        assert "each" in gate.pids
+
+
+@pytest.mark.needs("run times", "at once")
+async def test_calls_that_wait_for_their_turn_have_all_of_it(
+    address: str, gate: Gate
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        actor = aiogpu.remote(timed_tasks.Timed).remote()
+        slow = actor.plain.remote(gate.path, "slow")
+        waiting = [actor.quick.remote() for _ in range(20)]
+        with pytest.raises(aiogpu.TaskTimeoutError):
+            await slow
+        assert await asyncio.gather(*waiting) == ["quick"] * 20

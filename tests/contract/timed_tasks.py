@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiogpu
@@ -25,6 +25,38 @@ async def each(path: str) -> int:
 @aiogpu.remote(num_cpus=0)
 async def parent(path: str, name: str, options: dict[str, Any]) -> None:
     await tasks.gated_coroutine.options(**options).remote(path, name)
+
+
+class Timed:
+    """An actor each of whose methods may run for a short time."""
+
+    @aiogpu.method(run_timeout=0.2)
+    def plain(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+    @aiogpu.method(run_timeout=0.2)
+    def items(self, path: str, name: str) -> Iterator[int]:
+        yield 0
+        pass_gate(path, name)
+
+    @aiogpu.method(run_timeout=0.2)
+    def each(self, path: str) -> str:
+        return pass_gate(path, "each")
+
+    @aiogpu.method(run_timeout=0.2)
+    def quick(self) -> str:
+        return "quick"
+
+
+class TimedCoroutines(Timed):
+    @aiogpu.method(run_timeout=0.2)
+    async def coroutine(self, path: str, name: str) -> str:
+        return await pass_gate_softly(path, name)
+
+
+@aiogpu.remote(num_cpus=0)
+async def caller(actor: Any, method: str, path: str, name: str) -> None:
+    await getattr(actor, method).remote(path, name)
 
 
 def is_stopping() -> bool:

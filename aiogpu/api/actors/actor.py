@@ -35,7 +35,7 @@ from aiogpu.core.model.units import CPU
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
-from aiogpu.worker.chunk import CHUNKED
+from aiogpu.wire.messages import CHUNKED
 
 if TYPE_CHECKING:
     from aiogpu.api.actors.link import Link

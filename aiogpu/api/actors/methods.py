@@ -7,14 +7,14 @@ worker.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiogpu.api.options import (
     INTERLEAVED,
     MAX_BUFFERED,
-    METHOD_MARK,
     THREADS,
     MethodOptions,
     TaskOptions,
@@ -25,11 +25,20 @@ from aiogpu.api.remote_function import Parameters, kind_of, signature_of, withou
 from aiogpu.errors import OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import NO_ARGUMENTS, dump_arguments
-from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
-from aiogpu.worker.chunk import CHUNKED, IN_GROUP
+from aiogpu.wire.messages import (
+    ASYNC,
+    CHUNKED,
+    DEFAULT_GROUP,
+    IN_GROUP,
+    SERIAL,
+    THREADED,
+)
+from aiogpu.worker.chunk import METHOD_MARK
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import ActorTerms
+
+T = TypeVar("T")
 
 
 class Method:
@@ -43,6 +52,7 @@ class Method:
         returns: how many results its calls have, 0 for the usual one.
         is_coroutine: whether it needs an event loop.
         window: if it is a generator, how many items it may be ahead; else 0.
+        run_limit: the seconds that its code may run; None without limit.
     """
 
     def __init__(self, owner: str, name: str, found: Any) -> None:
@@ -54,6 +64,7 @@ class Method:
         self.returns = options.num_returns if options.num_returns > 1 else 0
         self.is_coroutine, is_generator = kind_of(function)
         self.window = (options.max_buffered or MAX_BUFFERED) if is_generator else 0
+        self.run_limit = options.run_timeout
         self._found = found
 
     @cached_property
@@ -80,12 +91,13 @@ class Method:
             OptionError: the class has no such group, or a generator no such option.
         """
         found = copy(self)
-        if "max_buffered" in options:
-            raise OptionError(
-                f"max_buffered={options['max_buffered']!r} belongs to the method and "
-                f"not to one call of {self.label}: write "
-                f"`@aiogpu.method(max_buffered=...)` above it."
-            )
+        for name in ("max_buffered", "run_timeout"):
+            if name in options:
+                raise OptionError(
+                    f"{name}={options[name]!r} belongs to the method and not to one "
+                    f"call of {self.label}: write `@aiogpu.method({name}=...)` above "
+                    f"it."
+                )
         if "num_returns" in options:
             if self.window:
                 raise not_counted(self.label, options["num_returns"])
@@ -186,13 +198,13 @@ class ActorInterface:
         else:
             is_threaded = groups or (options.max_concurrency or 1) > 1
             mode, usual = THREADED if is_threaded else SERIAL, THREADS
-        windows = {name: m.window for name, m in self.methods.items() if m.window}
-        # A call may name another group than its method's.
-        windows |= {
-            f"{name}{IN_GROUP}{group}": window
-            for name, window in windows.items()
-            for group in groups
-        }
+        methods = self.methods.items()
+        windows = {name: it.window for name, it in methods if it.window}
+        windows |= _by_group(windows, groups)
+        limits = {name: it.run_limit for name, it in methods if it.run_limit}
+        limits |= _by_group(limits, groups)
+        # A chunk of a map is a call of its own name.
+        limits |= {name + CHUNKED: limit for name, limit in limits.items()}
         return ActorTerms(
             mode,
             {DEFAULT_GROUP: options.max_concurrency or usual, **groups},
@@ -201,6 +213,7 @@ class ActorInterface:
             keeps_cpus=options.num_cpus is not None,
             interface=self,
             windows=windows,
+            run_limits=limits,
         )
 
     def groups(self, options: TaskOptions) -> dict[str, str]:
@@ -230,6 +243,15 @@ class ActorInterface:
         }
         # A chunk of a map is a call of its own name.
         return named | {name + CHUNKED: group for name, group in named.items()}
+
+
+def _by_group(methods: Mapping[str, T], groups: Iterable[str]) -> dict[str, T]:
+    """What is known of methods, for calls that name another group than theirs."""
+    return {
+        f"{name}{IN_GROUP}{group}": known
+        for name, known in methods.items()
+        for group in groups
+    }
 
 
 def no_method(interface: ActorInterface, name: str) -> AttributeError:

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import logging
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Coroutine
@@ -247,7 +248,12 @@ class ActorInstance:
 
     def keep(self, made: object) -> None:
         """Keep the object that the constructor has made."""
-        self.object, self.methods = made, Methods(made)
+        self.object, self.methods = made, Methods(made, self._note_begun)
+
+    def _note_begun(self) -> None:
+        """The code of a call begins, whose run is timed."""
+        number = method_called.get()[1]
+        self._actors.on_began(self.actor, number, time.monotonic())
 
     def on_made(self) -> None:
         """Note that the constructor has returned."""
@@ -324,6 +330,9 @@ class ActorInstance:
             self._actors.note_calls(self)
 
     def _answer(self, call: CallJob) -> None:
+        timer = self.actor.timers.get(call.id)
+        if timer is not None and timer.when() <= self._actors.runner.loop.time():
+            self._actors.overrun(self.actor, call.id)  # nothing could interrupt it
         asked, outcome = self.actor.calls.get(call.id), call.outcome
         receiver = None if asked is None else asked.receiver
         if outcome is None:

@@ -44,12 +44,13 @@ def check_possible(func: FunctionSpec) -> None:
             f"process that has started it. Leave it out, or have an actor with "
             f"lifetime='detached' do the work."
         )
+    has_timed = func.actor is not None and bool(func.actor.run_limits)
     asked = {
         "gpu_memory": request.gpu_memory != 0,
         "gpu_where": request.where is not None,
         "strategy='spread'": request.spread,
         "retry_oom": spec.retries_oom,
-        "run_timeout": spec.run_timeout is not None,
+        "run_timeout": spec.run_timeout is not None or has_timed,
         "stop_grace": spec.stop_grace > 0,
     }
     for option, is_asked in asked.items():

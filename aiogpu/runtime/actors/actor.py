@@ -380,6 +380,8 @@ class Actor:
         is_killed: `kill` has ended this process, and the actor restarts.
         calls: calls that were not answered, by number.
         mailboxes: the queue of each concurrency group.
+        terms: how its calls are run.
+        timers: of the calls that run and have a `run_timeout`.
         waiting: calls that wait for their arguments.
         owner: the register that this actor is in.
     """
@@ -410,7 +412,8 @@ class Actor:
         self.owner = owner
         self._unwanted = 0
         self.waiting = OrderedCallQueue(self)
-        self._terms = terms
+        self.terms = terms
+        self.timers: dict[CallId, asyncio.TimerHandle] = {}
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
         self._end: Exception | wire.Failed | None = None
@@ -446,7 +449,7 @@ class Actor:
         if self._end is not None or self.is_ending:
             self._refuse(receiver)
             return 0
-        terms = self._terms
+        terms = self.terms
         groups = terms.groups
         mailbox = self.mailboxes[
             groups.get(method, wire.DEFAULT_GROUP) if groups else wire.DEFAULT_GROUP
@@ -542,6 +545,8 @@ class Actor:
             return
         if call.known_as:
             self.waiting.forget(call.known_as)
+        if self.timers and (timer := self.timers.pop(answer.task, None)):
+            timer.cancel()
         mailbox, receiver = call.mailbox, call.receiver
         mailbox.sent.pop(answer.task, None)
         if receiver is None:
@@ -641,6 +646,7 @@ class Actor:
         Args:
             begun: the highest number that it had begun.
         """
+        self._stop_timers()
         self.worker = None
         if self.state is not ActorState.DEAD:
             self.state = ActorState.PENDING
@@ -661,6 +667,11 @@ class Actor:
                 if receiver is not None:
                     receivers.append(receiver)
         return receivers
+
+    def _stop_timers(self) -> None:
+        timers, self.timers = self.timers, {}
+        for timer in timers.values():
+            timer.cancel()
 
     # What follows is said of the task that it is to the core.
 
@@ -697,6 +708,7 @@ class Actor:
         if self._end is not None:
             return
         self._end, self.state = why, ActorState.DEAD
+        self._stop_timers()
         calls, self.calls = self.calls, {}
         waiting, self._awaited_by = self._awaited_by, []
         for mailbox in self.mailboxes.values():

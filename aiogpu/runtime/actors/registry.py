@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextvars import Context
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.model.text import span
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError, DeadlockError
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState, Register, died
 from aiogpu.runtime.callers.caller import Caller
-from aiogpu.runtime.pending_tasks import Call
+from aiogpu.runtime.history import Failure
+from aiogpu.runtime.pending_tasks import Call, overrun, settle
 from aiogpu.runtime.results import Results
 from aiogpu.runtime.workers.death import Death, describe_loss
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import LEFT
 from aiogpu.serialization.serializer import dump_whole
-from aiogpu.wire.messages import Create, Created, Done, Failed
+from aiogpu.wire.messages import THREADED, Create, Created, Done, Failed, plain_name
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
@@ -321,12 +324,44 @@ class Actors(Register):
     def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
         """Return the outcome of a failed call."""
         call = actor.calls.get(failed.task)
-        name = f"{actor.name}.{call.method}" if call is not None else actor.name
+        name = actor.name
+        if call is not None:
+            name += f".{plain_name(call.method)}"
         if failed.peak >= 0:
             failed = self._shortages.told(worker, name, failed)
         if call is not None and call.receiver is not None and failed.kind != LEFT:
-            self._results.note_call(actor.id, name, failed)
+            failure = failed.type_name, failed.message, failed.traceback
+            self._results.note_call(actor.id, name, Failure.of(*failure))
         return failed
+
+    def on_began(self, actor: Actor, number: int, when: float) -> None:
+        """The code of a call has begun whose run is timed, by the loop's clock."""
+        call = actor.calls.get(number)
+        limit = None if call is None else actor.terms.run_limits.get(call.method)
+        if limit is not None:
+            left = when + limit - self._loop.time()
+            actor.timers[number] = self._loop.call_later(
+                max(left, 0.0), self.overrun, actor, number, context=Context()
+            )
+
+    def overrun(self, actor: Actor, number: int) -> None:
+        """A call has run for its `run_timeout`: its caller has the error."""
+        call = actor.calls.get(number)
+        timer = actor.timers.pop(number, None)
+        if call is None or call.receiver is None or timer is None:
+            return
+        timer.cancel()
+        limit, receiver = actor.terms.run_limits[call.method], call.receiver
+        ran = limit + max(self._loop.time() - timer.when(), 0.0)
+        what_next = "It is being stopped"
+        if actor.terms.mode == THREADED:
+            what_next = "A thread cannot be interrupted, so its code goes on"
+        name = f"{actor.name}.{plain_name(call.method)}"
+        error = overrun(name, limit, f"it ran {span(ran)}", what_next)
+        failure = Failure.of(type(error).__name__, str(error))
+        self._results.note_call(actor.id, name, failure)
+        self.cancel(actor.id, number)
+        settle(receiver, error)
 
     def end_of_client(self, client: ClientId, why: str) -> list[TaskId]:
         """End the actors that a program has made, even if others have handles.

@@ -77,7 +77,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields["args"] = args if is_plain else None
     name = current.name
     if method := method_called.get()[0]:
-        from aiogpu.worker.chunk import plain_name  # actors have it
+        from aiogpu.wire.messages import plain_name  # workers have it
 
         name += f".{plain_name(method)}"
     fields["aiogpu_task"] = current.task
