@@ -205,7 +205,9 @@ async def test_a_plain_method_that_ends_too_late(node: aiogpu.types.Node) -> Non
     class Slow:
         @aiogpu.method(run_timeout=0.02)
         def work(self, seconds: float) -> float:
-            time.sleep(seconds)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                pass
             return seconds
 
     actor = Slow.remote()
