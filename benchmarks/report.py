@@ -1,18 +1,56 @@
-"""What is kept of a run: the machine's facts, JSON, and tables in Markdown pages."""
+"""What is kept of a run: the machine's facts, JSON, tables in benchmarks/results."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
-BEGIN = "<!-- figures: begin"
-END = "<!-- figures: end -->"
+import click
+
+RESULTS: Final = Path(__file__).with_name("results")
+MARKS: Final = re.compile(
+    r"(<!-- figures: begin.*?-->).*(<!-- figures: end -->)", re.DOTALL
+)
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def options(command: Command) -> Command:
+    """Add the options that the command of each part has: see `keep_run`."""
+    text = "Put the tables into this part's page in benchmarks/results."
+    command = click.option("--keep", is_flag=True, help=text)(command)
+    path = click.Path(dir_okay=False, path_type=Path)
+    text = "Write all that was found to FILE."
+    command = click.option("--json", "file", type=path, help=text)(command)
+    text = "Measure little: shows that all of it runs."
+    return click.option("--quick", is_flag=True, help=text)(command)
+
+
+def keep_run(
+    page: Path, text: str, found: Mapping[str, Any], file: Path | None, keep: bool
+) -> None:
+    """Write what was found to the file, and the text between the marks of the page.
+
+    Raises:
+        ValueError: the page lacks one of the marks.
+    """
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+    if keep:
+        before = page.read_text(encoding="utf-8")
+        after, count = MARKS.subn(lambda m: f"{m[1]}\n\n{text}\n\n{m[2]}", before)
+        if not count:
+            raise ValueError(
+                f"{page} must hold <!-- figures: begin --> and below it "
+                f"<!-- figures: end -->"
+            )
+        page.write_text(after, encoding="utf-8")
 
 
 def versions(libraries: Iterable[str]) -> dict[str, str]:
@@ -20,52 +58,22 @@ def versions(libraries: Iterable[str]) -> dict[str, str]:
     return {name: version(name) for name in libraries}
 
 
-def machine_facts(libraries: Mapping[str, str]) -> dict[str, Any]:
+def machine(libraries: Mapping[str, str]) -> str:
     """Return what a reader must know of where it ran; `libraries` are versions."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "libraries": dict(libraries),
-        "load_average": os.getloadavg(),
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
-
-
-def heading(machine: Mapping[str, Any]) -> str:
-    """Describe the machine in one line."""
-    libraries = ", ".join(f"{name} {v}" for name, v in machine["libraries"].items())
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    names = ", ".join(f"{name} {number}" for name, number in libraries.items())
     return (
-        f"{machine['cpu']}, {machine['usable_cores']} of {machine['cores']} cores, "
-        f"Linux {machine['kernel']}, Python {machine['python']}, {libraries}; "
-        f"load average {load_average(machine['load_average'])}"
+        f"{model[1] if model else platform.machine()}, "
+        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, "
+        f"Linux {platform.release()}, Python {platform.python_version()}, {names}; "
+        f"load average {load_average()}"
     )
 
 
-def load_average(averages: Sequence[float] | None = None) -> str:
-    """Render these load averages, or the present ones."""
-    return " ".join(f"{load:.2f}" for load in averages or os.getloadavg())
-
-
-def write_json(path: Path, machine: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """Write a run; `machine` was taken before it. Directories are made."""
-    content = {
-        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine,
-        "load_average_after": load_average(),
-        **found,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+def load_average() -> str:
+    """Return the present load averages."""
+    return " ".join(f"{load:.2f}" for load in os.getloadavg())
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -73,20 +81,3 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     head, *rest = lines
     ruled = [head, ("---",) * len(head), *rest]
     return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
-
-
-def fill_page(path: Path, text: str) -> None:
-    """Put a text between the marks of a Markdown page.
-
-    Raises:
-        ValueError: the page lacks one of the marks.
-    """
-    page = path.read_text(encoding="utf-8")
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{path} must hold {BEGIN}...--> and below it {END}")
-    mark, close, _ = rest.partition("-->")
-    path.write_text(
-        f"{before}{begin}{mark}{close}\n\n{text}\n\n{end}{after}", encoding="utf-8"
-    )

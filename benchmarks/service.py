@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -22,16 +22,23 @@ async def service(*options: str) -> AsyncIterator[str]:
     parent = usual if len(usual) < LONGEST else "/tmp"
     with tempfile.TemporaryDirectory(prefix="agb-", dir=parent) as directory:
         path = f"{directory}/node.sock"
-        await _aiogpu("start", "--head", f"--socket={path}", *options)
+        await command("start", "--head", f"--socket={path}", *options)
         try:
             yield path
         finally:
-            await _aiogpu("stop", f"--socket={path}", "--drain=0")
+            await command("stop", f"--socket={path}", "--drain=0")
 
 
-async def _aiogpu(*words: str) -> None:
-    command = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "aiogpu", *words, stdout=PIPE
+async def command(*words: str, environ: Mapping[str, str] | None = None) -> None:
+    """Run `aiogpu`, out of reach of Ctrl-C; `RuntimeError` if it fails."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "aiogpu", *words),
+        env=environ,
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=STDOUT,
+        start_new_session=True,
     )
-    output, _ = await command.communicate()
-    assert command.returncode == 0, output
+    output, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"aiogpu {' '.join(words)}: {output.decode()}")

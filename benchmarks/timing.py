@@ -8,11 +8,11 @@ these ratios is the result.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import chain
 from statistics import median
 from time import perf_counter_ns
+from typing import NamedTuple
 
 Block = list[int]
 """Nanoseconds of each call, or of the whole block where calls overlap."""
@@ -23,20 +23,17 @@ Run = Callable[[], Awaitable[Block]]
 Call = Callable[[int], Awaitable[object]]
 
 
-@dataclass(slots=True)
-class Pair:
+class Pair(NamedTuple):
     """Blocks of the workload, each with the block of the floor before it."""
 
-    floor: list[Block] = field(default_factory=list)
-    workload: list[Block] = field(default_factory=list)
+    floor: Sequence[Block]
+    workload: Sequence[Block]
 
     @property
     def ratios(self) -> list[float]:
         """For each block, its p50 over the floor's p50."""
-        return [
-            median(workload) / median(floor)
-            for floor, workload in zip(self.floor, self.workload, strict=True)
-        ]
+        pairs = zip(self.floor, self.workload, strict=True)
+        return [median(workload) / median(floor) for floor, workload in pairs]
 
     @property
     def ratio(self) -> float:
@@ -46,10 +43,8 @@ class Pair:
     @property
     def added(self) -> float:
         """The median, over all blocks, of the p50 less the floor's."""
-        return median(
-            median(workload) - median(floor)
-            for floor, workload in zip(self.floor, self.workload, strict=True)
-        )
+        pairs = zip(self.floor, self.workload, strict=True)
+        return median(median(workload) - median(floor) for floor, workload in pairs)
 
 
 async def alternate(floor: Run, workload: Run, blocks: int) -> Pair:
@@ -59,13 +54,8 @@ async def alternate(floor: Run, workload: Run, blocks: int) -> Pair:
 
 async def rotate(runs: Sequence[Run], blocks: int) -> list[list[Block]]:
     """Run all in turn; return the blocks of each without its first."""
-    found: list[list[Block]] = [[] for _ in runs]
-    for run in runs:
-        await run()
-    for _ in range(blocks):
-        for each, run in zip(found, runs, strict=True):
-            each.append(await run())
-    return found
+    found = [[await run() for run in runs] for _ in range(1 + blocks)]
+    return [list(each) for each in zip(*found[1:], strict=True)]
 
 
 async def one_at_a_time(call: Call, count: int, gap: float = 0) -> Block:
@@ -98,7 +88,7 @@ async def timed(call: Callable[[], Awaitable[object]]) -> Block:
     return [perf_counter_ns() - start]
 
 
-def percentile(blocks: Sequence[Block], percent: int) -> float:
+def percentile(blocks: Iterable[Iterable[float]], percent: int) -> float:
     """Return the nearest sample of all calls of all blocks together."""
     samples = sorted(chain.from_iterable(blocks))
     return samples[min(len(samples) * percent // 100, len(samples) - 1)]

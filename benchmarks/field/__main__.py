@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 import click
 
+from benchmarks import report
 from benchmarks.field.process import FLOOR
 from benchmarks.field.results import conclusion, details, lines, overview
-from benchmarks.field.run import FULL, QUICK, Entry, Run
+from benchmarks.field.run import FULL, QUICK, Run
 from benchmarks.field.systems import NEEDS, missing
 from benchmarks.field.workloads import WORKLOADS
-from benchmarks.report import fill_page, heading, machine_facts, write_json
 
-FILE: Final = click.Path(dir_okay=False, path_type=Path)
 TERMINATED: Final = 143
 
 
@@ -35,25 +33,12 @@ TERMINATED: Final = 143
     type=click.Choice(list(NEEDS)),
     help="Ask this one, and others so named; by default all that are installed.",
 )
-@click.option("--json", "file", type=FILE, help="Write all that was found to FILE.")
-@click.option(
-    "--from",
-    "earlier",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Run nothing: take what an earlier run has written there.",
-)
-@click.option(
-    "--page",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Put the tables between the marks of this Markdown page.",
-)
-@click.option("--quick", is_flag=True, help="Few calls: shows that all of it runs.")
+@report.options
 def main(
     workloads: Sequence[str],
     names: Sequence[str],
     file: Path | None,
-    earlier: Path | None,
-    page: Path | None,
+    keep: bool,
     quick: bool,
 ) -> None:
     """Measure aiogpu beside its peers in each WORKLOAD, all of them by default.
@@ -63,57 +48,36 @@ def main(
     `pip install 'aiogpu[bench]'`. What a system cannot do, or does not do in time, is
     said in its row.
     """
-    if earlier is not None:
-        found = json.loads(earlier.read_text(encoding="utf-8"))
-    else:
-        found = run(workloads or list(WORKLOADS), names, quick=quick)
-    entries = [Entry(**entry) for entry in found["entries"]]
-    tables = lines(WORKLOADS, entries)
-    summary = f"{overview(tables)}\n\n{conclusion(tables)}"
-    click.echo(summary)
-    if file is not None:
-        write_json(file, found["machine"], found)
-    if page is not None:
-        text = f"{facts(found)}\n\n{summary}\n\n{details(WORKLOADS, tables)}"
-        fill_page(page, text)
-
-
-def run(
-    workloads: Sequence[str], names: Sequence[str], *, quick: bool
-) -> dict[str, Any]:
-    """Run it; return all that is worth keeping."""
     for name in names:
         if why := missing(name):
             raise click.ClickException(f"{name}: {why}; pip install 'aiogpu[bench]'")
-    present = names or [name for name in NEEDS if not missing(name)]
     # SIGTERM ends the systems in order, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    machine, began = machine_facts({}), monotonic()
-    asked = [each for name, each in WORKLOADS.items() if name in workloads]
-    whole = Run(asked, [FLOOR, *present], QUICK if quick else FULL)
-    whole.run(lambda line: click.echo(line, err=True))
-    return {
-        "machine": {**machine, "libraries": whole.libraries},
-        "minutes": (monotonic() - began) / 60,
-        "is_quick": quick,
-        "absent": {name: missing(name) for name in NEEDS if missing(name)},
-        "idle": whole.idle,
-        "entries": [asdict(entry) for entry in whole.entries],
-    }
+    present = names or [name for name in NEEDS if not missing(name)]
+    began, load = monotonic(), report.load_average()
+    whole = Run([FLOOR, *present], QUICK if quick else FULL)
+    asked = [name for name in WORKLOADS if not workloads or name in workloads]
+    whole.run(asked, lambda line: click.echo(line, err=True))
+    tables = lines(whole.entries)
+    summary = f"{overview(tables)}\n\n{conclusion(tables)}"
+    click.echo(summary)
+    facts = _facts(whole, load, (monotonic() - began) / 60, quick)
+    found = {"facts": facts, "entries": [asdict(entry) for entry in whole.entries]}
+    text = f"{facts}\n\n{summary}\n\n{details(tables)}"
+    report.keep_run(report.RESULTS / "field.md", text, found, file, keep)
 
 
-def facts(found: dict[str, Any]) -> str:
+def _facts(whole: Run, load: str, minutes: float, is_quick: bool) -> str:
     """Say what a reader must know of a run."""
-    idle = ", ".join(f"{name} {part:.1%}" for name, part in found["idle"].items())
+    idle = ", ".join(f"{name} {part:.1%}" for name, part in whole.idle.items())
+    absent = ", ".join(why for name in NEEDS if (why := missing(name)))
     text = (
-        f"{heading(found['machine'])} before; {found['minutes']:.0f} minutes. Of one "
-        f"core the systems use while they have nothing to do: {idle}."
+        f"{report.machine(whole.libraries)} after and {load} before; {minutes:.0f} "
+        f"minutes. Of one core the systems use while they have nothing to do: {idle}."
     )
-    if found["is_quick"]:
+    if is_quick:
         text = f"**A quick run: it shows that all of it runs, no more.** {text}"
-    if found["absent"]:
-        text += f" Not there: {', '.join(found['absent'].values())}."
-    return text
+    return f"{text} Not there: {absent}." if absent else text
 
 
 if __name__ == "__main__":

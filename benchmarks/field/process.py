@@ -106,17 +106,13 @@ class SystemProcess:
                 raise LateError(f"no answer within {limit:g} s")
             kind, answer = self._connection.recv()
         except (EOFError, ConnectionError):
-            raise FailedError(f"its program ended: {self._last_line()}") from None
-        if kind == "unsupported":
-            raise UnsupportedError(answer)
-        if kind == "failed":
-            raise FailedError(answer)
-        return answer
-
-    def _last_line(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "silently")
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").split("\n")
+            last = next(filter(str.strip, reversed(lines)), "silently")
+            raise FailedError(f"its program ended: {last}") from None
+        if kind == "answer":
+            return answer
+        raise (UnsupportedError if kind == "unsupported" else FailedError)(answer)
 
     def cpu_time(self) -> float:
         """Return the seconds of CPU that all of it has used so far."""
@@ -190,7 +186,7 @@ class Server:
     async def block(self, amount: Any) -> object:
         """Run one block; return its figures, and notes."""
         figures = await self._block(amount)
-        return {"figures": figures, "notes": list(self._context.notes.values())}
+        return figures, list(self._context.notes.values())
 
     async def close(self) -> None:
         """End the workload and the system."""
@@ -206,20 +202,17 @@ class Server:
 
 async def serve(name: str, connection: Connection[Any, Any]) -> None:
     """Answer requests until the runner is gone."""
-    loop, server = asyncio.get_running_loop(), Server(name)
-    while True:
-        try:
-            request = await loop.run_in_executor(None, connection.recv)
-        except EOFError:
-            return
-        method, arguments = request
-        try:
-            answer = "answer", await getattr(server, method)(*arguments)
-        except UnsupportedError as reason:
-            answer = "unsupported", str(reason)
-        except Exception as error:  # noqa: BLE001 - it is reported, and the run goes on
-            answer = "failed", f"{type(error).__name__}: {error}"
-        connection.send(answer)
+    server = Server(name)
+    with suppress(EOFError):
+        while True:
+            method, arguments = await asyncio.to_thread(connection.recv)
+            try:
+                answer = "answer", await getattr(server, method)(*arguments)
+            except UnsupportedError as reason:
+                answer = "unsupported", str(reason)
+            except Exception as error:  # noqa: BLE001 - it is reported, and the run goes on
+                answer = "failed", f"{type(error).__name__}: {error}"
+            connection.send(answer)
 
 
 def reap(command: list[str]) -> None:

@@ -18,14 +18,16 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.field.process import FailedError, LateError, SystemProcess
 from benchmarks.field.systems import UnsupportedError
-from benchmarks.field.workloads import Amount, Workload
+from benchmarks.field.workloads import WORKLOADS, Amount, Figures, Setup
 
 PAUSE: Final = 0.03
 """Seconds between blocks, in which what the one before has set off is done."""
 MOST_LATE: Final = 2
 """After so many late answers a system is asked nothing more."""
-STARTING: Final = 12.0
-"""Seconds, about, that all systems take to start and to stop."""
+OPENS_WITHIN: Final = 120.0
+ANSWERS_WITHIN: Final = 60.0
+CLOSES_WITHIN: Final = 20.0
+"""Seconds after which a system is out."""
 
 
 class Extent(NamedTuple):
@@ -34,27 +36,17 @@ class Extent(NamedTuple):
     Attributes:
         turns: at most; fewer if the workload's time is over.
         least: turns that there are though it is over.
-        seconds: in which all workloads are to be done, if each keeps to its time.
         idle: seconds for which idle systems are watched.
-        open, block, close: seconds after which a system is out.
     """
 
     amount: Amount
     turns: int
     least: int
-    seconds: float
     idle: float
-    open: float
-    block: float
-    close: float
 
 
-FULL: Final = Extent(
-    Amount(500, 0.2, waiting=1_000_000, tasks=160), 15, 3, 640, 2.0, 60, 40, 8
-)
-QUICK: Final = Extent(
-    Amount(8, 0.01, waiting=500, tasks=12), 1, 1, 60, 0.1, 120, 60, 20
-)
+FULL: Final = Extent(Amount(500, 0.2, waiting=1_000_000, tasks=160), 15, 3, 2.0)
+QUICK: Final = Extent(Amount(8, 0.01, waiting=500, tasks=12), 1, 1, 0.1)
 
 
 @dataclass(slots=True)
@@ -62,14 +54,14 @@ class Entry:
     """What one system gave in one workload.
 
     Attributes:
-        turns: for each turn its figures, by metric.
+        turns: the figures of each turn.
         notes: what a reader must know of them.
         why: why it has none; empty if it has.
     """
 
     workload: str
     system: str
-    turns: list[dict[str, list[float]]] = field(default_factory=list)
+    turns: list[Figures] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     why: str = ""
 
@@ -83,26 +75,20 @@ class Run:
         libraries: of which all are made, and their versions.
     """
 
-    def __init__(
-        self, workloads: Sequence[Workload], names: Sequence[str], extent: Extent
-    ) -> None:
+    def __init__(self, names: Sequence[str], extent: Extent) -> None:
         self.entries: list[Entry] = []
         self.idle: dict[str, float] = {}
         self.libraries: dict[str, str] = {}
-        self.late: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
         self._names = names
         self._extent = extent
-        self._groups = [list(group) for _, group in groupby(workloads, _setup)]
-        self._left = sum(workload.seconds for workload in workloads)
-        self._left += STARTING * len(self._groups)
-        self._until = monotonic() + extent.seconds
 
-    def run(self, report: Callable[[str], None]) -> None:
+    def run(self, workloads: Sequence[str], report: Callable[[str], None]) -> None:
         """Run everything; reports each workload that is done."""
-        for workloads in self._groups:
+        for _, group in groupby(workloads, _setup):
             systems = [SystemProcess(name) for name in self._names]
             try:
-                for workload in workloads:
+                for workload in group:
                     began = monotonic()
                     entries = self._run_workload(workload, systems)
                     self.entries += entries
@@ -112,78 +98,71 @@ class Run:
                         if entry.why.startswith("failed")
                     ]
                     took = monotonic() - began
-                    report(f"{workload.name}: {took:.0f} s{''.join(failed)}")
+                    report(f"{workload}: {took:.0f} s{''.join(failed)}")
                     if not self.idle:
                         self.idle = self._watch_idle(systems)
                 for system in systems:
                     self.libraries |= system.libraries
             finally:
                 for system in systems:
-                    system.stop(self._extent.close)
-            self._left -= STARTING
+                    system.stop(CLOSES_WITHIN)
 
-    def _run_workload(
-        self, workload: Workload, systems: Sequence[SystemProcess]
-    ) -> list[Entry]:
+    def _run_workload(self, name: str, systems: Sequence[SystemProcess]) -> list[Entry]:
         """Run all turns of one workload."""
-        entries = [Entry(workload.name, system.name) for system in systems]
+        entries = [Entry(name, system.name) for system in systems]
+        workload = WORKLOADS[name]
         if workload.needs and find_spec(workload.needs) is None:
             for entry in entries:
                 entry.why = f"{workload.needs} is not installed"
-            self._left -= workload.seconds
             return entries
+        both = list(zip(systems, entries, strict=True))
         is_fresh = workload.setup.is_fresh
         if not is_fresh:
-            for system, entry in zip(systems, entries, strict=True):
-                self._turn(workload, system, entry)
+            for system, entry in both:
+                self._turn(system, entry)
                 entry.turns.clear()  # a first block warms up and is not counted
-        share = min(1.0, max(0.0, self._until - monotonic()) / self._left)
-        self._left -= workload.seconds
-        least = 1 if share < 0.5 or is_fresh else self._extent.least
-        until, turn = monotonic() + workload.seconds * share, 0
+        least = 1 if is_fresh else self._extent.least
+        until, turn = monotonic() + workload.seconds, 0
         while turn < self._extent.turns and (turn < least or monotonic() < until):
-            for system, entry in zip(systems, entries, strict=True):
-                self._turn(workload, system, entry)
+            for system, entry in both:
+                self._turn(system, entry)
             turn += 1
         return entries
 
-    def _turn(self, workload: Workload, system: SystemProcess, entry: Entry) -> None:
+    def _turn(self, system: SystemProcess, entry: Entry) -> None:
         """Run one block of one system; the entry says it if that was its last."""
-        if self.late[system.name] >= MOST_LATE:
+        if self._late[system.name] >= MOST_LATE:
             entry.why = f"left out: it was late {MOST_LATE} times before"
         if entry.why:
             return
         time.sleep(PAUSE)
+        setup = _setup(entry.workload)
         try:
-            found = self._block(workload, system)
+            figures, entry.notes = self._block(entry.workload, setup, system)
+            entry.turns.append(figures)
         except UnsupportedError as reason:
             entry.why = f"not supported: {reason}"
         except FailedError as reason:
             entry.why = f"failed: {reason}"
-            self.late[system.name] += isinstance(reason, LateError)
+            self._late[system.name] += isinstance(reason, LateError)
             system.stop()
-        else:
-            entry.notes = found["notes"]
-            entry.turns.append(found["figures"])
-        if workload.setup.is_fresh:
-            system.stop(self._extent.close)
+        if setup.is_fresh:
+            system.stop(CLOSES_WITHIN)
 
-    def _block(self, workload: Workload, system: SystemProcess) -> dict[str, Any]:
-        setup, extent = workload.setup, self._extent
+    def _block(self, workload: str, setup: Setup, system: SystemProcess) -> Any:
         if system.reaper is None:
             system.start()
             if setup.is_open:
                 arguments = setup.num_cpus, setup.num_gpus, setup.preload
-                system.libraries = system.request(extent.open, "open", *arguments)
-        if system.workload != workload.name:
-            system.request(extent.block, "prepare", workload.name)
-            system.workload = workload.name
+                system.libraries = system.request(OPENS_WITHIN, "open", *arguments)
+        if system.workload != workload:
+            system.request(ANSWERS_WITHIN, "prepare", workload)
+            system.workload = workload
         try:
-            found: dict[str, Any] = system.request(extent.block, "block", extent.amount)
+            return system.request(ANSWERS_WITHIN, "block", self._extent.amount)
         except UnsupportedError:
             system.stop()  # nobody knows what still runs in it
             raise
-        return found
 
     def _watch_idle(self, systems: Sequence[SystemProcess]) -> dict[str, float]:
         present = [system for system in systems if system.reaper is not None]
@@ -195,5 +174,5 @@ class Run:
         }
 
 
-def _setup(workload: Workload) -> Any:
-    return workload.setup
+def _setup(workload: str) -> Setup:
+    return WORKLOADS[workload].setup

@@ -9,7 +9,7 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,30 +18,19 @@ from time import monotonic, perf_counter
 from typing import Any, Final, NamedTuple
 
 from aiogpu.core.model.units import UNIT
+from benchmarks import tasks
 from benchmarks.field.systems import Need, Preload, System, UnsupportedError
 from benchmarks.floors import frame, open_floor
 from benchmarks.forks import open_forks, zygote_image
 from benchmarks.latch import Latch, open_latch
 from benchmarks.processes import cpu_time, descendants, memory
 from benchmarks.simulation.policies import FirstFit
-from benchmarks.simulation.simulate import percentile, simulate
+from benchmarks.simulation.simulate import simulate
 from benchmarks.simulation.trace import SizeClass, Trace, draw
-from benchmarks.tasks import (
-    Plain,
-    first_of,
-    give_kept,
-    hold,
-    noop,
-    numbers,
-    spin,
-    use_numpy,
-    use_torch,
-    wait_for_release,
-)
-from benchmarks.timing import Call
+from benchmarks.timing import Call, percentile
 
-Figures = dict[str, list[float]]
-"""For each metric what was measured, in seconds or bytes."""
+Figures = list[list[float]]
+"""For each metric of the workload what was measured, in seconds or bytes."""
 
 
 class Amount(NamedTuple):
@@ -61,15 +50,8 @@ class Amount(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """One figure of a workload; less is better.
+    """One figure of a workload, of one call, item or task; less is better."""
 
-    Attributes:
-        name: unique among all workloads.
-        title: what the table calls it.
-        unit: "s" or "B", of one call, item or task.
-    """
-
-    name: str
     title: str
     unit: str = "s"
 
@@ -112,48 +94,40 @@ class Context:
         return await self.stack.enter_async_context(open_floor(kind))
 
 
-PLAIN: Final = Setup()
 Block = Callable[[Amount], Awaitable[Figures]]
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(NamedTuple):
     """One thing that is asked of all.
 
     Attributes:
-        name: by which it is chosen.
-        family: heading under which it is reported.
         prepare: returns a block; raises `UnsupportedError` if the system cannot.
         floor: what the floor is.
         seconds: that the blocks of all systems may take together, about.
         needs: a module without which nobody can be asked.
     """
 
-    name: str
-    family: str
-    metrics: tuple[Metric, ...]
-    prepare: Callable[[Context], Awaitable[Block]]
+    metrics: Sequence[Metric]
     floor: str
-    setup: Setup = PLAIN
+    prepare: Callable[[Context], Awaitable[Block]]
+    setup: Setup = Setup()
     seconds: float = 20.0
     needs: str = ""
 
 
-async def awaited(name: str, call: Call, amount: Amount) -> Figures:
+async def awaited(call: Call, amount: Amount) -> Figures:
     """One call after the other, at least one."""
     samples: list[float] = []
     until = perf_counter() + amount.seconds
     for number in range(amount.calls):
-        start = perf_counter()
-        if samples and start > until:
+        if samples and perf_counter() > until:
             break
-        await call(number)
-        samples.append(perf_counter() - start)
-    return {name: samples}
+        samples.append(await _seconds(call, number))
+    return [samples]
 
 
 async def at_once(
-    name: str, whole: Call, factor: int, context: Context, amount: Amount
+    whole: Call, factor: int, context: Context, amount: Amount
 ) -> Figures:
     """As many at once as fill a block; gives what each adds to the whole.
 
@@ -173,7 +147,7 @@ async def at_once(
     context.notes["size"] = f"{size:,} at once"
     if took < amount.seconds / 2:  # something else had the machine at first
         context.size = min(most, 2 * size)
-    return {name: [took / size]}
+    return [[took / size]]
 
 
 async def _seconds(call: Call, number: int) -> float:
@@ -191,29 +165,31 @@ def gathering(call: Call) -> Call:
     return gather
 
 
-def call_workload(name: str, title: str, *, is_actor: bool, factor: int) -> Workload:
+BARE: Final = "a blocking worker on a Unix socket, no scheduler"
+
+
+def calls(title: str, *, is_actor: bool = False, factor: int = 0) -> Workload:
     """Calls that do nothing: awaited one by one, or gathered if there is a factor."""
 
     async def prepare(context: Context) -> Block:
         if context.system is None:
             call: Call = (await context.open_floor()).call
         elif is_actor:
-            call = await context.system.actor(Plain)
+            call = await context.system.actor(tasks.Plain)
         else:
-            call = context.system.task(noop, Need())
+            call = context.system.task(tasks.noop, Need())
         if factor:
-            return partial(at_once, name, gathering(call), factor, context)
-        return partial(awaited, name, call)
+            return partial(at_once, gathering(call), factor, context)
+        return partial(awaited, call)
 
-    floor = "a blocking worker on a Unix socket, no scheduler"
-    return Workload(name, "calls", (Metric(name, title),), prepare, floor)
+    return Workload([Metric(title)], BARE, prepare)
 
 
 async def _stream(context: Context) -> Block:
     if context.system is None:
         consume: Call = (await context.open_floor("stream")).items
     else:
-        start = context.system.stream(numbers)
+        start = context.system.stream(tasks.numbers)
 
         async def consume(count: int) -> None:
             found = 0
@@ -221,45 +197,43 @@ async def _stream(context: Context) -> Block:
                 found += 1
             assert found == count, (found, count)
 
-    return partial(at_once, "stream", consume, 100, context)
+    return partial(at_once, consume, 100, context)
 
 
-def value_workload(size: int, label: str, *, is_passed: bool) -> Workload:
+def value(size: int, label: str, *, is_passed: bool = False) -> Workload:
     """An array as an argument, or from task to task; small if few calls are made."""
-    name = f"{'passing' if is_passed else 'argument'}-{label.replace(' ', '')}"
-    calls = 2 if is_passed else 1
+    times = 2 if is_passed else 1
 
     async def prepare(context: Context) -> Block:
         numpy = import_module("numpy")
-        arrays: dict[int, tuple[Any, Any]] = {}
         if context.system is None:
             floor = await context.open_floor()
         else:
-            give, use = map(context.system.taking, (give_kept, first_of))
+            give, use = map(context.system.taking, (tasks.give_kept, tasks.first_of))
+        arrays: dict[int, Any] = {}
 
         async def block(amount: Amount) -> Figures:
             actual = min(size, 1_000_000) if amount.calls < 100 else size
             if actual not in arrays:
-                arrays[actual] = tuple(numpy.ones(actual, "uint8") for _ in "ab")
+                arrays[actual] = [numpy.ones(actual, "uint8") for _ in "ab"]
             source, target = arrays[actual]
 
             async def copy(number: int) -> None:
-                for _ in range(calls):
+                for _ in range(times):
                     await floor.call(number)
                 numpy.copyto(target, source)
 
             if context.system is None:
-                return await awaited(name, copy, amount)
+                return await awaited(copy, amount)
             if is_passed:
-                return await awaited(name, lambda _: use(give(actual)), amount)
-            return await awaited(name, lambda _: use(source), amount)
+                return await awaited(lambda _: use(give(actual)), amount)
+            return await awaited(lambda _: use(source), amount)
 
         return block
 
     title = f"an array of {label} {'from task to task' if is_passed else 'as argument'}"
-    floor = f"{calls} calls of the floor and a copy of the array within one process"
-    metrics = (Metric(name, title),)
-    return Workload(name, "values", metrics, prepare, floor, seconds=14, needs="numpy")
+    floor = f"{times} calls of the floor and a copy of the array within one process"
+    return Workload([Metric(title)], floor, prepare, seconds=14, needs="numpy")
 
 
 STOPS_WITHIN: Final = 3.0
@@ -278,12 +252,11 @@ async def _cancel(context: Context) -> Block:
     """Time from the cancel until the code has stopped: its connection ends."""
     latch = context.stack.enter_context(open_latch())
     if context.system is None:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SPINNING.format(os.getpid())
-        )
+        words = sys.executable, "-c", SPINNING.format(os.getpid())
+        process = await asyncio.create_subprocess_exec(*words)
         context.stack.callback(process.kill)
     else:
-        call = context.system.task(spin, Need())
+        call = context.system.task(tasks.spin, Need())
 
     async def block(amount: Amount) -> Figures:
         samples: list[float] = []
@@ -296,7 +269,7 @@ async def _cancel(context: Context) -> Block:
                 handle = call(os.getpid())
                 samples.append(await _stopped(latch, handle.cancel))
                 await asyncio.wait([handle])
-        return {"cancel": samples}
+        return [samples]
 
     return block
 
@@ -315,9 +288,7 @@ async def _stopped(latch: Latch, cancel: Callable[[], object]) -> float:
         return perf_counter() - start
 
 
-def isolation_workload(
-    name: str, function: Callable[[int], Any], library: str = ""
-) -> Workload:
+def isolation(function: Callable[[int], Any], library: str = "") -> Workload:
     """A quarter of a GPU and a fresh process for each task, many gathered."""
     preload = (library,) if library else None
 
@@ -327,7 +298,7 @@ def isolation_workload(
 
             async def fork(amount: Amount) -> Figures:
                 (each,) = await forks.fork_mean(min(amount.calls, 50))
-                return {name: [each / 1e9]}
+                return [[each / 1e9]]
 
             return fork
         try:
@@ -337,49 +308,41 @@ def isolation_workload(
             context.notes["gpus"] = f"{reason}: the process alone"
         if not context.has_preloaded:
             context.notes["imports"] = f"each process imports {library} anew"
-        gather = gathering(call)
-        return lambda amount: at_once(name, gather, 1, context, _few(amount))
+
+        async def tasks_at_once(amount: Amount) -> Figures:
+            few = Amount(min(amount.calls, 200), 2 * amount.seconds)
+            return await at_once(gathering(call), 1, context, few)
+
+        return tasks_at_once
 
     beside = f", with {library}" if library else ""
     return Workload(
-        name,
-        "processes",
-        (Metric(name, f"a GPU task in a fresh process{beside}"),),
-        prepare,
+        [Metric(f"a GPU task in a fresh process{beside}")],
         f"fork, _exit and reaping of aiogpu's own zygote{beside}",
+        prepare,
         Setup(num_cpus=4, num_gpus=1, preload=preload),
         needs=library,
     )
 
 
-def _few(amount: Amount) -> Amount:
-    return amount._replace(calls=min(amount.calls, 200), seconds=2 * amount.seconds)
-
-
 DAY_GPUS: Final = 4
 DAY_CLASSES: Final = tuple(
-    SizeClass(amount, weight, 0.045)
-    for amount, weight in (
-        (UNIT // 4, 400),
-        (UNIT // 2, 250),
-        (UNIT, 250),
-        (2 * UNIT, 100),
-    )
+    SizeClass(UNIT * quarters // 4, weight, 0.045)
+    for quarters, weight in ((1, 400), (2, 250), (4, 250), (8, 100))
 )
 DAY_LIMIT: Final = 20.0
 """Seconds after which a day is given up."""
 
 
-def day_workload(name: str, title: str, share: float, *, is_isolated: bool) -> Workload:
+def day(title: str, share: float, *, is_isolated: bool) -> Workload:
     """A drawn load of fractions, whole GPUs and pairs, which comes in waves."""
-    names = tuple(f"{name}-{what}" for what in ("makespan", "wait-p50", "wait-p99"))
 
     async def prepare(context: Context) -> Block:
         calls: list[Call] = []
         if context.system is not None:
             for each in DAY_CLASSES:
-                call = context.system.task(hold, Need(each.amount / UNIT, is_isolated))
-                calls.append(call)
+                need = Need(each.amount / UNIT, is_isolated)
+                calls.append(context.system.task(tasks.hold, need))
             # A first day of eight tasks, so that processes are there.
             await asyncio.gather(*(calls[0](50) for _ in range(8)))
 
@@ -392,22 +355,16 @@ def day_workload(name: str, title: str, share: float, *, is_isolated: bool) -> W
                 makespan, waits = await _live(trace, calls)
             used = trace.work / DAY_GPUS
             context.notes["utilisation"] = f"utilisation {used / makespan:.0%}"
-            waits = sorted(waits)
-            found = makespan, percentile(waits, 50), percentile(waits, 99)
-            return {key: [each] for key, each in zip(names, found, strict=True)}
+            p50, p99 = (percentile([waits], each) for each in (50, 99))
+            return [[makespan], [p50], [p99]]
 
         return block
 
-    titles = ("makespan", "waiting, p50", "waiting, p99")
+    what = ("makespan", "waiting, p50", "waiting, p99")
     return Workload(
-        name,
-        "day",
-        tuple(
-            Metric(key, f"{title}: {what}")
-            for key, what in zip(names, titles, strict=True)
-        ),
-        prepare,
+        [Metric(f"{title}: {each}") for each in what],
         "first fit, carried out without cost",
+        prepare,
         Setup(num_cpus=16, num_gpus=DAY_GPUS),
         seconds=45,
     )
@@ -422,8 +379,8 @@ async def _live(trace: Trace, calls: Sequence[Call]) -> tuple[float, list[float]
     def submit(size: int, duration: float) -> None:
         handles.append(calls[size](round(1000 * duration)))
 
-    tasks = zip(trace.arrivals, trace.sizes, trace.durations, strict=True)
-    for arrival, size, duration in tasks:
+    drawn = zip(trace.arrivals, trace.sizes, trace.durations, strict=True)
+    for arrival, size, duration in drawn:
         loop.call_at(delay + arrival, submit, size, duration)
     try:
         async with asyncio.timeout(DAY_LIMIT):
@@ -433,11 +390,8 @@ async def _live(trace: Trace, calls: Sequence[Call]) -> tuple[float, list[float]
         raise UnsupportedError(
             f"the day's {len(trace)} tasks had not ended within {DAY_LIMIT:g} s"
         ) from None
-    assert len(spans) == len(trace)
-    waits = [
-        max(0.0, start - begin - arrival)
-        for (start, _), arrival in zip(spans, trace.arrivals, strict=True)
-    ]
+    pairs = zip(spans, trace.arrivals, strict=True)
+    waits = [max(0.0, start - begin - arrival) for (start, _), arrival in pairs]
     return max(end for _, end in spans) - begin, waits
 
 
@@ -455,7 +409,7 @@ async def _start(context: Context) -> Block:
         await process.wait()  # its end is not counted, but disturbs nobody
         if not line.strip().isdigit():
             raise RuntimeError("the program ended without a result")
-        return {"start": [took]}
+        return [[took]]
 
     return block
 
@@ -483,11 +437,12 @@ async def _waiting(context: Context) -> Block:
             return future
 
         return lambda amount: _fill(call, amount, context)
-    latch, submit = context.stack.enter_context(open_latch()), system.task(noop, Need())
+    latch = context.stack.enter_context(open_latch())
+    submit = system.task(tasks.noop, Need())
 
     async def block(amount: Amount) -> Figures:
         await submit(0)
-        held = [system.task(wait_for_release, Need())(os.getpid())]
+        held = [system.task(tasks.wait_for_release, Need())(os.getpid())]
         context.stack.enter_context(await latch.connected())
         context.stack.callback(held.clear)
         return await _fill(submit, amount, context)
@@ -509,7 +464,7 @@ async def _fill(call: Call, amount: Amount, context: Context) -> Figures:
     context.notes["count"] = f"{count:,} tasks"
     grown = max(0, _memory() - before)
     context.stack.callback(handles.clear)
-    return {"waiting-time": [took / count], "waiting-memory": [grown / count]}
+    return [[took / count], [grown / count]]
 
 
 async def _until_quiet() -> float:
@@ -532,69 +487,54 @@ def _memory() -> int:
     return total
 
 
-ALL: Final = (
-    call_workload("call", "a call, awaited", is_actor=False, factor=0),
-    call_workload("gathered", "a call, of many gathered", is_actor=False, factor=40),
-    call_workload("actor-call", "an actor's call, awaited", is_actor=True, factor=0),
-    call_workload(
-        "actor-gathered",
-        "an actor's call, of many gathered",
-        is_actor=True,
-        factor=40,
+WORKLOADS: Final = {
+    "call": calls("a call, awaited"),
+    "gathered": calls("a call, of many gathered", factor=40),
+    "actor-call": calls("an actor's call, awaited", is_actor=True),
+    "actor-gathered": calls(
+        "an actor's call, of many gathered", is_actor=True, factor=40
     ),
-    value_workload(1_000, "1 KB", is_passed=False),
-    value_workload(100_000, "100 KB", is_passed=False),
-    value_workload(10_000_000, "10 MB", is_passed=False),
-    value_workload(100_000_000, "100 MB", is_passed=False),
-    value_workload(1_000, "1 KB", is_passed=True),
-    value_workload(100_000_000, "100 MB", is_passed=True),
-    Workload(
-        "stream",
-        "calls",
-        (Metric("stream", "an item of a stream"),),
-        _stream,
+    "argument-1KB": value(1_000, "1 KB"),
+    "argument-100KB": value(100_000, "100 KB"),
+    "argument-10MB": value(10_000_000, "10 MB"),
+    "argument-100MB": value(100_000_000, "100 MB"),
+    "passing-1KB": value(1_000, "1 KB", is_passed=True),
+    "passing-100MB": value(100_000_000, "100 MB", is_passed=True),
+    "stream": Workload(
+        [Metric("an item of a stream")],
         "a bare worker that sends pickled items, without back-pressure",
+        _stream,
         seconds=15,
     ),
-    Workload(
-        "cancel",
-        "processes",
-        (Metric("cancel", "a busy loop, from its cancel to its end"),),
-        _cancel,
+    "cancel": Workload(
+        [Metric("a busy loop, from its cancel to its end")],
         "SIGINT to a process that waits for nothing else",
+        _cancel,
         seconds=12,
     ),
-    isolation_workload("fresh-bare", noop),
-    isolation_workload("fresh-numpy", use_numpy, "numpy"),
-    isolation_workload("fresh-torch", use_torch, "torch"),
-    day_workload("day", "a day on four GPUs", 1.0, is_isolated=False),
-    day_workload(
-        "fresh-day",
-        "a day on four GPUs, a process for each task",
-        0.25,
-        is_isolated=True,
+    "fresh-bare": isolation(tasks.noop),
+    "fresh-numpy": isolation(tasks.use_numpy, "numpy"),
+    "fresh-torch": isolation(tasks.use_torch, "torch"),
+    "day": day("a day on four GPUs", 1.0, is_isolated=False),
+    "fresh-day": day(
+        "a day on four GPUs, a process for each task", 0.25, is_isolated=True
     ),
-    Workload(
-        "start",
-        "processes",
-        (Metric("start", "a new program, from its start to its first result"),),
-        _start,
+    "start": Workload(
+        [Metric("a new program, from its start to its first result")],
         "a bare interpreter that prints a number",
+        _start,
         Setup(is_open=False),
         seconds=50,
     ),
-    Workload(
-        "waiting",
-        "waiting",
-        (
-            Metric("waiting-time", "to take in a task that waits, of very many"),
-            Metric("waiting-memory", "memory of a waiting task, in all processes", "B"),
-        ),
-        _waiting,
+    "waiting": Workload(
+        [
+            Metric("to take in a task that waits, of very many"),
+            Metric("memory of a waiting task, in all processes", "B"),
+        ],
         "a future and a packed frame, kept in a dict and a deque",
+        _waiting,
         Setup(num_cpus=1, is_fresh=True),
         seconds=100,
     ),
-)
-WORKLOADS: Final[Mapping[str, Workload]] = {each.name: each for each in ALL}
+}
 """In the order in which they run."""

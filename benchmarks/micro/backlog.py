@@ -21,18 +21,11 @@ from typing import Any, Final
 import uvloop
 
 import aiogpu
+from benchmarks import tasks
 from benchmarks.latch import open_latch
-from benchmarks.micro.rows import (
-    BUSY,
-    MS,
-    Goal,
-    Row,
-    Scale,
-    figure_row,
-    run_alone,
-)
+from benchmarks.micro.rows import BUSY, MS, Goal, Row, Scale
+from benchmarks.micro.start import run_python
 from benchmarks.processes import status_bytes
-from benchmarks.tasks import noop, wait_for_release
 
 LONGEST: Final = Goal(20, "ms")
 HEAVIEST: Final = Goal(1024, "bytes")
@@ -47,30 +40,25 @@ SETTLING: Final = 200_000_000
 async def backlog(scale: Scale) -> list[Row]:
     """A million waiting tasks: memory of each, and the longest hold of the loop."""
     count = scale(1_000_000, 2_000)
-    return rows_of(run_alone(__name__, count), count, scale)
+    return rows_of(json.loads(run_python("-m", __name__, f"{count}")), count)
 
 
-def rows_of(found: dict[str, Any], count: int, scale: Scale) -> list[Row]:
+def rows_of(found: dict[str, Any], count: int) -> list[Row]:
     """Return the rows of what the program printed."""
     name, note = "backlog: memory of a waiting task", "its handle included"
-    rows = [figure_row(name, "bytes", found["bytes"], HEAVIEST, scale, note)]
+    rows = [Row(name, "bytes", found["bytes"], HEAVIEST, note)]
     for stage, hold in found["holds"].items():
         longest, on_cpu = hold["longest"] / MS, hold["on_cpu"] / MS
         fault = ""
         if not LONGEST.admits(longest) and LONGEST.admits(on_cpu):
             # Code of ours that waits would show here too, and on a quiet machine still.
             fault = f"it ran {on_cpu:.1f} ms of these; {BUSY}"
-        note = f"on CPU {on_cpu:.1f} ms; {hold['whole'] / MS:,.0f} ms in all"
+        note = f"{hold['whole'] / MS:,.0f} ms in all"
         if hold["calls"]:
             calls = count if stage == "submitting" else count // PART
-            note = (
-                f"on CPU {on_cpu:.1f} ms; {hold['calls'] / calls / 1e3:.1f} us a call"
-            )
-        rows.append(
-            figure_row(
-                f"backlog: {stage}", "ms held", longest, LONGEST, scale, note, fault
-            )
-        )
+            note = f"{hold['calls'] / calls / 1e3:.1f} us a call"
+        note = f"on CPU {on_cpu:.1f} ms; {note}"
+        rows.append(Row(f"backlog: {stage}", "ms held", longest, LONGEST, note, fault))
     return rows
 
 
@@ -167,7 +155,7 @@ async def measure(count: int) -> dict[str, Any]:
     # Made before any memory is measured: the list is the user's.
     handles: list[Any] = [None] * count
     holds: dict[str, Hold] = {}
-    monitor, call = LoopMonitor(), aiogpu.remote(noop).remote
+    monitor, call = LoopMonitor(), aiogpu.remote(tasks.noop).remote
 
     def submit(place: int) -> None:
         handles[place] = call(place)
@@ -186,7 +174,7 @@ async def measure(count: int) -> dict[str, Any]:
         await aiogpu.status()
         await call(0)
         with open_latch() as latch:
-            first = aiogpu.remote(wait_for_release).remote(os.getpid())
+            first = aiogpu.remote(tasks.wait_for_release).remote(os.getpid())
             running = await latch.connected()
         gc.collect()
         before = status_bytes("VmRSS")

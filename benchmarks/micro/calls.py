@@ -1,4 +1,4 @@
-"""Calls of functions and actors, awaited and gathered; streams; batches; maps."""
+"""Calls of functions and actors, awaited and gathered; streams; batches; maps; Ray."""
 
 from __future__ import annotations
 
@@ -8,33 +8,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from ctypes import CDLL
 from functools import partial
-from time import perf_counter_ns
 from typing import Any, Final, NamedTuple
 
 import aiogpu
+from benchmarks import tasks, timing
 from benchmarks.floors import first_core, open_floor, open_floor_apart, pinned_to
-from benchmarks.micro.rows import (
-    Goal,
-    Row,
-    Scale,
-    figure_row,
-    rate_row,
-    slow_floor,
-    time_row,
-)
+from benchmarks.micro import rows
+from benchmarks.micro.rows import Goal, Row, Scale
 from benchmarks.processes import status_bytes
-from benchmarks.tasks import (
-    Interleaved,
-    Plain,
-    batch_in_thread,
-    batch_on_loop,
-    busy,
-    busy_each,
-    noop,
-    numbers,
-    numbers_async,
-)
-from benchmarks.timing import Block, Call, Pair, all_at_once, alternate, one_at_a_time
+from benchmarks.timing import Block, Call, Pair
 
 STREAM: Final = Goal(50_000, "items/s", is_least=True)
 BATCHED: Final = Goal(0.85, "x by hand", is_least=True)
@@ -46,11 +28,12 @@ CHUNK: Final = 400
 """Items of a chunk by hand: 4 ms of work."""
 FLAT: Final = Goal(16, "MiB")
 MIB: Final = 1 << 20
+ON_RAY: Final = Goal(1.15, "x Ray's own")
 
 
 async def task(**options: Any) -> Call:
     """Return `f.remote` of a function that does nothing."""
-    remote: Any = aiogpu.remote(noop)
+    remote: Any = aiogpu.remote(tasks.noop)
     call: Call = (remote.options(**options) if options else remote).remote
     return call
 
@@ -77,19 +60,15 @@ class Target(NamedTuple):
     gathered: Goal | None
 
 
-AWAITED, ACTORS_AWAITED = Goal(1.6, "x floor"), Goal(1.5, "x floor")
-GATHERED = Goal(0.4, "x floor", is_least=True)
-ACTORS_GATHERED = Goal(0.5, "x floor", is_least=True)
+OF_TASKS = Goal(1.6, "x floor"), Goal(0.4, "x floor", is_least=True)
+OF_ACTORS = Goal(1.5, "x floor"), Goal(0.5, "x floor", is_least=True)
+QUARTER: Final = partial(task, num_gpus=0.25, max_calls=0)
 TARGETS: Final = {
-    "task": Target(task, "blocking", AWAITED, GATHERED),
-    "quarter GPU": Target(
-        partial(task, num_gpus=0.25, max_calls=0), "blocking", AWAITED, GATHERED
-    ),
-    "actor": Target(
-        partial(method, Plain), "blocking", ACTORS_AWAITED, ACTORS_GATHERED
-    ),
+    "task": Target(task, "blocking", *OF_TASKS),
+    "quarter GPU": Target(QUARTER, "blocking", *OF_TASKS),
+    "actor": Target(partial(method, tasks.Plain), "blocking", *OF_ACTORS),
     "actor's coroutine": Target(
-        partial(method, Interleaved), "coroutine", ACTORS_AWAITED, None
+        partial(method, tasks.Interleaved), "coroutine", OF_ACTORS[0], None
     ),
 }
 
@@ -99,22 +78,19 @@ async def latency(scale: Scale) -> list[Row]:
 
     With the floor's worker on another core than the driver; and with all on one core.
     """
-    rows: list[Row] = []
+    found: list[Row] = []
+    fault = ""
     for name, target in TARGETS.items():
         with pinned_to(first_core()):
             alone = await _awaited(target, open_floor(target.floor), scale)
         apart = await _awaited(target, open_floor_apart(target.floor), scale)
         # Whether the machine was quiet is told by the floor on one core.
         if target.floor == "blocking":
-            fault = slow_floor(alone.floor)
-        goal = target.awaited
-        rows += [
-            time_row(f"latency: {name}", "us", apart, goal, scale, fault=fault),
-            time_row(
-                f"latency: {name}, one core", "us", alone, goal, scale, fault=fault
-            ),
-        ]
-    return rows
+            fault = rows.slow_floor(alone.floor)
+        for where, pair in (("", apart), (", one core", alone)):
+            name_here, goal = f"latency: {name}{where}", target.awaited
+            found.append(rows.times(name_here, "us", pair, goal, fault=fault))
+    return found
 
 
 async def _awaited(
@@ -129,20 +105,24 @@ async def beside_floor(
 ) -> Pair:
     """Calls awaited one at a time, in turn with the floor's; ends the floor."""
     async with floor as opened:
-        return await alternate(
-            partial(one_at_a_time, opened.call, scale(500, 20)),
-            partial(one_at_a_time, call, scale(500, 20)),
-            scale(40, 2),
-        )
+        return await one_by_one(opened.call, call, scale(500, 20), scale(40, 2))
 
 
-async def gathered_beside(floor: Call, call: Call, scale: Scale) -> Pair:
-    """Calls that are all made before the first is awaited, in turn with the floor's."""
-    count = scale(20_000, 200)
-    return await alternate(
-        partial(all_at_once, floor, count),
-        partial(all_at_once, call, count),
-        scale(5, 2),
+async def one_by_one(floor: Call, call: Call, calls: int, blocks: int) -> Pair:
+    """Calls awaited one at a time, in turn with others."""
+    return await timing.alternate(
+        partial(timing.one_at_a_time, floor, calls),
+        partial(timing.one_at_a_time, call, calls),
+        blocks,
+    )
+
+
+async def gathered(floor: Call, call: Call, calls: int, blocks: int) -> Pair:
+    """Calls that are all made before the first is awaited, in turn with others."""
+    return await timing.alternate(
+        partial(timing.all_at_once, floor, calls),
+        partial(timing.all_at_once, call, calls),
+        blocks,
     )
 
 
@@ -152,63 +132,52 @@ async def throughput(scale: Scale) -> list[Row]:
     Two workers serve the tasks: two quarters of a GPU fit as well, since each takes a
     CPU besides.
     """
-    rows = []
+    found, count = [], scale(20_000, 200)
     for name, target in TARGETS.items():
-        async with aiogpu.init(num_cpus=2, num_gpus=1):
+        async with aiogpu.init(num_cpus=2, num_gpus=1), open_floor() as floor:
             call = await target.make()
-            async with open_floor() as floor:
-                pair = await gathered_beside(floor.call, call, scale)
+            pair = await gathered(floor.call, call, count, scale(5, 2))
             del call
-        goal, count = target.gathered, scale(20_000, 200)
-        rows.append(
-            rate_row(f"throughput: {name}", "calls/s", pair, count, goal, scale)
-        )
-    return rows
+        row = f"throughput: {name}"
+        found.append(rows.rates(row, "calls/s", pair, count, target.gathered))
+    return found
 
 
 async def streams(scale: Scale) -> list[Row]:
     """Small items of a generator with the default window, beside a bare sender."""
-    rows, count = [], scale(100_000, 500)
+    found, count = [], scale(100_000, 500)
+    kinds = {"plain": tasks.numbers, "coroutine": tasks.numbers_async}
     async with aiogpu.init(num_cpus=1), open_floor("stream") as floor:
-        for name, generator in (("plain", numbers), ("coroutine", numbers_async)):
+        for name, generator in kinds.items():
             start: Any = aiogpu.remote(generator).remote
-
-            async def consume(start: Any = start) -> Block:
-                began, found = perf_counter_ns(), 0
-                async for _ in start(count):
-                    found += 1
-                block = [perf_counter_ns() - began]
-                assert found == count, (found, count)
-                return block
-
-            async def receive() -> Block:
-                began = perf_counter_ns()
-                await floor.items(count)
-                return [perf_counter_ns() - began]
-
-            pair = await alternate(receive, consume, scale(5, 2))
-            rows.append(
-                rate_row(
-                    f"streams: {name}",
-                    "items/s",
-                    pair,
-                    count,
-                    STREAM,
-                    scale,
-                    absolute=True,
+            pair = await timing.alternate(
+                partial(timing.timed, partial(floor.items, count)),
+                partial(timing.timed, partial(_consume, start, count)),
+                scale(5, 2),
+            )
+            found.append(
+                rows.rates(
+                    f"streams: {name}", "items/s", pair, count, STREAM, absolute=True
                 )
             )
-    return rows
+    return found
+
+
+async def _consume(start: Any, count: int) -> None:
+    found = 0
+    async for _ in start(count):
+        found += 1
+    assert found == count, (found, count)
 
 
 class Batching:
     """An actor with a plain method and one under `batch`; each batch takes 1 ms."""
 
     async def on_loop(self, numbers: list[int]) -> list[int]:
-        return await batch_on_loop(numbers)
+        return await tasks.batch_on_loop(numbers)
 
     async def in_thread(self, numbers: list[int]) -> list[int]:
-        return await batch_in_thread(numbers)
+        return await tasks.batch_in_thread(numbers)
 
     batched_on_loop = aiogpu.batch(max_size=BATCH)(on_loop)
     batched_in_thread = aiogpu.batch(max_size=BATCH)(in_thread)
@@ -220,92 +189,110 @@ async def batching(scale: Scale) -> list[Row]:
     64 clients call again and again; a batch takes 1 ms, on the loop or in a thread; in
     this process, and in an actor, to which each call is sent by itself.
     """
-    ways: list[tuple[str, Any, Any]] = [
-        (where, function, aiogpu.batch(max_size=BATCH)(function))
-        for where, function in (
-            ("on the loop", batch_on_loop),
-            ("in a thread", batch_in_thread),
-        )
-    ]
+    batch: Any = aiogpu.batch(max_size=BATCH)
+    on_loop, in_thread = tasks.batch_on_loop, tasks.batch_in_thread
     async with aiogpu.init(num_cpus=2):
         actor: Any = await aiogpu.remote(Batching).remote()
-        ways += [
-            (
-                "in an actor, on the loop",
-                actor.on_loop.remote,
-                actor.batched_on_loop.remote,
-            ),
-            (
-                "in an actor, in a thread",
-                actor.in_thread.remote,
-                actor.batched_in_thread.remote,
-            ),
+        by_hand, by_item = actor.on_loop.remote, actor.batched_on_loop.remote
+        threaded, each = actor.in_thread.remote, actor.batched_in_thread.remote
+        return [
+            await _batched("on the loop", on_loop, batch(on_loop), scale),
+            await _batched("in a thread", in_thread, batch(in_thread), scale),
+            await _batched("in an actor, on the loop", by_hand, by_item, scale),
+            await _batched("in an actor, in a thread", threaded, each, scale),
         ]
-        return [await _batched(*way, scale) for way in ways]
 
 
 async def _batched(where: str, by_hand: Any, by_item: Any, scale: Scale) -> Row:
     count = scale(20_000, 200)
 
-    async def lists() -> Block:
-        start = perf_counter_ns()
+    async def lists() -> None:
         for first in range(0, count, BATCH):
             items = list(range(first, min(first + BATCH, count)))
             assert await by_hand(items) == items
-        return [perf_counter_ns() - start]
 
     async def client(items: Iterator[int]) -> None:
         for item in items:
             assert await by_item(item) == item
 
-    async def clients() -> Block:
-        items, start = iter(range(count)), perf_counter_ns()
+    async def clients() -> None:
+        items = iter(range(count))
         await asyncio.gather(*(client(items) for _ in range(CLIENTS)))
-        return [perf_counter_ns() - start]
 
-    pair = await alternate(lists, clients, scale(5, 2))
-    name = f"batching: {where}"
-    return rate_row(name, "calls/s", pair, count, BATCHED, scale, lowest=0)
+    runs = partial(timing.timed, lists), partial(timing.timed, clients)
+    pair = await timing.alternate(*runs, scale(5, 2))
+    return rows.rates(f"batching: {where}", "calls/s", pair, count, BATCHED, lowest=0)
 
 
 async def mapping(scale: Scale) -> list[Row]:
     """`f.map(items, chunk="auto")` of 10 us each, beside chunks of 400 made by hand."""
     count, growths = scale(1_000_000, 2_000), []
     expected = sum(range(count))
-    by_hand, by_map = aiogpu.remote(busy_each), aiogpu.remote(busy)
+    by_hand, by_map = aiogpu.remote(tasks.busy_each), aiogpu.remote(tasks.busy)
 
-    async def lists() -> Block:
-        start = perf_counter_ns()
-        chunks = await asyncio.gather(
-            *(
-                by_hand.remote(list(range(first, min(first + CHUNK, count))))
-                for first in range(0, count, CHUNK)
-            )
-        )
-        found = sum(number for chunk in chunks for number in chunk)
-        block = [perf_counter_ns() - start]
+    async def lists() -> None:
+        items = list(range(count))
+        starts = range(0, count, CHUNK)
+        chunks = (by_hand.remote(items[start : start + CHUNK]) for start in starts)
+        found = sum(map(sum, await asyncio.gather(*chunks)))
         assert found == expected, found
-        return block
 
-    async def mapped() -> Block:
+    async def mapped() -> None:
         found = before = 0
-        gc.collect()
-        CDLL(None).malloc_trim(0)  # free memory goes back, so that growth is seen
-        start = perf_counter_ns()
         async for number in by_map.map(range(count), chunk="auto"):
             found += number
             if number == count // 10:
                 before = status_bytes("RssAnon")
-        block = [perf_counter_ns() - start]
         growths.append(status_bytes("RssAnon") - before)
         assert found == expected, found
-        return block
+
+    async def trimmed() -> Block:
+        gc.collect()
+        CDLL(None).malloc_trim(0)  # free memory goes back, so that growth is seen
+        return await timing.timed(mapped)
 
     async with aiogpu.init(num_cpus=2):
-        pair = await alternate(lists, mapped, scale(3, 1))
+        pair = await timing.alternate(
+            partial(timing.timed, lists), trimmed, scale(3, 1)
+        )
     note = "grown from the first tenth of the items to the last, at most"
     growth = max(growths[1:]) / MIB
     return [
-        time_row("map: 10 us an item", "us", pair, MAPPED, scale, calls=count),
-        figure_row("map: memory of the driver", "MiB", growth, FLAT, scale, note),
+        rows.times("map: 10 us an item", "us", pair, MAPPED, calls=count),
+        Row("map: memory of the driver", "MiB", growth, FLAT, note),
+    ]
+
+
+async def ray(scale: Scale) -> list[Row]:
+    """The same calls on one Ray cluster by Ray's own interface and by aiogpu.
+
+    One awaited and 2 000 gathered, of a task and of three kinds of actors.
+    """
+    rows.require("ray")
+    import ray
+
+    remote: Any = aiogpu.remote
+    async with aiogpu.init(address="ray", num_cpus=2, log_to_driver=False):
+        theirs, ours = ray.remote(tasks.noop), remote(tasks.noop)
+        found = await _on_ray("a task", theirs, ours, scale)
+        for name, cls, options in (
+            ("an actor", tasks.Plain, {}),
+            ("a threaded actor", tasks.Plain, {"max_concurrency": 2}),
+            ("an actor's coroutine", tasks.Interleaved, {}),
+        ):
+            mine = await remote(num_cpus=0, **options)(cls).remote()
+            their = ray.remote(num_cpus=0, **options)(cls).remote()
+            found += await _on_ray(name, their.noop, mine.noop, scale)
+            del mine, their
+    return found
+
+
+async def _on_ray(what: str, theirs: Any, ours: Any, scale: Scale) -> list[Row]:
+    # A call on Ray takes ten times as long as one of ours, so there are fewer.
+    both, count = (theirs.remote, ours.remote), scale(2_000, 20)
+    single = await one_by_one(*both, scale(50, 2), scale(40, 2))
+    many = await gathered(*both, count, scale(5, 2))
+    return [
+        rows.times(f"ray: one call, {what}", "us", single, ON_RAY),
+        rows.times(f"ray: gathered, {what}", "us", many, ON_RAY, calls=count),
     ]

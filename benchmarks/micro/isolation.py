@@ -7,25 +7,17 @@ import builtins
 import os
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from math import ceil
 from time import perf_counter_ns
 from types import FunctionType
 from typing import Any, Final, NamedTuple, cast
 
 import aiogpu
+from benchmarks import tasks
 from benchmarks.forks import open_forks, zygote_image
 from benchmarks.latch import Latch, open_latch
-from benchmarks.micro.rows import (
-    MS,
-    Goal,
-    Row,
-    Scale,
-    missing_row,
-    slowest_row,
-    time_row,
-)
-from benchmarks.tasks import hang, noop, spin, use_numpy, use_torch
+from benchmarks.micro import rows
+from benchmarks.micro.rows import MS, Goal, Row, Scale, UnavailableError
 from benchmarks.timing import (
     Block,
     Call,
@@ -69,22 +61,19 @@ class Kind(NamedTuple):
 
     name: str
     function: Callable[[int], Any]
-    preload: tuple[str, ...] | None = None
-    goal: Goal | None = None
+    preload: tuple[str, ...]
+    goal: Goal
 
 
 KINDS: Final = (
-    Kind("bare", in_script(noop), None, Goal(1.5, "x fork")),
-    Kind("numpy", in_script(use_numpy), ("numpy",), Goal(1.5, "x fork")),
-    Kind("torch", in_script(use_torch), ("torch",), Goal(1.2, "x fork")),
+    Kind("bare", in_script(tasks.noop), (), Goal(1.5, "x fork")),
+    Kind("numpy", in_script(tasks.use_numpy), ("numpy",), Goal(1.5, "x fork")),
+    Kind("torch", in_script(tasks.use_torch), ("torch",), Goal(1.2, "x fork")),
 )
 
 
-def open_node(preload: tuple[str, ...] | None = None) -> Any:
-    """Open a node of four CPUs and one GPU."""
-    return aiogpu.init(
-        num_cpus=4, num_gpus=1, preload="auto" if preload is None else preload
-    )
+def _open_node(preload: tuple[str, ...] = ()) -> Any:
+    return aiogpu.init(num_cpus=4, num_gpus=1, preload=preload or "auto")
 
 
 async def isolated(scale: Scale) -> list[Row]:
@@ -92,40 +81,41 @@ async def isolated(scale: Scale) -> list[Row]:
 
     The floor is the fork, exit and reaping of a process with the zygote's memory.
     """
-    rows = []
+    found = []
     for kind in KINDS:
         name = f"isolated: gathered, {kind.name}"
-        if absent := [each for each in kind.preload or () if find_spec(each) is None]:
-            rows.append(missing_row(name, f"{absent[0]} is not installed"))
+        try:
+            rows.require(*kind.preload)
+        except UnavailableError as reason:
+            found.append(Row(name, fault=str(reason)))
         else:
-            rows.append(await _beside_forks(name, kind, scale, is_gathered=True))
+            found.append(await _beside_forks(name, kind, scale, is_gathered=True))
     one = KINDS[0]._replace(goal=BACK_TO_BACK)
     name = "isolated: back to back"
-    return [*rows, await _beside_forks(name, one, scale, is_gathered=False)]
+    return [*found, await _beside_forks(name, one, scale, is_gathered=False)]
 
 
 async def _beside_forks(
     name: str, kind: Kind, scale: Scale, *, is_gathered: bool
 ) -> Row:
     singles = scale(50, 4)
-    async with open_node(kind.preload):
+    image_source = zygote_image(kind.preload or None)
+    async with _open_node(kind.preload):
         call = aiogpu.remote(**ISOLATED)(kind.function).remote
-        with open_forks() as bare, open_forks(zygote_image(kind.preload)) as image:
+        workload = partial(one_at_a_time, call, singles)
+        if is_gathered:
+            workload = partial(mean_of_all, call, scale(200, 8))
+        with open_forks() as bare, open_forks(image_source) as image:
             runs = [
                 partial(each.fork_mean if is_gathered else each.fork, singles)
                 for each in (bare, image)
             ]
-            workload = (
-                partial(mean_of_all, call, scale(200, 8))
-                if is_gathered
-                else partial(one_at_a_time, call, singles)
-            )
             bares, floor, found = await rotate([*runs, workload], scale(8, 1))
     note = (
         f"{Pair(bares, found).ratio:.2f} x a bare interpreter's "
         f"{percentile(bares, 50) / MS:.2f} ms"
     )
-    return time_row(name, "ms", Pair(floor, found), kind.goal, scale, note)
+    return rows.times(name, "ms", Pair(floor, found), kind.goal, note)
 
 
 async def spaced(scale: Scale) -> list[Row]:
@@ -134,32 +124,25 @@ async def spaced(scale: Scale) -> list[Row]:
     Beside a reused worker's calls, back to back and with the same pauses.
     """
     count = scale(50, 4)
-    async with open_node():
+    async with _open_node():
         with open_forks(zygote_image()) as image:
             await image.fork(count)
-            forks = await image.fork(count)
-        fork = percentile([forks], 50) / MS
+            fork = percentile([await image.fork(count)], 50) / MS
         # A timer of the loop counts whole milliseconds.
         gap = ceil(FORKS_BETWEEN * fork) / 1000
         reused, fresh = (
-            aiogpu.remote(**options)(in_script(noop)).remote
+            aiogpu.remote(**options)(in_script(tasks.noop)).remote
             for options in (REUSED, ISOLATED)
         )
-        close, apart, found = await rotate(
-            [
-                partial(one_at_a_time, reused, count),
-                partial(one_at_a_time, reused, count, gap),
-                partial(one_at_a_time, fresh, count, gap),
-            ],
-            scale(8, 1),
-        )
-    note = f"{gap * 1000:.0f} ms between; fork {fork:.1f} ms"
+        ways = (reused, 0), (reused, gap), (fresh, gap)
+        runs = [partial(one_at_a_time, call, count, pause) for call, pause in ways]
+        close, apart, found = await rotate(runs, scale(8, 1))
+    note, name = f"{gap * 1000:.0f} ms between; fork {fork:.1f} ms", "spaced: beside"
     return [
-        time_row(f"spaced: {name}", "ms", Pair(floor, found), SPACED, scale, note)
-        for name, floor in (
-            ("beside reused, back to back", close),
-            ("beside reused, as spaced", apart),
-        )
+        rows.times(
+            f"{name} reused, back to back", "ms", Pair(close, found), SPACED, note
+        ),
+        rows.times(f"{name} reused, as spaced", "ms", Pair(apart, found), SPACED, note),
     ]
 
 
@@ -182,26 +165,29 @@ async def cancel(scale: Scale) -> list[Row]:
 
     Timed: when the caller goes on, and when the GPU is free. The slowest is judged.
     """
-    rows = []
+    found = []
+    caller, share = "cancel: caller", "cancel: share of"
+    note = f"grace of {GRACE * 1000:.0f} ms subtracted"
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         for worker, max_calls in (("isolated", 1), ("reused", 0)):
             options: dict[str, Any] = {"num_gpus": 1, "max_calls": max_calls}
-            found = await _cancelled(spin, options, scale(40, 2))
-            rows += [
-                slowest_row(f"cancel: {name}, {worker}", samples, goal, scale)
-                for name, samples, goal in (
-                    ("caller, handle.cancel()", found.by_handle, CALLER),
-                    ("caller, its waiter cancelled", found.by_waiter, CALLER),
-                    ("share of a busy loop", found.share, SHARE),
-                )
-            ]
+            busy = await _cancelled(tasks.spin, options, scale(40, 2))
             options["cancel_grace"] = GRACE
-            found = await _cancelled(hang, options, scale(20, 1))
-            after = [each - int(GRACE * 1e9) for each in found.share]
-            name = f"cancel: share of C code after its grace, {worker}"
-            note = f"grace of {GRACE * 1000:.0f} ms subtracted"
-            rows.append(slowest_row(name, after, AFTER_GRACE, scale, note))
-    return rows
+            hung = await _cancelled(tasks.hang, options, scale(20, 1))
+            after = [each - int(GRACE * 1e9) for each in hung.share]
+            by_handle, by_waiter = "handle.cancel()", "its waiter cancelled"
+            in_c = f"{share} C code after its grace, {worker}"
+            found += [
+                rows.slowest(
+                    f"{caller}, {by_handle}, {worker}", busy.by_handle, CALLER
+                ),
+                rows.slowest(
+                    f"{caller}, {by_waiter}, {worker}", busy.by_waiter, CALLER
+                ),
+                rows.slowest(f"{share} a busy loop, {worker}", busy.share, SHARE),
+                rows.slowest(in_c, after, AFTER_GRACE, note),
+            ]
+    return found
 
 
 async def _cancelled(
@@ -213,7 +199,7 @@ async def _cancelled(
     with open_latch() as latch:
         for number in range(count):
             is_by_waiter = number % 2 == 1
-            await _cancel_one(call, latch, function is hang, is_by_waiter, found)
+            await _cancel_one(call, latch, function is tasks.hang, is_by_waiter, found)
     return found
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from random import Random
 from statistics import median
@@ -16,9 +14,10 @@ from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.engines.local import WARM
-from benchmarks.micro.rows import BUSY, Goal, Row, Scale, figure_row, time_row
+from benchmarks.micro import rows
+from benchmarks.micro.rows import BUSY, Goal, Row, Scale
 from benchmarks.simulation.scheduler import SimulatedNode, Started, task_spec
-from benchmarks.timing import Block, Pair, alternate
+from benchmarks.timing import Block, alternate
 
 GPUS: Final = 4
 RUNNING: Final = 4 * GPUS
@@ -84,10 +83,14 @@ class Load:
 
 async def scheduler(scale: Scale) -> list[Row]:
     """Decisions by themselves; with a million waiting tasks; with a thousand GPUs."""
-    rows = [_rate(scale)]
-    with collector_off():
-        rows += [await _deep_cycles(scale), await _deep_fill(scale)]
-    return rows + await _wide(scale)
+    found = [_rate(scale)]
+    gc.collect()
+    gc.disable()
+    try:
+        found += [await _deep_cycles(scale), await _deep_fill(scale)]
+    finally:
+        gc.enable()
+    return found + await _wide(scale)
 
 
 def _rate(scale: Scale) -> Row:
@@ -110,19 +113,7 @@ def _rate(scale: Scale) -> Row:
     fault = "" if share >= LEAST_SHARE else f"it had {share:.0%} of a core; {BUSY}"
     rates = [1e9 * len(block) / sum(block) for block in blocks]
     note = f"blocks {min(rates):,.0f} to {max(rates):,.0f}"
-    name, rate = "scheduler: rate", median(rates)
-    return figure_row(name, "cycles/s", rate, RATE, scale, note, fault)
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Switch the garbage collector off, after a collection."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    return Row("scheduler: rate", "cycles/s", median(rates), RATE, note, fault)
 
 
 async def _deep_cycles(scale: Scale) -> Row:
@@ -131,9 +122,7 @@ async def _deep_cycles(scale: Scale) -> Row:
     for load, waiting in zip(loads, (1_000, scale(1_000_000, 2_000)), strict=True):
         for _ in range(RUNNING + waiting):
             load.submit(spec)
-    pair = await _alternate_cycles(*loads, scale)
-    calls = scale(5_000, 50)
-    return time_row("scheduler: deep queue", "us", pair, DEEP, scale, calls=calls)
+    return await _cycles("deep queue", *loads, DEEP, scale)
 
 
 async def _deep_fill(scale: Scale) -> Row:
@@ -151,17 +140,16 @@ async def _deep_fill(scale: Scale) -> Row:
                 load.finish()
         return [load.node.spent * 1_000 // (count * times)]
 
-    pair = await alternate(
-        partial(fill, few, times), partial(fill, many, 1), scale(3, 1)
+    runs = partial(fill, few, times), partial(fill, many, 1)
+    pair = await alternate(*runs, scale(3, 1))
+    return rows.times(
+        "scheduler: fill and drain, a task", "us", pair, DEEP, calls=1_000
     )
-    name = "scheduler: fill and drain, a task"
-    return time_row(name, "us", pair, DEEP, scale, calls=1_000)
 
 
 async def _wide(scale: Scale) -> list[Row]:
     """A task ends and one like it is submitted, on few GPUs or on a thousand."""
-    few, many = Load(4 * GPUS, GPUS), Load(4 * MANY_GPUS, MANY_GPUS)
-    calls, rows = scale(5_000, 50), []
+    few, many, found = Load(4 * GPUS, GPUS), Load(4 * MANY_GPUS, MANY_GPUS), []
     for name, on_few, on_many in (
         ("room to spare", 1, ALIVE),
         ("full", EXTRA, int(MANY_GPUS / ONE_OF_EACH) - ALIVE + EXTRA),
@@ -169,14 +157,12 @@ async def _wide(scale: Scale) -> list[Row]:
         for load, count in ((few, on_few), (many, on_many)):
             for spec in MIX * count:
                 load.submit(spec)
-        pair = await _alternate_cycles(few, many, scale)
-        row = f"scheduler: 1,000 GPUs, {name}"
-        rows.append(time_row(row, "us", pair, WIDE, scale, calls=calls))
-    return rows
+        found.append(await _cycles(f"1,000 GPUs, {name}", few, many, WIDE, scale))
+    return found
 
 
-async def _alternate_cycles(easy: Load, hard: Load, scale: Scale) -> Pair:
+async def _cycles(what: str, easy: Load, hard: Load, goal: Goal, scale: Scale) -> Row:
     count = scale(5_000, 50)
-    return await alternate(
-        partial(easy.cycles, count), partial(hard.cycles, count), scale(40, 2)
-    )
+    runs = partial(easy.cycles, count), partial(hard.cycles, count)
+    pair = await alternate(*runs, scale(40, 2))
+    return rows.times(f"scheduler: {what}", "us", pair, goal, calls=count)

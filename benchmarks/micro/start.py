@@ -8,11 +8,13 @@ from functools import partial
 from typing import Final
 
 import aiogpu
-from benchmarks.micro.rows import MS, Goal, Row, Scale, figure_row, judge, plain_row
-from benchmarks.tasks import FIRST_RESULT, count_asyncio
-from benchmarks.timing import Block, alternate, percentile, timed
+from benchmarks import tasks, timing
+from benchmarks.micro import rows
+from benchmarks.micro.rows import MS, Goal, Row, Scale
 
 FIRST: Final = Goal(150, "ms")
+NONE: Final = Goal(0, "modules")
+NAMES: Final = "from aiogpu import init, remote"
 
 
 async def start(scale: Scale) -> list[Row]:
@@ -21,48 +23,39 @@ async def start(scale: Scale) -> list[Row]:
     And how many of asyncio's modules a worker has loaded that ran plain functions.
     """
     count = scale(25, 1)
-    _run(FIRST_RESULT)  # warms up the disk
-    first = [[int(_run(FIRST_RESULT))] for _ in range(count)]
+    run_python("-c", tasks.FIRST_RESULT)  # warms up the disk
+    first = [[int(run_python("-c", tasks.FIRST_RESULT))] for _ in range(count)]
     async with aiogpu.init(num_cpus=1):
-        modules = await aiogpu.remote(count_asyncio).remote(0)
-    none = Goal(0, "modules")
+        modules = await aiogpu.remote(tasks.count_asyncio).remote(0)
     return [
-        await _added("package", "pass", "import aiogpu", 10, scale),
-        await _added(
-            "names", "import asyncio", "from aiogpu import init, remote", 20, scale
-        ),
-        plain_row("start: first result", first, FIRST, scale),
-        figure_row("start: asyncio in worker", "modules", modules, none, scale),
+        await _added("package", "pass", "import aiogpu", 10, count),
+        await _added("names", "import asyncio", NAMES, 20, count),
+        rows.plain("start: first result", first, FIRST),
+        Row("start: asyncio in worker", "modules", modules, NONE),
     ]
 
 
-async def _added(
-    what: str, base: str, statement: str, most: float, scale: Scale
-) -> Row:
+async def _added(what: str, base: str, statement: str, most: float, count: int) -> Row:
     """What a statement adds to the life of an interpreter that runs `base`."""
 
-    async def live(source: str) -> Block:
-        async def run() -> None:
-            _run(source)
+    async def live(source: str) -> None:
+        run_python("-c", source)
 
-        return await timed(run)
-
-    pair = await alternate(partial(live, base), partial(live, statement), scale(25, 1))
-    goal = Goal(most, "ms added")
+    runs = [partial(timing.timed, partial(live, each)) for each in (base, statement)]
+    pair = timing.Pair(*await timing.rotate(runs, count))
+    floor, p99 = (timing.percentile(pair.floor, each) / MS for each in (50, 99))
     return Row(
         f"start: import {what}",
         "ms added",
-        judge(pair.added / MS, goal, scale),
-        p50=pair.added / MS,
-        floor=percentile(pair.floor, 50) / MS,
-        floor_p99=percentile(pair.floor, 99) / MS,
-        goal=str(goal),
+        pair.added / MS,
+        Goal(most, "ms added"),
+        floor=floor,
+        floor_p99=p99,
         samples=pair.workload,
         floor_samples=pair.floor,
     )
 
 
-def _run(source: str) -> str:
+def run_python(*words: str) -> str:
     """Return what a fresh interpreter prints. Blocks the loop, which has no work."""
-    words = [sys.executable, "-c", source]
-    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.check_output([sys.executable, *words], text=True)

@@ -6,43 +6,17 @@ that a way to another process can take.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
-from time import perf_counter_ns
 from typing import Any, Final
 
 import aiogpu
-from benchmarks.micro.rows import (
-    BUSY,
-    MS,
-    Goal,
-    Row,
-    Scale,
-    UnavailableError,
-    figure_row,
-    missing_row,
-    require,
-    slowest_row,
-    time_row,
-)
+from benchmarks import tasks
+from benchmarks.micro import rows
+from benchmarks.micro.calls import one_by_one
+from benchmarks.micro.rows import BUSY, MS, Goal, Row, Scale, UnavailableError
 from benchmarks.processes import reset_peak_memory, shared_memory, status_bytes
-from benchmarks.tasks import (
-    first_of,
-    give_kept,
-    give_same,
-    take,
-    take_and_give,
-)
-from benchmarks.timing import (
-    Block,
-    Pair,
-    alternate,
-    one_at_a_time,
-    rotate,
-    timed,
-)
+from benchmarks.timing import Block, Pair, alternate, rotate, timed
 
 MB: Final = 1_000_000
 THERE_AND_BACK: Final = Goal(1.4, "x two memcpys")
@@ -63,10 +37,12 @@ class Copying:
 
     async def block(self, times: int) -> Block:
         """Copy so many times; one sample."""
-        start = perf_counter_ns()
-        for _ in range(times):
-            self._numpy.copyto(self._target, self.array)
-        return [perf_counter_ns() - start]
+
+        async def copy() -> None:
+            for _ in range(times):
+                self._numpy.copyto(self._target, self.array)
+
+        return await timed(copy)
 
 
 async def values(scale: Scale) -> list[Row]:
@@ -74,23 +50,25 @@ async def values(scale: Scale) -> list[Row]:
 
     Each on a node of its own, so that no memory is warm from the others.
     """
-    rows: list[Row] = []
+    found: list[Row] = []
     try:
-        require("numpy")
+        rows.require("numpy")
     except UnavailableError as reason:
-        rows.append(missing_row("values: large", reason))
+        found.append(Row("values: large", fault=str(reason)))
     else:
         for large in (_ways, _by_handle, _task_to_task):
-            async with _one_worker():
-                rows += await large(scale(100 * MB, MB), scale)
-    async with _one_worker():
-        return [*rows, await _small(scale)]
-
-
-@asynccontextmanager
-async def _one_worker() -> AsyncIterator[None]:
+            async with aiogpu.init(num_cpus=1):
+                found += await large(scale(100 * MB, MB), scale)
     async with aiogpu.init(num_cpus=1):
-        yield
+        call = _call(tasks.take)
+        pair = await one_by_one(
+            lambda _: call(),
+            lambda _: call(KILOBYTE),
+            scale(500, 20),
+            scale(40, 2),
+        )
+    small = rows.times("values: 1 KB argument", "us", pair, SMALL, "beside none")
+    return [*found, small]
 
 
 def _call(function: Any) -> Any:
@@ -99,59 +77,45 @@ def _call(function: Any) -> Any:
 
 async def _ways(size: int, scale: Scale) -> list[Row]:
     copying, array = Copying(size), Copying(size).array
-    same, another = _call(give_same), _call(take_and_give)
-    there, back = _call(take), _call(give_kept)
-    twice, once, *ways = await rotate(
-        [
-            partial(copying.block, 2),
-            partial(copying.block, 1),
-            partial(timed, lambda: same(array)),
-            partial(timed, lambda: another(array, size)),
-            partial(timed, lambda: there(array)),
-            partial(timed, lambda: back(size)),
-        ],
-        scale(25, 2),
+    same, another = _call(tasks.give_same), _call(tasks.take_and_give)
+    there, back = _call(tasks.take), _call(tasks.give_kept)
+    calls = (
+        partial(same, array),
+        partial(another, array, size),
+        partial(there, array),
+        partial(back, size),
     )
+    copies = [partial(copying.block, times) for times in (2, 1)]
+    runs = [*copies, *(partial(timed, call) for call in calls)]
+    twice, once, *ways = await rotate(runs, scale(25, 2))
     parts = ("there and back", "there, another back", "there", "back")
     floors, goals = (twice, twice, once, once), (THERE_AND_BACK,) * 2 + (None,) * 2
     return [
-        time_row(
-            f"values: {size / MB:g} MB {part}", "ms", Pair(floor, way), goal, scale
-        )
+        rows.times(f"values: {size / MB:g} MB {part}", "ms", Pair(floor, way), goal)
         for part, floor, way, goal in zip(parts, floors, ways, goals, strict=True)
     ]
 
 
 async def _by_handle(size: int, scale: Scale) -> list[Row]:
-    use, uses = _call(first_of), scale(50, 4)
+    use, uses = _call(tasks.first_of), scale(50, 4)
     await use(KILOBYTE)
     before = shared_memory()
     handle = await aiogpu.put(Copying(size).array)
-    pair = await alternate(
-        partial(one_at_a_time, lambda _: use(KILOBYTE), uses),
-        partial(one_at_a_time, lambda _: use(handle), uses),
-        1,
-    )
-    shared = shared_memory() - before
-    (samples,), (without,) = pair.workload, pair.floor
+    pair = await one_by_one(lambda _: use(KILOBYTE), lambda _: use(handle), uses, 1)
+    share = (shared_memory() - before) / size
+    (without,), (samples,) = pair
     fault = f"calls without it took longer; {BUSY}" if max(without) > MS else ""
     name = f"values: {size / MB:g} MB by handle"
     note = f"of as many without it: {max(without) / MS:.1f} ms"
+    uses_note = f"shared memory for {2 * uses} uses"
     return [
-        slowest_row(f"{name}, each use", samples, USE, scale, note, fault=fault),
-        figure_row(
-            f"{name}, memory",
-            "x its size",
-            shared / size,
-            ONE_COPY,
-            scale,
-            f"shared memory for {2 * uses} uses",
-        ),
+        rows.slowest(f"{name}, each use", samples, USE, note, fault=fault),
+        Row(f"{name}, memory", "x its size", share, ONE_COPY, uses_note),
     ]
 
 
 async def _task_to_task(size: int, scale: Scale) -> list[Row]:
-    give, use, copying = _call(give_kept), _call(first_of), Copying(size)
+    give, use, copying = _call(tasks.give_kept), _call(tasks.first_of), Copying(size)
     growths: list[int] = []
 
     async def pass_on() -> Block:
@@ -164,18 +128,7 @@ async def _task_to_task(size: int, scale: Scale) -> list[Row]:
     pair = await alternate(partial(copying.block, 1), pass_on, scale(25, 2))
     name = f"values: {size / MB:g} MB task to task"
     note = f"by which its memory grew at most, of {len(growths)} times"
-    growth = max(growths) / MB
     return [
-        time_row(name, "ms", pair, None, scale),
-        figure_row(f"{name}, driver", "MB", growth, HEAP, scale, note),
+        rows.times(name, "ms", pair),
+        Row(f"{name}, driver", "MB", max(growths) / MB, HEAP, note),
     ]
-
-
-async def _small(scale: Scale) -> Row:
-    call = _call(take)
-    pair = await alternate(
-        partial(one_at_a_time, lambda _: call(), scale(500, 20)),
-        partial(one_at_a_time, lambda _: call(KILOBYTE), scale(500, 20)),
-        scale(40, 2),
-    )
-    return time_row("values: 1 KB argument", "us", pair, SMALL, scale, "beside none")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from random import Random
 from typing import Final, Protocol
@@ -58,23 +58,40 @@ class Policy(Protocol):
         """End a task; return the tasks that start."""
 
 
-class Queues:
-    """One FIFO queue for each size; a task that does not fit blocks only its own."""
+class Queued:
+    """One FIFO queue for each size; a task that does not fit blocks only its own.
 
-    def __init__(self, sizes: int, place: Callable[[int, int], bool]) -> None:
-        self._waiting: list[deque[int]] = [deque() for _ in range(sizes)]
-        self._place = place
+    Attributes:
+        left: free units of each GPU.
+        held: of each running task the units of each of its GPUs, and these.
+    """
 
-    def add(self, task: int, size: int) -> list[int]:
+    def __init__(self, trace: Trace, gpus: int) -> None:
+        self.amounts = [each.amount for each in trace.classes]
+        self.left = [UNIT] * gpus
+        self.free: Sequence[int] = self.left
+        self.held: dict[int, tuple[int, list[int]]] = {}
+        self._waiting: list[deque[int]] = [deque() for _ in trace.classes]
+
+    def place(self, task: int, size: int) -> bool:
+        """Start the task if it fits."""
+        raise NotImplementedError
+
+    def release(self, part: int, gpus: Sequence[int]) -> None:
+        """Take back so many units of each of these GPUs."""
+        raise NotImplementedError
+
+    def submit(self, task: int, size: int, _now: float) -> list[int]:
         """Start the task if none of its size waits and it fits; else enqueue it."""
         waiting = self._waiting[size]
-        if not waiting and self._place(task, size):
+        if not waiting and self.place(task, size):
             return [task]
         waiting.append(task)
         return []
 
-    def start_waiting(self) -> list[int]:
-        """Start what fits now, in the order of submission."""
+    def end(self, task: int, _now: float) -> list[int]:
+        """End a task; start what fits now, in the order of submission."""
+        self.release(*self.held.pop(task))
         started: list[int] = []
         blocked: set[int] = set()
         while heads := [
@@ -83,7 +100,7 @@ class Queues:
             if waiting and size not in blocked
         ]:
             task, size = min(heads)
-            if self._place(task, size):
+            if self.place(task, size):
                 self._waiting[size].popleft()
                 started.append(task)
             else:
@@ -91,40 +108,29 @@ class Queues:
         return started
 
 
-class FirstFit:
+class FirstFit(Queued):
     """First fit on one node that has all GPUs: the lowest GPUs that have room."""
 
     name = "first fit"
 
     def __init__(self, trace: Trace) -> None:
-        self._amounts = [each.amount for each in trace.classes]
-        self._queues = Queues(len(trace.classes), self._place)
-        self._left = [UNIT] * trace.gpus
-        self.free: Sequence[int] = self._left
+        super().__init__(trace, trace.gpus)
         self._whole = trace.gpus
-        self._held: dict[int, tuple[int, list[int]]] = {}
         # Heaps of GPUs with room for a part, and some that have no room any more.
-        parts = {min(amount, UNIT) for amount in self._amounts}
+        parts = {min(amount, UNIT) for amount in self.amounts}
         self._with_room = {part: [*range(trace.gpus)] for part in parts}
 
-    def submit(self, task: int, size: int, _now: float) -> list[int]:
-        """Submit a task; return the tasks that start."""
-        return self._queues.add(task, size)
-
-    def end(self, task: int, _now: float) -> list[int]:
-        """End a task; return the tasks that start."""
-        part, gpus = self._held.pop(task)
+    def release(self, part: int, gpus: Sequence[int]) -> None:
         for gpu in gpus:
-            before, after = self._left[gpu], self._left[gpu] + part
-            self._left[gpu] = after
+            before, after = self.left[gpu], self.left[gpu] + part
+            self.left[gpu] = after
             self._whole += after == UNIT
             for level, with_room in self._with_room.items():
                 if before < level <= after:
                     heappush(with_room, gpu)
-        return self._queues.start_waiting()
 
-    def _place(self, task: int, size: int) -> bool:
-        amount = self._amounts[size]
+    def place(self, task: int, size: int) -> bool:
+        amount = self.amounts[size]
         if amount > self._whole * UNIT and amount >= UNIT:
             return False
         part = min(amount, UNIT)
@@ -133,71 +139,58 @@ class FirstFit:
             gpu = self._first(part)
             if gpu is None:
                 return False
-            self._whole -= self._left[gpu] == UNIT
-            self._left[gpu] -= part
+            self._whole -= self.left[gpu] == UNIT
+            self.left[gpu] -= part
             gpus.append(gpu)
-        self._held[task] = part, gpus
+        self.held[task] = part, gpus
         return True
 
     def _first(self, part: int) -> int | None:
-        with_room, left = self._with_room[part], self._left
-        while with_room and left[with_room[0]] < part:
+        with_room = self._with_room[part]
+        while with_room and self.left[with_room[0]] < part:
             heappop(with_room)
         return with_room[0] if with_room else None
 
 
-class NodesFirstFit:
+class NodesFirstFit(Queued):
     """First fit on nodes of eight GPUs: the first node that has room."""
 
     name = f"first fit, nodes of {GPUS_PER_NODE}"
 
     def __init__(self, trace: Trace) -> None:
         count = trace.gpus // GPUS_PER_NODE
-        self._amounts = [each.amount for each in trace.classes]
-        self._queues = Queues(len(trace.classes), self._place)
-        self._left = [UNIT] * (count * GPUS_PER_NODE)
-        self.free: Sequence[int] = self._left
+        super().__init__(trace, count * GPUS_PER_NODE)
         self._tasks = [0] * count
-        self._held: dict[int, tuple[int, list[int]]] = {}
         self._entries: list[Entry] = [(0.0, node) for node in range(count)]
         # For each amount that is requested of a node, the nodes with room, in order.
-        requested = {min(amount, GPUS_PER_NODE * UNIT) for amount in self._amounts}
+        requested = {min(amount, GPUS_PER_NODE * UNIT) for amount in self.amounts}
         self._with_room = {amount: [*self._entries] for amount in requested}
         self._rooms = [(GPUS_PER_NODE, UNIT)] * count
 
-    def submit(self, task: int, size: int, _now: float) -> list[int]:
-        """Submit a task; return the tasks that start."""
-        return self._queues.add(task, size)
+    def release(self, part: int, gpus: Sequence[int]) -> None:
+        self._change(gpus, part, -1)
 
-    def end(self, task: int, _now: float) -> list[int]:
-        """End a task; return the tasks that start."""
-        part, gpus = self._held.pop(task)
-        for gpu in gpus:
-            self._left[gpu] += part
-        for node in {gpu // GPUS_PER_NODE for gpu in gpus}:
-            self._tasks[node] -= 1
-            self._update(node)
-        return self._queues.start_waiting()
-
-    def _place(self, task: int, size: int) -> bool:
-        wanted = -(-self._amounts[size] // (GPUS_PER_NODE * UNIT))
-        amount = min(self._amounts[size], GPUS_PER_NODE * UNIT)
+    def place(self, task: int, size: int) -> bool:
+        wanted = -(-self.amounts[size] // (GPUS_PER_NODE * UNIT))
+        amount = min(self.amounts[size], GPUS_PER_NODE * UNIT)
         with_room = self._with_room[amount]
         if len(with_room) < wanted:
             return False
+        nodes = [node for _, node in with_room[:wanted]]
         if wanted == 1:
             nodes = [self._choose(with_room)]
-        else:
-            nodes = [node for _, node in with_room[:wanted]]
         part = min(amount, UNIT)
         gpus = [gpu for node in nodes for gpu in self._within(node, amount)]
-        for gpu in gpus:
-            self._left[gpu] -= part
-        for node in nodes:
-            self._tasks[node] += 1
-            self._update(node)
-        self._held[task] = part, gpus
+        self._change(gpus, -part, 1)
+        self.held[task] = part, gpus
         return True
+
+    def _change(self, gpus: Sequence[int], units: int, tasks: int) -> None:
+        for gpu in gpus:
+            self.left[gpu] += units
+        for node in {gpu // GPUS_PER_NODE for gpu in gpus}:
+            self._tasks[node] += tasks
+            self._update(node)
 
     def _choose(self, with_room: Sequence[Entry]) -> int:
         return with_room[0][1]
@@ -208,13 +201,13 @@ class NodesFirstFit:
     def _within(self, node: int, amount: int) -> list[int]:
         gpus = range(node * GPUS_PER_NODE, (node + 1) * GPUS_PER_NODE)
         if amount >= UNIT:
-            whole = [gpu for gpu in gpus if self._left[gpu] == UNIT]
+            whole = [gpu for gpu in gpus if self.left[gpu] == UNIT]
             return whole[: amount // UNIT]
-        return [min((self._left[g], g) for g in gpus if self._left[g] >= amount)[1]]
+        return [min((self.left[g], g) for g in gpus if self.left[g] >= amount)[1]]
 
     def _update(self, node: int) -> None:
         """Sort a node in anew after a change of its free GPUs."""
-        left = self._left[node * GPUS_PER_NODE : (node + 1) * GPUS_PER_NODE]
+        left = self.left[node * GPUS_PER_NODE : (node + 1) * GPUS_PER_NODE]
         room = left.count(UNIT), max(left)
         entry = self._score(node), node
         before, self._entries[node] = self._entries[node], entry

@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple
 from aiogpu.core.model.units import UNIT
 from benchmarks.simulation.policies import Policy
 from benchmarks.simulation.trace import Trace
+from benchmarks.timing import percentile
 
 SAMPLES: Final = 1_000
 """How often all GPUs are sampled while tasks arrive."""
 WARM_UP: Final = 0.2
 """The part of the samples that is dropped: at first everything is free."""
-DAY: Final = 86_400.0
 GROUPS: Final = (
     ("a part", 0.0, 0.5),
     ("1", 1.0, 1.0),
@@ -96,30 +96,22 @@ def _sample(free: Sequence[int], waiting: int) -> Sample:
     return Sample(1 - left / capacity, fragmented / capacity, waiting)
 
 
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Return the nearest of some values in order; 0 if there are none."""
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
-
-
 def waits_by_size(trace: Trace, outcome: Outcome) -> dict[str, dict[str, float]]:
     """Summarise how long the tasks of each group of sizes waited, in seconds."""
     gpus = [float(each.name) for each in trace.classes]
     found = {}
     for name, least, most in GROUPS:
-        waits = sorted(
+        waits = [
             wait
             for wait, size in zip(outcome.waits, trace.sizes, strict=True)
             if least <= gpus[size] <= most
-        )
+        ]
         if waits:
             found[name] = {
-                "tasks": len(waits),
                 "mean": mean(waits),
-                "p50": percentile(waits, 50),
-                "p99": percentile(waits, 99),
-                "max": waits[-1],
+                "p50": percentile([waits], 50),
+                "p99": percentile([waits], 99),
+                "max": max(waits),
             }
     return found
 
@@ -131,10 +123,9 @@ def summary(trace: Trace, outcome: Outcome) -> dict[str, Any]:
         "policy": outcome.policy,
         "allocated": mean(allocated),
         "fragmented": mean(fragmented),
-        "fragmented_p99": percentile(sorted(fragmented), 99),
+        "fragmented_p99": percentile([fragmented], 99),
         "fragmented_max": max(fragmented),
         "waiting": mean(waiting),
         "waiting_max": max(waiting),
-        "ended_after_days": outcome.ended / DAY,
         "waits": waits_by_size(trace, outcome),
     }

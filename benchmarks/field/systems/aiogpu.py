@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import aiogpu
 from benchmarks import tasks
@@ -44,40 +44,30 @@ class Aiogpu(System):
     first_result = tasks.FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        """Start a node."""
-        await aiogpu.init(
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            preload="auto" if preload is None else preload,
-        )
+        modules = "auto" if preload is None else preload
+        await aiogpu.init(num_cpus=num_cpus, num_gpus=num_gpus, preload=modules)
 
     async def close(self) -> None:
-        """Shut the node down."""
         await aiogpu.shutdown()
 
     def task(self, function: Function, need: Need) -> Call:
         """`f.remote`."""
         calls = 1 if need.is_isolated else 0
         remote: Any = aiogpu.remote(num_gpus=need.num_gpus, max_calls=calls)
-        call: Call = remote(function).remote
-        return call
+        return cast("Call", remote(function).remote)
 
     def taking(self, function: Function) -> Use:
         """`f.remote`, whose arguments may be handles."""
-        use: Use = aiogpu.remote(function).remote
-        return use
+        return cast("Use", aiogpu.remote(function).remote)
 
     def stream(self, function: Function) -> Items:
         """`f.remote`, whose result is iterated."""
-        items: Any = aiogpu.remote(function).remote
-        start: Items = items
-        return start
+        return cast("Items", aiogpu.remote(function).remote)
 
     async def actor(self, cls: type) -> Call:
         """`A.remote`."""
         remote_class: Any = aiogpu.remote(cls)
-        call: Call = (await remote_class.remote()).noop.remote
-        return call
+        return cast("Call", (await remote_class.remote()).noop.remote)
 
 
 class Node(Aiogpu):
@@ -89,7 +79,6 @@ class Node(Aiogpu):
         self._stack = AsyncExitStack()
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        """Start a service and join it."""
         options = [f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}"]
         if preload is not None:
             options.append(f"--preload={','.join(preload)}")
@@ -98,5 +87,4 @@ class Node(Aiogpu):
         self._stack.push_async_callback(aiogpu.shutdown)
 
     async def close(self) -> None:
-        """Leave it and stop it."""
         await self._stack.aclose()

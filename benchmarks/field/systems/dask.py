@@ -49,7 +49,6 @@ class Dask(System):
     first_result = FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        """Start a cluster and a client."""
         if preload:
             self.lacks("imports nothing beforehand")
         self._cluster: Any = await distributed.LocalCluster(
@@ -64,7 +63,6 @@ class Dask(System):
         self._client: Any = await distributed.Client(self._cluster, asynchronous=True)
 
     async def close(self) -> None:
-        """Leave the cluster and stop it."""
         await self._client.close()
         await self._cluster.close()
 

@@ -37,7 +37,6 @@ class Executor(System):
         self._num_cpus = 0
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        """Start a pool."""
         self.preload(list(preload or ()))
         self._num_cpus = num_cpus
         self._pools[False] = self.pool(num_cpus, False)
@@ -47,7 +46,6 @@ class Executor(System):
         multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
 
     def pool(self, num_cpus: int, is_isolated: bool) -> Any:
-        """Make a pool."""
         # Not by "fork": this process runs an event loop.
         context = multiprocessing.get_context("forkserver")
         each = 1 if is_isolated else None
@@ -74,7 +72,6 @@ class Executor(System):
         return use
 
     async def close(self) -> None:
-        """Stop the pools."""
         while self._pools:
             self._pools.popitem()[1].shutdown(cancel_futures=True)
 
@@ -87,12 +84,10 @@ class Loky(Executor):
     first_result = FIRST_RESULT.format("loky")
 
     def preload(self, modules: list[str]) -> None:
-        """Unsupported."""
         if modules:
             self.lacks("imports nothing beforehand")
 
     def pool(self, num_cpus: int, is_isolated: bool) -> Any:
-        """Make a pool."""
         import loky
 
         if is_isolated:
@@ -100,6 +95,5 @@ class Loky(Executor):
         return loky.ProcessPoolExecutor(num_cpus)
 
     async def close(self) -> None:
-        """Stop the pool and what its processes do."""
         while self._pools:
             self._pools.popitem()[1].shutdown(kill_workers=True)

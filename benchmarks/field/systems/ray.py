@@ -46,7 +46,6 @@ class Ray(System):
     first_result = FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        """Start a cluster, and join it."""
         if preload:
             self.lacks("imports nothing beforehand")
         ray.init(
@@ -60,7 +59,6 @@ class Ray(System):
         )
 
     async def close(self) -> None:
-        """Leave the cluster, which ends it."""
         ray.shutdown()
 
     def task(self, function: Function, need: Need) -> Call:

@@ -55,7 +55,6 @@ class Holder(xoscar.Actor):  # type: ignore[misc]
         self._object: Any = cls()
 
     def noop(self, number: int) -> None:
-        """Call the object's."""
         self._object.noop(number)
 
 
@@ -67,7 +66,6 @@ class Xoscar(System):
     first_result = FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        """Start a pool, and its runners."""
         if preload:
             self.lacks("imports nothing beforehand")
         self._pool: Any = await xoscar.create_actor_pool(
@@ -78,7 +76,6 @@ class Xoscar(System):
         ]
 
     async def close(self) -> None:
-        """Stop the pool."""
         await self._pool.stop()
 
     async def _create(self, process: int, cls: type, *values: object) -> Any:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from benchmarks.field.__main__ import main
 from benchmarks.field.process import FLOOR, FailedError, LateError, SystemProcess
-from benchmarks.field.results import (
-    FAMILIES,
-    Ratio,
-    conclusion,
-    lines,
-    overview,
-    spread,
-)
+from benchmarks.field.results import Ratio, conclusion, details, lines, overview
 from benchmarks.field.run import QUICK, Entry, Run
 from benchmarks.field.systems import NEEDS, UnsupportedError, missing
 from benchmarks.field.workloads import WORKLOADS
 from benchmarks.processes import descendants
+from benchmarks.report import RESULTS
 
-ROOT = Path(__file__).parents[3]
 CALLS = {"call", "gathered", "argument-1KB", "argument-100KB"}
 CALLS |= {"argument-10MB", "argument-100MB", "start", "waiting"}
 ACTORS = {"actor-call", "actor-gathered"}
@@ -53,8 +42,8 @@ def systems() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "asked"), list(systems()))
 def test_a_system_does_what_it_claims_and_nothing_is_left(name, asked):
     before, reports = descendants(), []
-    run = Run([WORKLOADS[each] for each in asked], [FLOOR, name], QUICK)
-    run.run(reports.append)
+    run = Run([FLOOR, name], QUICK)
+    run.run(asked, reports.append)
     assert len(reports) == len(asked)
     assert not descendants().keys() - before.keys()
     for entry in run.entries:
@@ -64,8 +53,8 @@ def test_a_system_does_what_it_claims_and_nothing_is_left(name, asked):
         elif entry.system == FLOOR or entry.workload in CLAIMS[name]:
             assert not entry.why, (where, entry.why)
             (figures,) = entry.turns
-            assert set(figures) == {metric.name for metric in workload.metrics}
-            assert all(value >= 0 for each in figures.values() for value in each)
+            assert len(figures) == len(workload.metrics)
+            assert all(value >= 0 for each in figures for value in each)
         else:
             assert entry.why.startswith("not supported: "), (where, entry.why)
 
@@ -127,8 +116,8 @@ def test_whatever_happens_a_system_leaves_nothing(how, error, words):
 
 
 def entry(system: str, *turns: float, why: str = "", workload: str = "call") -> Any:
-    name = WORKLOADS[workload].metrics[0].name
-    return Entry(workload, system, [{name: [turn]} for turn in turns], ["a note"], why)
+    figures = [[[turn]] * len(WORKLOADS[workload].metrics) for turn in turns]
+    return Entry(workload, system, figures, ["a note"], why)
 
 
 RUN = [
@@ -146,63 +135,41 @@ RUN = [
 
 
 def test_a_block_is_divided_by_the_blocks_of_its_turn():
-    found = {line.system: line for line in lines(WORKLOADS, RUN)["call"]}
+    calls, *_, memory = lines(RUN)
+    found = {line.entry.system: line for line in calls}
     assert found["aiogpu"].beside_floor == Ratio(2, 2, 2.5)
     assert found["executor"].beside_ours == Ratio(2, 2, 2.5)
     assert found["dask"].beside_ours == Ratio(*[pytest.approx(1000)] * 3)
     assert (found["aiogpu"].p50, found["aiogpu"].p99) == (30e-6, 40e-6)
     assert found["ray"].p50 is found["ray"].beside_ours is None
-    _, short = lines(WORKLOADS, [entry(FLOOR, 10, 10, 10), entry("aiogpu", 20)])["call"]
+    assert memory[1].cell() == "700 B"
+    ((_, short),) = lines([entry(FLOOR, 10, 10, 10), entry("aiogpu", 20)])
     assert short.beside_floor == Ratio(2, 2, 2)
-    _, nothing = lines(WORKLOADS, [entry(FLOOR, 0.0), entry("aiogpu", 2.0)])["call"]
+    ((_, nothing),) = lines([entry(FLOOR, 0.0), entry("aiogpu", 2.0)])
     assert nothing.beside_floor is None
-    assert spread([]) is None
 
 
 def test_every_peer_counts_once_and_losses_are_listed():
-    text = conclusion(lines(WORKLOADS, RUN))
+    text = conclusion(lines(RUN))
     assert text.startswith("Of 4 comparisons")
     assert "order of magnitude) in 1, a half or less in 1 more, less in 0 more" in text
     assert "equal (the quartiles lie on both sides) in 1, and needs more in 1." in text
     assert "- a call, awaited: xoscar needs 20 µs, 0.5 (0.5 to 0.583)" in text
-    assert "No peer" in conclusion(lines(WORKLOADS, RUN[:3]))
-    head, _, calls, *_ = overview(lines(WORKLOADS, RUN)).splitlines()
+    assert "No peer" in conclusion(lines(RUN[:3]))
+    head, _, calls, *_ = overview(lines(RUN)).splitlines()
     assert head.split("|")[2].strip() == FLOOR
     assert "| 10 µs | 30 µs | 60 µs (**2**) |" in calls
     assert "| 30 ms (**1,000**) | - |" in calls
+    text = details(lines(RUN))
+    assert "| ray |  |  |  |  | 0 | not supported: a / in its reason |" in text
+    assert "| waiting | a future" in text
 
 
-def test_an_earlier_run_is_put_on_a_page(tmp_path):
-    file, page = tmp_path / "run.json", tmp_path / "page.md"
-    machine = {"cpu": "Abacus", "cores": 2, "usable_cores": 2, "kernel": "6"}
-    machine |= {"python": "3.11", "libraries": {}, "load_average": [0, 0, 0]}
-    fields = Entry.__dataclass_fields__
-    found = {
-        "machine": machine,
-        "minutes": 9.0,
-        "is_quick": False,
-        "absent": {"loky": "loky is not installed"},
-        "idle": {"ray": 0.04},
-        "entries": [{name: getattr(each, name) for name in fields} for each in RUN],
-    }
-    file.write_text(json.dumps(found))
-    page.write_text((ROOT / "benchmarks/results/field.md").read_text())
-    done = CliRunner().invoke(main, ["--from", str(file), "--page", str(page)])
-    assert done.exit_code == 0, done.output
-    text = page.read_text()
-    for words in (
-        *("Abacus", "ray 4.0%", "Not there: loky is not installed"),
-        *("Of 4 comparisons", "not supported: a / in its reason", "### Floors"),
-    ):
-        assert words in text
-
-
-def test_metrics_are_unique_and_the_page_names_all_workloads():
-    names = [metric.name for each in WORKLOADS.values() for metric in each.metrics]
-    assert len(names) == len(set(names))
-    assert {each.family for each in WORKLOADS.values()} == set(FAMILIES)
+def test_the_page_names_all_workloads():
+    titles = [metric.title for each in WORKLOADS.values() for metric in each.metrics]
+    assert len(titles) == len(set(titles))
     assert set(CLAIMS) == set(NEEDS)
-    text = (ROOT / "benchmarks/results/field.md").read_text()
+    text = (RESULTS / "field.md").read_text()
     for name in WORKLOADS:
         stem = name.partition("-")[0] if name.endswith("B") else name
         assert f"`{stem}" in text or (name.startswith("fresh-") and "`fresh-*" in text)

@@ -108,8 +108,9 @@ def test_the_command_gives_the_same_figures_twice(tmp_path):
     arguments = ["--tasks", "200", "--gpus", "16", "--seed", "2", "--json", str(file)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
-    figures = json.loads(file.read_text(encoding="utf-8"))
+    (figures,) = json.loads(file.read_text(encoding="utf-8"))["runs"]
     assert figures["policies"] == compare(200, 16, 2)["policies"]
     assert all(each["policy"] in result.output for each in figures["policies"])
-    assert figures["speed"]["tasks_per_second"] > 0
-    assert CliRunner().invoke(main, ["--gpus", "12"]).exit_code == 2
+    assert figures["seconds"] > 0
+    assert CliRunner().invoke(main, ["--tasks", "9", "--gpus", "12"]).exit_code == 2
+    assert "go together" in CliRunner().invoke(main, ["--gpus", "16"]).output
