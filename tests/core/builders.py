@@ -1,6 +1,8 @@
 """Shared by the tests of core: requests, placement groups, and what can be asked."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from aiogpu.core.model.request import (
     ANY,
@@ -136,3 +138,23 @@ class GroupWorld(World):
         expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
         spec = TaskSpec(name, Shape(request), **options)
         self._submit(spec, by, expected, client)
+
+
+def submit(w: World, names: str | Sequence[str], **asked: Any) -> None:
+    """Submit several tasks, named in a line or a list, that ask for the same."""
+    for name in names.split() if isinstance(names, str) else names:
+        w.submit(name, **asked)
+
+
+def finish(w: World, names: str, *, after: float = 0.0) -> None:
+    """Have tasks answer, one after the other; `after` so many seconds."""
+    if after:
+        w.advance(after)
+    for name in names.split():
+        w.finish(name)
+
+
+def join(w: World, *clients: int) -> None:
+    """Programs join the node."""
+    for client in clients:
+        w.join(client)

@@ -1,6 +1,7 @@
 """Waits that can never end fail with the reason; no other wait does. All of [B12]."""
 
 from aiogpu.testing import World
+from tests.core.builders import finish, submit
 
 
 def wait(w: World, parent: str, child: str, **options) -> None:
@@ -35,14 +36,12 @@ def test_a_grandchild_that_needs_what_its_ancestors_hold_together():
         "b holds {CPU: 1, GPU: 0.25} and waits for c"
     )
     assert w.blocked == {"a"}
-    w.finish("b")
-    w.finish("a")
+    finish(w, "b a")
 
 
 def test_two_trees_that_hold_each_others_gpu():
     w = World(gpus=2)
-    w.submit("a", num_gpus=1)
-    w.submit("b", num_gpus=1)
+    submit(w, "a b", num_gpus=1)
     wait(w, "a", "below a", num_gpus=1)
     assert w.told == {}
     wait(w, "b", "below b", num_gpus=1)
@@ -74,12 +73,10 @@ def test_all_have_to_fail_that_can_never_run_and_no_more():
 
 def test_a_task_that_runs_or_goes_on_will_give_back_what_is_needed():
     w = World(gpus=2)
-    w.submit("a", num_gpus=1)
-    w.submit("b", num_gpus=1)
+    submit(w, "a b", num_gpus=1)
     wait(w, "a", "below a", num_gpus=1)
     wait(w, "b", "below b")
-    assert w.told == {}
-    assert w.blocked == {"a", "b"}
+    assert (w.told, w.blocked) == ({}, {"a", "b"})
     w.finish("below b")
     w.finish("b")
     assert w.running == {"a", "below a"}
@@ -126,8 +123,7 @@ def test_devices_of_another_type_are_of_no_use():
     w.submit("b", num_gpus=0.25, accelerator_type="A100", parent="a")
     w.submit("c", num_gpus=0.25, accelerator_type="T4", parent="a")
     w.wait_for("a", "b", "c")
-    assert w.told == {"b": "deadlocked"}
-    assert w.running == {"a", "c"}
+    assert (w.told, w.running) == ({"b": "deadlocked"}, {"a", "c"})
 
 
 def test_a_share_does_not_span_what_is_left_of_two_devices():
@@ -144,8 +140,7 @@ def test_a_wait_that_failed_may_be_tried_with_less():
     w.submit("a", num_gpus=0.75)
     wait(w, "a", "too much", num_gpus=0.5)
     wait(w, "a", "enough", num_gpus=0.25)
-    assert w.told == {"too much": "deadlocked"}
-    assert w.running == {"a", "enough"}
+    assert (w.told, w.running) == ({"too much": "deadlocked"}, {"a", "enough"})
 
 
 def test_what_has_failed_takes_along_what_it_has_started():
@@ -156,9 +151,7 @@ def test_what_has_failed_takes_along_what_it_has_started():
     w.wait_for("a", "b")
     w.submit("thief", num_gpus=0.5, priority=1)
     w.die("b")
-    assert w.running == {"a", "thief"}
-    assert w.waiting == {"b"}
-    assert w.told == {}
+    assert (w.running, w.waiting, w.told) == ({"a", "thief"}, {"b"}, {})
     w.submit("thief's", num_gpus=0.75, parent="thief")
     w.wait_for("thief", "thief's")
     assert w.told == {"thief's": "deadlocked"}
@@ -169,8 +162,7 @@ def test_what_has_failed_takes_along_what_it_has_started():
 def test_many_trees_are_distinguished():
     """All but the last hold what the last one's child needs; one wait has to fail."""
     w = World(cpus=4, gpus=60)
-    for number in range(60):
-        w.submit(f"t{number}", num_cpus=0, num_gpus=1)
+    submit(w, [f"t{n}" for n in range(60)], num_cpus=0, num_gpus=1)
     for number in range(60):
         assert w.told == {}
         wait(w, f"t{number}", f"below {number}", num_cpus=0, num_gpus=1)
@@ -184,16 +176,14 @@ def test_many_trees_are_distinguished():
 def test_a_wait_for_what_is_taken_back_into_a_deadlock() -> None:
     """Both wait before it is known that the child has not begun."""
     world = World(cpus=8, gpus=1, resources={"license": 1}, took=1e-5, revokes=False)
-    for number in range(30):
-        world.submit(f"short{number}", num_gpus=1)
+    submit(world, [f"short{n}" for n in range(30)], num_gpus=1)
     for number in range(30):
         world.finish(f"short{number}")
     world.submit("one", resources={"license": 1})
     world.submit("first", num_gpus=1)
     world.submit("two", num_gpus=1, priority=4)
     world.submit("child of one", num_gpus=1, parent="one")
-    for number in range(20):
-        world.submit(f"behind{number}", num_gpus=1, priority=-5)
+    submit(world, [f"behind{n}" for n in range(20)], num_gpus=1, priority=-5)
     world.wait_for("one", "child of one")
     world.finish("first")
     child = world.scheduler.tasks[world.tasks["child of one"].id]

@@ -5,7 +5,7 @@ import pytest
 from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.builders import status_of, why_of
+from tests.core.builders import status_of, submit, why_of
 
 SICK = "XID 79"
 WHO = "others are on it: python (pid 4711)"
@@ -212,8 +212,7 @@ def test_a_worker_on_a_sick_device_is_given_no_more_of_the_same():
     w.finish("a")
     assert w.queued
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "GPU reset needed")
-    assert w.queued == set()
-    assert w.running == {"b"}
+    assert (w.queued, w.running) == (set(), {"b"})
     w.finish("b")
     assert w.running == set()
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, None)
@@ -248,8 +247,7 @@ def test_nothing_is_kept_on_a_sick_device():
 def test_what_was_opened_on_a_sick_device_is_not_used_again():
     """A reset ends it, and needs that nobody has the device open."""
     w = World(gpus=2, exits=False)
-    w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=0.5)
+    submit(w, "a b", num_gpus=0.5)
     w.submit("c", num_gpus=1)
     w.submit("d")
     idle, busy, other = (w.worker_of(name) for name in "abc")
@@ -283,8 +281,7 @@ def test_a_task_whose_worker_is_being_forked_goes_elsewhere(cause):
 def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
     """What it has opened there is from before the device was well again."""
     w = World(gpus=1, exits=False)
-    w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=0.5)
+    submit(w, "a b", num_gpus=0.5)
     held = w.worker_of("a")
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, None)
@@ -299,8 +296,7 @@ def test_who_avoids_devices_with_others_on_them_takes_them_if_there_is_nothing_e
     w = World(gpus=3)
     note(w, 0, WHO, Cause.FOREIGN, is_avoided=True)
     w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=1)
-    w.submit("c", num_gpus=1)
+    submit(w, "b c", num_gpus=1)
     assert [w.gpus_of(name) for name in "abc"] == [[1], [2], [0]]
     for name in "abc":
         w.finish(name)

@@ -18,7 +18,7 @@ from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.builders import GroupWorld
+from tests.core.builders import GroupWorld, finish, submit
 
 SHORT = 1e-5
 
@@ -26,15 +26,14 @@ SHORT = 1e-5
 def backlog(count: int, *, took: float = SHORT, cpus: float = 1, **options) -> World:
     """A node on which t0 has run, t1 runs, and so many in all were submitted."""
     w = World(cpus=cpus, took=took)
-    submit(w, count, **options)
+    submit_numbered(w, count, **options)
     w.finish("t0")
     return w
 
 
-def submit(w: World, count: int, **options) -> None:
+def submit_numbered(w: World, count: int, **options) -> None:
     """Submit so many more: t0, t1, ..."""
-    for number in range(len(w.tasks), len(w.tasks) + count):
-        w.submit(f"t{number}", **options)
+    submit(w, [f"t{n}" for n in range(len(w.tasks), len(w.tasks) + count)], **options)
 
 
 def names(*numbers: int) -> set[str]:
@@ -44,7 +43,7 @@ def names(*numbers: int) -> set[str]:
 
 def test_a_worker_goes_on_with_the_lease_that_it_has():
     w = World(cpus=1)
-    submit(w, 3)
+    submit_numbered(w, 3)
     [lease] = w.scheduler.ledger.leases.values()
     w.finish("t0")
     [_, ahead] = w.effects
@@ -68,8 +67,7 @@ def test_a_worker_goes_on_with_the_lease_that_it_has():
 )
 def test_as_many_are_sent_ahead_as_are_done_in_a_moment(count, took, options, queued):
     w = backlog(count, took=took, **options)
-    assert w.running == names(1)
-    assert w.queued == names(*range(2, 2 + queued))
+    assert (w.running, w.queued) == (names(1), names(*range(2, 2 + queued)))
 
 
 def test_what_is_queued_is_a_fair_part_of_what_waits():
@@ -95,9 +93,9 @@ def test_more_is_sent_when_half_of_it_is_done():
 @pytest.mark.parametrize("options", [{"max_calls": 50}, {}], ids=["counts", "unknown"])
 def test_one_of_another_function_may_stop_what_is_sent_ahead(options):
     w = World(cpus=1, took=SHORT)
-    submit(w, 4)
-    submit(w, 1, function=1, **options)
-    submit(w, 20)
+    submit_numbered(w, 4)
+    submit_numbered(w, 1, function=1, **options)
+    submit_numbered(w, 20)
     w.finish("t0")
     assert w.queued == names(2, 3)
     for name in ("t1", "t2", "t3"):
@@ -121,9 +119,9 @@ def test_who_goes_first_is_not_kept_waiting_by_those_sent_ahead(options):
 
 def test_another_shape_whose_turn_has_come_gets_the_worker():
     w = World(cpus=2, took=SHORT)
-    submit(w, 1, num_cpus=2)
+    submit_numbered(w, 1, num_cpus=2)
     w.submit("other shape")
-    submit(w, 3, num_cpus=2)
+    submit_numbered(w, 3, num_cpus=2)
     w.finish("t0")
     assert w.running == {"other shape"}
     w.finish("other shape")
@@ -134,9 +132,8 @@ def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
     w = World(cpus=2, gpus=1, took=1e-5)
     w.submit("training", num_gpus=1)
     w.submit("next training", num_gpus=1)
-    submit(w, 20)
-    w.finish("t2")
-    w.finish("t3")
+    submit_numbered(w, 20)
+    finish(w, "t2 t3")
     assert w.queued, "the CPU's lease goes on; it would not help the one before"
     w.finish("training")
     assert "next training" in w.running
@@ -144,10 +141,9 @@ def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
 
 def test_an_older_task_that_the_lease_would_help_goes_first():
     w = World(cpus=2, took=1e-5)
-    w.submit("a", function=5)
-    w.submit("b", function=5)
+    submit(w, "a b", function=5)
     w.submit("pair", num_cpus=2)
-    submit(w, 5)
+    submit_numbered(w, 5)
     w.finish("a")
     assert w.waiting >= {"pair"}
     assert not w.queued

@@ -9,7 +9,7 @@ from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
-from tests.core.builders import HOLDER, status_of, why_of
+from tests.core.builders import HOLDER, join, status_of, submit, why_of
 
 
 def test_a_lease_is_granted_at_once_and_without_a_worker():
@@ -20,9 +20,7 @@ def test_a_lease_is_granted_at_once_and_without_a_worker():
     assert not w.workers
     assert w.free_gpus == [0, 1]
     w.give_back("mine")
-    assert w.free_gpus == [1, 1]
-    assert w.forgotten == {"mine"}
-    assert w.told == {}
+    assert (w.free_gpus, w.forgotten, w.told) == ([1, 1], {"mine"}, {})
 
 
 def test_a_lease_waits_for_its_turn_among_tasks():
@@ -42,8 +40,7 @@ def test_a_lease_waits_for_its_turn_among_tasks():
 
 def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
     w = World(cpus=1, took=1e-5)
-    for number in range(4):
-        w.submit(f"t{number}")
+    submit(w, [f"t{n}" for n in range(4)])
     w.lease("lease", num_cpus=1)
     for number in range(4):
         w.finish(f"t{number}")
@@ -185,8 +182,7 @@ def test_what_there_never_will_be_is_refused():
 
 def test_what_a_program_has_leased_counts_for_its_share():
     w = World(gpus=2)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.lease("held", num_gpus=1, client=1)
     w.submit("runs", num_gpus=1, client=2)
     w.submit("again 2", num_gpus=1, client=2)
@@ -213,8 +209,7 @@ def test_the_cpu_of_a_resident_is_anothers_at_once():
     assert w.waiting == {"task"}
     for who in (w.tasks["actor"].id, w.tasks["actor"].id, 99):
         w.tell(Scheduler.release_cpus, who)
-    assert w.running == {"actor", "task"}
-    assert w.free == {"CPU": 0.0, "GPU": 0.5}
+    assert (w.running, w.free) == ({"actor", "task"}, {"CPU": 0.0, "GPU": 0.5})
     held = {task.name: task.request for task in status_of(w).tasks}
     assert held == {"actor": {"GPU": 0.5}, "task": {"CPU": 1.0}}
 

@@ -19,6 +19,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.testing import World
+from tests.core.builders import submit
 
 WHOLE = 10_000
 
@@ -296,12 +297,15 @@ def test_whoever_ends_first_a_wide_task_waits_for_those_before_it_alone(
     while orders:
         order = orders.pop()
         w = World(cpus=16, gpus=2, config=SchedulerConfig(reserve_after=0.0))
-        for number in range(2 * int(1 / amount)):
-            w.submit(f"before{number}", num_gpus=amount, strategy=strategy)
+        submit(
+            w,
+            [f"before{n}" for n in range(2 * int(1 / amount))],
+            num_gpus=amount,
+            strategy=strategy,
+        )
         before = w.running
         w.submit("wide", num_gpus=2)
-        for number in range(8):
-            w.submit(f"after{number}", num_gpus=amount, strategy=strategy)
+        submit(w, [f"after{n}" for n in range(8)], num_gpus=amount, strategy=strategy)
         for name in order:
             w.finish(name)
         assert ("wide" in w.running) == (set(order) == before), order

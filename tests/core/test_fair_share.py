@@ -14,7 +14,7 @@ from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
 from aiogpu.testing import World
-from tests.core.builders import GIB, status_of, why_of
+from tests.core.builders import GIB, finish, join, status_of, submit, why_of
 
 
 @dataclass
@@ -177,8 +177,7 @@ def test_one_that_floods_slows_only_itself_and_has_what_others_do_not_want():
 def w() -> World:
     """One CPU, two programs."""
     w = World(cpus=1)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     return w
 
 
@@ -208,8 +207,7 @@ def test_programs_take_turns_and_each_has_its_own_order(w, seconds, expected):
 
 
 def test_a_priority_is_one_for_all_programs(w):
-    for number in range(3):
-        w.submit(f"a{number}", client=1)
+    submit(w, [f"a{n}" for n in range(3)], client=1)
     w.submit("b", client=2, priority=1)
     w.submit("c", client=1, priority=2)
     assert order(w) == ["a0", "c", "b", "a1", "a2"]
@@ -220,8 +218,7 @@ def test_children_are_no_way_past_others(w):
     w.submit("parent", client=1)
     w.submit("b", client=2)
     w.submit("a", client=1)
-    for number in range(3):
-        w.submit(f"child{number}", parent="parent")
+    submit(w, [f"child{n}" for n in range(3)], parent="parent")
     record = w.scheduler.tasks[w.tasks["child0"].id]
     assert record.client == 1
     w.advance(1)
@@ -243,67 +240,50 @@ def test_who_comes_later_is_owed_nothing_for_the_time_before(w):
     for number in range(10):
         w.advance(1)
         w.finish(f"a{number:02}")
-    for number in range(3):
-        w.submit(f"b{number}", client=2)
+    submit(w, [f"b{n}" for n in range(3)], client=2)
     ran = order(w)
     assert ran[:6] == ["a10", "b0", "a11", "b1", "a12", "b2"]
 
 
 def test_who_holds_less_goes_first_though_it_has_had_more():
     w = World(cpus=2)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("b0", client=2)
-    w.advance(50)
-    w.finish("b0")
-    for number in range(4):
-        w.submit(f"a{number}", client=1)
-    w.submit("b1", client=2)
-    w.submit("b2", client=2)
+    finish(w, "b0", after=50)
+    submit(w, [f"a{n}" for n in range(4)], client=1)
+    submit(w, "b1 b2", client=2)
     assert w.running == {"a0", "a1"}
-    w.advance(1)
-    w.finish("a0")
+    finish(w, "a0", after=1)
     assert w.running == {"a1", "b1"}
 
 
 def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
     """A program that has all CPUs has no GPU yet, and waits for both."""
     w = World(cpus=2, gpus=2)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("cpus", num_cpus=2, client=1)
     w.submit("gpu", num_cpus=0, num_gpus=1, client=2)
     w.submit("last", num_cpus=0, num_gpus=0.6, client=2)
     w.submit("stuck", num_cpus=1, num_gpus=0.5, client=1)
     w.submit("mine", num_cpus=0, num_gpus=0.7, client=1)
     w.submit("theirs", num_cpus=0, num_gpus=0.7, client=2)
-    w.advance(0.5)
-    w.finish("last")
-    assert w.running == {"cpus", "gpu", "mine"}
-    assert w.waiting == {"stuck", "theirs"}
+    finish(w, "last", after=0.5)
+    assert (w.running, w.waiting) == ({"cpus", "gpu", "mine"}, {"stuck", "theirs"})
 
 
 def test_what_is_kept_for_one_waits_until_it_is_its_turn():
     """Else a program of wide tasks would have most of a node."""
     w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("wide0", num_gpus=1, client=1)
-    w.submit("s", num_gpus=0.5, client=2)
-    w.submit("s1", num_gpus=0.5, client=2)
-    w.submit("s2", num_gpus=0.5, client=2)
-    w.submit("s3", num_gpus=0.5, client=2)
-    w.submit("s4", num_gpus=0.5, client=2)
+    submit(w, "s s1 s2 s3 s4", num_gpus=0.5, client=2)
     w.submit("wide1", num_gpus=1, client=1)
-    w.advance(10)
-    w.finish("wide0")
+    finish(w, "wide0", after=10)
     assert w.running == {"s", "s1"}
     assert w.scheduler.reservation.record.spec.name == "s2"
-    w.advance(1)
-    w.finish("s")
+    finish(w, "s", after=1)
     assert w.running == {"s1", "s2"}
-    w.advance(12)
-    w.finish("s1")
+    finish(w, "s1", after=12)
     assert w.running == {"s2", "s3"}
     w.finish("s2")
     kept = w.scheduler.reservation
@@ -320,8 +300,7 @@ def test_it_waits_no_longer_than_a_task_counts():
     for number in (1, 2, 3):
         w.join(number)
     w.submit("old", num_gpus=1, client=1)
-    w.advance(5)
-    w.finish("old")
+    finish(w, "old", after=5)
     w.submit("life", num_gpus=1, is_endless=True, client=3)
     w.submit("never", num_gpus=2, client=2)
     w.submit("half", num_gpus=0.5, client=3)
@@ -330,8 +309,7 @@ def test_it_waits_no_longer_than_a_task_counts():
     assert w.running == {"life", "half", "half2"}
     w.submit("x", num_cpus=0)
     w.finish("x")
-    w.advance(LONGEST + 1)
-    w.finish("half")
+    finish(w, "half", after=LONGEST + 1)
     kept = w.scheduler.reservation
     assert kept is not None
     assert kept.record.spec.name == "one"
@@ -339,14 +317,11 @@ def test_it_waits_no_longer_than_a_task_counts():
 
 def test_a_higher_priority_may_take_what_is_kept_for_another_program():
     w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
-    w.join(1)
-    w.join(2)
-    w.submit("half", num_gpus=0.5, client=1)
-    w.submit("other", num_gpus=0.5, client=1)
+    join(w, 1, 2)
+    submit(w, "half other", num_gpus=0.5, client=1)
     w.submit("wide", num_gpus=1, client=2)
     w.submit("low", num_gpus=0.5, client=1)
-    w.advance(1)
-    w.finish("half")
+    finish(w, "half", after=1)
     assert w.running == {"other"}
     w.submit("urgent", num_gpus=0.5, client=1, priority=1)
     assert w.running == {"other", "urgent"}
@@ -363,14 +338,11 @@ def test_a_higher_priority_may_take_what_is_kept_for_another_program():
 def test_who_has_waited_longest_gives_way_to_nobody():
     """Then what it has had decides, though it holds more than others."""
     w = World(cpus=4, gpus=2)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("life", num_cpus=0, num_gpus=1, client=1)
-    w.submit("b0", num_gpus=0.5, client=2)
-    w.submit("b1", num_gpus=0.5, client=2)
+    submit(w, "b0 b1", num_gpus=0.5, client=2)
     w.submit("a", num_gpus=0.5, client=1)
-    for number in range(2, 200):
-        w.submit(f"b{number}", num_gpus=0.5, client=2)
+    submit(w, [f"b{n}" for n in range(2, 200)], num_gpus=0.5, client=2)
     began = 0
     while "a" in w.waiting:
         w.advance(1)
@@ -382,8 +354,7 @@ def test_who_has_waited_longest_gives_way_to_nobody():
 
 def test_what_runs_when_a_second_program_joins_counts():
     w = World(cpus=2)
-    w.submit("a0")
-    w.submit("lent")
+    submit(w, "a0 lent")
     w.submit("child", parent="lent")
     w.wait_for("lent", "child")
     w.submit("a1")
@@ -392,8 +363,7 @@ def test_what_runs_when_a_second_program_joins_counts():
     own, other = sorted(w.scheduler.clients, key=lambda one: one.id)
     assert (own.held, own.unfinished) == ({"CPU": 20_000}, 4)
     assert (other.held, other.unfinished) == ({}, 1)
-    w.advance(1)
-    w.finish("child")
+    finish(w, "child", after=1)
     assert w.running == {"a0", "lent"}
     w.finish("a0")
     assert w.running == {"lent", "b0"}
@@ -401,8 +371,7 @@ def test_what_runs_when_a_second_program_joins_counts():
 
 def test_places_among_workers_go_round_too():
     w = World(cpus=4)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.scheduler.worker_limit.bound(1)
     for name in ("a1", "a2", "b1", "b2"):
         w.submit(name, client=1 if name[0] == "a" else 2, environment={"P": name[0]})
@@ -410,8 +379,7 @@ def test_places_among_workers_go_round_too():
 
 
 def test_a_priority_of_another_program_is_heeded_when_a_slice_ends(w):
-    for number in range(9):
-        w.submit(f"a{number}", client=1)
+    submit(w, [f"a{n}" for n in range(9)], client=1)
     w.submit("b", client=2, priority=1)
     ran = order(w, SLICE * 0.4)
     assert ran[:4] == ["a0", "a1", "a2", "b"]
@@ -419,11 +387,9 @@ def test_a_priority_of_another_program_is_heeded_when_a_slice_ends(w):
 
 def test_nobody_gives_way_to_one_that_is_not_helped():
     w = World(cpus=2, gpus=1)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("life", num_gpus=1, is_endless=True)
-    for number in range(3):
-        w.submit(f"a{number}", client=1)
+    submit(w, [f"a{n}" for n in range(3)], client=1)
     w.submit("b", num_gpus=1, client=2)
     for number in range(3):
         assert w.running == {"life", f"a{number}"}
@@ -434,8 +400,7 @@ def test_nobody_gives_way_to_one_that_is_not_helped():
 
 def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
     w = World(cpus=4, gpus=2, config=SchedulerConfig(reserve_after=0.0))
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("life", num_gpus=1, is_endless=True)
     w.submit("half", num_gpus=0.5, client=1)
     w.submit("wide", num_gpus=1, client=2)
@@ -514,8 +479,7 @@ def test_a_program_submits_no_more_than_it_may():
     w = World(cpus=1)
     assert Limits(max_waiting=1).max_waiting == 1
     w.join(1, limits=Limits(max_waiting=2))
-    w.submit("a", client=1)
-    w.submit("b", client=1)
+    submit(w, "a b", client=1)
     with pytest.raises(LimitError) as caught:
         w.submit("c", client=1)
     assert isinstance(caught.value, AiogpuError)
@@ -553,8 +517,7 @@ def test_a_program_holds_no_more_than_it_may_and_others_go_past():
 def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
     w = World(cpus=8, gpus=2, gpu_memory="40GiB")
     w.join(1, limits=Limits(max_share={"gpu_memory": 0.375}))
-    w.submit("a", gpu_memory="20GiB", client=1)
-    w.submit("b", gpu_memory="20GiB", client=1)
+    submit(w, "a b", gpu_memory="20GiB", client=1)
     assert w.running == {"a"}
     [_, client] = w.scheduler.clients
     assert client.held == {"CPU": 10_000, "gpu_memory": 20 * GIB * 10_000}
@@ -668,8 +631,7 @@ def test_programs_are_forgotten_when_their_last_task_has_ended():
 
 def test_a_program_that_left_is_forgotten_with_its_last_wish():
     w = World(gpus=1)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("holds", num_gpus=1, client=1)
     w.lease("waits", num_gpus=1, client=2)
     w.leave(2)
@@ -686,11 +648,9 @@ def test_a_program_that_left_is_forgotten_with_its_last_wish():
 def test_nothing_more_is_started_for_one_that_is_behind_until_it_has_caught_up():
     w = World(cpus=2)
     w.fall_behind(7)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.fall_behind(7)
-    for number in range(4):
-        w.submit(f"a{number}", client=1)
+    submit(w, [f"a{n}" for n in range(4)], client=1)
     w.submit("b", client=2)
     assert len(w.running) == 2
     w.fall_behind(1)

@@ -34,7 +34,7 @@ from aiogpu.observe.status import (
     state_of,
 )
 from aiogpu.testing import World
-from tests.core.builders import GIB, pass_over, status_of
+from tests.core.builders import GIB, finish, join, pass_over, status_of, submit
 
 
 def reason_of(w: World, name: str) -> str | None:
@@ -63,23 +63,20 @@ def test_a_device_shows_who_holds_it():
     w.submit("a", num_gpus=0.5)
     w.submit("b", num_gpus=0.25, max_calls=1)
     w.submit("c", num_gpus=1)
-    w.advance(0.5)
-    w.finish("b")
+    finish(w, "b", after=0.5)
     w.submit("cpu")
     w.advance(3)
     first, second = status_of(w).devices
     assert first.free == 0.25
     assert first.holders == (Holder(0.5, 1, 101, "a", 3.5), Holder(0.25, 2, 102, None))
-    assert second.free == 0.0
-    assert second.holders == (Holder(1.0, 3, 103, "c", 3.5),)
+    assert (second.free, second.holders) == (0.0, (Holder(1.0, 3, 103, "c", 3.5),))
 
 
 def test_how_long_a_worker_has_run_its_task_is_known_to_a_second():
     w = World(cpus=1, gpus=1)
     for name in "abc":
         w.submit(name, num_gpus=1)
-    w.advance(0.3)
-    w.finish("a")
+    finish(w, "a", after=0.3)
     (holder,) = status_of(w).devices[0].holders
     assert (holder.task, holder.seconds) == ("b", None)
     w.advance(5)
@@ -112,8 +109,7 @@ def test_workers_and_their_tasks():
 def test_tasks_that_run_come_before_those_that_wait_in_their_turn():
     w = World(cpus=1)
     w.submit("low", priority=-1)
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     w.submit("high", priority=1)
     status = status_of(w)
     assert [task.name for task in status.tasks] == ["low", "high", "a", "b"]
@@ -290,8 +286,7 @@ def test_a_task_says_for_whom_is_kept_what_it_could_have():
 def test_a_line_says_what_matters():
     w = World(cpus=2, gpus=1, took=1e-5)
     w.submit("a", num_gpus=0.5)
-    w.submit("b", num_cpus=2)
-    w.submit("c", num_cpus=2)
+    submit(w, "b c", num_cpus=2)
     assert repr(status_of(w)) == (
         "<NodeStatus CPU 1/2, GPU 0.5/1; 1 workers; 1 running, 2 waiting>"
     )
@@ -360,8 +355,7 @@ def test_a_busy_node():
     w.starts = False
     w.submit("load", num_gpus=0.25)
     w.submit("whole", num_gpus=2, environment={"B": "1", "A": "2"})
-    w.submit("half", num_gpus=0.5, strategy="spread")
-    w.submit("half2", num_gpus=0.5, strategy="spread")
+    submit(w, "half half2", num_gpus=0.5, strategy="spread")
     w.advance(0.5)
     assert table(w) == [
         "CPU                    0 of 5 free",
@@ -389,8 +383,7 @@ def test_a_busy_node():
 
 def test_of_many_the_first_are_shown():
     w = World(cpus=1, gpus=1)
-    for number in range(10):
-        w.submit(f"t{number}", num_cpus=0.01, num_gpus=0.1)
+    submit(w, [f"t{n}" for n in range(10)], num_cpus=0.01, num_gpus=0.1)
     for number in range(10):
         w.submit(f"w{number}", environment={"N": str(number)})
     lines = table(w)
@@ -480,8 +473,7 @@ def device(**known: object) -> DeviceStatus:
 
 def test_what_was_seen_is_in_the_picture_of_a_device():
     w = World(gpus=2, exits=False)
-    w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=0.5)
+    submit(w, "a b", num_gpus=0.5)
     other = OtherProcess(7, "Xorg", GIB)
     seen = Observed(w.now, 9 * GIB, 87, (other,), {1: 3 * GIB}, frozenset({1}), "why")
     w.advance(2)
@@ -589,8 +581,7 @@ def test_each_program_shows_what_it_runs_wants_and_holds():
     w.join(2)
     w.submit("own")
     w.submit("a", num_gpus=0.5, client=1)
-    for number in range(3):
-        w.submit(f"t{number}", client=1)
+    submit(w, [f"t{n}" for n in range(3)], client=1)
     w.submit("b", client=2)
     w.leave(2)
     status = status_of(w, programs=PROGRAMS)
@@ -621,8 +612,7 @@ def test_a_node_that_is_being_stopped_says_so():
 
 def test_a_task_says_whose_tasks_go_before_it():
     w = World(cpus=1)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("own")
     w.submit("a", client=1)
     w.submit("b", client=2)
@@ -642,10 +632,8 @@ def test_turns_are_foreseen_by_what_tasks_take():
     w.join(1)
     w.join(2, weight=2)
     w.submit("own")
-    for number in range(6):
-        w.submit(f"a{number}", client=1)
-    for number in range(6):
-        w.submit(f"b{number}", client=2)
+    submit(w, [f"a{n}" for n in range(6)], client=1)
+    submit(w, [f"b{n}" for n in range(6)], client=2)
     w.submit("urgent", client=1, priority=1)
     names = [record.spec.name for record in w.scheduler.ready.in_turn()]
     assert " ".join(names) == "urgent b0 b1 a0 b2 b3 a1 b4 b5 a2 a3 a4 a5"

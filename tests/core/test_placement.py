@@ -6,7 +6,7 @@ from aiogpu.core.model.request import Device, DeviceSelector
 from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.builders import GIB, status_of, why_of
+from tests.core.builders import GIB, status_of, submit, why_of
 
 
 def submit_all(w: World, *fractions: float) -> list[str]:
@@ -42,8 +42,7 @@ def test_each_task_has_its_strategy():
 def test_a_share_waits_where_only_the_sum_would_do():
     w = World(gpus=3)
     submit_all(w, 0.6, 0.6, 0.6, 0.5)
-    assert w.free_gpus == [0.4, 0.4, 0.4]
-    assert w.waiting == {"t3"}
+    assert (w.free_gpus, w.waiting) == ([0.4, 0.4, 0.4], {"t3"})
     w.finish("t1")
     assert w.gpus_of("t3") == [1]
 
@@ -82,8 +81,7 @@ def test_one_that_does_not_fit_holds_up_its_own_shape_only():
 def test_one_end_lets_several_begin():
     w = World(cpus=4)
     w.submit("all", num_cpus=4)
-    for number in range(5):
-        w.submit(f"one {number}")
+    submit(w, [f"one {n}" for n in range(5)])
     w.finish("all")
     assert w.running == {f"one {number}" for number in range(4)}
 
@@ -93,8 +91,7 @@ def test_cpu_custom_resources_and_gpus_are_taken_together():
     w.submit("a", num_cpus=0.5, num_gpus=0.25, resources={"license": 0.25})
     assert w.free == {"CPU": 0.5, "license": 0.25, "GPU": 0.75}
     w.submit("b", num_cpus=0.5, num_gpus=0.25, resources={"license": 0.5})
-    assert w.waiting == {"b"}
-    assert w.free == {"CPU": 0.5, "license": 0.25, "GPU": 0.75}
+    assert (w.waiting, w.free) == ({"b"}, {"CPU": 0.5, "license": 0.25, "GPU": 0.75})
     w.finish("a")
     assert w.free == {"CPU": 0.5, "license": 0.0, "GPU": 0.75}
 
@@ -115,8 +112,7 @@ PLAIN = Device(2)
 def test_who_waits_for_such_a_device_holds_up_nobody_else():
     w = World(devices=[A100, H100, PLAIN])
     fast = DeviceSelector(least_capability=(9, 0))
-    w.submit("a", num_gpus=1, where=fast)
-    w.submit("b", num_gpus=1, where=fast)
+    submit(w, "a b", num_gpus=1, where=fast)
     w.submit("c", num_gpus=2)
     assert w.gpus_of("a") == [1]
     assert w.waiting == {"b"}
@@ -325,8 +321,7 @@ def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = No
 def test_who_wants_two_waits_for_what_is_no_mig_instance():
     w = World(devices=box(4, parents={0: "GPU-a", 1: "GPU-a"}))
     w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=1)
-    w.submit("c", num_gpus=1)
+    submit(w, "b c", num_gpus=1)
     w.submit("d", num_gpus=2)
     assert (w.gpus_of("a"), w.gpus_of("b"), w.gpus_of("c")) == ([0], [1], [2])
     w.advance(2)

@@ -24,7 +24,7 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import REMEMBERED
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import snapshot
-from tests.core.builders import GroupWorld, request_of, status_of, why_of
+from tests.core.builders import GroupWorld, join, request_of, status_of, submit, why_of
 
 
 def test_a_group_waits_whole_and_in_its_turn():
@@ -32,8 +32,7 @@ def test_a_group_waits_whole_and_in_its_turn():
     w.submit("before", num_gpus=0.1)
     w.placement_group("gang", {"GPU": 1}, {"GPU": 1})
     w.submit("after", num_gpus=1)
-    assert w.waiting == {"gang"}
-    assert w.running == {"before", "after"}
+    assert (w.waiting, w.running) == ({"gang"}, {"before", "after"})
     w.finish("after")
     assert w.waiting == {"gang"}
     w.finish("before")
@@ -96,11 +95,9 @@ def test_a_group_that_is_removed_ends_its_members():
     w.cancel("gang")
     assert w.told == {"runs": "evicted", "waits": "evicted"}
     assert w.tasks["runs"].reason == REMOVED
-    assert w.forgotten == {"waits"}
-    assert w.free_gpus == [0]
+    assert (w.forgotten, w.free_gpus) == ({"waits"}, [0])
     w.finish("runs")
-    assert w.forgotten == {"waits", "runs", "gang"}
-    assert w.running == {"alone"}
+    assert (w.forgotten, w.running) == ({"waits", "runs", "gang"}, {"alone"})
 
 
 def test_a_member_that_will_not_stop_is_killed_and_holds_its_group_till_then():
@@ -111,8 +108,7 @@ def test_a_member_that_will_not_stop_is_killed_and_holds_its_group_till_then():
     assert w.free_gpus == [0]
     w.advance(1.5)
     assert w.killed
-    assert w.free_gpus == [1]
-    assert w.told == {"stubborn": "evicted"}
+    assert (w.free_gpus, w.told) == ([1], {"stubborn": "evicted"})
     assert w.forgotten == {"stubborn", "gang"}
 
 
@@ -249,8 +245,7 @@ def test_a_group_that_its_waiters_keep_from_being_granted_fails_with_its_members
 
 def test_small_tasks_do_not_starve_a_group():
     w = GroupWorld(cpus=8, gpus=2)
-    for number in range(4):
-        w.submit(f"s{number}", num_gpus=0.5)
+    submit(w, [f"s{n}" for n in range(4)], num_gpus=0.5)
     w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1}, strategy=SPREAD)
     w.advance(2.0)
     count = 4
@@ -393,8 +388,7 @@ def test_ended_members_are_forgotten():
 
 def test_a_group_counts_for_its_program_and_its_members_do_not():
     w = GroupWorld(cpus=8, gpus=4)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.placement_group("gang", {"GPU": 2}, client=1)
     w.submit_in("gang", "m", num_gpus=1, client=1)
     clients = w.scheduler.clients
@@ -427,8 +421,7 @@ def test_a_group_that_can_never_be_granted_is_refused():
 
 def test_why_a_group_waits():
     w = GroupWorld(cpus=4, gpus=2)
-    w.submit("before", num_gpus=0.7)
-    w.submit("other", num_gpus=0.7)
+    submit(w, "before other", num_gpus=0.7)
     w.placement_group("gang", {"GPU": 0.3}, {"GPU": 0.4})
     told = str(why_of(w, "gang"))
     assert "GPU 0.7: 0.6 of 2 free (0: 0.3, 1: 0.3)" in told
@@ -471,8 +464,7 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "m0", num_gpus=1)
     w.submit_in("gang", "m1", num_gpus=1)
-    for number in range(3):
-        w.submit(f"p{number}")
+    submit(w, [f"p{n}" for n in range(3)])
     w.advance(2.0)
     w.tell(Scheduler.wake)
     assert w.scheduler.reservation.record.spec.name == "m1"
@@ -532,8 +524,7 @@ def test_placements_in_words():
 
 def test_a_group_whose_program_has_other_tasks_is_asked_whether_it_fits():
     w = GroupWorld(cpus=4, gpus=2)
-    w.join(1)
-    w.join(2)
+    join(w, 1, 2)
     w.submit("all", num_gpus=2, client=2)
     w.placement_group("g", {"GPU": 1}, {"GPU": 1}, client=1)
     w.submit("mine", num_gpus=0.5, client=1)

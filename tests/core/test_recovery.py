@@ -8,7 +8,7 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.builders import status_of, why_of
+from tests.core.builders import finish, status_of, submit, why_of
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
@@ -27,8 +27,7 @@ def test_a_task_is_tried_again_as_often_as_it_may_be(retries, fails):
         w.advance(1)
         assert w.running == {"a"}
     w.die("a")
-    assert w.told == {"a": "lost"}
-    assert w.free == {"CPU": 1.0, "GPU": 0.0}
+    assert (w.told, w.free) == ({"a": "lost"}, {"CPU": 1.0, "GPU": 0.0})
     w.submit("b", max_retries=0)
     w.finish("b", retry=True)
     assert w.told["b"] == "settled"
@@ -43,8 +42,7 @@ def test_a_retry_keeps_its_place_and_a_second_one_lets_others_go_first_for_a_whi
     w.finish("a", retry=True)
     assert w.running == {"b"}
     assert w.scheduler.deadline() == pytest.approx(0.1)
-    w.advance(0.1)
-    w.finish("b")
+    finish(w, "b", after=0.1)
     assert w.running == {"a"}
     w.submit("urgent", priority=1)
     w.advance(10)
@@ -204,10 +202,8 @@ def test_it_waits_again_at_once_for_a_whole_device_and_has_that_try_once(how, as
     assert (w.waiting, w.told) == ({"a"}, {})
     assert asks_for(w, "a") == "{CPU: 1, GPU: 1}"
     w.submit("c", num_gpus=0.5)  # it still shares with those that fit
-    w.finish("b")
-    w.finish("c")
-    assert w.running == {"a"}
-    assert w.free_gpus == [0]
+    finish(w, "b c")
+    assert (w.running, w.free_gpus) == ({"a"}, [0])
     fail(w, "a", how)
     assert w.told["a"] == ("settled" if how == "raises" else "lost")
 
@@ -344,8 +340,7 @@ def test_it_waits_for_the_others_and_they_for_it():
     w.finish("b")
     assert w.running == {"c"}
     w.finish("c")
-    assert w.running == {"a"}
-    assert w.waiting == {"d"}
+    assert (w.running, w.waiting) == ({"a"}, {"d"})
     w.finish("a")
     assert w.running == {"d"}
     assert w.told == {"a": "settled", "b": "settled", "c": "settled"}
@@ -416,14 +411,12 @@ def test_one_gives_up_while_another_still_waits_for_its_turn():
 
 def test_children_of_those_that_run_are_not_held_up():
     w = World(cpus=2)
-    w.submit("parent")
-    w.submit("a")
+    submit(w, "parent a")
     starved(w, "a")
     w.submit("child", parent="parent")
     assert w.running == {"parent", "child"}
     w.wait_for("parent", "child")
-    w.finish("child")
-    w.finish("parent")
+    finish(w, "child parent")
     assert w.running == {"a"}
     w.submit("own", parent="a")
     assert w.running == {"a", "own"}
@@ -435,8 +428,7 @@ def test_whoever_waits_for_it_does_not_keep_it_waiting():
     w.submit("a", parent="parent")
     w.wait_for("parent", "a")
     starved(w, "a")
-    assert w.running == {"a", "parent"}
-    assert w.blocked == {"parent"}
+    assert (w.running, w.blocked) == ({"a", "parent"}, {"parent"})
 
 
 def test_what_is_held_without_end_is_no_company():
@@ -449,8 +441,7 @@ def test_what_is_held_without_end_is_no_company():
 
 def test_it_can_be_cancelled_while_it_waits_and_while_it_runs_alone():
     w = World(cpus=2)
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     starved(w, "a")
     w.cancel("a")
     w.submit("c")
@@ -466,8 +457,7 @@ def test_it_can_be_cancelled_while_it_waits_and_while_it_runs_alone():
 
 def test_status_and_why_say_that_others_wait_for_it():
     w = World(cpus=2)
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     starved(w, "a")
     w.submit("c")
     reasons = {task.name: task.reason for task in status_of(w).tasks}
@@ -542,5 +532,4 @@ def test_it_holds_up_no_child_because_of_a_task_like_it():
         w.submit(name, parent="parent", client=1)
     assert w.running == {"parent", "first child"}
     w.finish("first child")
-    assert w.running == {"parent", "second child"}
-    assert w.waiting == {"other"}
+    assert (w.running, w.waiting) == ({"parent", "second child"}, {"other"})

@@ -9,6 +9,7 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
+from tests.core.builders import finish, submit
 
 SHORT = 1e-5
 
@@ -16,8 +17,7 @@ SHORT = 1e-5
 def test_a_lane_that_all_have_left_takes_back_one_that_is_tried_again():
     """An empty lane was taken for none: its tasks got two lanes, and one was lost."""
     w = World(cpus=1)
-    w.submit("again", priority=1)
-    w.submit("leaves", priority=1)
+    submit(w, "again leaves", priority=1)
     w.submit("later")
     w.cancel("leaves")
     w.die("again")
@@ -25,11 +25,9 @@ def test_a_lane_that_all_have_left_takes_back_one_that_is_tried_again():
     w.submit("urgent", priority=1)
     w.finish("again", retry=True)
     assert w.running == {"urgent"}
-    w.advance(0.1)
-    w.finish("urgent")
+    finish(w, "urgent", after=0.1)
     assert w.running == {"again"}
-    w.finish("again")
-    w.finish("later")
+    finish(w, "again later")
     assert not w.scheduler.ready.by_shape
 
 
@@ -38,12 +36,8 @@ def test_a_retry_takes_what_is_free_though_its_worker_goes_on_with_its_queue():
     w = World(cpus=2, took=SHORT)
     for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
         w.submit(name)
-    w.finish("t0")
-    w.finish("t1")
-    w.finish("t4")
-    w.finish("t5")
-    assert w.running == {"t2"}
-    assert w.queued == {"t3"}
+    finish(w, "t0 t1 t4 t5")
+    assert (w.running, w.queued) == ({"t2"}, {"t3"})
     w.finish("t2", retry=True)
     assert w.running == {"t2", "t3"}
 
@@ -58,8 +52,7 @@ def test_what_a_parents_end_frees_is_taken_though_its_worker_has_its_next_task()
     w.submit("other", num_gpus=1)
     assert w.starting == {"child"}
     w.finish("parent")
-    assert w.running == {"next"}
-    assert w.starting == {"other"}
+    assert (w.running, w.starting) == ({"next"}, {"other"})
 
 
 def test_an_earlier_revocation_is_not_taken_for_a_later_one():
@@ -76,11 +69,9 @@ def test_an_earlier_revocation_is_not_taken_for_a_later_one():
     w.cancel("t2")
     assert [type(effect) for effect in w.effects] == [Revoke]
     w.revoked(1)
-    assert w.effects == []
-    assert w.queued == {"t3"}
+    assert (w.effects, w.queued) == ([], {"t3"})
     w.revoked(1)
-    assert w.forgotten == {"t2"}
-    assert w.queued == set()
+    assert (w.forgotten, w.queued) == ({"t2"}, set())
 
 
 def test_a_cancelled_task_at_its_turn_is_not_interrupted_before_it_has_begun():
@@ -132,8 +123,7 @@ def test_an_answer_that_comes_when_all_was_skipped_does_not_touch_what_came_sinc
 def test_a_backlog_goes_at_full_speed_however_old_it_is():
     """After a second something was kept for each of it, and nothing sent ahead."""
     w = World(cpus=1, took=SHORT, config=SchedulerConfig(reserve_after=0.1))
-    for number in range(400):
-        w.submit(f"t{number}")
+    submit(w, [f"t{n}" for n in range(400)])
     for number in range(200):
         w.finish(f"t{number}")
         w.advance(0.001)
@@ -146,8 +136,7 @@ def test_a_task_that_goes_on_leaves_no_cpu_to_be_handed_over():
     w = World(cpus=1)
     w.submit("parent")
     w.submit("child", parent="parent")
-    w.submit("t0")
-    w.submit("t1")
+    submit(w, "t0 t1")
     w.wait_for("parent", "child")
     w.finish("child")
     assert w.running == {"parent"}
@@ -162,8 +151,7 @@ def test_several_that_can_never_run_all_fail():
     w.submit("x", num_gpus=1, parent="parent")
     w.submit("y", num_gpus=0.5, parent="parent")
     w.wait_for("parent", "x", "y")
-    assert w.told == {"x": "deadlocked", "y": "deadlocked"}
-    assert w.blocked == set()
+    assert (w.told, w.blocked) == ({"x": "deadlocked", "y": "deadlocked"}, set())
 
 
 def test_a_detached_child_takes_what_is_kept_if_somebody_waits_for_it():
@@ -192,23 +180,20 @@ def test_who_waits_for_a_queued_task_that_is_cancelled_goes_on():
     w.finish("t0")
     assert w.queued == {"t2", "t3"}
     w.cancel("t2")
-    assert w.forgotten == {"t2"}
-    assert w.blocked == set()
+    assert (w.forgotten, w.blocked) == ({"t2"}, set())
 
 
 def test_who_waits_for_a_task_that_a_stopped_worker_never_began_goes_on():
     """The same, where the worker was given up."""
     w = World(cpus=2, config=SchedulerConfig(cancel_grace=9.0))
-    w.submit("parent")
-    w.submit("a")
+    submit(w, "parent a")
     w.finish("a")
     w.stop(2)
     w.submit("child", parent="parent")
     w.wait_for("parent", "child")
     w.cancel("child")
     w.advance(2.5)
-    assert w.forgotten == {"child"}
-    assert w.blocked == set()
+    assert (w.forgotten, w.blocked) == ({"child"}, set())
     w.finish("parent")
 
 
@@ -289,8 +274,7 @@ def test_what_fails_for_a_deadlock_may_be_nobodys_child():
     """One whose result a child expects; the scheduler fell over it."""
     w = World(cpus=4)
     w.scheduler.worker_limit.bound(1)
-    w.submit("parent")
-    w.submit("other")
+    submit(w, "parent other")
     w.submit("child", parent="parent", needs=["other"])
     w.wait_for("parent", "child")
     assert w.told == {"other": "deadlocked"}

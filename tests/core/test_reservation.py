@@ -17,7 +17,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.reservation import STANDS, STANDS_LONGEST, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.builders import GroupWorld, kept_for, pass_over
+from tests.core.builders import GroupWorld, finish, kept_for, pass_over, submit
 
 AFTER = 1.0
 
@@ -79,8 +79,7 @@ def test_big_tasks_run_one_after_the_other_under_an_endless_stream_of_quarters()
     """Each waits for its second, for the next end, and for what runs then."""
     w = World(cpus=64, gpus=4, config=PATIENCE)
     stream = Stream(w)
-    for number in range(3):
-        w.submit(f"big {number}", num_gpus=4)
+    submit(w, [f"big {n}" for n in range(3)], num_gpus=4)
     for number in range(3):
         began = w.now
         while f"big {number}" not in w.running:
@@ -120,8 +119,7 @@ def test_nothing_is_kept_before_its_time():
 def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
     """A backlog goes on at full speed, however long it has waited."""
     w = World(cpus=1, config=PATIENCE)
-    for number in range(100):
-        w.submit(f"t{number}")
+    submit(w, [f"t{n}" for n in range(100)])
     for number in range(50):
         w.advance(0.5)
         w.finish(f"t{number}")
@@ -131,16 +129,13 @@ def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
 
 def test_only_as_much_is_kept_as_is_needed():
     w = World(gpus=3, config=PATIENCE)
-    for number in range(3):
-        w.submit(f"half {number}", num_gpus=0.75)
+    submit(w, [f"half {n}" for n in range(3)], num_gpus=0.75)
     w.submit("whole", num_gpus=1)
     pass_over(w)
     w.advance(AFTER)
     pass_over(w)
     assert w.scheduler.reservation.barred == {"GPU": 0b001}
-    w.submit("a", num_gpus=0.25)
-    w.submit("b", num_gpus=0.25)
-    w.submit("c", num_gpus=0.25)
+    submit(w, "a b c", num_gpus=0.25)
     assert [w.gpus_of(name) for name in "ab"] == [[1], [2]]
     assert w.waiting == {"whole", "c"}
     w.finish("half 0")
@@ -149,8 +144,7 @@ def test_only_as_much_is_kept_as_is_needed():
 
 def test_the_one_for_whom_it_is_kept_takes_whatever_fits_first():
     w = World(gpus=2, config=PATIENCE)
-    w.submit("a", num_gpus=1)
-    w.submit("b", num_gpus=1)
+    submit(w, "a b", num_gpus=1)
     w.submit("half", num_gpus=0.5)
     pass_over(w)
     w.advance(AFTER)
@@ -289,8 +283,7 @@ def test_the_latest_end_that_is_needed_counts_and_the_device_that_serves_sooner(
 
 def test_only_devices_that_fulfil_type_and_conditions_are_kept():
     w = World(gpu_types=["T4", "A100", "A100"], config=PATIENCE)
-    w.submit("a", num_gpus=0.5, accelerator_type="A100")
-    w.submit("b", num_gpus=0.5, accelerator_type="A100")
+    submit(w, "a b", num_gpus=0.5, accelerator_type="A100")
     w.submit("both", num_gpus=2, accelerator_type="A100")
     assert kept_after(w) == {"GPU": 0b110}
     w.submit("on T4", num_gpus=0.5)
@@ -325,8 +318,7 @@ def test_higher_priority_and_children_of_those_that_run_take_what_is_kept(option
     w.submit("small", num_gpus=0.5)
     w.submit("cpu")
     w.submit("urgent", num_gpus=0.5, **options)
-    assert w.running == {"long", "urgent", "cpu"}
-    assert w.waiting == {"big", "small"}
+    assert (w.running, w.waiting) == ({"long", "urgent", "cpu"}, {"big", "small"})
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired", "granted"])
@@ -415,8 +407,7 @@ def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
     w.submit("wide", num_gpus=2)
     w.tell(Scheduler.wake)
     assert w.scheduler.reservation.barred == {GPU: 3 << 50}
-    w.advance(2 * STANDS)
-    w.finish("t90")
+    finish(w, "t90", after=2 * STANDS)
     assert w.scheduler.reservation.barred == {GPU: 1 << 90 | 1 << 50}
     w.finish("t99")
     assert "wide" in w.running

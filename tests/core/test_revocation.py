@@ -13,7 +13,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.revocation import count_begun
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.builders import kinds
+from tests.core.builders import kinds, submit
 
 SHORT = 1e-5
 
@@ -29,8 +29,7 @@ PATIENCE = SchedulerConfig(
 def queue_behind(count: int = 10, **options) -> World:
     """One worker runs t1, with t2, t3, ... queued behind it."""
     w = World(cpus=1, took=SHORT, config=PATIENCE, **options)
-    for number in range(count):
-        w.submit(f"t{number}", max_retries=0)
+    submit(w, [f"t{n}" for n in range(count)], max_retries=0)
     w.finish("t0")
     assert w.running == {"t1"}
     assert "t2" in w.queued
@@ -49,8 +48,7 @@ def test_what_stands_behind_a_long_task_is_taken_back():
     assert w.queued
     w.advance(LONG / 2)
     assert not w.queued
-    assert w.running == {"t1"}
-    assert w.waiting == {f"t{number}" for number in range(2, 10)}
+    assert (w.running, w.waiting) == ({"t1"}, {f"t{number}" for number in range(2, 10)})
     w.finish("t1")
     assert w.running == {"t2"}
 
@@ -109,8 +107,7 @@ def test_a_task_that_is_killed_takes_nobody_along():
     assert w.killed == []
     w.revoked(1)
     w.advance(0.1)
-    assert w.killed == [1]
-    assert w.running == {"t2"}
+    assert (w.killed, w.running) == ([1], {"t2"})
     w.run_dry()
     assert settled_once(w, *range(2, 10))
 
@@ -121,8 +118,7 @@ def test_what_stands_behind_one_that_waits_is_taken_back():
     w.submit("child", parent="t1")
     w.wait_for("t1", "child")
     assert not w.queued
-    assert w.blocked == {"t1"}
-    assert w.running == {"t1", "child"}
+    assert (w.blocked, w.running) == ({"t1"}, {"t1", "child"})
 
 
 def test_a_crash_blames_the_task_that_ran_alone():
@@ -172,8 +168,7 @@ def test_queued_tasks_that_are_cancelled_never_begin():
     assert w.effects == []
     assert not w.forgotten
     w.revoked(1)
-    assert w.forgotten == {"t2", "t3"}
-    assert w.running == {"t1"}
+    assert (w.forgotten, w.running) == ({"t2", "t3"}, {"t1"})
     w.run_dry()
     assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
     assert settled_once(w, 1, *range(4, 10))
@@ -202,13 +197,11 @@ def test_nothing_is_sent_to_a_worker_that_is_being_taken_back():
     """Else it would be taken for part of what is back, and run twice."""
     w = queue_behind(revokes=False)
     w.finish("t1")
-    for number in range(10, 50):
-        w.submit(f"t{number}")
+    submit(w, [f"t{n}" for n in range(10, 50)])
     w.cancel("t5")
     w.workers[1].sent.append(w.workers[1].void.popleft())
     w.finish("t2")
-    assert w.running == {"t3"}
-    assert w.effects == [Settle(w.tasks["t2"].id)]
+    assert (w.running, w.effects) == ({"t3"}, [Settle(w.tasks["t2"].id)])
     assert "t6" in w.waiting
     w.revoked(1)
     assert w.waiting >= {"t4", "t6"}
@@ -233,8 +226,7 @@ def test_skipped_tasks_that_were_cancelled_are_forgotten():
     w.skip("t1")
     assert w.forgotten == {"t2"}
     w.revoked(1)
-    assert w.forgotten == {"t2", "t3"}
-    assert w.running == {"t4"}
+    assert (w.forgotten, w.running) == ({"t2", "t3"}, {"t4"})
     w.run_dry()
     assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
 
@@ -270,8 +262,7 @@ def test_a_stopped_worker_is_given_up_and_its_task_runs_elsewhere_once():
     w.advance(0.75)
     assert w.killed == []
     w.advance(1.25)
-    assert w.killed == [1]
-    assert w.running == {"b"}
+    assert (w.killed, w.running) == ([1], {"b"})
     w.finish("b")
     assert w.told == {"a": "settled", "b": "settled"}
     assert w.tasks["b"].runs == 1

@@ -24,7 +24,7 @@ from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED, Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
-from tests.core.builders import GroupWorld, kinds, record_of
+from tests.core.builders import GroupWorld, finish, kinds, record_of, submit
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
 
@@ -40,8 +40,7 @@ def test_a_task_from_its_submission_to_its_answer():
     w = World(cpus=2, gpus=1, starts=False)
     w.submit("a", num_gpus=0.5)
     assert kinds(w) == [Spawn]
-    assert w.starting == {"a"}
-    assert w.free_gpus == [0.5]
+    assert (w.starting, w.free_gpus) == ({"a"}, [0.5])
     w.start("a")
     assert not w.scheduler.worker_started(w.now, w.worker_of("a")), "it starts once"
     [assign] = w.effects
@@ -50,12 +49,10 @@ def test_a_task_from_its_submission_to_its_answer():
     assert w.running == {"a"}
     assert repr(w.scheduler).startswith("<Scheduler 1 tasks, <Workers 1: 0 idle>, <Le")
     w.finish("a")
-    assert w.effects == [Settle(w.tasks["a"].id)]
-    assert w.told == {"a": "settled"}
+    assert (w.effects, w.told) == ([Settle(w.tasks["a"].id)], {"a": "settled"})
     assert w.free == {"CPU": 2.0, "GPU": 1.0}
     w.cancel("a")
-    assert w.effects == []
-    assert w.told == {"a": "settled"}
+    assert (w.effects, w.told) == ([], {"a": "settled"})
 
 
 def test_what_can_never_run_is_refused():
@@ -65,16 +62,14 @@ def test_what_can_never_run_is_refused():
             InfeasibleError, match="'a' can never run: it lacks CPU 3 of 2"
         ):
             w.submit("a", num_cpus=3)
-    w.submit("b", num_cpus=2)
-    w.submit("c", num_cpus=2)
+    submit(w, "b c", num_cpus=2)
     assert w.waiting == {"c"}
 
 
 def test_a_task_that_waits_or_starts_is_cancelled_at_once():
     w = World(cpus=2, starts=False)
     w.submit("a")
-    w.submit("b", num_cpus=2)
-    w.submit("c", num_cpus=2)
+    submit(w, "b c", num_cpus=2)
     for name in ("b", "a"):
         w.cancel(name)
         assert Forget(w.tasks[name].id) in w.effects
@@ -112,8 +107,7 @@ def test_a_running_task_is_interrupted_again_and_then_killed():
     assert attempts == [1, 2, 3]
     assert w.killed == []
     w.advance(0.5)
-    assert w.killed == [1]
-    assert w.forgotten == {"a"}
+    assert (w.killed, w.forgotten) == ([1], {"a"})
     assert w.free["CPU"] == 1.0
 
 
@@ -152,8 +146,7 @@ def test_a_killed_worker_gets_no_work_though_it_answers():
     w.advance(2.0)
     assert w.killed == [1]
     w.finish("a")
-    assert w.forgotten == {"a"}
-    assert w.waiting == {"b"}
+    assert (w.forgotten, w.waiting) == ({"a"}, {"b"})
     w.die(1)
     w.finish("b")
     assert w.told == {"b": "settled"}
@@ -187,8 +180,7 @@ def test_a_run_timeout_counts_from_where_the_code_begins():
     w.submit("before")
     w.submit("a", run_timeout=1.0)
     w.start("before")
-    w.advance(5.0)
-    w.finish("before")
+    finish(w, "before", after=5.0)
     w.advance(3.0)
     w.begin("a", ago=0.5)
     w.advance(0.4)
@@ -303,8 +295,7 @@ def test_closing_in_every_state():
         "starting": "abandoned",
         "waiting": "abandoned",
     }
-    assert w.forgotten == {"starting", "waiting"}
-    assert w.retired == [1]
+    assert (w.forgotten, w.retired) == ({"starting", "waiting"}, [1])
     assert w.running == {"running", "stopping"}
     w.finish("running")
     assert w.retired == [1, 2]
@@ -322,8 +313,7 @@ def test_closing_in_every_state():
 
 def test_closing_tries_nothing_again_and_abandons_what_comes_later():
     w = World(config=PATIENCE)
-    w.submit("a", max_retries=-1)
-    w.submit("b", max_retries=-1)
+    submit(w, "a b", max_retries=-1)
     w.close()
     w.close()
     assert w.effects == []
@@ -424,8 +414,7 @@ def test_events_about_what_is_not_there_change_nothing():
 
 def test_events_about_a_worker_that_has_another_task_change_nothing():
     w = World()
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     a, b = (w.tasks[name].id for name in "ab")
     worker = w.worker_of("b")
     for step, *args in (
@@ -466,8 +455,7 @@ def test_a_short_life_shows_every_effect():
     w.submit("deadlocked", num_gpus=1, parent="parent")
     w.wait_for("parent", "deadlocked")
     w.submit("disowned", parent="parent")
-    w.finish("parent")
-    w.finish("disowned")
+    finish(w, "parent disowned")
     w.lease("reclaimed", num_gpus=1)
     w.submit("warned", num_gpus=1)
     w.advance(5.0)
@@ -480,8 +468,7 @@ def test_a_short_life_shows_every_effect():
     w.cancel("gang")
     w.finish("evicted")
     w.took = 1e-5
-    for number in range(8):
-        w.submit(f"abandoned {number}")
+    submit(w, [f"abandoned {n}" for n in range(8)])
     w.finish("abandoned 0")
     assert w.queued
     w.join(1)
@@ -509,10 +496,8 @@ def w() -> World:
     for name in ("before", "first", "second", "third", "fourth", "other"):
         w.submit(name)
     w.finish("before")
-    assert w.blocked == {"parent"}
-    assert w.running == {"parent", "child", "first"}
-    assert w.queued == {"second"}
-    assert w.waiting == {"third", "fourth", "other"}
+    assert (w.blocked, w.running) == ({"parent"}, {"parent", "child", "first"})
+    assert (w.queued, w.waiting) == ({"second"}, {"third", "fourth", "other"})
     w.check()
     return w
 

@@ -10,7 +10,7 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
-from tests.core.builders import status_of, why_of
+from tests.core.builders import finish, status_of, submit, why_of
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
 
@@ -43,8 +43,7 @@ def test_who_waits_gives_back_its_cpus_and_keeps_its_devices():
     w.submit("child", parent="parent")
     assert w.free == {"CPU": 0.0, "license": 0.0, "GPU": 0.5}
     w.wait_for("parent", "child")
-    assert w.blocked == {"parent"}
-    assert w.free == {"CPU": 1.0, "license": 0.0, "GPU": 0.5}
+    assert (w.blocked, w.free) == ({"parent"}, {"CPU": 1.0, "license": 0.0, "GPU": 0.5})
 
 
 def test_who_goes_on_has_its_cpus_at_once():
@@ -52,13 +51,10 @@ def test_who_goes_on_has_its_cpus_at_once():
     w.submit("parent")
     w.submit("child", parent="parent")
     w.wait_for("parent", "child")
-    w.submit("other")
-    w.submit("later")
+    submit(w, "other later")
     assert w.running == {"parent", "child", "other"}
     w.finish("child")
-    assert w.blocked == set()
-    assert w.running == {"parent", "other"}
-    assert w.waiting == {"later"}
+    assert (w.blocked, w.running, w.waiting) == (set(), {"parent", "other"}, {"later"})
 
 
 def test_for_a_moment_there_may_be_less_than_nothing_free():
@@ -95,8 +91,7 @@ def test_it_goes_on_when_all_have_ended_that_it_waits_for_last():
 
 def test_who_waits_for_what_is_not_its_child_keeps_its_cpus():
     w = World(cpus=4)
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     w.wait_for("a", "b")
     w.wait_for("a")
     assert w.blocked == set(), "it has started nobody"
@@ -121,16 +116,14 @@ def test_who_is_being_stopped_does_not_begin_to_wait():
 
 def test_a_child_goes_before_those_who_came_earlier():
     w = World(cpus=1)
-    w.submit("parent")
-    w.submit("other")
+    submit(w, "parent other")
     w.submit("child", parent="parent")
     w.submit("child 2", parent="parent")
     w.wait_for("parent", "child", "child 2")
     assert w.running == {"parent", "child"}
     w.submit("grandchild", parent="child")
     w.wait_for("child", "grandchild")
-    w.finish("grandchild")
-    w.finish("child")
+    finish(w, "grandchild child")
     assert w.running == {"parent", "child 2"}
     w.finish("child 2")
     w.finish("parent")
@@ -225,8 +218,7 @@ def test_however_a_task_ends_what_it_has_started_ends_with_it(end, outcome):
         assert w.tasks["parent"].runs == 2
         w.submit("again", parent="parent")
         w.wait_for("parent", "again")
-        w.finish("again")
-        w.finish("parent")
+        finish(w, "again parent")
         assert w.told["parent"] == "settled"
     w.run_dry()
     assert w.free == {"CPU": 1.0, "GPU": 1.0}
@@ -267,10 +259,8 @@ def test_a_detached_child_outlives_its_parent():
     w.submit("runs", num_cpus=0, parent="parent", is_detached=True)
     w.submit("waits", parent="parent", is_detached=True)
     w.finish("parent")
-    assert w.told == {"parent": "settled"}
-    assert w.running == {"runs", "waits"}
-    w.finish("runs")
-    w.finish("waits")
+    assert (w.told, w.running) == ({"parent": "settled"}, {"runs", "waits"})
+    finish(w, "runs waits")
     assert set(w.told.values()) == {"settled"}
 
 
@@ -311,8 +301,7 @@ def test_a_child_that_starts_is_ended_before_it_has_begun():
 def test_children_that_are_sent_ahead_end_with_their_parent():
     w = World(cpus=1, took=1e-5, config=PATIENCE)
     w.submit("parent", num_cpus=0)
-    for number in range(10):
-        w.submit(f"t{number}", parent="parent")
+    submit(w, [f"t{n}" for n in range(10)], parent="parent")
     w.finish("t0")
     assert len(w.queued) == 4
     w.finish("parent")
@@ -336,8 +325,7 @@ def test_closing_ends_a_tree_and_reports_each_of_it_once():
 def test_a_child_whose_handle_is_in_the_result_goes_on():
     w = World()
     w.submit("parent")
-    w.submit("child", parent="parent")
-    w.submit("other", parent="parent")
+    submit(w, "child other", parent="parent")
     child = w.tasks["child"].id
     w.tell(Scheduler.detach, child)
     w.tell(Scheduler.detach, child)
@@ -406,8 +394,7 @@ def test_a_wait_through_an_expected_result_that_can_never_end_fails():
     w = World(gpus=1)
     w.submit("parent", num_gpus=1)
     w.submit("needed", parent="parent", num_gpus=1)
-    w.submit("one", parent="parent", needs=["needed"])
-    w.submit("two", parent="parent", needs=["needed"])
+    submit(w, "one two", parent="parent", needs=["needed"])
     w.wait_for("parent", "one", "two")
     assert w.told == {"needed": "deadlocked"}, "whoever has the values fails the others"
     w.cancel("one")

@@ -14,7 +14,7 @@ from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, ReservationStatus
 from aiogpu.observe.why import Why
 from aiogpu.testing import World
-from tests.core.builders import pass_over, why_of
+from tests.core.builders import finish, pass_over, submit, why_of
 
 
 def zeroth(w: World) -> World:
@@ -27,8 +27,7 @@ def zeroth(w: World) -> World:
 
 def test_a_task_says_what_is_short_and_who_holds_it():
     w = zeroth(World(cpus=4, gpus=2))
-    w.submit("first", num_gpus=0.7)
-    w.submit("second", num_gpus=0.7)
+    submit(w, "first second", num_gpus=0.7)
     w.advance(30)
     w.submit("third", num_gpus=0.5)
     w.advance(0.5)
@@ -80,8 +79,7 @@ def test_the_place_in_line_is_that_among_equals():
     w = zeroth(World(cpus=1))
     w.submit("runs")
     w.submit("other", num_cpus=0.5)
-    for number in range(5):
-        w.submit(f"t{number}")
+    submit(w, [f"t{n}" for n in range(5)])
     w.submit("urgent", priority=1)
     w.cancel("t1")
     told = why_of(w, "t3")
@@ -97,8 +95,7 @@ def test_the_place_in_line_is_that_among_equals():
 def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
     """Those who have left before it may count, but not beyond the end of the line."""
     w = World(cpus=1)
-    w.submit("runs")
-    w.submit("head")
+    submit(w, "runs head")
     spec = w.scheduler.tasks.get(w.tasks["head"].id).spec
     last = 4 * SEARCHED
     for number in range(2, last + 1):
@@ -212,8 +209,7 @@ def test_what_will_be_kept_once_it_is_free_is_named_too():
 def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
     w = zeroth(World(cpus=4, gpus=1, resources={"license": 1}))
     w.submit("holds", num_cpus=0, resources={"license": 1})
-    w.submit("long", num_gpus=1)
-    w.submit("big", num_gpus=1)
+    submit(w, "long big", num_gpus=1)
     w.submit("licensed", num_cpus=0, resources={"license": 1})
     pass_over(w)
     w.advance(1)
@@ -224,8 +220,7 @@ def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
 
 def test_a_task_that_may_pass_hears_nothing_of_it():
     w = reserved()
-    w.submit("urgent", num_gpus=1, priority=1)
-    w.submit("more", num_gpus=1, priority=1)
+    submit(w, "urgent more", num_gpus=1, priority=1)
     told = why_of(w, "more")
     assert told.reservation is None
     assert [short.kept for short in told.reasons] == [0]
@@ -263,8 +258,7 @@ def test_a_running_task_says_where_and_for_how_long():
 
 def test_of_one_that_has_just_begun_it_is_not_known_for_how_long():
     w = zeroth(World(cpus=1))
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     w.finish("a")
     assert why_of(w, "b").runs_for is None
     assert str(why_of(w, "b")) == "b (task 2) runs on worker 2 (pid 102)."
@@ -301,8 +295,7 @@ def test_a_task_that_waits_for_its_children_names_them():
     assert str(why_of(w, "parent")) == (
         "parent (task 1) waits for its child child; meanwhile it holds no CPU."
     )
-    for number in range(10):
-        w.submit(f"c{number}", parent="parent")
+    submit(w, [f"c{n}" for n in range(10)], parent="parent")
     w.wait_for("parent", "child", *(f"c{number}" for number in range(10)))
     told = why_of(w, "parent")
     assert (len(told.children), told.count, told.state) == (8, 11, "blocked")
@@ -321,8 +314,7 @@ def test_a_task_that_is_being_stopped_says_so():
 def test_on_a_node_that_closes_a_task_waits_for_its_turn():
     w = World(cpus=1, exits=False)
     w.submit("a")
-    for number in range(ABANDONED + 1):
-        w.submit(f"t{number}")
+    submit(w, [f"t{n}" for n in range(ABANDONED + 1)])
     w.close()
     w.finish("a")
     last = f"t{ABANDONED}"
@@ -399,8 +391,7 @@ def test_a_task_that_needs_more_than_an_actor_has_left():
 
 def test_a_line_is_warned_once_until_it_is_empty():
     w = held()
-    for number in range(3):
-        w.submit(f"train {number}", num_gpus=1)
+    submit(w, [f"train {n}" for n in range(3)], num_gpus=1)
     w.submit("other", num_gpus=0.75)
     w.advance(3 * AFTER)
     assert [name for name, _ in w.warnings] == ["train 0", "other"]
@@ -420,12 +411,10 @@ def test_a_line_is_warned_once_until_it_is_empty():
 
 def test_nobody_is_warned_of_what_ends():
     w = World(gpus=1)
-    w.submit("long", num_gpus=1)
-    w.submit("train", num_gpus=1)
+    submit(w, "long train", num_gpus=1)
     w.advance(20 * AFTER)
     assert w.warnings == []
-    w.finish("long")
-    w.finish("train")
+    finish(w, "long train")
     w.advance(2 * AFTER)
     assert w.scheduler.deadline() is None
 
@@ -524,8 +513,7 @@ def test_time_goes_on_where_a_figure_is_rounded():
 def test_others_wait_for_what_is_not_held_without_end():
     w = World(cpus=4, gpus=1, resources={"license": 1})
     w.submit("server", num_gpus=1, is_endless=True)
-    w.submit("long", num_cpus=0, resources={"license": 1})
-    w.submit("train", num_cpus=0, resources={"license": 1})
+    submit(w, "long train", num_cpus=0, resources={"license": 1})
     w.advance(10 * AFTER)
     assert w.warnings == []
     w.submit("other", num_gpus=1)
@@ -551,8 +539,7 @@ def test_a_holder_that_is_younger_than_the_wait_is_given_time():
     w.submit("train", num_gpus=2, priority=-1)
     w.advance(3 * AFTER)
     w.submit("late", num_cpus=2, num_gpus=2, priority=-1)
-    w.advance(AFTER / 2)
-    w.finish("long")
+    finish(w, "long", after=AFTER / 2)
     assert "server" in w.running
     w.advance(AFTER - 0.01)
     assert w.warnings == []

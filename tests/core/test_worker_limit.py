@@ -11,7 +11,7 @@ from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import WorkerLimit
 from aiogpu.testing import World
-from tests.core.builders import status_of, why_of
+from tests.core.builders import finish, status_of, submit, why_of
 
 CROWDED_FOR = SchedulerConfig().crowded_for
 
@@ -38,13 +38,11 @@ def test_more_tasks_than_workers_wait_although_all_else_is_there():
 
 def test_an_idle_worker_that_does_not_fit_makes_way():
     w = world(most=2, gpus=1, exits=False)
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     w.finish("a")
     idle = min(w.workers)
     w.submit("c", num_gpus=1)
-    assert w.waiting == {"c"}
-    assert w.retired == [idle]
+    assert (w.waiting, w.retired) == ({"c"}, [idle])
     w.submit("d", environment={"X": "1"})
     assert w.retired == [idle], "no other is idle"
     w.die(idle)
@@ -57,8 +55,7 @@ def test_one_goes_for_each_that_needs_another_and_no_more():
         w.submit(name)
     for name in ("a", "b", "c"):
         w.finish(name)
-    w.submit("x", num_gpus=1)
-    w.submit("y", num_gpus=1)
+    submit(w, "x y", num_gpus=1)
     assert len(w.retired) == 1, "for y there is no device"
     w.submit("z", environment={"X": "1"}, num_cpus=2)
     assert len(w.retired) == 2
@@ -102,8 +99,7 @@ def test_spares_are_kept_where_they_may_be_and_make_way():
 
 def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     w = world(most=1)
-    w.submit("zeroth")
-    w.submit("b")
+    submit(w, "zeroth b")
     w.advance(0.5)
     assert str(why_of(w, "b")) == (
         "b (task 1) has waited 0.5 s for its turn: 0 before it\n"
@@ -112,14 +108,12 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     )
     (shape,) = status_of(w).shapes
     assert shape.reason == "waits for a worker: there are 1, and no room for more"
-    w.finish("zeroth")
-    w.finish("b")
+    finish(w, "zeroth b")
 
 
 def test_why_a_task_waits_where_actors_hold_all_workers():
     w = world(most=2)
-    w.submit("actor", num_cpus=0, is_endless=True)
-    w.submit("other", num_cpus=0, is_endless=True)
+    submit(w, "actor other", num_cpus=0, is_endless=True)
     w.submit("b")
     assert "workers: 2, each held without end, and no room" in str(why_of(w, "b"))
     w.finish("actor")
@@ -144,8 +138,7 @@ def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
             w.advance(CROWDED_FOR)
         assert w.starting == {"b"}, "there may be by now"
     w.start("b")
-    w.finish("a")
-    w.finish("b")
+    finish(w, "a b")
     assert w.told["b"] == "settled"
 
 
@@ -165,8 +158,7 @@ def test_alone_it_waits_and_is_tried_again_for_ever():
     """No worker is there that could make room: once, this failed after 40 tries."""
     config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
     w = World(cpus=100, starts=False, config=config)
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     tried = [w.now]
     for _ in range(100):
         while w.starting:
@@ -400,8 +392,7 @@ def test_others_that_ask_for_the_same_are_not_held_up():
     w.advance(0.01)
     w.start("b")
     w.finish("b")
-    assert w.starting == {"c"}
-    assert w.waiting == {"a", "d"}
+    assert (w.starting, w.waiting) == ({"c"}, {"a", "d"})
 
 
 def test_what_was_reserved_is_let_go_once_it_cannot_start():
@@ -512,7 +503,6 @@ def test_environments_are_tried_again_each_at_its_own_time():
     w.submit("b", environment={"Y": "1"})
     fail(w, "b")
     w.advance(0.5)
-    assert w.starting == {"a"}
-    assert w.waiting == {"b"}
+    assert (w.starting, w.waiting) == ({"a"}, {"b"})
     w.advance(0.5)
     assert w.starting == {"a", "b"}

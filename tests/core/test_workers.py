@@ -7,7 +7,7 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import MOST, Workers
 from aiogpu.testing import World
-from tests.core.builders import kinds
+from tests.core.builders import finish, kinds, submit
 
 
 def test_a_cpu_worker_is_used_again():
@@ -22,11 +22,9 @@ def test_a_cpu_worker_is_used_again():
 
 def test_the_worker_used_last_is_used_next():
     w = World()
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     last = w.worker_of("a")
-    w.finish("b")
-    w.finish("a")
+    finish(w, "b a")
     w.submit("c")
     assert w.worker_of("c") == last
 
@@ -74,8 +72,7 @@ def test_an_isolated_task_has_a_process_of_its_own_and_its_share_until_that_is_g
     w.submit("c", num_gpus=1)
     w.finish("b")
     assert w.told["b"] == "settled"
-    assert w.free_gpus == [0.0]
-    assert w.waiting == {"c"}
+    assert (w.free_gpus, w.waiting) == ([0.0], {"c"})
     w.die(isolated)
     assert w.running == {"c"}
 
@@ -139,11 +136,9 @@ def test_of_many_idle_workers_those_idle_longest_retire():
 
 def test_work_that_waits_comes_before_retirement():
     w = World(cpus=1, config=SchedulerConfig(idle_workers=0))
-    w.submit("a")
-    w.submit("b")
+    submit(w, "a b")
     w.finish("a")
-    assert w.running == {"b"}
-    assert w.retired == []
+    assert (w.running, w.retired) == ({"b"}, [])
     w.finish("b")
     assert w.retired == [1]
 
@@ -211,8 +206,7 @@ def warm(w, name, gpus, **options):
 )
 def test_it_goes_where_its_worker_is(gpus, others, asked, held):
     w = World(gpus=gpus)
-    for number in range(others):
-        w.submit(f"x{number}", num_gpus=1, max_retries=0)
+    submit(w, [f"x{n}" for n in range(others)], num_gpus=1, max_retries=0)
     worker, devices = warm(w, "a", asked)
     assert devices == held
     for number in range(others):
@@ -372,12 +366,10 @@ def test_spares_do_not_count_among_the_idle():
 
 def test_clean_workers_beyond_what_is_wanted_go_first():
     w = World(cpus=4, config=SchedulerConfig(idle_workers=1))
-    w.submit("warm")
-    w.submit("cold")
+    submit(w, "warm cold")
     w.finish("warm")
     w.starts = False
-    w.submit("late")
-    w.submit("later")
+    submit(w, "late later")
     for name in ("late", "later"):
         w.cancel(name)
     assert w.workers[w.worker_of("cold")].binding is not None
